@@ -1,0 +1,90 @@
+"""The schema as a flat list of dotted settings, for the checks, the resume comparison and the messages about typos."""
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from rlhf.config import Config
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One leaf of the schema: `actor.optim.lr`, its annotated type and the rules of `rlhf.config.fields.setting`."""
+
+    key: str
+    type: Any
+    metadata: Mapping[str, Any]
+
+    def value(self, config: Config) -> Any:
+        """What `config` holds for this setting."""
+        value: Any = config
+        for name in self.key.split("."):
+            value = getattr(value, name)
+        return value
+
+    @property
+    def expects(self) -> str:
+        """The type in words, for messages."""
+        return _in_words(self.type)
+
+
+def _in_words(kind: Any) -> str:
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return " or ".join(_in_words(a) for a in arguments)
+    if typing.get_origin(kind) is list:
+        item = {float: "[0.9, 0.95]"}.get(arguments[0], "[a, b]")
+        return f"a list such as {item}"
+    if typing.get_origin(kind) is dict:
+        return "a mapping such as {a: 1, b: 2}"
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+    return plain.get(kind, "a value")
+
+
+def _walk(section: type, prefix: str) -> Iterator[tuple[str, Setting | None]]:
+    hints = typing.get_type_hints(section)
+    for field in fields(section):
+        key, kind = prefix + field.name, hints[field.name]
+        if is_dataclass(kind):
+            yield key, None
+            yield from _walk(typing.cast(type, kind), key + ".")
+        else:
+            yield key, Setting(key, kind, field.metadata)
+
+
+_NODES = dict(_walk(Config, ""))
+SETTINGS: dict[str, Setting] = {key: leaf for key, leaf in _NODES.items() if leaf is not None}
+SECTIONS = frozenset(key for key, leaf in _NODES.items() if leaf is None)
+
+
+def setting_of(key: str) -> Setting | None:
+    """The setting that `key` names, or the free mapping (`data.reasoning_gym.config`) that it lies in."""
+    if key in SETTINGS:
+        return SETTINGS[key]
+    parents = (SETTINGS.get(key[:i]) for i, c in enumerate(key) if c == ".")
+    return next((p for p in parents if p is not None and typing.get_origin(p.type) is dict), None)
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice most like `word`, or None when nothing is near."""
+    found = difflib.get_close_matches(word, list(choices), n=1)
+    return found[0] if found else None
+
+
+def nearest_setting(key: str) -> str | None:
+    """The setting (or group) that a wrong dotted key most likely means: the same name elsewhere, then a similar one."""
+    section, _, name = key.rpartition(".")
+    if same := [k for k in SETTINGS if k.rpartition(".")[2] == name]:
+        return max(same, key=lambda k: difflib.SequenceMatcher(None, key, k).ratio())
+    if section in SECTIONS:
+        found = nearest(name, [k.rpartition(".")[2] for k in SETTINGS if k.rpartition(".")[0] == section])
+        return f"{section}.{found}" if found else None
+    return nearest(key, [*SETTINGS, *SECTIONS])
+
+
+def did_you_mean(found: str | None) -> str:
+    """A nearest choice as the end of a message; empty for None."""
+    return f" Did you mean {found}?" if found else ""

@@ -1,0 +1,18 @@
+from dataclasses import dataclass
+
+from rlhf.config.fields import setting
+
+
+@dataclass
+class WandbConfig:
+    mode: str = setting("online", choices=("online", "offline"), resume="harmless")
+    """`offline` writes files for `wandb sync`."""
+    entity: str | None = setting(None, resume="harmless")
+    tags: list[str] = setting([], resume="harmless")
+
+
+@dataclass
+class TrackingConfig:
+    progress: str = setting("auto", choices=("auto", "live", "plain"), resume="harmless")
+    """`live` display, `plain` lines, or by whether the output is a terminal."""
+    wandb: WandbConfig = setting(WandbConfig, resume="harmless")

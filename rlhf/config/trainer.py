@@ -1,0 +1,55 @@
+from dataclasses import dataclass
+
+from rlhf.config.fields import setting
+
+
+@dataclass
+class TrainerConfig:
+    project_name: str = setting("rlhf", resume="harmless")
+    """First folder of the run directory, and wandb's project."""
+    experiment_name: str = setting("default", resume="harmless")
+    """Second folder of the run directory, and wandb's run name."""
+    default_local_dir: str = setting("checkpoints", resume="harmless")
+    """Where run directories live: `<default_local_dir>/<project_name>/<experiment_name>`."""
+    nproc: int = setting(1, ge=1, resume="harmless")
+    """Ranks on this machine. State is exact after a change; bits of the following steps are equal at equal `nproc` only."""
+    device: str = setting("auto", choices=("auto", "cpu", "cuda"), resume="harmless")
+    """`auto` takes CUDA when a device is visible."""
+    threads_per_rank: int | None = setting(None, ge=1, resume="harmless")
+    """CPU threads of each rank; null means cores / nproc."""
+    seed: int = setting(1, ge=0, le=2**32 - 1)
+    """Every random choice of the run follows from it."""
+    deterministic: bool | None = setting(None)
+    """Deterministic kernels only; null means true on CPU, false on CUDA."""
+    total_epochs: int = setting(1, ge=1)
+    """Passes over the training prompts, unless `total_training_steps` is set. A longer run changes a decaying LR schedule."""
+    total_training_steps: int | None = setting(None, ge=1)
+    """Steps in all; overrides `total_epochs`."""
+    save_freq: int = setting(20, ge=0, resume="harmless")
+    """Steps between checkpoints; the last step is saved too. 0 saves nothing."""
+    test_freq: int = setting(20, ge=0, resume="harmless")
+    """Steps between evaluations on the held-out prompts; the last step is evaluated too. 0 never evaluates."""
+    val_before_train: bool = setting(True, resume="harmless")
+    """Evaluate the starting policy as step 0."""
+    resume_mode: str = setting("auto", choices=("auto", "disable", "resume_path"), resume="harmless")
+    """`auto` continues from the newest intact checkpoint of the run directory; `disable` refuses to; `resume_path` starts from one."""
+    resume_from_path: str | None = setting(None, resume="harmless")
+    """The `global_step_N` directory for `resume_mode=resume_path`."""
+    allow_config_change: bool = setting(False, resume="harmless")
+    """Resume although settings that change the trajectory differ from the checkpoint's."""
+    overwrite: bool = setting(False, resume="harmless")
+    """Delete what the run directory holds before a new run (moved to trash first)."""
+    logger: list[str] = setting([], resume="harmless")
+    """Trackers beside the console and metrics.jsonl, which are always on: `wandb`, `tensorboard`."""
+    max_restarts: int = setting(10, ge=0, resume="harmless")
+    """Restarts after crashes before the run is given up; the count starts again once a restart has got past the step it died at."""
+    restart_backoff_s: float = setting(1.0, ge=0, resume="harmless")
+    """Seconds before the first restart; doubled for each further one."""
+    restart_backoff_max_s: float = setting(60.0, ge=0, resume="harmless")
+    """Longest wait before a restart, in seconds."""
+    max_failures_per_step: int = setting(3, ge=1, resume="harmless")
+    """Crashes in a row at one step after which the run ends with the evidence."""
+    preempt_grace_s: float = setting(300.0, gt=0, resume="harmless")
+    """Seconds from SIGTERM or SIGUSR1 within which the ranks finish their step and save, before they are killed."""
+    collective_timeout_s: float = setting(600.0, gt=0, resume="harmless")
+    """Longest wait for another rank, in seconds; then the attempt fails and restarts."""
