@@ -1,0 +1,137 @@
+"""python -m rlhf.checkpoint list|inspect|verify PATH: what is there, and whether it is whole. Loads no torch."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rlhf.checkpoint.errors import DamagedCheckpoint
+from rlhf.checkpoint.layout import DRIVER_STATE, POINTER, scan, set_aside_dirs, step_of
+from rlhf.checkpoint.manifest import Manifest, read_manifest, verify
+from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_USER_ERROR, UserError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 when all that was looked at is intact, 1 when something is damaged, 2 for a path without checkpoints."""
+    parser = argparse.ArgumentParser(prog="python -m rlhf.checkpoint", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    for name, action, text in (
+        ("list", list_checkpoints, "one line per checkpoint of a run directory"),
+        ("inspect", inspect, "what one checkpoint holds: roles, tensors, driver state"),
+        ("verify", verify_all, "read every byte and compare it with the manifest"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("path", type=Path, metavar="PATH", help="a run directory or a global_step_N directory")
+        command.set_defaults(action=action)
+    arguments = parser.parse_args(argv)
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    try:
+        return arguments.action(arguments.path, console)
+    except UserError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(str(error), markup=False)
+        return EXIT_USER_ERROR
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoint that `path` is, or those that the run directory `path` holds, newest first."""
+    if step_of(path.absolute()) is not None and path.is_dir():
+        return [path]
+    if found := scan(path):
+        return found
+    # A checkpoint that was copied or set aside under another name.
+    if (path / "manifest.json").is_file():
+        return [path]
+    what = "holds no checkpoint (global_step_N)" if path.is_dir() else "does not exist"
+    raise UserError(
+        f"{path} {what}. Give a run directory, <default_local_dir>/<project>/<experiment>, or a checkpoint in it."
+    )
+
+
+def list_checkpoints(path: Path, console: Console) -> int:
+    """Steps, sizes and contents from the manifests; the files themselves are not read."""
+    table = Table("step", "created (UTC)", "size", "ranks", "backend", "contents", "state")
+    damaged = 0
+    for checkpoint in checkpoints_at(path):
+        try:
+            m = read_manifest(checkpoint)
+        except DamagedCheckpoint as error:
+            damaged += 1
+            table.add_row(str(step_of(checkpoint)), "", "", "", "", "", f"damaged: {error}")
+            continue
+        contents = ", ".join(m.contents)
+        table.add_row(str(m.step), m.created, _size(m.total_bytes), str(m.world_size), m.backend, contents, "committed")
+    console.print(table)
+    if (path / POINTER).is_file():
+        console.print(f"{POINTER}: {(path / POINTER).read_text().strip()}")
+    for reason in ("damaged", "superseded"):
+        for directory in set_aside_dirs(path, reason):
+            console.print(f"set aside as {reason}: {directory.name}")
+    return EXIT_CRASHED if damaged else EXIT_DONE
+
+
+def inspect(path: Path, console: Console) -> int:
+    """The newest checkpoint of a run directory, or the one given, in detail."""
+    checkpoint = checkpoints_at(path)[0]
+    try:
+        manifest = read_manifest(checkpoint)
+    except DamagedCheckpoint as error:
+        console.print(str(error), markup=False)
+        return EXIT_CRASHED
+    facts = {
+        "checkpoint": str(checkpoint),
+        "step": manifest.step,
+        "created": manifest.created,
+        "size": f"{_size(manifest.total_bytes)} in {len(manifest.files)} files",
+        "ranks, backend": f"{manifest.world_size}, {manifest.backend}",
+        "contents": ", ".join(manifest.contents),
+        "versions": ", ".join(f"{k} {v}" for k, v in sorted(manifest.versions.items())),
+    }
+    for name, value in facts.items():
+        console.print(f"{name:16} {value}", markup=False)
+    console.print("driver state", json.loads((checkpoint / DRIVER_STATE).read_text()))
+    for folder, size in _folders(manifest).items():
+        index = checkpoint / folder / "index.json"
+        if not index.is_file():
+            console.print(f"{folder}: {_size(size)}", markup=False)
+            continue
+        tensors = json.loads(index.read_text())
+        console.print(f"{folder}: {_size(size)}, {len(tensors)} tensors", markup=False)
+        for name, entry in tensors.items():
+            console.print(
+                f"  {name}  {entry['dtype']} {entry['shape']}  in {len(entry['shards'])} shard(s)", markup=False
+            )
+    return EXIT_DONE
+
+
+def verify_all(path: Path, console: Console) -> int:
+    """Every checkpoint at `path`, every byte."""
+    worst = EXIT_DONE
+    for checkpoint in checkpoints_at(path):
+        try:
+            manifest = verify(checkpoint)
+            console.print(
+                f"{checkpoint}: intact, {_size(manifest.total_bytes)} in {len(manifest.files)} files", markup=False
+            )
+        except DamagedCheckpoint as error:
+            worst = EXIT_CRASHED
+            console.print(str(error), markup=False)
+    return worst
+
+
+def _folders(manifest: Manifest) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for name, entry in manifest.files.items():
+        folder = str(Path(name).parent)
+        sizes[folder] = sizes.get(folder, 0) + entry["size"]
+    return dict(sorted(sizes.items()))
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Publishing and removing whole directories, each by one rename, so that every kill leaves the old state or the new one."""
+
+import logging
+import shutil
+from pathlib import Path
+
+from rlhf.checkpoint.files import fsync_dir, replace_durably
+from rlhf.checkpoint.layout import POINTER, TEMPORARY, TRASH, fresh_name, scan, step_dir, step_of
+from rlhf.checkpoint.manifest import Manifest, write_manifest
+from rlhf.events import announce
+
+log = logging.getLogger(__name__)
+
+
+def begin(run_dir: Path, step: int) -> Path:
+    """A fresh, uniquely named temporary directory for the checkpoint of `step`, beside its final place."""
+    temporary = run_dir / fresh_name(TEMPORARY, f"global_step_{step}")
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def publish(run_dir: Path, temporary: Path, manifest: Manifest) -> Path:
+    """Commit: manifest, directories durable, rename into place, parent durable, and only then the pointer.
+
+    Raises FileExistsError when the step is published already: nothing is ever written into a published directory.
+    """
+    final = step_dir(run_dir, manifest.step)
+    announce("commit.manifest")
+    write_manifest(temporary, manifest)
+    nested = {temporary / parent for name in manifest.files for parent in Path(name).parents}
+    for directory in sorted(nested | {temporary}, key=lambda p: -len(p.parts)):
+        fsync_dir(directory)
+    announce("commit.rename")
+    if final.exists():
+        raise FileExistsError(f"{final} exists already; a published checkpoint is never overwritten")
+    temporary.rename(final)
+    fsync_dir(run_dir)
+    announce("commit.pointer")
+    replace_durably(run_dir / POINTER, f"{manifest.step}\n")
+    announce("commit.published")
+    return final
+
+
+def prune(run_dir: Path, max_to_keep: int | None) -> list[int]:
+    """Remove all but the newest `max_to_keep` published checkpoints; returns the removed steps. The newest always stays."""
+    if max_to_keep is None:
+        return []
+    removed = []
+    for path in scan(run_dir)[max_to_keep:]:
+        announce("commit.prune")
+        discard(path)
+        removed.append(step_of(path) or 0)
+    return removed
+
+
+def discard(path: Path) -> None:
+    """Delete a directory so that no kill leaves half of it under its name: rename to trash first, then remove."""
+    trash = path.with_name(fresh_name(TRASH, path.name.lstrip(".")))
+    path.rename(trash)
+    fsync_dir(path.parent)
+    announce("commit.trash")
+    shutil.rmtree(trash)
+
+
+def set_aside(path: Path, reason: str) -> Path:
+    """Keep a checkpoint that must not be used any more under `global_step_N.<reason>-K`, where no scan finds it."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.{reason}-{number}")).exists():
+        number += 1
+    path.rename(target)
+    fsync_dir(path.parent)
+    return target
+
+
+def clean_leftovers(run_dir: Path) -> list[str]:
+    """Remove what killed saves and removals left behind; only for a time when no save is in flight. Returns the names."""
+    leftovers = [p for p in run_dir.iterdir() if p.name.startswith((TEMPORARY, TRASH))]
+    for path in leftovers:
+        shutil.rmtree(path)
+    return [p.name for p in leftovers]

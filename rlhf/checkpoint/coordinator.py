@@ -1,0 +1,89 @@
+"""How the ranks act as one on a shared directory: one leader touches it, and its outcome, good or bad, is everyone's outcome."""
+
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class PeerError(RuntimeError):
+    """An error that happened on other ranks; the text names them."""
+
+
+def _sendable(error: Exception) -> Exception:
+    """`error` itself if it survives the way to another process, else its text."""
+    try:
+        pickle.dumps(error)
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+class Coordinator:
+    """Collective calls over Python objects on a gloo group of their own; every one has the group's deadline.
+
+    Every rank must make the same calls in the same order. Without an initialised process group it is a world of one.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self.rank, self.world_size, self._group = 0, 1, None
+        if dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            if self.world_size > 1:
+                # A group of its own: object collectives on the training group would order themselves between its tensors.
+                self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    @property
+    def is_leader(self) -> bool:
+        """The leader is the driver, global rank 0."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """`value` of every rank, in rank order, on every rank."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: T | None) -> T:
+        """The leader's `value` on every rank."""
+        if self._group is None:
+            return value  # type: ignore[return-value]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]  # type: ignore[return-value]
+
+    def on_leader(self, action: Callable[[], T]) -> T:
+        """Run `action` on the leader only; every rank gets its result, or raises when it raised. No rank is left waiting."""
+        error: Exception | None = None
+        result: Any = None
+        if self.is_leader:
+            try:
+                result = action()
+            except Exception as caught:
+                error = caught
+        result, sent = self.broadcast((result, error and _sendable(error)) if self.is_leader else None)
+        if sent is not None:
+            raise error if error is not None else sent
+        return result
+
+    def everywhere(self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank and return all results; when it raises anywhere, every rank raises."""
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+        outcomes = self.gather((result, error and _sendable(error)))
+        if error is not None:
+            raise error
+        for rank, (_, remote) in enumerate(outcomes):
+            if remote is not None:
+                raise remote from PeerError(f"on rank {rank}")
+        return [value for value, _ in outcomes]

@@ -1,0 +1,28 @@
+"""What can go wrong with a checkpoint: it is damaged, or it could not be written."""
+
+import errno
+
+UNFIXABLE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+"""Conditions of the disk that a restart meets again: full, over quota, not permitted, read-only."""
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint's bytes are not the ones that were committed (or it was never committed)."""
+
+
+class SaveFailed(Exception):
+    """A save did not commit. The previous checkpoint is intact.
+
+    `unfixable` says that a restart would meet the same condition (disk full, permission).
+    """
+
+    def __init__(self, message: str, *, unfixable: bool = False) -> None:
+        super().__init__(message)
+        self.unfixable = unfixable
+
+
+def is_unfixable(error: BaseException) -> bool:
+    """Whether `error` is a condition of the disk that a restart cannot cure."""
+    if isinstance(error, SaveFailed):
+        return error.unfixable
+    return isinstance(error, OSError) and error.errno in UNFIXABLE_ERRNOS

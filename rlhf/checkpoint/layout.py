@@ -1,0 +1,53 @@
+"""Names inside a run directory and inside a checkpoint, and the scan that finds checkpoints. Imports no torch."""
+
+import re
+import uuid
+from pathlib import Path
+
+POINTER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+DRIVER_STATE = "driver_state.json"
+CONFIG = "config.yaml"
+RUN_FILE = "run.json"
+HISTORY = "metrics.jsonl"
+TEMPORARY = ".tmp-"
+TRASH = ".trash-"
+
+_STEP_DIR = re.compile(r"global_step_(\d+)")
+_SET_ASIDE = re.compile(r"global_step_\d+\.(damaged|superseded)-\d+")
+
+
+def step_dir(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is published."""
+    return run_dir / f"global_step_{step}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a published directory's name says, or None for any other name."""
+    match = _STEP_DIR.fullmatch(path.name)
+    return int(match.group(1)) if match else None
+
+
+def scan(run_dir: Path) -> list[Path]:
+    """Published directories by their names, newest step first. The scan is the truth, the pointer file a hint for people and tools."""
+    if not run_dir.is_dir():
+        return []
+    found = {step: path for path in run_dir.iterdir() if (step := step_of(path)) is not None and path.is_dir()}
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def set_aside_dirs(run_dir: Path, reason: str) -> list[Path]:
+    """Directories that an earlier resume set aside for `reason` ("damaged" or "superseded")."""
+    if not run_dir.is_dir():
+        return []
+    return sorted(p for p in run_dir.iterdir() if (m := _SET_ASIDE.fullmatch(p.name)) and m.group(1) == reason)
+
+
+def fresh_name(prefix: str, what: str) -> str:
+    """A name that no other process, now or before a crash, has used."""
+    return f"{prefix}{what}-{uuid.uuid4().hex[:12]}"
+
+
+def rank_file(rank: int) -> str:
+    """File name of one rank's part."""
+    return f"rank_{rank:05d}.safetensors"

@@ -1,0 +1,104 @@
+"""The run directory before the ranks start: made, emptied or refused, cleaned of what a kill left, and asked whether it is finished."""
+
+import json
+import logging
+import math
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+from rlhf.checkpoint import commit
+from rlhf.checkpoint.errors import DamagedCheckpoint
+from rlhf.checkpoint.files import replace_durably
+from rlhf.checkpoint.layout import DRIVER_STATE, RUN_FILE, scan, step_of
+from rlhf.checkpoint.manifest import verify
+from rlhf.config import Config
+from rlhf.errors import UserError
+
+log = logging.getLogger(__name__)
+LOCKS = ("run.lock", "ranks.lock")
+
+
+def prepare(config: Config) -> None:
+    """Bring the run directory into the state that the ranks expect. For one process that holds the run lock, or the leader of all ranks.
+
+    Raises UserError for `resume_mode=disable` on a directory with checkpoints, and for a `resume_from_path` that is none.
+    """
+    run_dir, trainer = config.run_dir, config.trainer
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # A launcher that restarts its ranks (torchrun) repeats this call; what the first attempt saved is ours, not left from before.
+    first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if trainer.overwrite and first_attempt:
+        for path in sorted(run_dir.iterdir()):
+            if path.name not in LOCKS:
+                _remove(path)
+    if removed := commit.clean_leftovers(run_dir):
+        log.info("Removed what an interrupted save left behind: %s", ", ".join(removed))
+    if trainer.resume_mode == "disable" and first_attempt and (existing := scan(run_dir)):
+        raise UserError(
+            f"trainer.resume_mode=disable, but {run_dir} holds checkpoints up to step {step_of(existing[0])}. Set trainer.overwrite=true "
+            "to delete them, trainer.experiment_name to something new, or trainer.resume_mode=auto to continue."
+        )
+    run = read_run_file(run_dir)
+    if trainer.resume_mode == "resume_path":
+        run |= _fork(run_dir, Path(trainer.resume_from_path or "").expanduser().absolute(), run.get("resumed_from"))
+    replace_durably(
+        run_dir / RUN_FILE, json.dumps({"run_id": uuid.uuid4().hex[:12], "resumed_from": None} | run) + "\n"
+    )
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        commit.discard(path)
+    else:
+        path.unlink()
+
+
+def _fork(run_dir: Path, source: Path, known: str | None) -> dict[str, Any]:
+    """Start from `source` once: checkpoints of this directory that do not descend from it are set aside, later ones are kept."""
+    if str(source) == known:
+        return {}
+    if step_of(source) is None or not source.is_dir():
+        raise UserError(f"trainer.resume_from_path={source} is not a checkpoint: name a global_step_N directory.")
+    for path in scan(run_dir):
+        if source.parent != run_dir or (step_of(path) or 0) > (step_of(source) or 0):
+            log.warning(
+                "%s is set aside as %s: the run starts again from %s.",
+                path,
+                commit.set_aside(path, "superseded").name,
+                source,
+            )
+    return {"resumed_from": str(source)}
+
+
+def read_run_file(run_dir: Path) -> dict[str, Any]:
+    """The run's identity: `run_id`, and `resumed_from` when it was forked from another checkpoint."""
+    path = run_dir / RUN_FILE
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def resume_source(config: Config) -> Path | None:
+    """The checkpoint to start from when the directory has none of its own: `trainer.resume_from_path`, if asked for."""
+    if config.trainer.resume_mode != "resume_path":
+        return None
+    return Path(config.trainer.resume_from_path or "").expanduser().absolute()
+
+
+def planned_steps(config: Config, steps_per_epoch: float) -> int:
+    """Steps in all: `trainer.total_training_steps`, or the epochs' worth."""
+    explicit = config.trainer.total_training_steps
+    return explicit if explicit is not None else max(1, math.floor(config.trainer.total_epochs * steps_per_epoch))
+
+
+def finished_step(config: Config) -> int | None:
+    """The run's last step if its newest checkpoint has reached it and is intact, else None."""
+    newest = next(iter(scan(config.run_dir)), None)
+    if newest is None:
+        return None
+    try:
+        verify(newest)
+    except DamagedCheckpoint:
+        return None
+    driver = json.loads((newest / DRIVER_STATE).read_text())
+    return driver["step"] if driver["step"] >= planned_steps(config, driver["steps_per_epoch"]) else None

@@ -1,0 +1,108 @@
+"""What one save writes, taken at one moment: after `take_snapshot` the training state may move on as far as the write is concerned."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rlhf.checkpoint.layout import CONFIG, DRIVER_STATE, rank_file
+from rlhf.checkpoint.rng import rng_state
+from rlhf.checkpoint.tensors import Pieces
+
+HF_FOLDER = "huggingface"
+HF_SHARD_BYTES = 5 << 30
+
+
+class Role(Protocol):
+    """A model in training (actor, critic) as the checkpoint sees it: state, not a backend."""
+
+    def model_pieces(self) -> Pieces:
+        """Live views of this rank's weights and persistent buffers; loading writes into them."""
+
+    def optimizer_pieces(self) -> Pieces:
+        """Live views of this rank's optimizer moments and step counts, named `<parameter>.<moment>`."""
+
+    def extra_state(self) -> dict[str, Any]:
+        """JSON-able rest: the LR schedule."""
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over `extra_state`."""
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model, whole; collective: all ranks iterate together."""
+
+    def hf_files(self) -> Mapping[str, bytes]:
+        """The small files of a Hugging Face folder: config, generation config, tokenizer, chat template."""
+
+
+@dataclass
+class Snapshot:
+    """This rank's part of a save. `files` and `whole_tensors` (path -> safetensors content) are written as they are; `components`
+    (folder -> pieces) get an index over all ranks."""
+
+    step: int
+    contents: list[str]
+    roles: list[str]
+    components: dict[str, Pieces] = field(default_factory=dict)
+    whole_tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    def nbytes(self) -> int:
+        """Bytes that this rank writes, headers aside."""
+        pieces = (p.local for component in self.components.values() for p in component.values() if p.owner)
+        whole = (t for tensors in self.whole_tensors.values() for t in tensors.values())
+        return sum(t.numel() * t.element_size() for t in [*pieces, *whole]) + sum(map(len, self.files.values()))
+
+
+def take_snapshot(
+    step: int, contents: list[str], roles: Mapping[str, Role], driver_state: dict[str, Any], config_yaml: str, rank: int
+) -> Snapshot:
+    """Collect what `contents` asks for. Collective when `hf_model` is among it."""
+    snapshot = Snapshot(step, list(contents), sorted(roles))
+    for name, role in roles.items():
+        if "model" in contents:
+            snapshot.components[f"{name}/model"] = role.model_pieces()
+        if "optimizer" in contents:
+            snapshot.components[f"{name}/optimizer"] = role.optimizer_pieces()
+        if "extra" in contents and rank == 0:
+            snapshot.files[f"{name}/extra/lr_scheduler.json"] = _json(role.extra_state())
+        if "hf_model" in contents:
+            _add_hf_model(snapshot, f"{name}/{HF_FOLDER}", role, rank)
+    if "extra" in contents:
+        snapshot.whole_tensors[f"rng/{rank_file(rank)}"] = rng_state()
+    if rank == 0:
+        snapshot.files[DRIVER_STATE] = _json(driver_state)
+        snapshot.files[CONFIG] = config_yaml.encode()
+    return snapshot
+
+
+def _json(document: object) -> bytes:
+    return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _add_hf_model(snapshot: Snapshot, folder: str, role: Role, rank: int) -> None:
+    """The role as a Hugging Face folder, on the leader; one file below 5 GiB, else numbered ones with their index."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = total = 0
+    for name, tensor in role.full_tensors():
+        if rank != 0:
+            continue
+        nbytes = tensor.numel() * tensor.element_size()
+        if shards[-1] and size + nbytes > HF_SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.cpu()
+        size, total = size + nbytes, total + nbytes
+    if rank != 0:
+        return
+    snapshot.files |= {f"{folder}/{name}": content for name, content in role.hf_files().items()}
+    if len(shards) == 1:
+        snapshot.whole_tensors[f"{folder}/model.safetensors"] = shards[0]
+        return
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    snapshot.whole_tensors |= {f"{folder}/{name}": tensors for name, tensors in zip(names, shards, strict=True)}
+    weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    snapshot.files[f"{folder}/model.safetensors.index.json"] = _json(index)

@@ -1,0 +1,124 @@
+"""From a snapshot to a committed checkpoint: every rank writes its files, the leader proves and publishes the whole.
+
+Needs only the snapshot, the directory and a coordinator, so it can run beside the training as well as in front of it.
+"""
+
+import errno
+import logging
+import os
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rlhf.checkpoint import commit
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.errors import SaveFailed, is_unfixable
+from rlhf.checkpoint.files import WrittenFile, write_file, write_json
+from rlhf.checkpoint.layout import rank_file, step_dir
+from rlhf.checkpoint.manifest import Manifest, describe
+from rlhf.checkpoint.snapshot import Snapshot
+from rlhf.checkpoint.tensors import INDEX, merge_indices, safetensors_chunks, write_pieces
+
+log = logging.getLogger(__name__)
+# Room for manifest, indices and directory entries beside the counted bytes.
+SLACK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a manifest says of the run that wrote it."""
+
+    backend: str
+    config_hash: str
+    model_fingerprint: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """Where a checkpoint was published, its size by the manifest, and how long the save took."""
+
+    path: Path
+    total_bytes: int
+    seconds: float
+    removed_steps: list[int]
+
+
+def write_checkpoint(
+    snapshot: Snapshot, run_dir: Path, identity: Identity, coordinator: Coordinator, max_to_keep: int | None
+) -> SaveResult:
+    """Commit `snapshot` as `run_dir/global_step_N` and apply retention. Collective.
+
+    Raises SaveFailed on every rank when any rank fails; nothing is left behind and the previous checkpoint is untouched.
+    """
+    started = time.monotonic()
+    temporary: Path | None = None
+    try:
+        needed = sum(coordinator.gather(snapshot.nbytes())) + SLACK_BYTES
+        coordinator.on_leader(lambda: _check_room(run_dir, needed))
+        temporary = coordinator.on_leader(lambda: commit.begin(run_dir, snapshot.step))
+        root = temporary
+        parts = coordinator.everywhere(lambda: _write_part(root, snapshot, coordinator.rank))
+        path, total_bytes = coordinator.on_leader(lambda: _publish(run_dir, root, snapshot, identity, parts))
+    except Exception as error:
+        if coordinator.is_leader and temporary is not None and temporary.exists():
+            commit.discard(temporary)
+        message = f"The checkpoint of step {snapshot.step} in {run_dir} was not saved; earlier checkpoints are intact. {error}"
+        raise SaveFailed(message, unfixable=is_unfixable(error)) from error
+    removed = coordinator.on_leader(lambda: _prune(run_dir, max_to_keep))
+    return SaveResult(path, total_bytes, time.monotonic() - started, removed)
+
+
+def _check_room(run_dir: Path, needed: int) -> None:
+    stats = os.statvfs(run_dir)
+    free = stats.f_bavail * stats.f_frsize
+    if free < needed:
+        text = f"the save needs {needed / 2**20:.1f} MiB and the disk has {free / 2**20:.1f} MiB free"
+        raise OSError(errno.ENOSPC, text, str(run_dir))
+
+
+def _write_part(root: Path, snapshot: Snapshot, rank: int) -> tuple[list[WrittenFile], dict[str, dict]]:
+    written: list[WrittenFile] = []
+    indices = {}
+    for folder, pieces in snapshot.components.items():
+        files, indices[folder] = write_pieces(root, folder, rank_file(rank), pieces)
+        written += files
+    written += [write_file(root, path, safetensors_chunks(tensors)) for path, tensors in snapshot.whole_tensors.items()]
+    written += [write_file(root, path, [content]) for path, content in snapshot.files.items()]
+    return written, indices
+
+
+def _publish(
+    run_dir: Path,
+    root: Path,
+    snapshot: Snapshot,
+    identity: Identity,
+    parts: list[tuple[list[WrittenFile], dict[str, dict]]],
+) -> tuple[Path, int]:
+    written = [file for files, _ in parts for file in files]
+    for folder in snapshot.components:
+        written.append(write_json(root, f"{folder}/{INDEX}", merge_indices([indices[folder] for _, indices in parts])))
+    manifest = Manifest(
+        step=snapshot.step,
+        world_size=len(parts),
+        backend=identity.backend,
+        contents=snapshot.contents,
+        roles=snapshot.roles,
+        config_hash=identity.config_hash,
+        model_fingerprint=identity.model_fingerprint,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=identity.versions,
+        files=describe(written),
+    )
+    commit.publish(run_dir, root, manifest)
+    return step_dir(run_dir, snapshot.step), manifest.total_bytes
+
+
+def _prune(run_dir: Path, max_to_keep: int | None) -> list[int]:
+    try:
+        return commit.prune(run_dir, max_to_keep)
+    except OSError as error:
+        # The new checkpoint is published; an old one that cannot be removed costs room, not the run.
+        log.error("An old checkpoint in %s could not be removed: %s", run_dir, error)
+        return []
