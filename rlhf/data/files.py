@@ -1,0 +1,194 @@
+"""Records from parquet and JSONL files, globs and Hub data sets. Nothing here runs code that comes with the data."""
+
+import glob
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf.data.rows import VERL_COLUMNS, listed, nearest
+from rlhf.errors import UserError
+
+log = logging.getLogger(__name__)
+
+EXTENSIONS = (".parquet", ".jsonl")
+HUB_NAME = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.-]+))?")
+HUB_TIMEOUT_S = 5.0
+
+Record = tuple[str, dict[str, Any]]
+"""Where the record stands, for a person, and its columns."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one Hub data set `org/name`, `org/name:config`, `org/name@split` or `org/name:config@split`."""
+
+    setting: str
+    spec: str
+    path: Path | None
+    default_split: str
+
+    @property
+    def label(self) -> str:
+        """What `data_source` says for rows that do not say it themselves."""
+        return self.path.stem if self.path else self.spec.partition("@")[0].partition(":")[0]
+
+    def records(self, prompt_key: str, answer_key: str) -> Iterator[Record]:
+        """The records in order; parquet files are read by the columns that the trainer uses."""
+        if self.path is None:
+            return _hub_records(self)
+        if self.path.suffix == ".parquet":
+            return _parquet_records(self, {prompt_key, answer_key, *VERL_COLUMNS})
+        return _jsonl_records(self)
+
+
+def resolve(setting: str, value: Any, default_split: str) -> list[Source]:
+    """The sources that `data.*_files` names, globs expanded in sorted order; UserError if one leads nowhere."""
+    specs = [value] if isinstance(value, str) else value
+    if not isinstance(specs, Sequence) or not specs or not all(isinstance(s, str) and s for s in specs):
+        raise UserError(f"{setting}={value!r} must be a file, a glob, a Hub name or a non-empty list of them.")
+    return [source for spec in specs for source in _resolve_one(setting, spec, default_split)]
+
+
+def _resolve_one(setting: str, spec: str, default_split: str) -> list[Source]:
+    path = Path(spec).expanduser()
+    if path.is_file():
+        paths = [path]
+    elif path.is_dir():
+        raise UserError(
+            f"{setting}={spec} is a folder. Name its files, for instance {setting}='{spec.rstrip('/')}/*.parquet'."
+        )
+    elif any(c in spec for c in "*?["):
+        paths = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if Path(p).is_file()]  # noqa: PTH207
+        if not paths:
+            raise UserError(f"{setting}={spec} matches no file (looked from {Path.cwd()}). Correct the pattern.")
+    elif HUB_NAME.fullmatch(spec) and path.suffix not in EXTENSIONS:
+        return [Source(setting, spec, None, default_split)]
+    else:
+        siblings = [p.name for p in path.parent.iterdir() if p.is_file()] if path.parent.is_dir() else []
+        folder = "" if path.parent.is_dir() else f" There is no folder {path.parent} either."
+        raise UserError(
+            f"{setting}={spec}: no such file (looked from {Path.cwd()}).{folder}{nearest(path.name, siblings)} "
+            f"Correct the path; a Hub data set is written org/name, org/name:config or org/name@split."
+        )
+    for p in paths:
+        if p.suffix not in EXTENSIONS:
+            raise UserError(
+                f"{setting}={spec}: {p.name} is neither {' nor '.join(EXTENSIONS)}. Convert it, or narrow the pattern."
+            )
+    return [Source(setting, spec, p, default_split) for p in paths]
+
+
+def _parquet_records(source: Source, wanted: set[str]) -> Iterator[Record]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(source.path) as file:
+            names = file.schema_arrow.names
+            # Without any column of ours the error of parse_row should see all of them; usually they are many and wide.
+            columns = [name for name in names if name in wanted] or names
+            for batch in file.iter_batches(batch_size=1000, columns=columns):
+                for record in batch.to_pylist():
+                    yield f"{source.setting}: {source.path} row {number}", {name: record.get(name) for name in names}
+                    number += 1
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"{source.setting}: {source.path} cannot be read as parquet: {error}. Restore or convert it."
+        ) from error
+
+
+def _jsonl_records(source: Source) -> Iterator[Record]:
+    assert source.path is not None
+    number = 0
+    try:
+        with source.path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                where = f"{source.setting}: {source.path} line {number}"
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise UserError(f"{where} is not JSON: {error}. Correct or delete the line.") from error
+                if not isinstance(record, dict):
+                    raise UserError(
+                        f"{where} is not a JSON object but {type(record).__name__}. Correct or delete the line."
+                    )
+                yield where, record
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{source.setting}: {source.path} cannot be read after line {number}: {error}. Restore it."
+        ) from error
+
+
+def _hub_records(source: Source) -> Iterator[Record]:
+    match = HUB_NAME.fullmatch(source.spec)
+    assert match is not None
+    splits = _load_from_hub(source, match["path"], match["config"])
+    split = match["split"] or source.default_split
+    if split not in splits:
+        raise UserError(
+            f"{source.setting}={source.spec}: no split {split!r}; it has {listed(map(str, splits))}. Name one, for "
+            f"instance {source.setting}={source.spec.partition('@')[0]}@{next(iter(splits))}."
+        )
+    for number, record in enumerate(splits[split]):
+        yield f"{source.setting}: {source.spec} row {number}", record
+
+
+def _load_from_hub(source: Source, path: str, config: str | None) -> Any:
+    """Every split of a Hub data set, from the network or else from the local cache; UserError if neither has it."""
+    import datasets
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    unreachable: Exception | None = None
+    try:
+        HfApi().dataset_info(path, timeout=HUB_TIMEOUT_S)
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"{source.setting}={source.spec}: there is no such local file, and no such data set on the Hub that you "
+            f"may read. Correct the name, or log in with `hf auth login` if it is private or gated."
+        ) from error
+    # Which class a lost network raises depends on the Hub library's version; the reason is told below.
+    except Exception as error:
+        unreachable = error
+    try:
+        if unreachable is None:
+            return datasets.load_dataset(path, config)
+        # load_dataset alone retries for half a minute before it looks at the cache: hence the probe above.
+        with _offline():
+            return datasets.load_dataset(path, config)
+    except (ValueError, FileNotFoundError, ConnectionError) as error:
+        if unreachable is None:
+            raise UserError(
+                f"{source.setting}={source.spec}: the data set on the Hub cannot be loaded: {error}"
+            ) from error
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{source.setting}={source.spec}: there is no such local file, the Hub cannot be reached ({unreachable}), "
+            f"and the local cache does not have it ({reason}). Correct the path, connect to the network, "
+            f"or use local files."
+        ) from error
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Keep the Hub libraries off the network; they read the environment only once, at import."""
+    import datasets.config
+    import huggingface_hub.constants
+
+    modules: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    try:
+        for module in modules:
+            module.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value

@@ -1,0 +1,87 @@
+"""Problems of the reasoning-gym library, generated from the run's seed: no file, no download."""
+
+import dataclasses
+from typing import Any
+
+from rlhf.config import Config
+from rlhf.data.rows import listed, nearest
+from rlhf.data.types import Row
+from rlhf.errors import UserError
+
+PREFIX = "reasoning_gym/"
+VAL_SEED_OFFSET = 10_000_019
+
+
+def check_task(task: str, setting: str) -> None:
+    """UserError with the nearest names if reasoning-gym has no such task."""
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        raise UserError(
+            f"{setting}={task}: reasoning-gym has no such task.{nearest(task, DATASETS)} "
+            f"It has {listed(sorted(DATASETS))}."
+        )
+
+
+def make_dataset(config: Config, seed: int, size: int) -> Any:
+    """A reasoning-gym data set of `size` problems; UserError for an unknown task or settings that it refuses."""
+    from reasoning_gym import create_dataset
+    from reasoning_gym.factory import DATASETS
+
+    task, settings = config.data.reasoning_gym.task, dict(config.data.reasoning_gym.config)
+    check_task(task, "data.reasoning_gym.task")
+    choices = [f.name for f in dataclasses.fields(DATASETS[task][1]) if f.name not in ("seed", "size")]
+    for key in settings:
+        if key in ("seed", "size"):
+            raise UserError(
+                f"data.reasoning_gym.config.{key} cannot be set: the seed is trainer.seed, the sizes are "
+                f"data.reasoning_gym.train_size and data.reasoning_gym.val_size."
+            )
+        if key not in choices:
+            raise UserError(
+                f"data.reasoning_gym.config.{key}: {task} has no such setting."
+                f"{nearest(str(key), choices)} It has {listed(choices)}."
+            )
+    try:
+        return create_dataset(task, seed=seed, size=size, **settings)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise UserError(
+            f"data.reasoning_gym.config={settings} is refused by {task}: {error}. Correct the values."
+        ) from error
+
+
+def val_rows(config: Config) -> list[Row]:
+    """The held-out problems."""
+    size = config.data.reasoning_gym.val_size
+    return _rows(config, make_dataset(config, VAL_SEED_OFFSET + config.trainer.seed, size))
+
+
+def train_rows(config: Config) -> list[Row]:
+    """The training problems: repeats stay, since they are the task's distribution; questions of the held-out set go."""
+    gym = config.data.reasoning_gym
+    held_out = {row.extra_info["question"] for row in val_rows(config)}
+    rows = _rows(config, make_dataset(config, config.trainer.seed, gym.train_size))
+    kept = [row for row in rows if row.extra_info["question"] not in held_out]
+    if not kept:
+        raise UserError(
+            f"data.reasoning_gym.val_size={gym.val_size}: the held-out problems cover all {gym.train_size} training "
+            f"problems of {gym.task}. Set a smaller val_size, a larger train_size, or a richer config."
+        )
+    return kept
+
+
+def _rows(config: Config, dataset: Any) -> list[Row]:
+    task = config.data.reasoning_gym.task
+    settings = dict(config.data.reasoning_gym.config)
+    return [
+        Row(
+            index=index,
+            where=f"data.reasoning_gym: {task} problem {index}",
+            messages=[{"role": "user", "content": entry["question"]}],
+            data_source=PREFIX + task,
+            ground_truth=entry["answer"],
+            # What `score_answer` needs beside the answer, and the settings that the scoring of a few tasks reads.
+            extra_info={"question": entry["question"], "metadata": entry["metadata"], "config": settings},
+        )
+        for index, entry in enumerate(dataset)
+    ]

@@ -1,0 +1,91 @@
+"""From one record of a file or Hub data set to a `Row`: verl's columns or a plain prompt and answer, each checked."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rlhf.data.types import Row
+from rlhf.errors import UserError
+
+VERL_COLUMNS = ("data_source", "reward_model", "extra_info")
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """ " Did you mean ...?" with the closest of `choices`, or nothing."""
+    close = difflib.get_close_matches(name, list(choices), n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for an error message."""
+    return ", ".join(names) or "none"
+
+
+def parse_row(
+    record: Mapping[str, Any],
+    index: int,
+    where: str,
+    default_source: str,
+    prompt_key: str,
+    answer_key: str,
+    need_answer: bool,
+) -> Row:
+    """Check one record and bring it into the common form.
+
+    Raises UserError, naming `where`, for a missing column or a cell of the wrong type.
+    """
+    if prompt_key not in record:
+        raise UserError(
+            f"{where}: no column {prompt_key!r} (data.prompt_key); it has {listed(record)}."
+            f"{nearest(prompt_key, record)} Set data.prompt_key to the column with the prompt."
+        )
+    extra_info = record.get("extra_info")
+    if extra_info is not None and not isinstance(extra_info, dict):
+        raise UserError(
+            f"{where}: extra_info must be a mapping, not {type(extra_info).__name__}: {_short(extra_info)}."
+        )
+    data_source = record.get("data_source")
+    if data_source is not None and not isinstance(data_source, str):
+        raise UserError(
+            f"{where}: data_source must be a string, not {type(data_source).__name__}: {_short(data_source)}."
+        )
+    return Row(
+        index=index,
+        where=where,
+        messages=_messages(record[prompt_key], where, prompt_key),
+        data_source=data_source or default_source,
+        ground_truth=_ground_truth(record, where, answer_key, need_answer),
+        extra_info=extra_info or {},
+    )
+
+
+def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
+    if not is_chat or not all(isinstance(m.get(key), str) for m in prompt for key in ("role", "content")):
+        raise UserError(
+            f"{where}: column {prompt_key!r} (data.prompt_key) must hold a string or a list of {{role, content}} with "
+            f"text in both, not {type(prompt).__name__}: {_short(prompt)}."
+        )
+    return [{key: value for key, value in message.items() if isinstance(value, str)} for message in prompt]
+
+
+def _ground_truth(record: Mapping[str, Any], where: str, answer_key: str, need_answer: bool) -> Any:
+    reward_model = record.get("reward_model")
+    if isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
+        return reward_model["ground_truth"]
+    if record.get(answer_key) is not None:
+        return record[answer_key]
+    if not need_answer:
+        return None
+    found = "is empty" if answer_key in record or "reward_model" in record else f"is missing; it has {listed(record)}"
+    raise UserError(
+        f"{where}: the reference answer {found}. Give reward_model.ground_truth, or set data.answer_key={answer_key!r} "
+        f"to the column with the answer.{nearest(answer_key, record)}"
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,200 @@
+"""Verifiers that may hang or crash, in processes that can be killed at each sample's deadline."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import rlhf
+from rlhf.config.reward import RewardConfig
+from rlhf.errors import UserError
+from rlhf.reward.types import RewardError, RewardItem, RewardResult
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+
+
+class _Died(Exception):
+    """The process ended by itself."""
+
+
+class Process:
+    """One reward process: started when first asked, killed at a missed deadline, started again when asked again."""
+
+    def __init__(self, verifier: str):
+        self._verifier = verifier
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+        self.stopped = False
+
+    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The reply to one request. Raises TimeoutError, or _Died; the process is gone after either."""
+        if self._popen is None:
+            self._start()
+        if self.stopped:
+            self.kill()
+            raise _Died("closed")
+        return self._exchange(json.dumps(request, default=str).encode() + b"\n", timeout_s)
+
+    def _start(self) -> None:
+        root = str(Path(rlhf.__file__).parents[1])
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+        command = [sys.executable, "-m", "rlhf.reward.worker", self._verifier, str(os.getpid())]
+        # A session of its own: Ctrl-C is the trainer's to handle, and a kill reaches what the user's code started.
+        self._popen = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True, bufsize=0
+        )
+        assert self._popen.stdin is not None
+        os.set_blocking(self._popen.stdin.fileno(), False)
+        self._unread = b""
+        try:
+            raise_failure(self._exchange(b"", START_TIMEOUT_S), None)
+        except TimeoutError as error:
+            raise RewardError(
+                f"The reward process for {self._verifier} was not ready within {START_TIMEOUT_S:.0f} s."
+            ) from error
+        except (UserError, RewardError):
+            self.kill()
+            raise
+
+    def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
+        """Send `request` and read one line, both before the deadline."""
+        assert self._popen is not None
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        to_child, from_child = self._popen.stdin.fileno(), self._popen.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        try:
+            while request:
+                _wait(to_child, select.POLLOUT, deadline)
+                request = request[os.write(to_child, request) :]
+            while b"\n" not in self._unread:
+                _wait(from_child, select.POLLIN, deadline)
+                data = os.read(from_child, 1 << 16)
+                if not data:
+                    raise BrokenPipeError
+                self._unread += data
+        except TimeoutError:
+            self.kill()
+            raise
+        except BrokenPipeError as error:
+            # A closed pipe comes a moment before the exit status.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(0.5)
+            status = self.kill()
+            raise _Died(f"signal {-status}" if status < 0 else f"exit status {status}") from error
+        line, self._unread = self._unread.split(b"\n", 1)
+        return json.loads(line)
+
+    def stop(self) -> None:
+        """From another thread: end the request under way, and refuse later ones."""
+        self.stopped = True
+        if (popen := self._popen) is not None:
+            _kill_group(popen)
+
+    def kill(self) -> int:
+        """End the process and everything it started; returns its exit status."""
+        if self._popen is None:
+            return 0
+        popen, self._popen = self._popen, None
+        _kill_group(popen)
+        for pipe in (popen.stdin, popen.stdout):
+            assert pipe is not None
+            pipe.close()
+        return popen.wait()
+
+
+def _kill_group(popen: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(popen.pid, signal.SIGKILL)
+
+
+def _wait(fd: int, events: int, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(fd, events)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError
+
+
+def raise_failure(reply: dict[str, Any], item: RewardItem | None) -> None:
+    """Raise what the process says went wrong, with the sample that it went wrong on."""
+    if "error" not in reply:
+        return
+    sample = f"\nThe sample: {item}" if item is not None else ""
+    if reply["user"]:
+        raise UserError(f"{reply['error']}{sample}")
+    raise RewardError(f"The reward raised an error.{sample}\n{reply['traceback']}")
+
+
+class ProcessPool:
+    """Scores items in `num_workers` processes at once; a sample past `timeout_s` scores `timeout_score`."""
+
+    def __init__(self, verifier: str, config: RewardConfig):
+        self._config = config
+        # Threads as long-lived as the pool: Linux sends the death signal when the *thread* that started a child ends.
+        self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="reward")
+        self._idle: queue.LifoQueue[Process] = queue.LifoQueue()
+        self._processes = [Process(verifier) for _ in range(config.num_workers)]
+        for process in self._processes:
+            self._idle.put(process)
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        """One result for each item, in order.
+
+        Raises RewardError if the user's function raises or dies twice on one item, UserError if it returns no number. A
+        sample on which a named verifier dies twice counts as timed out.
+        """
+        return list(self._threads.map(self._score_one, items))
+
+    def _score_one(self, item: RewardItem) -> RewardResult:
+        process = self._idle.get()
+        try:
+            reply = self._ask(process, item)
+        finally:
+            self._idle.put(process)
+        raise_failure(reply, item)
+        return RewardResult(**reply)
+
+    def _ask(self, process: Process, item: RewardItem) -> dict[str, Any]:
+        request = dataclasses.asdict(item)
+        try:
+            try:
+                return process.ask(request, self._config.timeout_s)
+            except _Died as error:
+                log.warning("A reward process died (%s); starting it again for the same sample.", error)
+                return process.ask(request, self._config.timeout_s)
+        except _Died as error:
+            message = f"The reward process died twice ({error}) on one sample: {item}"
+            # A user's function is to be mended. In a named verifier it is the policy's text that does it (memory,
+            # recursion, eval), and ending the run would end it again at this very sample after every restart.
+            if self._config.function is not None or process.stopped:
+                raise RewardError(message) from error
+            log.warning("%s; it scores %g.", message, self._config.timeout_score)
+            return dataclasses.asdict(RewardResult(self._config.timeout_score, timed_out=True))
+        except TimeoutError:
+            log.warning(
+                "A sample took longer than reward.timeout_s=%g and scores %g.",
+                self._config.timeout_s,
+                self._config.timeout_score,
+            )
+            return dataclasses.asdict(RewardResult(self._config.timeout_score, timed_out=True))
+
+    def close(self) -> None:
+        """End every process, in the middle of a sample if need be."""
+        for process in self._processes:
+            process.stop()
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.kill()
