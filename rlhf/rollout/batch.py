@@ -1,0 +1,234 @@
+"""One call of the embedded engine: rows are prefilled, decoded token by token, and replaced when they finish."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf.rollout.kv_cache import RowCache
+from rlhf.rollout.sampling import fold, row_keys, sample
+from rlhf.rollout.types import Request, Sample, SamplingParams
+
+# Padded prompt tokens of one prefill: bounds its activations.
+PREFILL_TOKENS = 16384
+# Waiting samples are let in when one row in this many is free: ending one by one, they would cost an admission each.
+REFILL_SHARE = 16
+
+# What each sample in the batch carries along: its number (request-major), the first column of its prompt in the cache,
+# the time at which its first token was drawn, the key of its noise, and its newest token.
+SAMPLE, START, BIRTH, KEY, TOKEN = range(5)
+
+
+class Batch:
+    """The state of one `generate` call. The host keeps a copy of what it decides on: one synchronisation per token."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        eos: Tensor,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        max_rows: int,
+    ) -> None:
+        self.model, self.tokenizer, self.eos, self.requests, self.params = model, tokenizer, eos, requests, params
+        self.total = len(requests) * params.n
+        self.max_rows = min(max_rows, self.total)
+        self.lengths = np.array([len(r.token_ids) for r in requests])
+        self.device = model.device
+        self.accepts = inspect.signature(model.forward).parameters
+        self.cache = RowCache(model.config)
+        self.cache.span.start = self.cache.span.end = int(self.lengths.max())
+        self.columns = 0
+        # A model that takes prepared masks and has one kind of attention is handed a view; others build their own.
+        self.prepared_mask = (
+            model._supports_attention_backend
+            and model.config._attn_implementation in ("sdpa", "eager")
+            and not any(layer.is_sliding for layer in self.cache.attention)
+        )
+        self.mask: Tensor | None = None
+        self.time = 0
+        self.state = torch.zeros(5, self.max_rows, dtype=torch.int64, device=self.device)
+        self.host = np.zeros((3, self.max_rows), dtype=np.int64)
+        self.admitted = self.prefilled = self.prefilled_from = 0
+        self.tokens = torch.zeros(self.total, params.max_tokens, dtype=torch.int64, device=self.device)
+        self.log_probs = torch.zeros(self.total, params.max_tokens, dtype=torch.float32, device=self.device)
+        self.counts = np.zeros(self.total, dtype=np.int64)
+        self.stopped = np.zeros(self.total, dtype=bool)
+
+    def run(self, seed: int, step: int) -> list[Sample]:
+        """All samples, request-major."""
+        samples = torch.arange(self.total, device=self.device)
+        uids = torch.tensor([r.uid for r in self.requests], device=self.device)
+        self.keys = row_keys(seed, step, uids[samples // self.params.n], samples % self.params.n)
+        while self.cache.span.rows or self.admitted < self.total:
+            free = self.max_rows - self.cache.span.rows
+            if self.admitted < self.total and free * REFILL_SHARE >= self.max_rows:
+                self._emit(self.cache.span.rows, self._admit(free))
+            else:
+                self._emit(0, self._decode())
+        longest = int(self.counts.max())
+        tokens, log_probs = self.tokens[:, :longest].tolist(), self.log_probs[:, :longest].tolist()
+        return [
+            Sample(
+                uid=self.requests[i // self.params.n].uid,
+                sample=i % self.params.n,
+                token_ids=tokens[i][:count],
+                log_probs=log_probs[i][:count],
+                finish_reason="stop" if stopped else "length",
+            )
+            for i, (count, stopped) in enumerate(zip(self.counts.tolist(), self.stopped.tolist(), strict=True))
+        ]
+
+    def _forward(self, cache: RowCache, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
+        """Logits [rows, vocab] after the last of `ids` [rows, length]."""
+        optional = {"position_ids": positions, "logits_to_keep": 1}
+        kwargs = {name: value for name, value in optional.items() if name in self.accepts}
+        output = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs)
+        return output.logits[:, -1]
+
+    def _prefill(self) -> None:
+        """Run the next prompts, left-padded; keys, values and logits stay until all their samples are admitted."""
+        first = self.prefilled
+        last = first + 1
+        longest = self.lengths[first]
+        while last < len(self.requests) and last - first < -(-self.max_rows // self.params.n):
+            longest = max(longest, self.lengths[last])
+            if longest * (last + 1 - first) > PREFILL_TOKENS:
+                break
+            last += 1
+        width = int(self.lengths[first:last].max())
+        ids = np.zeros((last - first, width), dtype=np.int64)
+        for row, request in enumerate(self.requests[first:last]):
+            ids[row, width - len(request.token_ids) :] = request.token_ids
+        padding = torch.as_tensor(width - self.lengths[first:last], device=self.device)[:, None]
+        positions = torch.arange(width, device=self.device)[None] - padding
+        mask = (positions >= 0).long() if (self.lengths[first:last] < width).any() else None
+        self.ready = RowCache(self.model.config)
+        self.ready_logits = self._forward(
+            self.ready, torch.as_tensor(ids, device=self.device), mask, positions.clamp(min=0)
+        )
+        self.prefilled_from, self.prefilled = first, last
+
+    def _admit(self, free: int) -> Tensor:
+        """Fill free rows with samples of prefilled prompts; returns the logits [rows, vocab] of their first token."""
+        if self.admitted == self.prefilled * self.params.n:
+            self._prefill()
+        if not self.columns:
+            self._reserve(self.ready)
+        span, last = self.cache.span, min(self.admitted + free, self.prefilled * self.params.n)
+        samples = np.arange(self.admitted, last)
+        prompts = samples // self.params.n
+        lengths = self.lengths[prompts]
+        rows = slice(span.rows, span.rows + len(samples))
+        self.host[:, rows] = samples, span.end - lengths, np.full_like(samples, self.time)
+        self.state[:3, rows] = torch.as_tensor(self.host[:, rows], device=self.device)
+        self.state[KEY, rows] = self.keys[self.admitted : last]
+        source = torch.as_tensor(prompts - self.prefilled_from, device=self.device)
+        logits = self.ready_logits[source]
+        self.cache.append(self.ready, source, int(lengths.max()))
+        self.admitted = last
+        if last == self.total:
+            del self.ready, self.ready_logits
+        self._rows_changed()
+        return logits
+
+    def _decode(self) -> Tensor:
+        """Feed every row its last token; returns the logits [rows, vocab] of the next one."""
+        span = self.cache.span
+        if span.end == self.columns:
+            self._reserve(self.cache)
+        self.time += 1
+        state = self.state[:, : span.rows]
+        mask = None if self.mask is None else self.mask[..., span.start : span.end + 1]
+        logits = self._forward(self.cache, state[TOKEN, :, None], mask, (span.end - state[START])[:, None])
+        span.end += 1
+        return logits
+
+    def _emit(self, first: int, logits: Tensor) -> None:
+        """Draw and record the next token of the rows from `first` on; finished ones leave."""
+        state = self.state[:, first : self.cache.span.rows]
+        position = self.time - state[BIRTH]
+        tokens, log_probs = sample(logits, fold(state[KEY], position), self.params)
+        state[TOKEN] = tokens
+        self.tokens[state[SAMPLE], position] = tokens
+        self.log_probs[state[SAMPLE], position] = log_probs
+        stop = (tokens[:, None] == self.eos).any(dim=1)
+        ends = (torch.stack([stop, position + 1 == self.params.max_tokens])).cpu().numpy()
+        if self.params.stop:
+            ends[0] |= self._stop_strings(first, position)
+        finished = np.flatnonzero(ends.any(axis=0))
+        if len(finished):
+            samples, _, birth = self.host[:, first + finished]
+            self.counts[samples] = self.time - birth + 1
+            self.stopped[samples] = ends[0, finished]
+            self._remove(first + finished)
+
+    def _stop_strings(self, first: int, position: Tensor) -> np.ndarray:
+        """Which rows from `first` on have a stop string in the text of their response, special tokens included."""
+        # A token is at least one byte of text, so a string that the newest one completes lies within this many.
+        window = max(len(s.encode()) for s in self.params.stop) + 1
+        columns = position[:, None] + torch.arange(1 - window, 1, device=self.device)
+        samples, _, birth = self.host[:, first : self.cache.span.rows]
+        tails = self.tokens[torch.as_tensor(samples, device=self.device)[:, None], columns.clamp(min=0)].tolist()
+        counts = (self.time - birth + 1).tolist()
+        hits = np.zeros(len(samples), dtype=bool)
+        for row, (tail, count) in enumerate(zip(tails, counts, strict=True)):
+            # A tail may decode otherwise than the whole (a cut character, a dropped space), so the whole decides.
+            if self._has_stop(tail[-count:]) and (
+                count <= window or self._has_stop(self.tokens[samples[row], :count].tolist())
+            ):
+                hits[row] = True
+        return hits
+
+    def _has_stop(self, token_ids: list[int]) -> bool:
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return any(s in text for s in self.params.stop)
+
+    def _remove(self, finished: np.ndarray) -> None:
+        """Rows of the tail take the places of finished ones."""
+        rows = self.cache.span.rows
+        keep = rows - len(finished)
+        target = finished[finished < keep]
+        source = np.setdiff1d(np.arange(keep, rows), finished)
+        self.host[:, target] = self.host[:, source]
+        places = torch.as_tensor(np.stack([source, target]), device=self.device)
+        self.state[:, places[1]] = self.state[:, places[0]]
+        self.cache.move(places[0], places[1], keep)
+        self._rows_changed()
+
+    def _reserve(self, like: RowCache) -> None:
+        """Room for more columns: half as many again, or what the longest response still needs.
+
+        Empty columns on the left go, and so do rows that no waiting sample will fill.
+        """
+        span = self.cache.span
+        end = max(int(self.lengths.max()), span.end - span.start)
+        shift = end - span.end
+        self.columns = end + min(self.params.max_tokens, max(64, end // 2))
+        rows = self.max_rows if self.admitted < self.total else span.rows
+        self.cache.reserve(like, rows, self.columns, end)
+        self.host[START] += shift
+        self.state[START] += shift
+        self._rows_changed()
+
+    def _rows_changed(self) -> None:
+        """Narrow the columns to the longest row and mask what lies before the others; equal rows need no mask."""
+        span = self.cache.span
+        if not span.rows:
+            span.start, self.mask = span.end, None
+            return
+        starts = self.host[START, : span.rows]
+        span.start = int(starts.min())
+        if (starts == span.start).all():
+            self.mask = None
+            return
+        valid = torch.arange(self.columns, device=self.device) >= self.state[START, : span.rows, None]
+        if self.prepared_mask:
+            hidden = torch.finfo(self.model.dtype).min
+            self.mask = torch.zeros_like(valid, dtype=self.model.dtype).masked_fill_(~valid, hidden)[:, None, None]
+        else:
+            self.mask = valid

@@ -1,0 +1,119 @@
+"""The rollout engine that comes with the trainer: a Hugging Face causal LM decoded in this process."""
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.config.rollout import RolloutConfig
+from rlhf.errors import UserError
+from rlhf.rollout.batch import Batch
+from rlhf.rollout.kv_cache import RowCache
+from rlhf.rollout.types import Request, Sample, SamplingParams
+
+
+def check_lengths(model_config: Any, max_prompt: int, max_response: int) -> None:
+    """Refuse lengths (in tokens) whose sum the model has no positions for.
+
+    Raises:
+        UserError: the sum exceeds the model's `max_position_embeddings`.
+    """
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and max_prompt + max_response > limit:
+        raise UserError(
+            f"data.max_prompt_length={max_prompt} and data.max_response_length={max_response} need "
+            f"{max_prompt + max_response} positions, but the model has {limit} (max_position_embeddings). "
+            "Lower one of the two."
+        )
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Every token that ends a response: the generation config's and the tokenizer's."""
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
+    return sorted(i for i in ids if i is not None)
+
+
+class EmbeddedEngine:
+    """A `RolloutEngine` over a plain Hugging Face causal LM with full or sliding-window attention.
+
+    Args:
+        model: owned by the engine, in the precision to generate with. It must not be sharded.
+        tokenizer: gives the EOS token and the text in which stop strings are looked for.
+        max_num_seqs: samples decoded together; more of them wait for a free place.
+
+    Raises:
+        UserError: the architecture keeps other state than keys and values.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, max_num_seqs: int) -> None:
+        RowCache(model.config)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.max_num_seqs = max_num_seqs
+        self.version: int | None = None
+        self.eos = torch.tensor(eos_token_ids(model, tokenizer), dtype=torch.int64, device=model.device)
+
+    @torch.no_grad()
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy every parameter and persistent buffer in place, converting precision and device.
+
+        Names are those of `model.state_dict()`; for weights that are tied, one of their names is enough.
+
+        Raises:
+            ValueError: a name that the model lacks, another shape, or names that did not come.
+        """
+        targets = self.model.state_dict(keep_vars=True)
+        updated = set()
+        for name, tensor in named_tensors:
+            if name not in targets:
+                raise ValueError(f"the rollout model has no weight named {name!r}")
+            if tensor.shape != targets[name].shape:
+                raise ValueError(
+                    f"{name} has shape {list(tensor.shape)}, the rollout model {list(targets[name].shape)}"
+                )
+            targets[name].copy_(tensor)
+            updated.add(id(targets[name]))
+        if missing := [name for name, target in targets.items() if id(target) not in updated]:
+            raise ValueError(f"{len(missing)} weights of the rollout model were not updated: {', '.join(missing[:5])}")
+        self.version = version
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[Sample]:
+        """`params.n` samples of each request, in the order of the requests.
+
+        Sample s of a request depends on the weights, `params`, `seed`, `step`, its uid and s only: not on the other
+        requests, their order or `max_num_seqs` (up to rounding at exact ties).
+
+        Raises:
+            ValueError: an empty prompt.
+            UserError: prompt and response don't fit the model's positions.
+        """
+        if not requests:
+            return []
+        if not all(r.token_ids for r in requests):
+            raise ValueError("a prompt has no tokens")
+        check_lengths(self.model.config, max(len(r.token_ids) for r in requests), params.max_tokens)
+        eos = self.eos[:0] if params.ignore_eos else self.eos
+        batch = Batch(self.model, self.tokenizer, eos, requests, params, self.max_num_seqs)
+        return batch.run(seed, step)
+
+
+def build_embedded_engine(
+    model: Any, tokenizer: Any, config: RolloutConfig, device: torch.device | str | None = None
+) -> EmbeddedEngine:
+    """An engine over a copy of `model` in `config.dtype` on `device` (default: where the model is).
+
+    Args:
+        model: the whole policy, before any sharding; it is left as it is.
+    """
+    dtype = getattr(torch, config.dtype)
+    # Only weights are converted: buffers such as rotary frequencies lose the far positions in half precision.
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to(device=device, dtype=dtype, copy=True), requires_grad=False)
+        for p in model.parameters()
+    }
+    own = copy.deepcopy(model, memo)
+    return EmbeddedEngine(own if device is None else own.to(device), tokenizer, config.max_num_seqs)

@@ -1,0 +1,120 @@
+"""A preallocated key-value cache whose rows come and go.
+
+All rows write their next token into the same column, so a step writes one slice per layer in place. A row's tokens are
+contiguous and end at that column: to the model this is plain left padding, for every variant of attention.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from rlhf.errors import UserError
+
+
+class Span:
+    """The columns in use, shared by all layers: rows [0, rows) hold tokens in columns [start, end)."""
+
+    def __init__(self) -> None:
+        self.rows = self.start = self.end = 0
+
+
+class RowLayer(CacheLayerMixin):
+    """Keys and values [row capacity, heads, column capacity, dim] of one layer; `window` 0 means full attention."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, span: Span, window: int = 0) -> None:
+        super().__init__()
+        self.span, self.window = span, window
+        self.is_sliding = window > 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """A prefill's layer is what the model computed."""
+        self.keys, self.values, self.is_initialized = key_states, value_states, True
+
+    def _first(self) -> int:
+        """First column that the next query may see."""
+        return max(self.span.start, self.span.end - self.window + 1) if self.window else self.span.start
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write [rows, heads, 1, dim] into the column `span.end` and return what the query sees."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            return key_states, value_states
+        rows, end, first = self.span.rows, self.span.end, self._first()
+        self.keys[:rows, :, end : end + 1] = key_states
+        self.values[:rows, :, end : end + 1] = value_states
+        return self.keys[:rows, :, first : end + 1], self.values[:rows, :, first : end + 1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of what `update` returns, counted from `span.start`."""
+        first = self._first()
+        return self.span.end + query_length - first, first - self.span.start
+
+    def get_seq_length(self) -> int:
+        return self.span.end - self.span.start
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reserve(self, like: "RowLayer", rows: int, columns: int, end: int) -> None:
+        """Fresh buffers with the heads and sizes of `like`; the present tokens move to end at column `end`."""
+        buffers = []
+        for old, pattern in ((self.keys, like.keys), (self.values, like.values)):
+            # Zeros, not empty: a masked column is multiplied by 0, and 0 times an uninitialised NaN is NaN.
+            new = pattern.new_zeros(rows, pattern.shape[1], columns, pattern.shape[3])
+            if old is not None:
+                span = self.span
+                new[: span.rows, :, end - (span.end - span.start) : end] = old[: span.rows, :, span.start : span.end]
+            buffers.append(new)
+        self.keys, self.values = buffers
+        self.is_initialized = True
+
+
+class RowCache(Cache):
+    """One `RowLayer` for each attention layer of the model, empty at first; a prefill leaves its states in them."""
+
+    def __init__(self, config: Any) -> None:
+        self.span = Span()
+        layers: list[Any] = []
+        for layer in DynamicCache(config=config).layers:
+            if type(layer) is DynamicSlidingWindowLayer:
+                layers.append(RowLayer(self.span, layer.sliding_window))
+            elif type(layer) is DynamicLayer:
+                layers.append(RowLayer(self.span))
+            elif type(layer) is DummyLayer:
+                layers.append(layer)
+            else:
+                raise UserError(
+                    f"model.path: rollout.name=embedded cannot generate with {config.model_type} models, which cache a "
+                    f"{type(layer).__name__}. Choose a model with full or sliding-window attention."
+                )
+        super().__init__(layers=layers)
+        self.attention = [layer for layer in layers if isinstance(layer, RowLayer)]
+
+    def reserve(self, like: "RowCache", rows: int, columns: int, end: int) -> None:
+        """Move to buffers of `rows` x `columns`, shaped as in `like`; the present tokens end at column `end`."""
+        for layer, other in zip(self.attention, like.attention, strict=True):
+            layer.reserve(other, rows, columns, end)
+        self.span.start, self.span.end = end - (self.span.end - self.span.start), end
+
+    def append(self, prefill: "RowCache", source: Tensor, width: int) -> None:
+        """Add a row for each index of `source`: the last `width` columns of that row of the prefill."""
+        end, rows = self.span.end, slice(self.span.rows, self.span.rows + len(source))
+        for layer, other in zip(self.attention, prefill.attention, strict=True):
+            for own, new in ((layer.keys, other.keys), (layer.values, other.values)):
+                own[rows, :, end - width : end] = new[:, :, -width:].index_select(0, source)
+                # What the place's last sample left behind is masked, but an inf of its would come through as NaN.
+                own[rows, :, : end - width] = 0
+        self.span.rows += len(source)
+
+    def move(self, source: Tensor, target: Tensor, rows: int) -> None:
+        """Copy the rows `source` over the rows `target`, then keep the first `rows`."""
+        if len(source):
+            for layer in self.attention:
+                for own in (layer.keys, layer.values):
+                    own[target, :, : self.span.end] = own[:, :, : self.span.end].index_select(0, source)
+        self.span.rows = rows

@@ -1,0 +1,119 @@
+"""Sampling as a pure function of (seed, step, prompt, sample, position): noise is a hash of its coordinates.
+
+No generator state exists, so nothing about the noise depends on batch split, order, rank or a resume.
+"""
+
+import torch
+from torch import Tensor
+
+from rlhf.rollout.types import SamplingParams
+
+
+def _signed(value: int) -> int:
+    """The low 64 bits of a Python integer as int64, the widest integer that torch computes with on every device."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+# Bounds the temporaries of the noise: rows are drawn in chunks of about this many (row, token) pairs.
+_CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 25}
+
+
+def _xor_shift_(x: Tensor, bits: int) -> Tensor:
+    """x ^= x >>> bits in place; the shift of int64 is arithmetic, so the copies of the sign bit are masked away."""
+    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (64 - bits)) - 1))
+
+
+def _mix_(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 in place: a bijection of 64-bit words in which every input bit flips half the output.
+
+    Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), variant 13 of Stafford.
+    """
+    _xor_shift_(x, 30).mul_(_MIX_1)
+    _xor_shift_(x, 27).mul_(_MIX_2)
+    return _xor_shift_(x, 31)
+
+
+def fold(keys: Tensor, values: Tensor) -> Tensor:
+    """Keys that also depend on `values`; both int64 of one broadcastable shape."""
+    return _mix_(keys + values * _GOLDEN)
+
+
+def row_keys(seed: int, step: int, uids: Tensor, samples: Tensor) -> Tensor:
+    """int64 keys [rows] from the coordinates that a whole response shares; `uids` and `samples` are [rows] int64."""
+    keys = torch.full_like(uids, _GOLDEN)
+    for value in (seed, step):
+        keys = fold(keys, torch.full_like(uids, _signed(value)))
+    return fold(fold(keys, uids), samples)
+
+
+def _random_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """53 random bits (int64) for each row key [rows] and each token id [rows or 1, tokens]."""
+    bits = _mix_(keys[:, None] + token_ids * _GOLDEN)
+    return (bits >> 11).bitwise_and_((1 << 53) - 1)
+
+
+def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """float64 in (0, 1) for each row key [rows] and token id [rows or 1, tokens], in steps of 2^-53."""
+    return _random_bits(keys, token_ids).double().add_(0.5).mul_(2.0**-53).clamp_(max=1 - 2.0**-53)
+
+
+def _race(log_probs: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Index [rows] of the winner of an exponential race: argmax of log p - log E with E = -log(1 - v), v uniform.
+
+    This is Gumbel-max: -log E is a standard Gumbel variable. v has full relative precision near 0, where winners are
+    made; float32 would round what lies above 1 - 2^-24 to 1, so v is held there to keep E finite.
+    """
+    v = _random_bits(keys, token_ids).float().add_(0.5).mul_(2.0**-53).clamp_(max=1 - 2.0**-24)
+    noise = v.neg_().log1p_().neg_().log_()
+    return torch.sub(log_probs, noise, out=noise).argmax(dim=-1)
+
+
+def sample(logits: Tensor, keys: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Draw one token for each row.
+
+    Args:
+        logits: [rows, vocab], any float type.
+        keys: [rows] int64, the row keys folded with the position in the response.
+        params: temperature 0 takes the likeliest token (the first of equal ones). `top_k` is applied before `top_p`,
+            which keeps the smallest set of the remaining tokens with at least that probability; equal logits rank by
+            token id.
+
+    Returns:
+        tokens [rows] int64 and their log-probs [rows] float32 under the distribution drawn from: after temperature,
+        top-k, top-p and renormalisation. Greedy tokens carry the log-prob of the plain softmax at temperature 1.
+    """
+    logits = logits.float()
+    vocab = logits.shape[-1]
+    if params.temperature == 0:
+        tokens = logits.argmax(dim=-1, keepdim=True)
+        return tokens[:, 0], (logits.gather(1, tokens)[:, 0] - logits.logsumexp(dim=-1))
+    if params.temperature != 1:
+        logits = logits / params.temperature
+    top_k = params.top_k if 0 < params.top_k < vocab else vocab
+    if top_k == vocab and params.top_p >= 1:
+        candidates = torch.arange(vocab, device=logits.device)[None]
+    else:
+        logits, candidates = logits.sort(dim=-1, descending=True, stable=True)
+        logits, candidates = logits[:, :top_k], candidates[:, :top_k]
+        if params.top_p < 1:
+            probs = logits.double().softmax(dim=-1)
+            before = probs.cumsum(dim=-1) - probs
+            before[:, 0] = 0
+            logits = logits.masked_fill(before >= params.top_p, -torch.inf)
+    log_probs = logits.log_softmax(dim=-1)
+    rows = max(1, _CHUNK_ELEMENTS.get(logits.device.type, 1 << 20) // log_probs.shape[-1])
+    chosen = torch.cat(
+        [
+            _race(
+                log_probs[i : i + rows],
+                keys[i : i + rows],
+                candidates[i : i + rows] if len(candidates) > 1 else candidates,
+            )
+            for i in range(0, len(keys), rows)
+        ]
+    )[:, None]
+    return candidates.expand(len(keys), -1).gather(1, chosen)[:, 0], log_probs.gather(1, chosen)[:, 0]
