@@ -1,0 +1,8 @@
+"""Metrics of a run: metrics.jsonl is the truth, wandb and TensorBoard are rebuilt from it, a report sums it up."""
+
+from rlhf.tracking.history import History, Record
+from rlhf.tracking.progress import Progress
+from rlhf.tracking.report import write_report
+from rlhf.tracking.tracker import Tracker, check_trackers
+
+__all__ = ["History", "Progress", "Record", "Tracker", "check_trackers", "write_report"]

@@ -1,0 +1,80 @@
+"""metrics.jsonl: one JSON object per step, on disk before the call returns. Every other tracker is derived from it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import UserError
+
+Record = dict[str, Any]
+"""`{"step": n, "reward/mean": 0.5, ...}`: an int and then floats or ints by metric name."""
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace a file so that a kill or a power cut at any instant leaves the old or the new content, whole."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _line(record: Record) -> bytes:
+    # json writes repr(float), which reads back as the same 64 bits; NaN and infinities become the tokens NaN, Infinity
+    # and -Infinity, which Python, pandas and JavaScript's JSON5 read although strict JSON lacks them.
+    return json.dumps(record).encode() + b"\n"
+
+
+class History:
+    """The records of one run in a file; one process writes it at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, record: Record) -> None:
+        """Add one record, flushed and fsynced.
+
+        Raises:
+            TypeError: a value that JSON lacks (a tensor, say); nothing is written.
+            OSError: the disk is full, or the file can't be written.
+        """
+        line = _line(record)
+        with self.path.open("ab") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def truncate_after(self, step: int) -> None:
+        """Keep the records up to and including `step`, drop the rest and a torn last line; atomic."""
+        kept = [record for record in self.records() if record["step"] <= step]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.path, b"".join(map(_line, kept)))
+
+    def records(self) -> list[Record]:
+        """All whole records in the file's order; none if there is no file.
+
+        Raises:
+            UserError: a line before the last is no record, which no kill can cause.
+        """
+        try:
+            *lines, _torn = self.path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        records = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line)
+                record["step"] + 0
+            except (ValueError, TypeError, KeyError) as error:
+                raise UserError(
+                    f"{self.path}: line {number} is damaged ({line[:80]!r}); remove it or restore the file from a copy"
+                ) from error
+            records.append(record)
+        return records

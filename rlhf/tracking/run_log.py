@@ -1,0 +1,46 @@
+"""What the loop says of itself: to the tracker and the progress display on the driver, to nobody on other ranks."""
+
+from rlhf.checkpoint.writer import SaveResult
+from rlhf.events import announce
+from rlhf.tracking.progress import Progress
+from rlhf.tracking.tracker import Tracker
+
+
+class RunLog:
+    """Metrics and progress of the run. `tracker` is None on every rank but the driver."""
+
+    def __init__(self, tracker: Tracker | None, progress: Progress) -> None:
+        self._tracker, self._progress = tracker, progress
+        self._pending: dict[str, float] = {}
+
+    def start(self, step: int, *, resumed: bool) -> None:
+        """Bring every tracker to the state after `step` steps."""
+        if self._tracker is not None:
+            self._tracker.start(step if resumed else None)
+        self._progress.start(step)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the step, durably, and show it; nothing is recorded for empty `metrics`."""
+        if self._tracker is None or not metrics:
+            return
+        announce("metrics.before")
+        self._tracker.log(step, metrics | self._pending)
+        announce("metrics.after")
+        self._pending = {}
+        self._progress.update(step, metrics)
+
+    def saved(self, result: SaveResult | None) -> None:
+        """Take the figures of a save into the next record: this step's is durable before its checkpoint is."""
+        if result is not None:
+            bandwidth = result.total_bytes / max(result.seconds, 1e-9)
+            self._pending = {
+                "perf/save_seconds": result.seconds,
+                "perf/save_bytes": result.total_bytes,
+                "perf/save_bytes_per_second": bandwidth,
+            }
+
+    def close(self) -> None:
+        """End the display and flush the trackers."""
+        self._progress.close()
+        if self._tracker is not None:
+            self._tracker.finish()

@@ -1,0 +1,113 @@
+"""Fans the metrics of a step out to metrics.jsonl and to the trackers that `trainer.logger` names."""
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.tracking.history import History, Record
+from rlhf.tracking.tensorboard import TensorBoard
+from rlhf.tracking.wandb import Wandb
+
+logger = logging.getLogger(__name__)
+
+# "console" and "jsonl" are verl's names for what is always on here.
+ALWAYS_ON = ("console", "jsonl")
+PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}
+
+
+class Sink(Protocol):
+    """A tracker beside metrics.jsonl. Whatever it raises switches it off."""
+
+    def start(self, records: list[Record]) -> None:
+        """Begin to write after `records`, the whole history so far; show what is missing of it."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Show one step; steps come in ascending order."""
+
+    def finish(self) -> None:
+        """Write what is buffered and close, in bounded time."""
+
+
+def check_trackers(config: Config) -> None:
+    """Refuse a tracker whose package is not installed, without importing it.
+
+    Raises:
+        UserError: naming `trainer.logger`, the package and how to install it.
+    """
+    for name in config.trainer.logger:
+        if name in PACKAGES:
+            spec = importlib.util.find_spec(PACKAGES[name])
+            # A folder named wandb/ in the working directory is a namespace package without an origin.
+            if spec is None or spec.origin is None:
+                raise UserError(
+                    f"trainer.logger={list(config.trainer.logger)}: {name} is not installed; "
+                    f"run `pip install 'rlhf[{name}]'` or remove it from the list"
+                )
+
+
+class Tracker:
+    """The metrics of one run. Only the driver has one."""
+
+    def __init__(self, config: Config, run_dir: Path, run_id: str) -> None:
+        self.history = History(run_dir / "metrics.jsonl")
+        known: dict[str, Callable[[], Sink]] = {
+            "wandb": lambda: Wandb(config, run_dir, run_id),
+            "tensorboard": lambda: TensorBoard(run_dir / "tensorboard"),
+        }
+        names = [name for name in dict.fromkeys(config.trainer.logger) if name not in ALWAYS_ON]
+        self._sinks = {name: known[name]() for name in names}
+        self._last_step = -1
+
+    def start(self, resume_step: int | None) -> None:
+        """Bring the history back to `resume_step` (None: a fresh run, empty) and the trackers to the history.
+
+        Raises:
+            UserError: metrics.jsonl is damaged.
+            OSError: it can't be written.
+        """
+        self._last_step = -1 if resume_step is None else resume_step
+        self.history.truncate_after(self._last_step)
+        records = self.history.records()
+        steps = {record["step"] for record in records}
+        missing = [
+            step for step in range(min(steps, default=self._last_step + 1), self._last_step + 1) if step not in steps
+        ]
+        if missing or (resume_step and not steps):
+            logger.warning(
+                "%s lacks %s of the steps up to %d that the checkpoint has seen",
+                self.history.path,
+                len(missing) or "all",
+                self._last_step,
+            )
+        self._each("start", lambda sink: sink.start(records))
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record one step: first in metrics.jsonl, where errors propagate, then in the trackers, where they don't.
+
+        Raises:
+            ValueError: the step is not after the last one; there is one record for each step.
+        """
+        if step <= self._last_step:
+            raise ValueError(f"step {step} is logged after step {self._last_step}")
+        self.history.append({"step": step, **metrics})
+        self._last_step = step
+        self._each("log", lambda sink: sink.log(step, metrics))
+
+    def finish(self) -> None:
+        """Close the trackers; the history needs none of it."""
+        self._each("finish", lambda sink: sink.finish())
+        self._sinks.clear()
+
+    def _each(self, action: str, call: Callable[[Sink], None]) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                call(sink)
+            except Exception as error:  # any failure of a tracker, of whatever kind, must leave the training alone
+                del self._sinks[name]
+                kind = type(error).__name__
+                logger.error("%s failed to %s and is off, training goes on: %s: %s", name, action, kind, error)
+                logger.debug("%s failed to %s", name, action, exc_info=True)

@@ -1,0 +1,97 @@
+"""Weights & Biases, online or offline: one run across all restarts, with every step once and in order."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+from rlhf.config import Config
+from rlhf.tracking.history import Record
+
+logger = logging.getLogger(__name__)
+
+INIT_TIMEOUT_S = 30.0
+# Also holds for wandb's own atexit hook, so that an unreachable server can't keep a finished run alive.
+FINISH_TIMEOUT_S = 60.0
+
+
+class Wandb:
+    """The wandb run `run_id`, in `<run_dir>/wandb`."""
+
+    def __init__(self, config: Config, run_dir: Path, run_id: str) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._run_id = run_id
+        self._run: Any = None
+        self._next_step = 0
+
+    def start(self, records: list[Record]) -> None:
+        """Open the run and log what it lacks of the history.
+
+        Online the server knows how far it got. It may be behind the history (a kill loses wandb's buffer) or ahead of
+        it (steps that are now repeated): steps before the server's next one are never sent again. Offline each start
+        begins a new file, so the earlier ones are set aside and the new one gets the whole history.
+
+        Raises:
+            RuntimeError: nobody is logged in to wandb.
+            wandb.errors.Error: wandb doesn't start, or the server doesn't answer within INIT_TIMEOUT_S.
+        """
+        import wandb
+
+        mode: Any = self._config.tracking.wandb.mode
+        wandb.setup(
+            wandb.Settings(
+                mode=mode,
+                console="off",
+                silent=True,
+                init_timeout=INIT_TIMEOUT_S,
+                finish_timeout=FINISH_TIMEOUT_S,
+                finish_timeout_raises=True,
+                stop_fn=self._on_stop_button,
+            )
+        )
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise RuntimeError("no login: run `wandb login`, set WANDB_API_KEY, or use tracking.wandb.mode=offline")
+        self._set_offline_segments_aside()
+        self._run = wandb.init(
+            id=self._run_id,
+            # Not "must": a run whose first start didn't reach the server is created now and filled from the history.
+            resume="allow",
+            project=self._config.trainer.project_name,
+            name=self._config.trainer.experiment_name,
+            entity=self._config.tracking.wandb.entity,
+            tags=list(self._config.tracking.wandb.tags),
+            dir=str(self._run_dir),
+            config=dataclasses.asdict(self._config),
+        )
+        self._next_step = self._run.starting_step
+        for record in records:
+            self.log(record["step"], {name: value for name, value in record.items() if name != "step"})
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Log one step, unless the server has it."""
+        if step >= self._next_step:
+            self._run.log(metrics, step=step, commit=True)
+
+    def finish(self) -> None:
+        """Upload what is left.
+
+        Raises:
+            TimeoutError: it took longer than FINISH_TIMEOUT_S; `wandb sync` can upload the rest from the run directory.
+        """
+        if self._run is not None:
+            self._run.finish()
+
+    def _set_offline_segments_aside(self) -> None:
+        # `wandb sync <run_dir>/wandb/offline-run-*` must find each step in one file only.
+        superseded = self._run_dir / "wandb" / "superseded"
+        for segment in sorted((self._run_dir / "wandb").glob(f"offline-run-*-{self._run_id}")):
+            superseded.mkdir(exist_ok=True)
+            segment.rename(superseded / segment.name)
+
+    @staticmethod
+    def _on_stop_button() -> None:
+        # wandb would raise KeyboardInterrupt in the main thread, which looks like a crash and is restarted.
+        logger.warning(
+            "stop was pressed on the wandb page; to stop the run, send SIGTERM to the command that started it"
+        )
