@@ -1,0 +1,166 @@
+"""FSDP2: parameters, gradients and optimizer state sharded by rows over all ranks, on CPU (gloo) and CUDA (NCCL), from 1 rank on."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from rlhf.backends.log_probs import response_log_probs
+from rlhf.batch import Batch
+from rlhf.checkpoint.tensors import Piece, Pieces
+from rlhf.config import BackendConfig, OptimConfig
+
+
+class Fsdp2Policy:
+    """A causal LM sharded over all ranks, asked for log-probs."""
+
+    def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device, temperature: float) -> None:
+        self._temperature = temperature
+        self.model = shard(model, config, device)
+
+    def log_probs(self, batch: Batch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """See `FrozenPolicy.log_probs`."""
+        return response_log_probs(self.model, batch, self._temperature, with_entropy=with_entropy)
+
+
+class Fsdp2Backend(Fsdp2Policy):
+    """The policy in training: AdamW in float32 and a learning-rate schedule over optimizer steps."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: BackendConfig,
+        optim: OptimConfig,
+        device: torch.device,
+        temperature: float,
+        *,
+        grad_clip: float,
+        total_optimizer_steps: int,
+        hf_files: Mapping[str, bytes],
+    ) -> None:
+        super().__init__(model, config, device, temperature)
+        self._grad_clip, self._hf_files = grad_clip, hf_files
+        # Without gradients no recomputation happens, so train mode costs the log-prob passes nothing; dropout is off (models/loading.py).
+        self.model.train()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=optim.lr,
+            betas=(optim.betas[0], optim.betas[1]),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+        )
+        self.scheduler = LambdaLR(self.optimizer, lambda step: learning_rate_factor(optim, step, total_optimizer_steps))
+        self._initialise_moments()
+
+    def _initialise_moments(self) -> None:
+        # AdamW makes its state at the first step; a checkpoint must be readable into it before. Setting it here leaves the step count
+        # alone, unlike a dummy step (pytorch issue 164929).
+        for parameter in self.model.parameters():
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
+
+    def backward(self, loss: Tensor) -> None:
+        """See `TrainingBackend.backward`. FSDP averages gradients over the ranks; the caller's loss is a share of a sum."""
+        (loss * dist.get_world_size()).backward()
+
+    def optimizer_step(self) -> dict[str, float]:
+        """See `TrainingBackend.optimizer_step`."""
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._grad_clip)
+        lr = self.scheduler.get_last_lr()[0]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return {"grad_norm": float(whole), "lr": float(lr)}
+
+    @torch.no_grad()
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainingBackend.full_tensors`."""
+        for name, tensor in named_state(self.model):
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+    def model_pieces(self) -> Pieces:
+        """See `Role.model_pieces`."""
+        return {name: piece_of(tensor) for name, tensor in named_state(self.model)}
+
+    def optimizer_pieces(self) -> Pieces:
+        """See `Role.optimizer_pieces`."""
+        return {
+            f"{name}.{key}": piece_of(value)
+            for name, parameter in self.model.named_parameters()
+            for key, value in self.optimizer.state[parameter].items()
+        }
+
+    def extra_state(self) -> dict[str, Any]:
+        """See `Role.extra_state`."""
+        return {"lr_scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """See `Role.load_extra_state`. The shape of the schedule stays the present configuration's; its position is restored."""
+        self.scheduler.load_state_dict({**state["lr_scheduler"], "lr_lambdas": [None]})
+        for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr
+
+    def hf_files(self) -> Mapping[str, bytes]:
+        """See `Role.hf_files`."""
+        return self._hf_files
+
+
+def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -> PreTrainedModel:
+    """Apply FSDP2 to every decoder layer and to the rest, over a one-dimensional mesh of all ranks; the model moves to `device`."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy()
+    if config.autocast == "bfloat16":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": precision,
+        "reshard_after_forward": config.reshard_after_forward,
+    }
+    layers = set(model._no_split_modules or ())
+    for module in list(model.modules()):
+        if type(module).__name__ in layers:
+            fully_shard(module, **options)
+    fully_shard(model, **options)
+    model.to(device)  # type: ignore[arg-type]
+    return model
+
+
+def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters (tied ones once) and persistent buffers, by name, in a fixed order."""
+    yield from model.named_parameters()
+    persistent = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def piece_of(tensor: Tensor) -> Piece:
+    """This rank's rows of a tensor as a range of its flattened whole; what is not sharded is owned by rank 0."""
+    if not isinstance(tensor, DTensor):
+        return Piece(tuple(tensor.shape), 0, tensor.detach(), owner=dist.get_rank() == 0)
+    local = tensor.to_local().detach()
+    # fully_shard splits dimension 0 as torch.chunk does: equal parts, the last ones smaller or empty.
+    rows = math.ceil(tensor.shape[0] / dist.get_world_size())
+    start = min(dist.get_rank() * rows, tensor.shape[0]) * math.prod(tensor.shape[1:])
+    return Piece(tuple(tensor.shape), start, local)
+
+
+def learning_rate_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
+    """The share of `optim.lr` at optimizer step `step` (0 is the first): linear warm-up, then constant, linear or cosine decay."""
+    if step < optim.lr_warmup_steps:
+        return (step + 1) / optim.lr_warmup_steps
+    if optim.lr_scheduler_type == "constant":
+        return 1.0
+    progress = min(1.0, (step - optim.lr_warmup_steps) / max(1, total_steps - optim.lr_warmup_steps))
+    shape = 1 - progress if optim.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * shape

@@ -1,0 +1,74 @@
+"""One step's samples as tensors: what rollouts produce, rewards and log-probs fill in, and the update consumes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from rlhf.rollout import Request, Sample
+
+
+@dataclass
+class Batch:
+    """N samples of one rank, groups contiguous. Sequences are prompt + response, padded on the right to L; R is the longest response.
+
+    Per-token tensors of shape [N, R] are aligned to the response: column 0 is its first token.
+    """
+
+    input_ids: Tensor
+    """[N, L] int64."""
+    prompt_lengths: Tensor
+    """[N] int64."""
+    response_lengths: Tensor
+    """[N] int64, end-of-sequence included."""
+    rollout_log_probs: Tensor
+    """[N, R] float32: what the engine sampled with."""
+    scores: Tensor
+    """[N] float32: the reward of each response."""
+    advantages: Tensor | None = None
+    """[N] float32."""
+    old_log_probs: Tensor | None = None
+    """[N, R] float32 by the training engine before the first update; None when the update itself is the first look."""
+    ref_log_probs: Tensor | None = None
+    """[N, R] float32."""
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def response_mask(self) -> Tensor:
+        """[N, R] float32, 1 on response tokens."""
+        columns = torch.arange(self.rollout_log_probs.shape[1], device=self.input_ids.device)
+        return (columns < self.response_lengths[:, None]).float()
+
+    def select(self, rows: Tensor | slice) -> "Batch":
+        """The given rows, trimmed to their longest sequence and longest response."""
+        picked = {f.name: value[rows] for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        length = int((picked["prompt_lengths"] + picked["response_lengths"]).max())
+        response = int(picked["response_lengths"].max())
+        for name, value in picked.items():
+            if value.dim() == 2:
+                picked[name] = value[:, : length if name == "input_ids" else response]
+        return replace(self, **picked)
+
+    def micro_batches(self, size: int) -> Iterator[tuple[Tensor, "Batch"]]:
+        """Rows and batch of each micro-batch of `size` samples, sequences of like length together so that little is padding."""
+        order = torch.argsort(self.prompt_lengths + self.response_lengths, stable=True)
+        for rows in order.split(size):
+            yield rows, self.select(rows)
+
+
+def collate(requests: Sequence[Request], samples: Sequence[Sample], pad_id: int, device: torch.device) -> Batch:
+    """Tensors from samples; `requests` are their prompts. Scores are zero until rewards are known."""
+    prompts = {request.uid: request.token_ids for request in requests}
+    sequences = [torch.tensor(prompts[s.uid] + s.token_ids) for s in samples]
+    return Batch(
+        input_ids=torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad_id).to(device),
+        prompt_lengths=torch.tensor([len(prompts[s.uid]) for s in samples], device=device),
+        response_lengths=torch.tensor([len(s.token_ids) for s in samples], device=device),
+        rollout_log_probs=torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(s.log_probs, dtype=torch.float32) for s in samples], batch_first=True
+        ).to(device),
+        scores=torch.zeros(len(samples), device=device),
+    )
