@@ -1,0 +1,136 @@
+"""What the end of an attempt means, and how to tell a person about it."""
+
+import signal
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
+from rlhf.launch.status import RankError, RankStatus
+
+_TRACEBACK_LINES = 15
+
+
+@dataclass(frozen=True)
+class AttemptResult:
+    """How each rank ended."""
+
+    exits: dict[int, int]
+    """Exit code by rank, in the order in which they ended; negative for a signal. A rank that SIGKILL could not end is
+    missing."""
+    first: tuple[int, ...]
+    """The ranks that failed first: those of one look, 0.1 s apart from the next."""
+    killed: frozenset[int]
+    """Ranks that the supervisor killed, after a peer's failure or at the end of the grace."""
+
+
+class Ending(Enum):
+    """What an attempt came to."""
+
+    DONE = "done"
+    USER_ERROR = "user error"
+    REQUEUE = "requeue"
+    CRASH = "crash"
+
+
+def classify(attempt: AttemptResult, nproc: int, stop_requested: bool) -> Ending:
+    """One rank's word is enough for a user error or a requeue, whatever its peers died of.
+
+    Once asked to stop there is nothing to restart: a crash on the way out is a requeue too.
+    """
+    codes = attempt.exits.values()
+    if EXIT_USER_ERROR in codes:
+        return Ending.USER_ERROR
+    if len(codes) == nproc and all(code == EXIT_DONE for code in codes):
+        return Ending.DONE
+    if stop_requested or EXIT_REQUEUE in codes:
+        return Ending.REQUEUE
+    return Ending.CRASH
+
+
+def first_cause(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> int | None:
+    """The rank whose death brought down the others.
+
+    Of ranks that ended within one look, one killed by a signal comes first (its peers' exceptions followed from the
+    lost connection), then the earliest error on file. None when no rank failed by itself.
+    """
+
+    def order(rank: int) -> tuple[bool, float]:
+        status = statuses.get(rank)
+        return attempt.exits[rank] > 0, status.time if status and status.error else float("inf")
+
+    return min(attempt.first, key=order, default=None)
+
+
+def crash_step(statuses: dict[int, RankStatus]) -> int | None:
+    """The furthest step that a rank had reached; None before the first."""
+    return max((status.step for status in statuses.values() if status.step is not None), default=None)
+
+
+def user_error(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
+    """The message of the rank that met a mistake in the settings, the data or the files."""
+    for rank, code in attempt.exits.items():
+        status = statuses.get(rank)
+        if code == EXIT_USER_ERROR and status and status.error:
+            return status.error.message
+    return f"A rank ended with exit code {EXIT_USER_ERROR}, which a restart can't mend, and left no message; see above."
+
+
+def describe_exit(code: int) -> str:
+    """The exit code or the signal in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    if -code == signal.SIGKILL:
+        return "SIGKILL (often the kernel's out-of-memory killer)"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def describe_rank(rank: int, attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
+    """One line: how the rank ended and where it was."""
+    if rank in attempt.killed:
+        how = "killed by the supervisor"
+    elif rank in attempt.exits:
+        how = describe_exit(attempt.exits[rank])
+    else:
+        how = "still not ended by SIGKILL: its process is stuck in the kernel"
+    status = statuses.get(rank)
+    if status is None:
+        return f"rank {rank}: {how}, while starting"
+    step = "before the first step" if status.step is None else f"at step {status.step}"
+    return f"rank {rank}: {how}, {step}, last event {status.event}"
+
+
+def report(attempt: AttemptResult, nproc: int, statuses: dict[int, RankStatus], checkpoint: Path | None) -> str:
+    """All that is known about a crash: every rank, the first error with the end of its traceback, the checkpoint to go
+    on from."""
+    cause = first_cause(attempt, statuses)
+    lines = []
+    for rank in range(nproc):
+        mark = "  (the first to fail)" if rank == cause and nproc > 1 else ""
+        lines.append(f"  {describe_rank(rank, attempt, statuses)}{mark}")
+    if found := _first_error(cause, statuses):
+        rank, error = found
+        lines.append(f"  rank {rank}'s error: {error.message}")
+        lines += [f"    {line}" for line in error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]]
+    lines.append(f"  {next_start(checkpoint)}")
+    return "\n".join(lines)
+
+
+def _first_error(cause: int | None, statuses: dict[int, RankStatus]) -> tuple[int, RankError] | None:
+    errors = [(rank != cause, status.time, rank, status.error) for rank, status in statuses.items() if status.error]
+    if not errors:
+        return None
+    _, _, rank, error = min(errors, key=lambda entry: entry[:3])
+    return rank, error
+
+
+def next_start(checkpoint: Path | None) -> str:
+    """What the same command would go on from."""
+    return (
+        f"The same command continues from {checkpoint}."
+        if checkpoint
+        else "The same command starts from the beginning."
+    )

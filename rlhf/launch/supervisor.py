@@ -1,0 +1,161 @@
+"""The supervisor: owns the run directory, starts the ranks, restarts them after crashes, and takes them with it when it
+ends.
+
+It holds no training state, so it may be killed at any moment as well. Signals: see `rlhf.launch.preemption`.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf.config import Config
+from rlhf.config.files import to_yaml
+from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
+from rlhf.launch import evidence
+from rlhf.launch.lock import run_lock, wait_for_ranks
+from rlhf.launch.logs import configure_logging
+from rlhf.launch.policy import GiveUp, RestartPolicy
+from rlhf.launch.preemption import StopRequest
+from rlhf.launch.status import RankStatus, clear_statuses, read_statuses
+
+RESOLVED = "resolved.yaml"
+
+log = logging.getLogger(__name__)
+
+
+def supervise(config: Config) -> int:
+    """Run the training to its end and return the exit code of `rlhf.errors`.
+
+    Raises UserError, before anything is changed, when the directory is in use or can't be written, or the devices don't
+    suffice. Call it from the main thread.
+    """
+    configure_logging()
+    run_dir = config.run_dir
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"Cannot create the run directory {run_dir} ({error.strerror}). "
+            "Set trainer.default_local_dir to a writable folder."
+        ) from error
+    with run_lock(run_dir):
+        _check_devices(config)
+        wait_for_ranks(run_dir)
+        return _supervise_locked(config, run_dir)
+
+
+def _supervise_locked(config: Config, run_dir: Path) -> int:
+    # Slow imports, after the lock: a second run is refused at once.
+    from rlhf.checkpoint.files import replace_durably
+    from rlhf.checkpoint.run_dir import finished_step, prepare, read_run_file
+    from rlhf.tracking import Tracker, write_report
+
+    prepare(config)
+    step = finished_step(config)
+    if step is not None:
+        log.info(
+            "The run in %s is finished at step %d. To continue it, raise trainer.total_training_steps "
+            "(or trainer.total_epochs).",
+            run_dir,
+            step,
+        )
+        # A kill between the last commit and the trackers' end left them short of the last steps.
+        tracker = Tracker(config, run_dir, read_run_file(run_dir)["run_id"])
+        tracker.start(step)
+        tracker.finish()
+        log.info("%s", write_report(run_dir))
+        return EXIT_DONE
+    replace_durably(run_dir / RESOLVED, to_yaml(config))
+    with StopRequest() as stop:
+        code = run_attempts(config, ["-m", "rlhf.worker", str(run_dir)], stop)
+    if code == EXIT_DONE:
+        log.info("%s", write_report(run_dir))
+    return code
+
+
+def run_attempts(config: Config, command: Sequence[str], stop: StopRequest) -> int:
+    """Start `python *command` as `trainer.nproc` ranks, again after each crash; returns the exit code of the run."""
+    from rlhf.checkpoint.layout import scan
+    from rlhf.launch.attempt import run_attempt
+
+    t = config.trainer
+    run_dir = config.run_dir
+    policy = RestartPolicy(t)
+    while True:
+        clear_statuses(run_dir)
+        attempt = run_attempt(command, t.nproc, _rank_environment(config), stop, t.preempt_grace_s)
+        statuses = read_statuses(run_dir)
+        checkpoint = next(iter(scan(run_dir)), None)
+        ending = evidence.classify(attempt, t.nproc, stop.signal_name is not None)
+        if ending is evidence.Ending.DONE:
+            return EXIT_DONE
+        if ending is evidence.Ending.USER_ERROR:
+            log.error("%s", evidence.user_error(attempt, statuses))
+            return EXIT_USER_ERROR
+        if ending is evidence.Ending.REQUEUE:
+            _log_leaving(attempt, config, statuses, checkpoint, stop)
+            return EXIT_REQUEUE
+
+        decision = policy.crashed(evidence.crash_step(statuses))
+        if isinstance(decision, GiveUp):
+            log.error("The run ends: %s.\n%s", decision.reason, evidence.report(attempt, t.nproc, statuses, checkpoint))
+            return EXIT_CRASHED
+        cause = evidence.first_cause(attempt, statuses)
+        what = "a rank could not be ended" if cause is None else evidence.describe_rank(cause, attempt, statuses)
+        log.warning("Crash: %s. Restart %d of %d in %g s.", what, decision.number, t.max_restarts, decision.wait_s)
+        stop.wait(decision.wait_s)
+        if stop.signal_name is not None:
+            log.warning("%s while waiting for a restart. %s", stop.signal_name, evidence.next_start(checkpoint))
+            return EXIT_REQUEUE
+        wait_for_ranks(run_dir)
+
+
+def _log_leaving(
+    attempt: evidence.AttemptResult,
+    config: Config,
+    statuses: dict[int, RankStatus],
+    checkpoint: Path | None,
+    stop: StopRequest,
+) -> None:
+    t = config.trainer
+    asked = stop.signal_name or "A signal to the ranks"
+    if all(code in (EXIT_REQUEUE, EXIT_DONE) for code in attempt.exits.values()) and len(attempt.exits) == t.nproc:
+        log.info("%s: the ranks saved and left. %s", asked, evidence.next_start(checkpoint))
+        return
+    log.warning(
+        "%s: not every rank saved and left within trainer.preempt_grace_s=%g. "
+        "Nothing is lost but the work since the last checkpoint.\n%s",
+        asked,
+        t.preempt_grace_s,
+        evidence.report(attempt, t.nproc, statuses, checkpoint),
+    )
+
+
+def _rank_environment(config: Config) -> dict[str, str]:
+    threads = config.trainer.threads_per_rank or max(1, _cores() // config.trainer.nproc)
+    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
+
+
+def _cores() -> int:
+    """Cores that this process may use; containers and schedulers restrict them with the affinity mask."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _check_devices(config: Config) -> None:
+    import torch
+
+    t = config.trainer
+    if t.device == "cpu" or (t.device == "auto" and not torch.cuda.is_available()):
+        return
+    devices = torch.cuda.device_count()
+    if devices == 0:
+        raise UserError(
+            "trainer.device=cuda, but no CUDA device is visible. Set trainer.device=cpu, or see `nvidia-smi`."
+        )
+    if t.nproc > devices:
+        raise UserError(
+            f"trainer.nproc={t.nproc}, but only {devices} CUDA devices are visible, and each rank needs its own. "
+            f"Set trainer.nproc={devices} or fewer, or trainer.device=cpu."
+        )

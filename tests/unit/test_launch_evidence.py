@@ -1,0 +1,83 @@
+import signal
+from pathlib import Path
+
+import pytest
+
+from rlhf.launch.evidence import (
+    AttemptResult,
+    Ending,
+    classify,
+    crash_step,
+    describe_exit,
+    first_cause,
+    report,
+    user_error,
+)
+from rlhf.launch.status import RankError, RankStatus
+
+KILLED = -signal.SIGKILL
+
+
+def attempt(exits: dict[int, int], first: tuple[int, ...] = (), killed: tuple[int, ...] = ()) -> AttemptResult:
+    return AttemptResult(exits, first, frozenset(killed))
+
+
+@pytest.mark.parametrize(
+    ("exits", "stop", "ending"),
+    [
+        ({0: 0, 1: 0}, False, Ending.DONE),
+        ({0: 0, 1: 0}, True, Ending.DONE),
+        ({0: 1, 1: KILLED}, False, Ending.CRASH),
+        ({0: 0}, False, Ending.CRASH),
+        ({0: KILLED, 1: 2}, False, Ending.USER_ERROR),
+        ({0: 2, 1: KILLED}, True, Ending.USER_ERROR),
+        ({0: 75, 1: 1}, False, Ending.REQUEUE),
+        ({0: 1, 1: KILLED}, True, Ending.REQUEUE),
+    ],
+)
+def test_one_word_decides(exits, stop, ending):
+    assert classify(attempt(exits), nproc=2, stop_requested=stop) is ending
+
+
+def test_the_signal_is_the_cause_and_the_peers_exception_the_effect():
+    lost = RankStatus(5, "update", 10.0, RankError("crash", "connection reset", ""))
+    gone = RankStatus(5, "update", 9.0, None)
+    assert first_cause(attempt({0: 1, 1: KILLED}, first=(0, 1)), {0: lost, 1: gone}) == 1
+
+
+def test_the_earliest_error_is_the_cause():
+    errors = {rank: RankStatus(5, "update", at, RankError("crash", "x", "")) for rank, at in {0: 10.2, 1: 10.1}.items()}
+    assert first_cause(attempt({0: 1, 1: 1}, first=(0, 1)), errors) == 1
+
+
+def test_user_error_is_taken_from_the_rank_that_met_it():
+    statuses = {
+        0: RankStatus(1, "a", 1.0, RankError("crash", "connection reset", "")),
+        1: RankStatus(1, "a", 0.0, RankError("user", "data.train_files=x: no such file", "")),
+    }
+    assert user_error(attempt({0: 1, 1: 2}), statuses) == "data.train_files=x: no such file"
+    assert "exit code 2" in user_error(attempt({0: 2}), {})
+
+
+def test_report_names_all_that_is_known():
+    traceback = "\n".join(f"line {n}" for n in range(40))
+    statuses = {
+        0: RankStatus(7, "rollout.after", 2.0, None),
+        1: RankStatus(7, "commit.rename", 1.0, RankError("crash", "RuntimeError: boom", traceback)),
+    }
+    text = report(attempt({1: 1, 0: KILLED}, first=(1,), killed=(0,)), 3, statuses, Path("/runs/global_step_5"))
+    assert "rank 0: killed by the supervisor, at step 7, last event rollout.after\n" in text
+    assert "rank 1: exit code 1, at step 7, last event commit.rename  (the first to fail)" in text
+    assert "rank 2: still not ended by SIGKILL" in text
+    assert "rank 1's error: RuntimeError: boom" in text
+    assert "line 39" in text
+    assert "line 24" not in text
+    assert "continues from /runs/global_step_5" in text
+    assert crash_step(statuses) == 7
+
+
+def test_exits_in_words():
+    assert describe_exit(3) == "exit code 3"
+    assert "out-of-memory" in describe_exit(KILLED)
+    assert describe_exit(-signal.SIGSEGV) == "SIGSEGV"
+    assert describe_exit(-40) == "signal 40"

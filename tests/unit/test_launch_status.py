@@ -1,0 +1,47 @@
+import json
+
+import pytest
+
+from rlhf.launch.status import RankError, StatusWriter, clear_statuses, read_statuses
+
+
+def test_events_and_errors_come_back(tmp_path):
+    zero, one = StatusWriter(tmp_path, 0), StatusWriter(tmp_path, 1)
+    zero.event(3, "rollout.before")
+    one.event(4, "commit.rename")
+    one.error("crash", "boom", "Traceback ...")
+    statuses = read_statuses(tmp_path)
+    assert (statuses[0].step, statuses[0].event, statuses[0].error) == (3, "rollout.before", None)
+    assert (statuses[1].step, statuses[1].event) == (4, "commit.rename")
+    assert statuses[1].error == RankError("crash", "boom", "Traceback ...")
+    assert sorted(json.loads((tmp_path / "status/rank_1.json").read_text())) == ["error", "event", "step", "time"]
+    assert sorted(p.name for p in (tmp_path / "status").iterdir()) == ["rank_0.json", "rank_1.json"]
+
+
+def test_a_rank_shows_up_from_its_start_and_is_forgotten_on_request(tmp_path):
+    StatusWriter(tmp_path, 12)
+    assert read_statuses(tmp_path)[12].step is None
+    clear_statuses(tmp_path)
+    assert read_statuses(tmp_path) == {}
+
+
+def test_a_shorter_record_replaces_a_longer_one_whole(tmp_path):
+    writer = StatusWriter(tmp_path, 0)
+    writer.event(1000, "a.long.name.of.an.event")
+    writer.event(1, "a")
+    assert (read_statuses(tmp_path)[0].step, read_statuses(tmp_path)[0].event) == (1, "a")
+
+
+@pytest.mark.parametrize(("message", "kept"), [("short", 5), ("x" * 3000, 3000), ("ü" * 3000, None)])
+def test_a_long_error_is_cut_to_the_page_and_keeps_what_matters(tmp_path, message, kept):
+    writer = StatusWriter(tmp_path, 0)
+    writer.error("crash", message, "first line\n" + "middle\n" * 2000 + "last line\n")
+    error = read_statuses(tmp_path)[0].error
+    assert (tmp_path / "status/rank_0.json").stat().st_size == 4096
+    assert message.startswith(error.message)
+    assert "first line" not in error.traceback
+    if kept is None:
+        assert len(error.message) > 100
+    else:
+        assert len(error.message) == kept
+        assert error.traceback.endswith("middle\nlast line\n")
