@@ -40,7 +40,7 @@ class DriverState:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state; how long the run is stays the present configuration's word."""
+        """Take over a saved state; the run's identity and length are the run directory's and the configuration's word."""
         for name, value in state.items():
-            if name not in ("total_steps", "steps_per_epoch"):
+            if name not in ("run_id", "total_steps", "steps_per_epoch"):
                 setattr(self, name, value)

@@ -12,7 +12,7 @@ from rlhf.checkpoint import commit
 from rlhf.checkpoint.errors import DamagedCheckpoint
 from rlhf.checkpoint.files import replace_durably
 from rlhf.checkpoint.layout import DRIVER_STATE, RUN_FILE, scan, step_of
-from rlhf.checkpoint.manifest import verify
+from rlhf.checkpoint.manifest import read_manifest, verify
 from rlhf.config import Config
 from rlhf.errors import UserError
 
@@ -30,6 +30,10 @@ def prepare(config: Config) -> None:
     # A launcher that restarts its ranks (torchrun) repeats this call; what the first attempt saved is ours, not left from before.
     first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if trainer.overwrite and first_attempt:
+        if existing := scan(run_dir):
+            log.warning(
+                "trainer.overwrite=true: deleting the checkpoints up to step %s of %s.", step_of(existing[0]), run_dir
+            )
         for path in sorted(run_dir.iterdir()):
             if path.name not in LOCKS:
                 _remove(path)
@@ -40,12 +44,10 @@ def prepare(config: Config) -> None:
             f"trainer.resume_mode=disable, but {run_dir} holds checkpoints up to step {step_of(existing[0])}. Set trainer.overwrite=true "
             "to delete them, trainer.experiment_name to something new, or trainer.resume_mode=auto to continue."
         )
-    run = read_run_file(run_dir)
+    run = read_run_file(run_dir) or {"run_id": _newest_driver_state(run_dir).get("run_id", _new_run_id())}
     if trainer.resume_mode == "resume_path":
         run |= _fork(run_dir, Path(trainer.resume_from_path or "").expanduser().absolute(), run.get("resumed_from"))
-    replace_durably(
-        run_dir / RUN_FILE, json.dumps({"run_id": uuid.uuid4().hex[:12], "resumed_from": None} | run) + "\n"
-    )
+    replace_durably(run_dir / RUN_FILE, json.dumps(run) + "\n")
 
 
 def _remove(path: Path) -> None:
@@ -69,7 +71,23 @@ def _fork(run_dir: Path, source: Path, known: str | None) -> dict[str, Any]:
                 commit.set_aside(path, "superseded").name,
                 source,
             )
-    return {"resumed_from": str(source)}
+    # Trackers would drop the steps that they have already seen of the old course.
+    return {"resumed_from": str(source), "run_id": _new_run_id()}
+
+
+def _new_run_id() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def _newest_driver_state(run_dir: Path) -> dict[str, Any]:
+    """The newest checkpoint's driver state, or nothing when there is none to be read."""
+    for path in scan(run_dir):
+        try:
+            read_manifest(path)
+            return json.loads((path / DRIVER_STATE).read_text())
+        except (DamagedCheckpoint, FileNotFoundError, ValueError):
+            continue
+    return {}
 
 
 def read_run_file(run_dir: Path) -> dict[str, Any]:

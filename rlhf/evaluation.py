@@ -1,0 +1,54 @@
+"""Held-out accuracy on its cadence, the prompts shared out among the ranks."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.config import TrainerConfig
+from rlhf.data import PromptSet
+from rlhf.events import announce
+from rlhf.metrics import Summary, merge
+from rlhf.policy_sampler import PolicySampler
+from rlhf.reward import Reward, RewardItem
+from rlhf.rollout import Request, SamplingParams
+
+
+@dataclass
+class Evaluator:
+    """Scores the policy on the held-out prompts. A response with a score of at least 1 counts as right."""
+
+    prompts: PromptSet | None
+    sampler: PolicySampler
+    params: SamplingParams
+    reward: Reward
+    tokenizer: PreTrainedTokenizerBase
+    coordinator: Coordinator
+    config: TrainerConfig
+
+    def before_training(self) -> dict[str, float]:
+        """The starting policy's figures, when `trainer.val_before_train` asks for them."""
+        return self.evaluate(0) if self.config.val_before_train and self.prompts is not None else {}
+
+    def maybe_evaluate(self, step: int, *, last: bool) -> dict[str, float]:
+        """The figures after `step` if the cadence says so, or if it is the last one; else nothing."""
+        every = self.config.test_freq
+        due = self.prompts is not None and every and (last or step % every == 0)
+        return self.evaluate(step) if due else {}
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """`val/accuracy` and `val/reward` of the policy after `step` steps. Collective."""
+        assert self.prompts is not None
+        announce("evaluation.before")
+        mine = [self.prompts[i] for i in range(self.coordinator.rank, len(self.prompts), self.coordinator.world_size)]
+        requests = [Request(prompt.index, prompt.token_ids) for prompt in mine]
+        samples = self.sampler.generate(requests, self.params, version=step, step=step)
+        owners = [prompt for prompt in mine for _ in range(self.params.n)]
+        texts = self.tokenizer.batch_decode([s.token_ids for s in samples], skip_special_tokens=True)
+        items = [RewardItem(o.data_source, t, o.ground_truth, o.extra_info) for o, t in zip(owners, texts, strict=True)]
+        scores = [result.score for result in self.reward.score(items)]
+        every = merge(
+            {"accuracy": Summary.of(float(s >= 1) for s in scores), "reward": Summary.of(scores)}, self.coordinator
+        )
+        announce("evaluation.after")
+        return {"val/accuracy": every["accuracy"].mean, "val/reward": every["reward"].mean}
