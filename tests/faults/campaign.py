@@ -1,0 +1,164 @@
+"""python -m tests.faults.campaign --kills N --seed S [--nproc R]: does any kill change the result?
+
+Trains once undisturbed. Trains again with N SIGKILLs of ranks and of the supervisor at named events, started again each time with the same
+command. Then compares weights, optimizer, RNG, driver state and metric history bit for bit, and reports which windows were hit. Exit code
+0 only when the runs are equal, every window was hit and nothing was left behind.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from rlhf.checkpoint.layout import TEMPORARY, TRASH
+from rlhf.events import LISTENER_VARIABLE
+from tests.faults.compare_runs import differences
+from tests.faults.killer import PLAN_VARIABLE
+
+ON_EVERY_RANK = ("rollout.before", "rollout.after", "update.mid", "commit.file_write", "commit.fsync")
+ON_THE_LEADER = (
+    "metrics.after",
+    "commit.manifest",
+    "commit.rename",
+    "commit.pointer",
+    "commit.published",
+    "commit.prune",
+    "commit.trash",
+)
+WINDOWS = ON_EVERY_RANK + ON_THE_LEADER
+SAVE_FREQ = 2
+LAUNCH_DEADLINE_S = 1800
+
+
+def overrides(folder: Path, name: str, steps: int, nproc: int) -> list[str]:
+    """A small run in which everything that a checkpoint holds matters: several epochs, mini-batches, a schedule, a reference."""
+    return [
+        f"trainer.default_local_dir={folder}",
+        f"trainer.experiment_name={name}",
+        f"trainer.nproc={nproc}",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.save_freq={SAVE_FREQ}",
+        "trainer.test_freq=3",
+        "trainer.device=cpu",
+        "trainer.threads_per_rank=1",
+        "checkpoint.max_to_keep=2",
+        "data.train_batch_size=4",
+        "data.reasoning_gym.train_size=30",
+        "data.reasoning_gym.val_size=8",
+        "rollout.n=4",
+        "actor.ppo_mini_batch_size=2",
+        "actor.ppo_epochs=2",
+        "actor.use_kl_loss=true",
+        "actor.optim.lr_scheduler_type=cosine",
+        "actor.optim.lr_warmup_steps=3",
+    ]
+
+
+def plan_kills(kills: int, seed: int, nproc: int, steps: int) -> list[dict]:
+    """Every window equally often, in random order, spread over the run; a quarter of the kills hit the supervisor."""
+    rng = random.Random(seed)
+    events = [WINDOWS[i % len(WINDOWS)] for i in range(kills)]
+    rng.shuffle(events)
+    plan = []
+    for number, event in enumerate(events):
+        observer = rng.randrange(nproc) if event in ON_EVERY_RANK else 0
+        victim = "supervisor" if rng.random() < 0.25 else str(rng.randrange(nproc) if rng.random() < 0.3 else observer)
+        # Retention has something to remove from the third checkpoint on.
+        first = 2 * SAVE_FREQ if event in ("commit.prune", "commit.trash") else 0
+        after = max(first, int(number / kills * (steps - 4 * SAVE_FREQ)))
+        plan.append({"id": number, "event": event, "observer": observer, "victim": victim, "after_step": after})
+    return plan
+
+
+def launch(arguments: list[str], environment: dict[str, str], log: Path) -> int:
+    with log.open("a") as output:
+        command = [sys.executable, "-m", "rlhf.train", *arguments]
+        return subprocess.run(
+            command, env=os.environ | environment, stdout=output, stderr=output, timeout=LAUNCH_DEADLINE_S, check=False
+        ).returncode
+
+
+def run_campaign(folder: Path, kills: int, seed: int, nproc: int, more: list[str]) -> list[str]:
+    """Returns what is wrong, in lines; empty when no kill changed anything."""
+    say = lambda text: sys.stdout.write(text + "\n") and sys.stdout.flush()  # noqa: E731
+    # A kill lets the run get at most one checkpoint further, so that the last one still finds a run to hit.
+    steps = SAVE_FREQ * kills + 4 * SAVE_FREQ
+    started = time.monotonic()
+    code = launch(overrides(folder, "undisturbed", steps, nproc) + more, {}, folder / "undisturbed.log")
+    if code != 0:
+        return [f"the undisturbed run ended with exit code {code}:\n{(folder / 'undisturbed.log').read_text()[-3000:]}"]
+    say(f"undisturbed: {steps} steps on {nproc} rank(s) in {time.monotonic() - started:.0f} s")
+
+    plan = plan_kills(kills, seed, nproc, steps)
+    run_dir = folder / "rlhf" / "killed"
+    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "run_dir").write_text(str(run_dir))
+    environment = {LISTENER_VARIABLE: "tests.faults.killer:on_event", PLAN_VARIABLE: str(folder / "plan.json")}
+    endless = [
+        "trainer.restart_backoff_s=0",
+        f"trainer.max_restarts={kills}",
+        f"trainer.max_failures_per_step={kills + 1}",
+    ]
+    arguments = overrides(folder, "killed", steps, nproc) + endless + more
+    launches = 0
+    while True:
+        code = launch(arguments, environment, folder / "killed.log")
+        launches += 1
+        if code == 0:
+            break
+        if code != -9 or launches > kills + 1:
+            return [
+                f"start {launches} of the killed run ended with exit code {code}:\n{(folder / 'killed.log').read_text()[-3000:]}"
+            ]
+
+    fired = [kill for kill in plan if (folder / f"fired_{kill['id']:04d}").exists()]
+    hits = Counter(kill["event"] for kill in fired)
+    victims = Counter("supervisor" if kill["victim"] == "supervisor" else "rank" for kill in fired)
+    say(
+        f"killed: {len(fired)} of {kills} kills hit ({dict(victims)}), {launches} start(s), {time.monotonic() - started:.0f} s in all"
+    )
+    for window in WINDOWS:
+        say(f"  {window:20} {hits[window]}")
+    problems = [f"window {window} was never hit" for window in WINDOWS if not hits[window]]
+    if len(fired) < kills:
+        problems.append(f"{kills - len(fired)} kills never fired")
+    if launch(arguments, environment, folder / "killed.log") != 0:
+        problems.append("starting the finished run again did not end with exit code 0")
+    leftovers = [path.name for path in run_dir.iterdir() if path.name.startswith((TEMPORARY, TRASH))]
+    problems += [f"left behind: {name}" for name in leftovers]
+    return problems + differences(folder / "rlhf" / "undisturbed", run_dir)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.campaign", description=__doc__)
+    parser.add_argument(
+        "--kills", type=int, default=len(WINDOWS), help=f"at least {len(WINDOWS)}, the number of windows"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--nproc", type=int, default=1, help="ranks")
+    parser.add_argument("--keep", type=Path, help="work in this new folder and keep it")
+    parser.add_argument("overrides", nargs="*", help="settings for both runs, as for rlhf.train")
+    arguments = parser.parse_args()
+    if arguments.kills < len(WINDOWS):
+        parser.error(f"--kills={arguments.kills} cannot hit each of the {len(WINDOWS)} windows")
+    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="rlhf-campaign-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    problems = run_campaign(folder.absolute(), arguments.kills, arguments.seed, arguments.nproc, arguments.overrides)
+    for problem in problems:
+        sys.stdout.write(f"FAILED: {problem}\n")
+    if not problems:
+        sys.stdout.write("The killed run equals the undisturbed one bit for bit.\n")
+        if arguments.keep is None:
+            shutil.rmtree(folder)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
