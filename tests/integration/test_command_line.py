@@ -1,0 +1,303 @@
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf import train
+from rlhf.config.files import from_yaml
+from rlhf.config.validate import validate
+from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+
+ROOT = Path(train.__file__).resolve().parents[1]
+BUNDLED = train.Library.find(None)
+RECIPES = BUNDLED.entries("recipes")
+ENTRIES = [(group, name) for group in BUNDLED.groups for name in BUNDLED.entries(group)]
+
+
+def compose(*overrides: str, config_dir: Path | None = None):
+    return train.compose_config(list(overrides), train.Library.find(config_dir))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What `python -m rlhf.train ARGV` says on stderr when it refuses."""
+    assert train.main(list(argv)) == EXIT_USER_ERROR
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err.rstrip("\n")
+
+
+def to_be_set(path: Path) -> list[str]:
+    """Overrides for what a recipe or entry leaves to the user."""
+    text = path.read_text()
+    return ["model.path=org/name"] * ("path: ???" in text) + ["data.train_files=a.jsonl"] * ("train_files: []" in text)
+
+
+@pytest.fixture
+def user_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "it's mine"
+    (folder / "recipes").mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_compose_and_validate(name):
+    validate(compose(f"recipes={name}", *to_be_set(RECIPES[name])), {})
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_start_with_the_package_line_and_a_description(name):
+    first, second = RECIPES[name].read_text().splitlines()[:2]
+    assert first == train.GLOBAL_PACKAGE
+    assert second.startswith("# ")
+
+
+@pytest.mark.parametrize(("group", "name"), ENTRIES)
+def test_group_entries_compose_and_validate(group, name):
+    validate(compose(f"{group}={name}", *to_be_set(BUNDLED.entries(group)[name])), {})
+
+
+def test_every_group_has_its_section():
+    config = compose()
+    assert set(BUNDLED.groups) == set(vars(config))
+
+
+def test_the_plain_command_is_the_offline_recipe():
+    config = compose()
+    assert config == compose("recipes=offline")
+    assert config.model.path == str(ROOT / "rlhf" / "models" / "tiny_policy")
+    assert config.data.train_files is None
+    assert config.reward.name == "reasoning_gym"
+
+
+def test_another_recipe_replaces_the_offline_one():
+    config = compose("recipes=minimal", "model.path=org/name", "data.train_files=a.jsonl")
+    assert config.trainer.experiment_name == "minimal"
+    assert config.trainer.total_training_steps is None
+    assert config.data.reasoning_gym.config == {}
+    assert compose("recipes=null", "model.path=org/name").trainer.experiment_name == "default"
+
+
+def test_the_command_line_wins_over_the_recipe_wins_over_groups():
+    assert compose().rollout.n == 8
+    assert compose("rollout.n=4").rollout.n == 4
+    assert compose("rollout.n=4", "recipes=offline", "rollout.n=2").rollout.n == 2
+    config = compose("model=hf", "model.path=org/name", "reward=exact_match")
+    assert (config.model.path, config.reward.name) == ("org/name", "exact_match")
+
+
+def test_values_of_many_shapes():
+    config = compose(
+        "trainer.logger=[wandb,tensorboard]",
+        "actor.optim={lr: 0.5, betas: [0.1, 0.2]}",
+        "data.reasoning_gym.config.max_digits=1",
+        "data.train_files=[a.jsonl,'b c.parquet']",
+        "data.val_files=openai/gsm8k:main@test",
+        "+trainer.total_training_steps=null",
+        "trainer.experiment_name=seed_${trainer.seed}",
+    )
+    assert config.trainer.logger == ["wandb", "tensorboard"]
+    assert (config.actor.optim.lr, config.actor.optim.betas) == (0.5, [0.1, 0.2])
+    assert config.data.reasoning_gym.config == {"min_terms": 2, "max_terms": 2, "max_digits": 1}
+    assert config.data.train_files == ["a.jsonl", "b c.parquet"]
+    assert config.data.val_files == "openai/gsm8k:main@test"
+    assert config.trainer.total_training_steps is None
+    assert config.trainer.experiment_name == "seed_1"
+
+
+def test_a_mapping_replaces_the_one_of_the_recipe():
+    config = compose("data.reasoning_gym.task=leg_counting", "data.reasoning_gym.config={}")
+    assert config.data.reasoning_gym.config == {}
+
+
+def test_recipes_and_entries_of_the_user(user_dir):
+    (user_dir / "model").mkdir()
+    (user_dir / "model" / "mine.yaml").write_text("path: org/mine\n")
+    (user_dir / "recipes" / "base.yaml").write_text(
+        "# @package _global_\n# Ours.\ndefaults:\n  - override /model: mine\ntrainer:\n  seed: 5\n"
+    )
+    (user_dir / "recipes" / "more.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - base\n  - _self_\nrollout:\n  n: 3\n"
+    )
+    config = compose("recipes=more", config_dir=user_dir)
+    assert (config.model.path, config.trainer.seed, config.rollout.n) == ("org/mine", 5, 3)
+    config = compose("recipes=[offline,more]", "model=tiny", config_dir=user_dir)
+    assert (config.trainer.experiment_name, config.rollout.n) == ("offline", 3)
+    assert "base" in (page := train.help_page(train.Library.find(user_dir)))
+    assert "Ours." in page
+
+
+def test_config_dir_may_be_relative(user_dir, monkeypatch):
+    (user_dir / "recipes" / "mine.yaml").write_text("# @package _global_\ntrainer:\n  seed: 5\nmodel:\n  path: a/b\n")
+    monkeypatch.chdir(user_dir.parent)
+    assert compose("recipes=mine", config_dir=Path(user_dir.name)).trainer.seed == 5
+
+
+def test_a_wheel_holds_conf_and_recipes_inside_the_package(tmp_path, monkeypatch):
+    package = tmp_path / "rlhf"
+    for folder in ("conf", "recipes"):
+        shutil.copytree(ROOT / folder, package / folder)
+    monkeypatch.setattr(train, "PACKAGE", package)
+    assert compose().model.path == str(package / "models" / "tiny_policy")
+
+
+WRONG_COMMANDS = [
+    (["trainer.nproq=2"], "trainer.nproq=2: there is no setting trainer.nproq. Did you mean trainer.nproc?"),
+    (["+trainer.x=1"], "trainer.x=1: there is no setting trainer.x. `--cfg job` prints all settings."),
+    (["modle=tiny"], "modle=tiny: there is no setting modle. Did you mean model?"),
+    (["model=tinny"], "model=tinny: the group has no such entry. Did you mean tiny? Choices: hf, tiny."),
+    (["model=null"], "model=null: the group has no such entry. Choices: hf, tiny."),
+    (["model={path: x}"], "model={'path': 'x'}: the group has no such entry. Choices: hf, tiny."),
+    (["model@actor=tiny"], "model@actor=tiny: write GROUP=ENTRY, without @."),
+    (["trainer.nproc=abc"], "trainer.nproc=abc: must be a whole number."),
+    (["trainer.nproc=2.5"], "trainer.nproc=2.5: must be a whole number."),
+    (["trainer.nproc=null"], "trainer.nproc=null: must be a whole number."),
+    (["trainer.deterministic=maybe"], "trainer.deterministic=maybe: must be true or false or null."),
+    (["trainer.logger=wandb"], "trainer.logger=wandb: must be a list such as [a, b]."),
+    (["actor.optim=3"], "actor.optim=3: actor.optim is a section; set what it holds, such as actor.optim.lr."),
+    (["actor.optim={lrr: 1}"], "actor.optim.lrr=1: there is no setting actor.optim.lrr. Did you mean actor.optim.lr?"),
+    (["trainer.nproc"], "trainer.nproc: has no value; write trainer.nproc=VALUE."),
+    (["trainer.nproq"], "trainer.nproq: has no value; write trainer.nproc=VALUE."),
+    (["~trainer.nproc"], "~trainer.nproc: settings cannot be removed; write KEY=null, or recipes=null for no recipe."),
+    (
+        ["data.train_files=a,b"],
+        "data.train_files=a,b: one run takes one value; a list is written in brackets, KEY=[a,b].",
+    ),
+    (["hydra.run.dir=x"], "hydra.run.dir=x: there is no setting hydra.run.dir."),
+    (["recipes=null"], "model.path is not set: add model.path=VALUE to the command or recipe."),
+    (
+        ["trainer.experiment_name=${trainer.nope}"],
+        "trainer.experiment_name: Interpolation key 'trainer.nope' not found.",
+    ),
+    (['trainer.experiment_name="${a"'], "trainer.experiment_name=${a: no viable alternative at input"),
+    (["rollout.top_p=1.5"], "rollout.top_p=1.5: must be at most 1."),
+    (["recipes=minimal", "model.path=a/b"], "data.train_files=[]: set a file, a glob or a Hub name"),
+    (["--config-dir", "/nowhere"], "--config-dir /nowhere: there is no such folder."),
+    (["--cfg", "hydra"], "argument --cfg: invalid choice: 'hydra'"),
+    (["--nproc", "2"], "unrecognized arguments: --nproc (--help shows the usage)"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), WRONG_COMMANDS, ids=[" ".join(argv) for argv, _ in WRONG_COMMANDS])
+def test_wrong_commands(capsys, argv, message):
+    said = refusal(capsys, *argv)
+    assert said.startswith(message)
+    assert "\n" not in said
+
+
+def test_an_unreadable_value(capsys):
+    said = refusal(capsys, "trainer.logger=[wandb")
+    assert said.startswith("trainer.logger=[wandb: cannot be read")
+
+
+def test_an_unknown_recipe_lists_the_known(capsys):
+    said = refusal(capsys, "recipes=ofline")
+    assert said.startswith("recipes=ofline: there is no such recipe. Did you mean offline? Choices: ")
+    assert all(name in said for name in RECIPES)
+
+
+def test_all_mistakes_of_a_command_at_once(capsys):
+    said = refusal(capsys, "model=tinny", "trainer.nproq=2", "recipes=ofline").splitlines()
+    assert [line.split("=")[0] for line in said] == ["model", "trainer.nproq", "recipes"]
+    said = refusal(capsys, "trainer.nproc=abc", "actor.optim.lr=x").splitlines()
+    assert [line.split("=")[0] for line in said] == ["trainer.nproc", "actor.optim.lr"]
+
+
+P = "# @package _global_\n"
+BROKEN_FILES = {
+    "unknown key": (P + "trainer:\n  sed: 1\n", "{file}: there is no setting trainer.sed. Did you mean trainer.seed?"),
+    "unknown section": (P + "trianer:\n  seed: 1\n", "{file}: there is no setting trianer. Did you mean trainer?"),
+    "wrong type": (P + "trainer:\n  seed: foo\n", "{file}: trainer.seed: Value 'foo' of type 'str' could not be"),
+    "value for a section": (P + "trainer: 5\n", "{file}: Merge error: int is not a subclass of TrainerConfig"),
+    "a list": (P + "- 5\n", "{file}: Cannot merge DictConfig with ListConfig"),
+    "broken YAML": (P + "trainer:\n  seed: 1\n bar: [\n", "{file}:4: not valid YAML: expected <block end>"),
+    "tab": (P + "trainer:\n\tseed: 1\n", "{file}:3: not valid YAML: found character"),
+    "twice": (P + "trainer:\n  seed: 1\n  seed: 2\n", "{file}:4: not valid YAML: found duplicate key seed."),
+    "binary": ("\x00\x01", "recipes=[mine]: not a text file in YAML: "),
+    "no package line": ("trainer:\n  seed: 1\n", "{file}: the first line of a recipe must be `# @package _global_`."),
+    "unknown entry": (
+        P + "defaults:\n  - override /model: tinny\n",
+        "recipes=[mine]: the defaults name model=tinny, which does not exist. Did you mean tiny? Choices: hf, tiny.",
+    ),
+    "unknown file": (P + "defaults:\n  - /nope\n", "recipes=[mine]: the defaults name nope, which does not exist."),
+    "unknown group": (P + "defaults:\n  - override /modle: tiny\n", "{file}: Could not override 'modle'."),
+    "no override": (P + "defaults:\n  - /model: tiny\n", "recipes=[mine]: Multiple values for model. To override"),
+    "bad interpolation": (P + "trainer:\n  project_name: ${a\n", "recipes=[mine]: trainer.project_name=${{a: "),
+    "lost interpolation": (
+        P + "model:\n  path: a/b\ntrainer:\n  project_name: ${a}\n",
+        "trainer.project_name: Interpolation key 'a' not found.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN_FILES.values(), ids=BROKEN_FILES.keys())
+def test_broken_recipes(capsys, user_dir, text, message):
+    file = user_dir / "recipes" / "mine.yaml"
+    file.write_text(text)
+    said = refusal(capsys, "--config-dir", str(user_dir), "recipes=mine")
+    assert said.startswith(message.format(file=file))
+    assert "\n" not in said
+
+
+def test_a_name_that_is_taken_is_refused(capsys, user_dir):
+    file = user_dir / "recipes" / "offline.yaml"
+    file.write_text(P)
+    said = refusal(capsys, "--config-dir", str(user_dir), "recipes=offline")
+    assert said.startswith(f"{file}: recipes=offline already means {RECIPES['offline']}")
+
+
+def test_help_names_groups_and_recipes(capsys):
+    assert train.main(["--help"]) == EXIT_DONE
+    page = capsys.readouterr().out
+    assert page.startswith("usage: python -m rlhf.train")
+    for name in [*BUNDLED.groups, *RECIPES, *(name for _, name in ENTRIES)]:
+        assert name in page
+
+
+RUN_AND_LIST_MODULES = """
+import sys
+from rlhf.train import main
+code = main(sys.argv[1:])
+heavy = {"torch", "transformers", "datasets", "reasoning_gym"} & set(sys.modules)
+assert not heavy, heavy
+sys.exit(code)
+"""
+
+
+def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("argument", ["trainer.nproq=2", "trainer.nproc=abc", "rollout.n=1", "recipes=nope", "--help"])
+def test_answers_before_anything_heavy_is_imported(tmp_path, argument):
+    done = run(tmp_path, "-c", RUN_AND_LIST_MODULES, argument)
+    assert done.returncode == (EXIT_DONE if argument == "--help" else EXIT_USER_ERROR), done.stderr
+
+
+def test_cfg_job_prints_the_resolved_configuration_and_leaves_nothing_behind(tmp_path):
+    done = run(tmp_path, "-m", "rlhf.train", "--cfg", "job", "trainer.seed=9")
+    assert done.returncode == EXIT_DONE, done.stderr
+    assert done.stderr == ""
+    assert from_yaml(done.stdout) == compose("trainer.seed=9")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_is_one_line_without_traceback(tmp_path):
+    done = run(tmp_path, "-m", "rlhf.train", "trainer.nproq=2")
+    assert done.returncode == EXIT_USER_ERROR
+    assert done.stderr == "trainer.nproq=2: there is no setting trainer.nproq. Did you mean trainer.nproc?\n"
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_compose_config_raises_user_errors_only():
+    with pytest.raises(UserError, match="there is no setting"):
+        compose("trainer.nproq=2")

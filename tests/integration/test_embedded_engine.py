@@ -1,0 +1,298 @@
+"""The embedded engine against transformers' own forward and generate, over the variants of attention."""
+
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from rlhf.config.rollout import RolloutConfig
+from rlhf.errors import UserError
+from rlhf.rollout import EmbeddedEngine, Request, Sample, SamplingParams, build_embedded_engine, check_lengths
+from rlhf.rollout import batch as batch_module
+from rlhf.rollout.kv_cache import RowCache
+
+EOS = 1
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.25,
+    "bos_token_id": 0,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES),
+    "mistral_window_5": MistralConfig(**SIZES, sliding_window=5),
+    "gemma2_window_5": Gemma2Config(**SIZES, sliding_window=5),
+    "gemma3_window_5": Gemma3TextConfig(
+        **SIZES, sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
+    "gpt2": GPT2Config(
+        vocab_size=64,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        n_positions=512,
+        initializer_range=0.25,
+        bos_token_id=0,
+        eos_token_id=EOS,
+    ),
+    "bloom_alibi": BloomConfig(
+        vocab_size=64, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.25, eos_token_id=EOS
+    ),
+}
+
+
+def make_model(config: Any, attention: str = "sdpa", seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    if config.model_type in ("gemma2", "bloom"):
+        attention = "eager"
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """64 tokens: two specials, every lower-case letter, and pairs of them, so that texts have several spellings."""
+    letters = [chr(ord("a") + i) for i in range(26)]
+    words = ["<bos>", "<eos>", *letters, *(a + b for a, b in itertools.pairwise(letters)), *"0123456789?"]
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", bos_token="<bos>")
+
+
+def prompts(count: int, longest: int = 12, seed: int = 0) -> list[Request]:
+    rng = random.Random(seed)
+    return [Request(1000 + i, [rng.randrange(2, 64) for _ in range(rng.randint(1, longest))]) for i in range(count)]
+
+
+def reference_log_probs(model: Any, request: Request, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """The log-probs of a response from one full forward pass without cache or padding."""
+    ids = torch.tensor([request.token_ids + sample.token_ids])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(request.token_ids) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+
+
+def assert_same(left: list[Sample], right: list[Sample]) -> None:
+    """Equal samples, log-probs up to the rounding of other batch shapes."""
+    for a, b in zip(left, right, strict=True):
+        assert dataclasses.replace(a, log_probs=[]) == dataclasses.replace(b, log_probs=[])
+        torch.testing.assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers_generate(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    model = make_model(FAMILIES[family])
+    requests = prompts(7)
+    samples = EmbeddedEngine(model, tokenizer, 3).generate(
+        requests, SamplingParams(temperature=0, max_tokens=20), seed=0, step=0
+    )
+    for request, sample in zip(requests, samples, strict=True):
+        ids = torch.tensor([request.token_ids])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
+        )[0, ids.shape[1] :].tolist()
+        assert sample.token_ids == expected
+        assert sample.finish_reason == ("stop" if expected[-1] == EOS else "length")
+        reference = reference_log_probs(model, request, sample)
+        torch.testing.assert_close(torch.tensor(sample.log_probs), reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_equal_a_full_forward_pass(family: str, attention: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    model = make_model(FAMILIES[family], attention)
+    requests = prompts(5)
+    params = SamplingParams(n=3, temperature=1.5, max_tokens=24)
+    samples = EmbeddedEngine(model, tokenizer, 6).generate(requests, params, seed=3, step=4)
+    assert [(s.uid, s.sample) for s in samples] == [(r.uid, i) for r in requests for i in range(3)]
+    for i, sample in enumerate(samples):
+        reference = reference_log_probs(model, requests[i // 3], sample, 1.5)
+        torch.testing.assert_close(torch.tensor(sample.log_probs), reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "max_tokens"), [("llama", 100), ("gemma3_window_5", 30)])
+def test_samples_do_not_depend_on_batch_order_or_width(
+    family: str, max_tokens: int, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(FAMILIES[family])
+    requests = prompts(4, longest=20)
+    params = SamplingParams(n=4, max_tokens=max_tokens)
+    whole = EmbeddedEngine(model, tokenizer, 256).generate(requests, params, seed=1, step=2)
+    assert {s.finish_reason for s in whole} == {"stop", "length"}
+    for width in (1, 5):
+        assert_same(whole, EmbeddedEngine(model, tokenizer, width).generate(requests, params, seed=1, step=2))
+    engine = EmbeddedEngine(model, tokenizer, 8)
+    split = [s for r in requests for s in engine.generate([r], params, seed=1, step=2)]
+    assert_same(whole, split)
+    backwards = engine.generate(requests[::-1], params, seed=1, step=2)
+    assert_same(whole, sorted(backwards, key=lambda s: (s.uid, s.sample)))
+    monkeypatch.setattr(batch_module, "PREFILL_TOKENS", 50)
+    assert_same(whole, EmbeddedEngine(model, tokenizer, 256).generate(requests, params, seed=1, step=2))
+
+
+def test_each_prompt_is_prefilled_once_and_finished_samples_leave(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = make_model(FAMILIES["llama"])
+    shapes: list[tuple[int, int]] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    requests = [Request(i, [2 + i] * 7) for i in range(6)]
+    samples = EmbeddedEngine(model, tokenizer, 8).generate(requests, SamplingParams(n=4, max_tokens=60), seed=0, step=0)
+    assert sum(rows for rows, length in shapes if length > 1) == len(requests)
+    decoded = sum(rows for rows, length in shapes if length == 1)
+    # The token drawn from the prefill needs no decoding, and no finished sample is fed through the model again.
+    assert decoded == sum(len(s.token_ids) - 1 for s in samples)
+
+
+def test_the_same_call_is_bit_identical_and_other_coordinates_differ(tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = EmbeddedEngine(make_model(FAMILIES["qwen3"]), tokenizer, 10)
+    requests, params = prompts(6), SamplingParams(n=4, max_tokens=16)
+    first = engine.generate(requests, params, seed=1, step=1)
+    assert engine.generate(requests, params, seed=1, step=1) == first
+    assert engine.generate(requests, params, seed=2, step=1) != first
+    assert engine.generate(requests, params, seed=1, step=2) != first
+    assert len({tuple(s.token_ids) for s in first[:4]}) > 1
+
+
+def test_a_diverged_sample_leaves_nothing_to_the_next_in_its_place() -> None:
+    """A masked NaN still reaches the attention's output, as 0 times NaN."""
+
+    def prefilled(length: int, value: float) -> RowCache:
+        cache = RowCache(FAMILIES["llama"])
+        for layer in range(4):
+            cache.update(torch.full((1, 2, length, 8), value), torch.full((1, 2, length, 8), value), layer)
+        return cache
+
+    cache, first = RowCache(FAMILIES["llama"]), torch.zeros(1, dtype=torch.int64)
+    cache.reserve(prefilled(9, torch.nan), rows=1, columns=20, end=9)
+    cache.append(prefilled(9, torch.nan), first, width=9)
+    cache.move(first[:0], first[:0], rows=0)
+    cache.append(prefilled(2, 1.0), first, width=2)
+    for layer in cache.attention:
+        for states in (layer.keys, layer.values):
+            assert states[0, 0, :9, 0].tolist() == [0.0] * 7 + [1.0] * 2
+
+
+def test_top_k_1_is_greedy(tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = EmbeddedEngine(make_model(FAMILIES["qwen2"]), tokenizer, 4)
+    greedy = engine.generate(prompts(4), SamplingParams(temperature=0, max_tokens=9), seed=0, step=0)
+    top_1 = engine.generate(prompts(4), SamplingParams(top_k=1, max_tokens=9), seed=0, step=0)
+    assert [s.token_ids for s in top_1] == [s.token_ids for s in greedy]
+    assert all(lp == 0 for s in top_1 for lp in s.log_probs)
+
+
+def test_the_smallest_call_and_no_call(tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = EmbeddedEngine(make_model(FAMILIES["gpt2"]), tokenizer, 4)
+    assert engine.generate([], SamplingParams(), seed=0, step=0) == []
+    [sample] = engine.generate([Request(5, [3])], SamplingParams(max_tokens=1), seed=0, step=0)
+    assert (sample.uid, sample.sample, len(sample.token_ids), len(sample.log_probs)) == (5, 0, 1, 1)
+    with pytest.raises(ValueError, match="no tokens"):
+        engine.generate([Request(5, [])], SamplingParams(), seed=0, step=0)
+
+
+def test_eos_comes_from_model_and_tokenizer_and_can_be_ignored(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = make_model(FAMILIES["llama"])
+    model.generation_config.eos_token_id = [5, 9]
+    engine = EmbeddedEngine(model, tokenizer, 64)
+    params = SamplingParams(n=20, temperature=5.0, max_tokens=60)
+    samples = engine.generate(prompts(3), params, seed=0, step=0)
+    stopped = [s for s in samples if s.finish_reason == "stop"]
+    assert {s.token_ids[-1] for s in stopped} == {EOS, 5, 9}
+    assert all(not {EOS, 5, 9} & set(s.token_ids[:-1]) for s in samples)
+    ignoring = engine.generate(prompts(3), dataclasses.replace(params, ignore_eos=True), seed=0, step=0)
+    assert all(len(s.token_ids) == 60 and s.finish_reason == "length" for s in ignoring)
+    assert all(long.token_ids[: len(s.token_ids)] == s.token_ids for s, long in zip(samples, ignoring, strict=True))
+
+
+def test_stop_strings_over_several_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = EmbeddedEngine(make_model(FAMILIES["llama"]), tokenizer, 16)
+    params = SamplingParams(n=16, temperature=3.0, max_tokens=40, ignore_eos=True)
+    free = engine.generate(prompts(4), params, seed=0, step=0)
+    text = tokenizer.decode(free[0].token_ids)
+    stop = (text[5:9], text[30:33])
+    samples = engine.generate(prompts(4), dataclasses.replace(params, stop=stop), seed=0, step=0)
+    stopped = 0
+    for unstopped, sample in zip(free, samples, strict=True):
+        ends = [i + 1 for i in range(40) if any(s in tokenizer.decode(unstopped.token_ids[: i + 1]) for s in stop)]
+        assert sample.token_ids == unstopped.token_ids[: ends[0] if ends else 40]
+        assert sample.finish_reason == ("stop" if ends else "length")
+        stopped += bool(ends)
+    assert 0 < stopped < len(samples)
+
+
+def test_update_weights(tokenizer: PreTrainedTokenizerFast) -> None:
+    policy, other = make_model(FAMILIES["qwen2"]), make_model(FAMILIES["qwen2"], seed=1)
+    engine = build_embedded_engine(policy, tokenizer, RolloutConfig(max_num_seqs=8))
+    requests, params = prompts(4), SamplingParams(n=2, max_tokens=10)
+    before = engine.generate(requests, params, seed=0, step=0)
+    assert before == EmbeddedEngine(policy, tokenizer, 8).generate(requests, params, seed=0, step=0)
+    engine.update_weights(other.named_parameters(), 3)
+    after = engine.generate(requests, params, seed=0, step=0)
+    assert after != before
+    assert after == EmbeddedEngine(other, tokenizer, 8).generate(requests, params, seed=0, step=0)
+    assert engine.version == 3
+
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        engine.update_weights(((n, p) for n, p in other.named_parameters() if n != "model.norm.weight"), 4)
+    with pytest.raises(ValueError, match="nonsense"):
+        engine.update_weights([("nonsense", torch.zeros(1))], 4)
+    with pytest.raises(ValueError, match="shape"):
+        engine.update_weights([("model.norm.weight", torch.zeros(1))], 4)
+    assert engine.version == 3
+
+
+def test_the_engine_owns_a_copy_in_its_dtype(tokenizer: PreTrainedTokenizerFast) -> None:
+    policy = make_model(FAMILIES["qwen2"])
+    engine = build_embedded_engine(policy, tokenizer, RolloutConfig(dtype="bfloat16"))
+    assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
+    assert engine.model.model.rotary_emb.inv_freq.dtype == torch.float32
+    samples = engine.generate(prompts(3), SamplingParams(n=2, max_tokens=8), seed=0, step=0)
+    assert len(samples) == 6
+
+
+def test_lengths_beyond_the_models_positions_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    config = FAMILIES["gpt2"]
+    check_lengths(config, 256, 256)
+    with pytest.raises(UserError, match=r"data\.max_prompt_length=300 and data\.max_response_length=213"):
+        check_lengths(config, 300, 213)
+    with pytest.raises(UserError, match="max_response_length"):
+        EmbeddedEngine(make_model(config), tokenizer, 1).generate(
+            [Request(0, [2] * 500)], SamplingParams(max_tokens=13), seed=0, step=0
+        )
+
+
+def test_architectures_with_other_state_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = AutoModelForCausalLM.from_config(
+        MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4)
+    )
+    with pytest.raises(UserError, match=r"model\.path.*mamba"):
+        EmbeddedEngine(model, tokenizer, 1)

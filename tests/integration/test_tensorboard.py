@@ -1,0 +1,79 @@
+"""TensorBoard's own reader sees every step once and in order after kills, lost tails and repeated steps."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.config import Config
+from rlhf.tracking import History, Tracker
+from rlhf.tracking.history import Record
+from tests.integration.tracking_run import metrics
+
+event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+
+def launch(run_dir: Path, *arguments: str) -> int:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.integration.tracking_run",
+        str(run_dir),
+        "tensorboard",
+        "offline",
+        *arguments,
+    ]
+    return subprocess.run(command, timeout=120).returncode
+
+
+def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    events = event_accumulator.EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def expected(steps: range) -> dict[str, list[tuple[int, float]]]:
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for step in steps:
+        for name, value in metrics(step).items():
+            curves.setdefault(name, []).append((step, pytest.approx(value)))
+    return curves
+
+
+def test_kills_leave_every_step_once_and_in_order(tmp_path: Path) -> None:
+    assert (
+        launch(tmp_path, "none", "20", "3") == -signal.SIGKILL
+    )  # before any checkpoint: the next launch is fresh again
+    assert launch(tmp_path, "none", "20", "12") == -signal.SIGKILL
+    assert scalars(tmp_path) == expected(range(13))
+    assert launch(tmp_path, "10", "20") == 0
+    assert scalars(tmp_path) == expected(range(21))
+
+
+def in_process(run_dir: Path, resume_step: int | None, last: int) -> list[Record]:
+    config = Config()
+    config.trainer.logger = ["tensorboard", "console", "jsonl"]
+    tracker = Tracker(config, run_dir, "run")
+    tracker.start(resume_step)
+    for step in range(0 if resume_step is None else resume_step + 1, last + 1):
+        tracker.log(step, metrics(step))
+    tracker.finish()
+    return tracker.history.records()
+
+
+def test_a_lost_tail_is_filled_from_the_history(tmp_path: Path) -> None:
+    in_process(tmp_path, None, 8)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    events.write_bytes(events.read_bytes()[:-400])  # a power cut: metrics.jsonl was fsynced, the event file was not
+    assert len(scalars(tmp_path)["reward/mean"]) < 8
+    in_process(tmp_path, 8, 10)
+    assert scalars(tmp_path) == expected(range(11))
+
+
+def test_a_tracker_that_is_turned_on_later_shows_the_whole_run(tmp_path: Path) -> None:
+    history = History(tmp_path / "metrics.jsonl")
+    for step in range(6):
+        history.append({"step": step, **metrics(step)})
+    in_process(tmp_path, 5, 7)
+    assert scalars(tmp_path) == expected(range(8))

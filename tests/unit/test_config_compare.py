@@ -1,0 +1,66 @@
+import logging
+
+import pytest
+
+from rlhf.config import Config
+from rlhf.config.compare import Change, check_resume, compare
+from rlhf.errors import UserError
+
+
+def test_equal_configurations_have_no_difference():
+    diff = compare(Config(), Config())
+    assert diff.harmless == []
+    assert diff.trajectory == []
+
+
+def test_differences_are_sorted_by_their_meaning():
+    stored, present = Config(), Config()
+    present.trainer.nproc = 2
+    present.rollout.val_kwargs.n = 4
+    present.actor.optim.lr = 0.5
+    present.data.reasoning_gym.config = {"min_terms": 3}
+    diff = compare(stored, present)
+    assert diff.harmless == [Change("trainer.nproc", 1, 2), Change("rollout.val_kwargs.n", 1, 4)]
+    assert diff.trajectory == [
+        Change("data.reasoning_gym.config", {}, {"min_terms": 3}),
+        Change("actor.optim.lr", 1e-6, 0.5),
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("key", ["total_training_steps", "total_epochs"])
+def test_a_longer_run_matters_only_to_a_decaying_rate(schedule, key):
+    stored, present = Config(), Config()
+    stored.actor.optim.lr_scheduler_type = present.actor.optim.lr_scheduler_type = schedule
+    setattr(present.trainer, key, 7)
+    diff = compare(stored, present)
+    assert [c.key for c in diff.harmless] == ([f"trainer.{key}"] if schedule == "constant" else [])
+    assert [c.key for c in diff.trajectory] == ([] if schedule == "constant" else [f"trainer.{key}"])
+
+
+def test_check_resume_refuses_with_both_values_and_both_remedies():
+    stored, present = Config(), Config()
+    present.actor.optim.lr, present.rollout.n = 0.5, 4
+    with pytest.raises(UserError) as caught:
+        check_resume(stored, present)
+    message = str(caught.value)
+    assert "actor.optim.lr: 1e-06 in the checkpoint, 0.5 now" in message
+    assert "rollout.n: 8 in the checkpoint, 4 now" in message
+    assert "Restore these values" in message
+    assert "trainer.allow_config_change=true" in message
+
+
+def test_check_resume_allows_when_told(caplog):
+    stored, present = Config(), Config()
+    present.actor.optim.lr, present.trainer.allow_config_change = 0.5, True
+    with caplog.at_level(logging.WARNING, logger="rlhf"):
+        check_resume(stored, present)
+    assert "actor.optim.lr: 1e-06 in the checkpoint, 0.5 now" in caplog.text
+
+
+def test_check_resume_logs_harmless_differences(caplog):
+    stored, present = Config(), Config()
+    present.trainer.save_freq = 5
+    with caplog.at_level(logging.INFO, logger="rlhf"):
+        check_resume(stored, present)
+    assert "trainer.save_freq: 20 in the checkpoint, 5 now" in caplog.text

@@ -1,0 +1,69 @@
+from dataclasses import fields
+
+import pytest
+
+from rlhf.config import Config
+from rlhf.config.files import from_yaml, to_yaml
+from rlhf.config.schema import SECTIONS, SETTINGS, nearest, nearest_setting, setting_of
+
+
+def test_every_leaf_is_a_setting_with_rules():
+    assert {f.name for f in fields(Config)} <= SECTIONS
+    assert SETTINGS["actor.optim.lr"].metadata["gt"] == 0
+    for setting in SETTINGS.values():
+        assert setting.metadata["resume"] in ("trajectory", "harmless"), setting.key
+
+
+def test_value_reads_nested_settings():
+    config = Config()
+    config.actor.optim.lr = 0.5
+    assert SETTINGS["actor.optim.lr"].value(config) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("trainer.nproc", "a whole number"),
+        ("trainer.deterministic", "true or false or null"),
+        ("actor.optim.betas", "a list such as [0.9, 0.95]"),
+        ("checkpoint.load_contents", "a list such as [a, b] or null"),
+        ("data.reasoning_gym.config", "a mapping such as {a: 1, b: 2}"),
+    ],
+)
+def test_types_in_words(key, words):
+    assert SETTINGS[key].expects == words
+
+
+def test_free_mapping_owns_the_keys_below_it():
+    owner = setting_of("data.reasoning_gym.config.min_terms")
+    assert owner is not None
+    assert owner.key == "data.reasoning_gym.config"
+    assert setting_of("trainer.nproc.x") is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("trainer.nproq", "trainer.nproc"),
+        ("trianer.nproc", "trainer.nproc"),
+        ("lr", "actor.optim.lr"),
+        ("actor_rollout_ref.actor.clip_ratio_high", "actor.clip_ratio_high"),
+        ("modle", "model"),
+        ("trainer.zzz", None),
+    ],
+)
+def test_nearest_setting(wrong, right):
+    assert nearest_setting(wrong) == right
+
+
+def test_nearest_word():
+    assert nearest("wandbb", ["wandb", "tensorboard"]) == "wandb"
+    assert nearest("xyz", ["wandb", "tensorboard"]) is None
+
+
+def test_resolved_file_round_trip():
+    config = Config()
+    config.model.path = "org/name"
+    config.data.reasoning_gym.config = {"min_terms": 2}
+    config.actor.optim.lr = 3e-4
+    assert from_yaml(to_yaml(config)) == config

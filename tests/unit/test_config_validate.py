@@ -1,0 +1,169 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf.config import Config
+from rlhf.config.validate import validate
+from rlhf.errors import UserError
+
+
+def make(**changes) -> Config:
+    """A valid configuration with some settings changed: make(trainer__nproc=2)."""
+    config = Config()
+    config.model.path = "org/name"
+    for key, value in changes.items():
+        *parents, name = key.split("__")
+        section = config
+        for parent in parents:
+            section = getattr(section, parent)
+        setattr(section, name, value)
+    return config
+
+
+def problems(config: Config, environ: dict[str, str] | None = None) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        validate(config, environ or {})
+    return str(caught.value).splitlines()
+
+
+ACCEPTED: dict[str, dict] = {
+    "defaults": {},
+    "ranks divide the batches": {"trainer__nproc": 4},
+    "several optimizer steps": {"actor__ppo_mini_batch_size": 16},
+    "greedy evaluation": {"rollout__val_kwargs__temperature": 0.0},
+    "save only a model for others": {"checkpoint__contents": ["hf_model"]},
+    "nothing saved, nothing named": {"trainer__save_freq": 0, "checkpoint__contents": []},
+    "no resume, no model": {"trainer__resume_mode": "disable", "checkpoint__contents": ["optimizer"]},
+    "load a part": {"checkpoint__load_contents": ["model"]},
+    "all trackers": {"trainer__logger": ["console", "jsonl", "wandb", "tensorboard"]},
+    "warm-up of all but one step": {"trainer__total_training_steps": 10, "actor__optim__lr_warmup_steps": 9},
+    "warm-up counts optimizer steps": {
+        "trainer__total_training_steps": 10,
+        "actor__ppo_mini_batch_size": 32,
+        "actor__optim__lr_warmup_steps": 19,
+    },
+    "several files": {"data__train_files": ["a.jsonl", "b/*.parquet"]},
+}
+
+
+@pytest.mark.parametrize("changes", ACCEPTED.values(), ids=ACCEPTED.keys())
+def test_accepted(changes):
+    validate(make(**changes), {})
+
+
+REFUSED: list[tuple[dict, str]] = [
+    ({"trainer__nproc": 0}, "trainer.nproc=0: must be at least 1."),
+    ({"actor__optim__lr": 0.0}, "actor.optim.lr=0.0: must be greater than 0."),
+    ({"actor__optim__lr": float("nan")}, "actor.optim.lr=nan: must be a finite number."),
+    ({"trainer__seed": 2**32}, "trainer.seed=4294967296: must be at most 4294967295."),
+    ({"rollout__top_p": 1.5}, "rollout.top_p=1.5: must be at most 1."),
+    ({"actor__kl_loss_type": "k33"}, "actor.kl_loss_type=k33: must be one of k1, k2, k3. Did you mean k3?"),
+    (
+        {"actor__ppo_mini_batch_size": 48},
+        "actor.ppo_mini_batch_size=48 must divide data.train_batch_size=64: "
+        "set actor.ppo_mini_batch_size=16 or data.train_batch_size=96.",
+    ),
+    ({"rollout__n": 1}, "rollout.n=1: grpo compares the samples of one prompt; set rollout.n to 2 or more."),
+    ({"rollout__temperature": 0.0}, "rollout.temperature=0: the 8 samples"),
+    ({"rollout__top_k": 1}, "rollout.top_k=1: the 8 samples"),
+    ({"rollout__stop": [""]}, "rollout.stop=['']: an empty stop string"),
+    ({"checkpoint__contents": []}, "checkpoint.contents=[]: nothing to save"),
+    ({"checkpoint__contents": ["model", "optimiser"]}, "Did you mean optimizer?"),
+    ({"checkpoint__contents": ["model", "model"]}, "checkpoint.contents=['model', 'model']: name each part once."),
+    ({"checkpoint__contents": ["optimizer", "extra"]}, "add model, or set trainer.resume_mode=disable."),
+    ({"checkpoint__load_contents": ["extra"]}, "checkpoint.load_contents=['extra']: needs model or hf_model"),
+    ({"checkpoint__load_contents": ["model", "modle"]}, "checkpoint.load_contents=['model', 'modle']: 'modle'"),
+    ({"checkpoint__load_contents": ["hf_model"]}, "a resume would look for hf_model, which checkpoint.contents="),
+    ({"trainer__resume_mode": "resume_path"}, "set trainer.resume_from_path to a global_step_N directory."),
+    ({"trainer__resume_from_path": "x"}, "trainer.resume_from_path=x: has effect only with"),
+    ({"actor__clip_ratio_low": 1.5}, "actor.clip_ratio_low=1.5: must be at most 1"),
+    ({"trainer__logger": ["wandbb"]}, "known: console, jsonl, tensorboard, wandb. Did you mean wandb?"),
+    ({"trainer__logger": ["wandb", "wandb"]}, "trainer.logger=['wandb', 'wandb']: name each tracker once."),
+    (
+        {"trainer__total_training_steps": 10, "actor__optim__lr_warmup_steps": 10},
+        "actor.optim.lr_warmup_steps=10: the run has 10 optimizer steps",
+    ),
+    ({"trainer__experiment_name": "a/b"}, "trainer.experiment_name='a/b': must be a plain folder name"),
+    ({"trainer__experiment_name": ""}, "trainer.experiment_name='': must be a plain folder name"),
+    ({"trainer__project_name": ".."}, "trainer.project_name='..': must be a plain folder name"),
+    ({"trainer__default_local_dir": ""}, "trainer.default_local_dir='': name the folder"),
+    ({"actor__optim__betas": [0.9]}, "actor.optim.betas=[0.9]: must be two numbers"),
+    ({"actor__optim__betas": [0.9, 1.0]}, "actor.optim.betas=[0.9, 1.0]: must be two numbers"),
+    ({"data__train_files": []}, "data.train_files=[]: set a file, a glob or a Hub name"),
+    ({"data__val_files": 3}, "data.val_files=3: set a file, a glob or a Hub name"),
+    ({"model__path": ""}, "model.path='': set a folder in Hugging Face format or a Hub name."),
+    ({"model__path": "/nowhere/at/all"}, "model.path=/nowhere/at/all: there is no such folder."),
+    ({"model__chat_template": "nowhere.jinja"}, "model.chat_template=nowhere.jinja: there is no such file."),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(changes) for changes, _ in REFUSED])
+def test_refused(changes, message):
+    (line,) = problems(make(**changes))
+    assert message in line
+
+
+def test_all_problems_at_once():
+    lines = problems(make(rollout__n=1, trainer__experiment_name="..", actor__optim__betas=[]))
+    assert len(lines) == 3
+
+
+def test_ranks_must_divide_the_batches():
+    lines = problems(make(trainer__nproc=3))
+    assert lines == [
+        "data.train_batch_size=64 must be divisible by the number of ranks (trainer.nproc=3): "
+        "set data.train_batch_size=66.",
+        "actor.ppo_mini_batch_size=64 must be divisible by the number of ranks (trainer.nproc=3): "
+        "set actor.ppo_mini_batch_size=66.",
+    ]
+
+
+def test_torchrun_decides_the_number_of_ranks():
+    torchrun = {"RANK": "0", "WORLD_SIZE": "3"}
+    assert "WORLD_SIZE of torchrun=3" in problems(make(), torchrun)[0]
+    validate(make(trainer__nproc=3), {"RANK": "0", "WORLD_SIZE": "4"})
+
+
+def test_resume_path_must_exist(tmp_path: Path):
+    (tmp_path / "global_step_20").mkdir()
+    wrong = str(tmp_path / "global_step_2")
+    (line,) = problems(make(trainer__resume_mode="resume_path", trainer__resume_from_path=wrong))
+    assert line.endswith(f"there is no such directory. Did you mean {tmp_path / 'global_step_20'}?")
+    right = make(trainer__resume_mode="resume_path", trainer__resume_from_path=str(tmp_path / "global_step_20"))
+    validate(right, {})
+    right.trainer.overwrite = True
+    (line,) = problems(right)
+    assert line.startswith("trainer.overwrite=true with trainer.resume_mode=resume_path")
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    (tmp_path / "qwen_small").mkdir()
+    (tmp_path / "qwen_small" / "config.json").write_text("{}")
+    (tmp_path / "readme.txt").write_text("")
+    return tmp_path
+
+
+MODEL_PATHS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "misspelt": (lambda m: m / "qwen_smal", "there is no such folder. Did you mean {m}/qwen_small?"),
+    "parent folder": (
+        lambda m: m,
+        "has no config.json, so it is no model in Hugging Face format. Did you mean {m}/qwen",
+    ),
+    "file": (lambda m: m / "readme.txt", "is a file; give the folder that holds config.json."),
+}
+
+
+@pytest.mark.parametrize(("path", "message"), MODEL_PATHS.values(), ids=MODEL_PATHS.keys())
+def test_local_model_path(models, path, message):
+    (line,) = problems(make(model__path=str(path(models))))
+    assert message.format(m=models) in line
+
+
+def test_relative_model_path_is_told_from_a_hub_name(models, monkeypatch):
+    monkeypatch.chdir(models.parent)
+    validate(make(model__path=f"{models.name}/qwen_small"), {})
+    (line,) = problems(make(model__path=f"{models.name}/qwen_smol"))
+    assert "Did you mean" in line
+    validate(make(model__path="Qwen/Qwen2.5-0.5B"), {})

@@ -1,0 +1,178 @@
+"""Over-long prompts, chat templates, fingerprints, and the cursor that must continue where it stood."""
+
+import logging
+import random
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlhf.data import PromptSet, PromptStream
+from rlhf.data.types import Row
+from rlhf.errors import UserError
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token per character, its id the character's code."""
+    backend = Tokenizer(models.WordLevel({chr(i): i for i in range(32, 127)} | {"[UNK]": 0}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", name_or_path="some/model")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def rows(*texts: str) -> list[Row]:
+    return [Row(i, f"row {i}", [{"role": "user", "content": t}], "s", "g", {}) for i, t in enumerate(texts)]
+
+
+def prompt_set(tokenizer, *texts: str, limit: int = 100, overlong: str = "filter") -> PromptSet:
+    return PromptSet(rows(*texts), tokenizer, limit, overlong, "data.train_files")
+
+
+def text_of(prompt) -> str:
+    return "".join(map(chr, prompt.token_ids))
+
+
+def test_token_ids_are_the_template_with_generation_prompt(tokenizer):
+    prompts = prompt_set(tokenizer, *(f"text {i}" for i in range(1500)))
+    assert [text_of(p) for p in prompts] == [f"text {i}>" for i in range(1500)]
+    assert (prompts.dropped, prompts.truncated) == (0, 0)
+    with pytest.raises(IndexError):
+        prompts[1500]
+
+
+def test_filter_drops_and_counts(tokenizer, caplog):
+    with caplog.at_level(logging.WARNING):
+        prompts = prompt_set(tokenizer, "abcdef", "ab", "abcdefgh", "cd", limit=4)
+    assert [(p.index, text_of(p)) for p in prompts] == [(1, "ab>"), (3, "cd>")]
+    assert (prompts.dropped, prompts.truncated) == (2, 0)
+    assert len(caplog.records) == 1
+    assert "2 of 4 prompts of data.train_files" in caplog.text
+
+
+@pytest.mark.parametrize(("side", "expected"), [("left", "cdef>"), ("right", "abcde"), ("middle", "abef>")])
+def test_truncation_cuts_token_ids_at_the_side(tokenizer, side, expected, caplog):
+    prompts = prompt_set(tokenizer, "abcdef", "ab", limit=5, overlong=side)
+    assert [text_of(p) for p in prompts] == [expected, "ab>"]
+    assert (prompts.dropped, prompts.truncated) == (0, 1)
+    assert f"data.overlong_prompts={side}" in caplog.text
+
+
+def test_limit_of_one_token(tokenizer):
+    got = [text_of(prompt_set(tokenizer, "abc", limit=1, overlong=side)[0]) for side in ("left", "right", "middle")]
+    assert got == [">", "a", ">"]
+
+
+def test_error_policy_says_how_many_and_the_longest(tokenizer):
+    with pytest.raises(
+        UserError, match=r"2 of 3 prompts .*data\.max_prompt_length=4 .*longest has 9.*overlong_prompts=error"
+    ):
+        prompt_set(tokenizer, "abcdef", "ab", "abcdefgh", limit=4, overlong="error")
+    assert len(prompt_set(tokenizer, "abc", limit=4, overlong="error")) == 1
+
+
+def test_all_over_long(tokenizer):
+    with pytest.raises(UserError, match=r"2 of 2 prompts .*max_prompt_length=4.*leaves none.*Raise"):
+        prompt_set(tokenizer, "abcdef", "abcdefgh", limit=4)
+
+
+def test_tokenizer_without_chat_template(tokenizer):
+    tokenizer.chat_template = None
+    try:
+        with pytest.raises(UserError, match=r"model\.path=some/model: .*no chat template.*model\.chat_template"):
+            prompt_set(tokenizer, "a")
+    finally:
+        tokenizer.chat_template = TEMPLATE
+
+
+def test_template_that_refuses_a_chat_names_the_row(tokenizer):
+    tokenizer.chat_template = "{% if messages[0]['content'] == 'b' %}{{ raise_exception('not b') }}{% endif %}x"
+    try:
+        with pytest.raises(UserError, match=r"row 1: .*roles: user.*not b"):
+            prompt_set(tokenizer, "a", "b")
+    finally:
+        tokenizer.chat_template = TEMPLATE
+
+
+def test_fingerprint_is_of_the_content(tokenizer):
+    base = prompt_set(tokenizer, "a", "b")
+    assert base.fingerprint == prompt_set(tokenizer, "a", "b").fingerprint
+    different = [prompt_set(tokenizer, "b", "a"), prompt_set(tokenizer, "a"), prompt_set(tokenizer, "a", "b", "c")]
+    changed = [Row(r.index, r.where, r.messages, r.data_source, "other", r.extra_info) for r in rows("a", "b")]
+    different.append(PromptSet(changed, tokenizer, 100, "filter", "data.train_files"))
+    assert len({base.fingerprint, *(p.fingerprint for p in different)}) == 5
+
+
+@pytest.fixture
+def ten(tokenizer):
+    return prompt_set(tokenizer, *(f"p{i}" for i in range(10)))
+
+
+def indices(batch) -> list[int]:
+    return [prompt.index for _, prompt in batch]
+
+
+def test_every_epoch_is_a_new_permutation_and_uids_never_repeat(ten):
+    stream = PromptStream(ten, seed=3, shuffle=True)
+    epochs = [stream.next(10) for _ in range(4)]
+    assert all(sorted(indices(epoch)) == list(range(10)) for epoch in epochs)
+    assert len({tuple(indices(epoch)) for epoch in epochs}) == 4
+    assert [uid for epoch in epochs for uid, _ in epoch] == list(range(40))
+    assert indices(PromptStream(ten, seed=4, shuffle=True).next(10)) != indices(epochs[0])
+
+
+def test_batches_cross_epochs(ten):
+    whole = indices(PromptStream(ten, seed=3, shuffle=True).next(35))
+    stream = PromptStream(ten, seed=3, shuffle=True)
+    parts, epochs = [], []
+    for _ in range(5):
+        epochs.append(stream.epoch)
+        parts += indices(stream.next(7))
+    assert parts == whole
+    assert epochs == [0, 0, 1, 2, 2]
+    assert indices(PromptStream(ten, seed=3, shuffle=True).next(25)) == whole[:25], "one batch may span epochs"
+
+
+def test_without_shuffle_the_order_is_the_file(ten):
+    assert indices(PromptStream(ten, seed=3, shuffle=False).next(13)) == [*range(10), 0, 1, 2]
+
+
+def test_order_ignores_and_leaves_the_global_generators(ten):
+    first = indices(PromptStream(ten, seed=3, shuffle=True).next(20))
+    np.random.seed(9)
+    random.seed(9)
+    expected = np.random.RandomState(9).random()
+    assert indices(PromptStream(ten, seed=3, shuffle=True).next(20)) == first
+    assert np.random.random() == expected
+
+
+def test_order_is_pinned(ten):
+    """A change of this order would change every resumed run."""
+    assert indices(PromptStream(ten, seed=1, shuffle=True).next(10)) == [3, 5, 2, 9, 7, 0, 8, 6, 1, 4]
+
+
+@pytest.mark.parametrize("taken", [0, 3, 10, 17, 20])
+def test_resume_equals_the_uninterrupted_stream(ten, taken):
+    whole = PromptStream(ten, seed=3, shuffle=True).next(40)
+    before = PromptStream(ten, seed=3, shuffle=True)
+    before.next(taken)
+    after = PromptStream(ten, seed=3, shuffle=True)
+    after.load_state_dict(before.state_dict())
+    assert after.state_dict() == before.state_dict()
+    assert after.next(40 - taken) == whole[taken:]
+
+
+def test_changed_data_is_refused_unless_allowed(ten, tokenizer, caplog):
+    stream = PromptStream(ten, seed=3, shuffle=True)
+    stream.next(4)
+    other = PromptStream(prompt_set(tokenizer, "x", "y", "z"), seed=3, shuffle=True)
+    with pytest.raises(UserError, match=r"data\.train_files.*trainer\.allow_config_change=true"):
+        other.load_state_dict(stream.state_dict())
+    assert other.state_dict()["consumed"] == 0
+    other.load_state_dict(stream.state_dict(), allow_change=True)
+    assert "not those of the checkpoint" in caplog.text
+    assert [uid for uid, _ in other.next(2)] == [4, 5]

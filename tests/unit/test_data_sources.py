@@ -1,0 +1,312 @@
+"""Where prompts come from: real files and reasoning-gym tasks, and one clear error for each thing that can be wrong."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlhf.config import Config, DataConfig, ReasoningGymConfig, RewardConfig, TrainerConfig
+from rlhf.data import build_train_set, build_val_set, check_sources
+from rlhf.errors import UserError
+
+VERL = {
+    "data_source": "gsm",
+    "prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 1"}],
+    "reward_model": {"ground_truth": "2", "style": "rule"},
+    "extra_info": {"index": 7},
+}
+PLAIN = {"prompt": "2 + 2", "answer": "4"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    made.chat_template = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}A"
+    return made
+
+
+def config_of(train=None, val=None, *, reward="exact_match", function=None, seed=1, gym=None, **data) -> Config:
+    return Config(
+        trainer=TrainerConfig(seed=seed),
+        data=DataConfig(train_files=train, val_files=val, reasoning_gym=gym or ReasoningGymConfig(), **data),
+        reward=RewardConfig(name=reward, function=function),
+    )
+
+
+def jsonl(path: Path, *rows) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def parquet(path: Path, *rows) -> str:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return str(path)
+
+
+def fails(config: Config, tokenizer, *parts: str, checked: bool = True) -> None:
+    """The build is refused with a message that has all `parts`; if `checked`, so is the early check."""
+    calls = [lambda: build_train_set(config, tokenizer)] + ([lambda: check_sources(config)] if checked else [])
+    for call in calls:
+        with pytest.raises(UserError) as caught:
+            call()
+        missing = [part for part in parts if part not in str(caught.value)]
+        assert not missing, f"{missing} not in: {caught.value}"
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+def test_verl_columns_and_plain_pairs(tmp_path, tokenizer, write):
+    verl = write(tmp_path / f"verl.{write.__name__}", VERL)
+    plain = write(tmp_path / f"plain.{write.__name__}", PLAIN, PLAIN | {"prompt": "3 + 3", "answer": "6"})
+    config = config_of([verl, plain])
+    check_sources(config)
+    prompts = build_train_set(config, tokenizer)
+    assert [prompt.index for prompt in prompts] == [0, 1, 2]
+    assert prompts[0].messages == VERL["prompt"]
+    assert (prompts[0].data_source, prompts[0].ground_truth, prompts[0].extra_info) == ("gsm", "2", {"index": 7})
+    assert prompts[1].messages == [{"role": "user", "content": "2 + 2"}]
+    assert (prompts[1].data_source, prompts[2].ground_truth, prompts[1].extra_info) == ("plain", "6", {})
+    assert len(prompts[1].token_ids) == len("user2 + 2A")
+    assert build_val_set(config, tokenizer) is None
+
+
+def test_one_jsonl_file_may_mix_both_forms(tmp_path, tokenizer):
+    prompts = build_train_set(config_of(jsonl(tmp_path / "mixed.jsonl", VERL, "", PLAIN)), tokenizer)
+    assert [prompt.ground_truth for prompt in prompts] == ["2", "4"]
+
+
+def test_globs_in_sorted_order_keys_and_limits(tmp_path, tokenizer):
+    for name in ("b", "a", "c"):
+        parquet(tmp_path / f"{name}.parquet", {"question": name, "solution": name.upper(), "unused": 1})
+    pattern = str(tmp_path / "*.parquet")
+    config = config_of(pattern, pattern, prompt_key="question", answer_key="solution", train_max_samples=2)
+    check_sources(config)
+    assert [prompt.ground_truth for prompt in build_train_set(config, tokenizer)] == ["A", "B"]
+    assert [prompt.ground_truth for prompt in build_val_set(config, tokenizer)] == ["A", "B", "C"]
+
+
+def test_a_function_may_judge_without_reference_answers(tmp_path, tokenizer):
+    config = config_of(jsonl(tmp_path / "p.jsonl", {"prompt": "tell a joke"}), function="rewards.py:funny")
+    assert build_train_set(config, tokenizer)[0].ground_truth is None
+
+
+def test_missing_file_names_the_nearest(tmp_path, tokenizer):
+    jsonl(tmp_path / "train.jsonl", PLAIN)
+    fails(
+        config_of(f"{tmp_path}/trian.jsonl"), tokenizer, "data.train_files=", "trian.jsonl", "Did you mean train.jsonl"
+    )
+    fails(config_of(f"{tmp_path}/nowhere/train.jsonl"), tokenizer, "no such file", f"no folder {tmp_path}/nowhere")
+
+
+def test_glob_without_match_folder_and_extension(tmp_path, tokenizer):
+    fails(config_of(f"{tmp_path}/*.parquet"), tokenizer, "data.train_files=", "matches no file")
+    fails(config_of(str(tmp_path)), tokenizer, "is a folder", "/*.parquet")
+    (tmp_path / "data.csv").write_text("prompt,answer\n")
+    fails(config_of(f"{tmp_path}/data.csv"), tokenizer, "data.csv", ".parquet", ".jsonl")
+
+
+@pytest.mark.parametrize("value", [[], "", 3, [3]])
+def test_a_setting_that_is_no_name(tokenizer, value):
+    fails(config_of(value), tokenizer, f"data.train_files={value!r}", "non-empty list")
+
+
+def test_corrupt_parquet(tmp_path, tokenizer):
+    path = Path(parquet(tmp_path / "cut.parquet", *[PLAIN] * 50))
+    path.write_bytes(path.read_bytes()[:-20])
+    fails(config_of(str(path)), tokenizer, "data.train_files", "cut.parquet", "cannot be read as parquet")
+
+
+def test_corrupt_parquet_pages(tmp_path, tokenizer):
+    path = Path(parquet(tmp_path / "flipped.parquet", *[PLAIN] * 50))
+    data = bytearray(path.read_bytes())
+    data[4:60] = bytes(56)
+    path.write_bytes(data)
+    fails(config_of(str(path)), tokenizer, "flipped.parquet", "cannot be read as parquet")
+
+
+def test_corrupt_jsonl_names_the_line(tmp_path, tokenizer):
+    path = jsonl(tmp_path / "bad.jsonl", PLAIN, '{"prompt": ', PLAIN)
+    fails(config_of(path), tokenizer, f"{path} line 2", "is not JSON", checked=False)
+    fails(config_of(jsonl(tmp_path / "list.jsonl", "[1]")), tokenizer, "line 1", "not a JSON object but list")
+    (tmp_path / "latin.jsonl").write_bytes(json.dumps(PLAIN).encode() + b'\n{"prompt": "\xe9"}\n')
+    fails(config_of(f"{tmp_path}/latin.jsonl"), tokenizer, "latin.jsonl", "cannot be read", "utf-8")
+
+
+def test_missing_columns(tmp_path, tokenizer):
+    for write, name in ((jsonl, "q.jsonl"), (parquet, "q.parquet")):
+        path = write(tmp_path / name, {"promt": "1", "answer": "2", "id": 3})
+        fails(config_of(path), tokenizer, name, "'prompt' (data.prompt_key)", "promt, answer, id", "Did you mean promt")
+        path = write(tmp_path / f"a{name}", {"prompt": "1", "answers": "2"})
+        fails(config_of(path), tokenizer, name, "data.answer_key='answer'", "Did you mean answers")
+        path = write(tmp_path / f"e{name}", {"prompt": "1", "answer": None})
+        fails(config_of(path), tokenizer, name, "the reference answer is empty")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [3, None, [], ["hello"], [{"role": "user"}], [{"role": "user", "content": 3}], {"role": "user", "content": "x"}],
+)
+def test_prompt_cell_of_the_wrong_type(tmp_path, tokenizer, prompt):
+    path = jsonl(tmp_path / "p.jsonl", {"prompt": prompt, "answer": "1"})
+    fails(config_of(path), tokenizer, "line 1", "'prompt' (data.prompt_key)", "string or a list of {role, content}")
+
+
+def test_other_cells_of_the_wrong_type(tmp_path, tokenizer):
+    fails(config_of(jsonl(tmp_path / "e.jsonl", PLAIN | {"extra_info": "x"})), tokenizer, "line 1: extra_info", "'x'")
+    fails(config_of(jsonl(tmp_path / "d.jsonl", PLAIN | {"data_source": 3})), tokenizer, "line 1: data_source", "int")
+
+
+def test_empty_sets(tmp_path, tokenizer):
+    fails(config_of(jsonl(tmp_path / "empty.jsonl")), tokenizer, "data.train_files=", "has no rows")
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "empty.parquet")
+    fails(config_of(f"{tmp_path}/empty.parquet"), tokenizer, "data.train_files=", "has no rows")
+
+
+def test_mistakes_in_val_files_name_val_files(tmp_path, tokenizer):
+    config = config_of(jsonl(tmp_path / "t.jsonl", PLAIN), f"{tmp_path}/v.jsonl")
+    with pytest.raises(UserError, match=r"data\.val_files=.*no such file"):
+        check_sources(config)
+    with pytest.raises(UserError, match=r"data\.val_files=.*no such file"):
+        build_val_set(config, tokenizer)
+
+
+def test_reward_must_fit_the_data(tmp_path, tokenizer):
+    path = jsonl(tmp_path / "t.jsonl", PLAIN)
+    fails(
+        config_of(path, reward="reasoning_gym"), tokenizer, "reward.name=reasoning_gym", "Set reward.name=math_verify"
+    )
+    row = PLAIN | {"data_source": "reasoning_gym/chain_sums"}
+    path = jsonl(tmp_path / "u.jsonl", row)
+    fails(config_of(path, reward="reasoning_gym"), tokenizer, "line 1", "Did you mean chain_sum")
+    row = row | {"data_source": "reasoning_gym/chain_sum"}
+    path = jsonl(tmp_path / "m.jsonl", row)
+    fails(config_of(path, reward="reasoning_gym"), tokenizer, "line 1", "extra_info.question")
+    path = jsonl(tmp_path / "g.jsonl", row | {"extra_info": {"question": "2 + 2", "metadata": {}}})
+    config = config_of(path, reward="reasoning_gym")
+    check_sources(config)
+    assert len(build_train_set(config, tokenizer)) == 1
+
+
+CHECK_HUB_NAMES = """
+import sys
+from rlhf.config import Config, DataConfig, RewardConfig
+from rlhf.data import check_sources
+from rlhf.errors import UserError
+for name in sys.argv[1:]:
+    try:
+        check_sources(Config(data=DataConfig(train_files=name), reward=RewardConfig(name="exact_match")))
+        print("ok")
+    except UserError as error:
+        print(error)
+"""
+
+
+def check_hub_names(home: Path, *names: str) -> list[str]:
+    """One answer for each name, with a Hub that refuses connections. The libraries read their environment at import."""
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(home)}
+    command = [sys.executable, "-c", CHECK_HUB_NAMES, *names]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()
+
+
+def test_unreachable_hub_name_fails_fast(tmp_path):
+    started = time.monotonic()
+    (answer,) = check_hub_names(tmp_path, "some-org/some_set:main@train")
+    assert time.monotonic() - started < 15
+    for part in (
+        "data.train_files=some-org/some_set:main@train",
+        "no such local file",
+        "Hub cannot be reached",
+        "cache",
+    ):
+        assert part in answer
+
+
+def test_cached_hub_data_serves_without_the_network(tmp_path):
+    import datasets
+
+    path = jsonl(tmp_path / "t.jsonl", PLAIN)
+    made = datasets.load_dataset("json", data_files={"train": path, "test": path}, cache_dir=str(tmp_path / "made"))
+    # Where `datasets` keeps what it downloaded: <org>___<name>/<config>/<version>/<hash>/<name>-<split>.arrow
+    arrow = Path(made["train"].cache_files[0]["filename"])
+    cached = tmp_path / "datasets" / "some-org___some_set" / "main" / "0.0.0" / arrow.parent.name
+    cached.mkdir(parents=True)
+    for split in ("train", "test"):
+        arrow.with_name(f"json-{split}.arrow").rename(cached / f"some_set-{split}.arrow")
+    info = json.loads(arrow.with_name("dataset_info.json").read_text()) | {
+        "config_name": "main",
+        "dataset_name": "some_set",
+    }
+    (cached / "dataset_info.json").write_text(json.dumps(info))
+    name = "some-org/some_set"
+    whole, with_config, with_split, no_split, no_config = check_hub_names(
+        tmp_path, name, f"{name}:main", f"{name}:main@test", f"{name}@nope", f"{name}:other"
+    )
+    assert whole == with_config == with_split == "ok"
+    assert "no split 'nope'; it has train, test" in no_split
+    assert "Available configs" in no_config
+
+
+def test_checking_local_files_loads_no_heavy_library(tmp_path):
+    path = jsonl(tmp_path / "t.jsonl", PLAIN)
+    code = (
+        "import sys\nfrom rlhf.config import *\nfrom rlhf.data import check_sources\n"
+        f"check_sources(Config(data=DataConfig(train_files={path!r}), reward=RewardConfig(name='exact_match')))\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'reasoning_gym', 'pyarrow'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_reasoning_gym_splits_are_disjoint_and_follow_the_seed(tokenizer):
+    gym = ReasoningGymConfig(
+        "chain_sum", {"min_terms": 2, "max_terms": 2, "max_digits": 1}, train_size=300, val_size=60
+    )
+    config = config_of(gym=gym, reward="reasoning_gym")
+    check_sources(config)
+    train, val = build_train_set(config, tokenizer), build_val_set(config, tokenizer)
+    questions = [prompt.extra_info["question"] for prompt in train]
+    held_out = {prompt.extra_info["question"] for prompt in val}
+    assert len(val) == 60
+    assert 0 < len(train) < 300
+    assert not held_out & set(questions)
+    assert len(set(questions)) < len(questions), "repeats are the task's distribution"
+    assert train[0].data_source == "reasoning_gym/chain_sum"
+    assert train[0].messages == [{"role": "user", "content": questions[0]}]
+    assert build_train_set(config, tokenizer).fingerprint == train.fingerprint
+    other = config_of(gym=gym, reward="reasoning_gym", seed=2)
+    assert build_train_set(other, tokenizer).fingerprint != train.fingerprint
+    limited = config_of(gym=gym, reward="reasoning_gym", train_max_samples=7, val_max_samples=5)
+    assert [p.index for p in build_train_set(limited, tokenizer)] == [p.index for p in train][:7]
+    assert len(build_val_set(limited, tokenizer)) == 5
+
+
+@pytest.mark.parametrize(
+    ("gym", "parts"),
+    [
+        (ReasoningGymConfig("chain_sums"), ("data.reasoning_gym.task=chain_sums", "Did you mean chain_sum")),
+        (
+            ReasoningGymConfig("chain_sum", {"max_term": 3}),
+            ("data.reasoning_gym.config.max_term", "Did you mean max_terms"),
+        ),
+        (ReasoningGymConfig("chain_sum", {"seed": 3}), ("data.reasoning_gym.config.seed", "trainer.seed")),
+        (ReasoningGymConfig("chain_sum", {"min_terms": 9}), ("data.reasoning_gym.config=", "max_terms must be")),
+        (ReasoningGymConfig("chain_sum", {"min_terms": "x"}), ("data.reasoning_gym.config=", "refused by chain_sum")),
+    ],
+)
+def test_bad_reasoning_gym_settings(tokenizer, gym, parts):
+    fails(config_of(gym=gym), tokenizer, *parts)
+
+
+def test_reasoning_gym_without_training_problems_left(tokenizer):
+    gym = ReasoningGymConfig("coin_flip", {"min_trials": 1, "max_trials": 1}, train_size=3, val_size=500)
+    fails(config_of(gym=gym), tokenizer, "data.reasoning_gym.val_size=500", "cover all 3", checked=False)

@@ -1,0 +1,184 @@
+"""The noise is uniform, independent, a function of its coordinates; samples follow the reported distribution."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.rollout.sampling import fold, row_keys, sample, uniform
+from rlhf.rollout.types import SamplingParams
+
+VOCAB = 12
+
+
+def keys_of(seed: int, step: int, rows: int, samples: int = 1) -> Tensor:
+    """Keys of `samples` samples of each of `rows` prompts at position 0."""
+    index = torch.arange(rows * samples)
+    return fold(row_keys(seed, step, index // samples, index % samples), torch.zeros_like(index))
+
+
+def draw(logits: Tensor, count: int, params: SamplingParams, seed: int = 1) -> tuple[Tensor, Tensor]:
+    return sample(logits.expand(count, -1), keys_of(seed, 0, count), params)
+
+
+def splitmix_reference(seed: int, step: int, uid: int, number: int, position: int, token: int) -> float:
+    """The same uniform in Python's integers."""
+    mask, golden = (1 << 64) - 1, 0x9E3779B97F4A7C15
+
+    def mix(z: int) -> int:
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+        return z ^ (z >> 31)
+
+    key = golden
+    for value in (seed, step, uid, number, position, token):
+        key = mix((key + value * golden) & mask)
+    return min(((key >> 11) + 0.5) * 2.0**-53, 1 - 2.0**-53)
+
+
+def allowed_reference(logits: Tensor, params: SamplingParams) -> dict[int, float]:
+    """Token -> probability after temperature, top-k and top-p, by plain Python."""
+    scaled = [x / params.temperature for x in logits.tolist()]
+    ranked = sorted(range(len(scaled)), key=lambda t: (-scaled[t], t))
+    if params.top_k > 0:
+        ranked = ranked[: params.top_k]
+    weights = [math.exp(scaled[t] - scaled[ranked[0]]) for t in ranked]
+    kept, mass = 0, 0.0
+    while kept == 0 or (kept < len(ranked) and mass / sum(weights) < params.top_p):
+        mass += weights[kept]
+        kept += 1
+    return {t: w / mass for t, w in zip(ranked[:kept], weights[:kept], strict=True)}
+
+
+def chi_square(observed: Tensor, expected: Tensor) -> float:
+    """z-score of Pearson's statistic: near 0 for the right distribution, large for a wrong one."""
+    statistic = ((observed - expected) ** 2 / expected).sum().item()
+    freedom = len(observed) - 1
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+def test_uniform_is_the_documented_hash() -> None:
+    for coordinates in [(0, 0, 0, 0, 0, 0), (1, 2, 3, 4, 5, 6), (2**63 + 5, 7, 2**40, 15, 255, 151_935)]:
+        seed, step, uid, number, position, token = coordinates
+        keys = fold(row_keys(seed, step, torch.tensor([uid]), torch.tensor([number])), torch.tensor([position]))
+        assert uniform(keys, torch.tensor([[token]])).item() == splitmix_reference(*coordinates)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_noise_is_the_same_on_cuda() -> None:
+    keys, tokens = keys_of(3, 4, 500), torch.arange(1000)[None]
+    assert torch.equal(uniform(keys.cuda(), tokens.cuda()).cpu(), uniform(keys, tokens))
+
+
+def test_noise_is_uniform_in_the_open_interval() -> None:
+    noise = uniform(keys_of(0, 0, 1000), torch.arange(1000)[None]).flatten()
+    assert noise.min() > 0
+    assert noise.max() < 1
+    assert abs(chi_square(noise.histc(1000, 0, 1), torch.full((1000,), 1000.0))) < 4
+    # The race is decided near 0: there the noise must be as fine as anywhere else.
+    small = noise[noise < 1e-3]
+    assert abs(chi_square(small.histc(20, 0, 1e-3), torch.full((20,), len(small) / 20))) < 4
+    assert len(noise.unique()) == len(noise)
+
+
+@pytest.mark.parametrize("axis", ["seed", "step", "uid", "sample", "position", "token"])
+def test_noise_is_independent_along_every_coordinate(axis: str) -> None:
+    count, tokens = 300, torch.arange(600)[None]
+    ids, zeros = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+    if axis in ("seed", "step"):
+        pairs = [
+            row_keys(i if axis == "seed" else 0, i if axis == "step" else 0, zeros[:1], zeros[:1]) for i in range(count)
+        ]
+        keys = fold(torch.cat(pairs), zeros)
+    elif axis == "position":
+        keys = fold(row_keys(0, 0, zeros, zeros), ids)
+    else:
+        keys = fold(row_keys(0, 0, ids if axis != "sample" else zeros, ids if axis == "sample" else zeros), zeros)
+    noise = uniform(keys, tokens)
+    if axis == "token":
+        noise = noise.T
+    x, y = noise[:-1].flatten(), noise[1:].flatten()
+    # Correlation of neighbours has standard deviation 1 / sqrt(count); so have the cells of their joint histogram.
+    assert abs(torch.corrcoef(torch.stack([x, y]))[0, 1].item()) * math.sqrt(len(x)) < 4
+    cells = torch.bincount((x * 8).long() * 8 + (y * 8).long(), minlength=64).double()
+    assert abs(chi_square(cells, torch.full((64,), len(x) / 64, dtype=torch.float64))) < 4
+
+
+def test_noise_does_not_depend_on_the_batch() -> None:
+    torch.manual_seed(0)
+    logits, keys = torch.randn(700, 300) * 2, keys_of(5, 6, 100, 7)
+    tokens, log_probs = sample(logits, keys, SamplingParams())
+    order = torch.randperm(700)
+    for part in order.split([1, 9, 90, 600]):
+        part_tokens, part_log_probs = sample(logits[part], keys[part], SamplingParams())
+        assert torch.equal(part_tokens, tokens[part])
+        assert torch.equal(part_log_probs, log_probs[part])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.5),
+        SamplingParams(top_k=4),
+        SamplingParams(top_p=0.8),
+        SamplingParams(temperature=2.0, top_k=6, top_p=0.7),
+    ],
+)
+def test_frequencies_and_log_probs_are_those_of_the_distribution(params: SamplingParams) -> None:
+    torch.manual_seed(1)
+    logits, count = torch.randn(VOCAB), 200_000
+    tokens, log_probs = draw(logits, count, params)
+    allowed = allowed_reference(logits, params)
+    observed = torch.bincount(tokens, minlength=VOCAB).double()
+    assert set(observed.nonzero()[:, 0].tolist()) == set(allowed)
+    ids = sorted(allowed)
+    expected = torch.tensor([allowed[t] for t in ids], dtype=torch.float64)
+    assert abs(chi_square(observed[ids], expected * count)) < 4
+    exact = torch.zeros(VOCAB, dtype=torch.float64)
+    exact[ids] = expected.log()
+    torch.testing.assert_close(log_probs, exact[tokens].float(), rtol=0, atol=1e-6)
+    assert log_probs.dtype == torch.float32
+
+
+def test_rare_tokens_are_drawn_as_often_as_they_should() -> None:
+    logits = torch.zeros(50)
+    logits[1:] = math.log(1e-5)
+    tokens, _ = draw(logits, 400_000, SamplingParams())
+    expected = 400_000 * 49e-5 / (1 + 49e-5)
+    assert abs((tokens > 0).sum().item() - expected) < 4 * math.sqrt(expected)
+
+
+def test_top_k_and_top_p_keep_exactly_the_reference_set() -> None:
+    generator = torch.Generator().manual_seed(2)
+    for trial in range(60):
+        # Rounded logits have many ties.
+        logits = (torch.randn(VOCAB, generator=generator) * 2).round()
+        params = SamplingParams(
+            temperature=[0.7, 1.0, 1.3][trial % 3],
+            top_k=[-1, 0, 1, 3, 8, 50][trial % 6],
+            top_p=[1.0, 0.9, 0.31, 1e-6][trial % 4],
+        )
+        tokens, log_probs = draw(logits, 4000, params, seed=trial)
+        allowed = allowed_reference(logits, params)
+        assert set(tokens.tolist()) <= set(allowed)
+        assert {t for t, p in allowed.items() if p > 0.01} <= set(tokens.tolist())
+        expected = torch.tensor([allowed[t] for t in tokens.tolist()]).log()
+        torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
+
+
+def test_greedy_takes_the_first_of_the_likeliest_with_its_plain_log_prob() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
+    for params in (SamplingParams(temperature=0), SamplingParams(temperature=0, top_k=2, top_p=0.1)):
+        tokens, log_probs = sample(logits, keys_of(0, 0, 1), params)
+        assert tokens.tolist() == [1]
+        torch.testing.assert_close(log_probs, logits.log_softmax(-1)[:, 1])
+
+
+def test_half_precision_logits_are_sampled_in_float32() -> None:
+    logits = torch.randn(64, 200, generator=torch.Generator().manual_seed(3)).bfloat16()
+    tokens, log_probs = sample(logits, keys_of(0, 0, 64), SamplingParams())
+    expected = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=0)

@@ -1,0 +1,70 @@
+import json
+import math
+from pathlib import Path
+
+from rlhf.tracking import History, write_report
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def report(run_dir: Path) -> dict:
+    assert (run_dir / "report" / "reward.png").read_bytes().startswith(PNG)
+    assert sorted(path.name for path in (run_dir / "report").iterdir()) == ["report.json", "reward.png"]
+    return json.loads((run_dir / "report" / "report.json").read_text())
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    history = History(tmp_path / "metrics.jsonl")
+    history.append({"step": 0, "val/accuracy": 0.4})
+    for step in range(1, 5):
+        accuracy = {"val/accuracy": {2: 0.95, 4: 0.9}[step]} if step % 2 == 0 else {}
+        perf = {"perf/step_seconds": 2.5, "perf/tokens_per_second": float(step)}
+        history.append({"step": step, "reward/mean": step / 4, **perf, **accuracy})
+    for name in ("global_step_2", "global_step_4", "global_step_10", "global_step_x", "global_step_12.corrupt"):
+        (tmp_path / name).mkdir()
+    for name in ("global_step_2", "global_step_4", "global_step_x", "global_step_12.corrupt"):
+        (tmp_path / name / "manifest.json").write_text("{}")
+    text = write_report(tmp_path)
+    assert report(tmp_path) == {
+        "steps": 4,
+        "accuracy_before": 0.4,
+        "accuracy_after": 0.9,
+        "best": 0.95,
+        "reward": [[1, 0.25], [2, 0.5], [3, 0.75], [4, 1.0]],
+        "val_accuracy": [[0, 0.4], [2, 0.95], [4, 0.9]],
+        "tokens_per_second": 2.5,
+        "training_seconds": 10.0,
+        "checkpoint": str(tmp_path / "global_step_4"),
+    }
+    assert "40.0% before, 90.0% after, 95.0% best" in text
+    assert str(tmp_path / "global_step_4") in text
+    assert "4 in 10 s" in text
+
+
+def test_twice_is_the_same(tmp_path: Path) -> None:
+    History(tmp_path / "metrics.jsonl").append({"step": 1, "reward/mean": 0.5})
+    first = write_report(tmp_path), (tmp_path / "report" / "reward.png").read_bytes(), report(tmp_path)
+    assert (write_report(tmp_path), (tmp_path / "report" / "reward.png").read_bytes(), report(tmp_path)) == first
+
+
+def test_no_evaluation_and_no_checkpoint(tmp_path: Path) -> None:
+    History(tmp_path / "metrics.jsonl").append({"step": 1, "reward/mean": 0.5})
+    text = write_report(tmp_path)
+    assert report(tmp_path)["accuracy_before"] is None
+    assert "held-out" not in text
+    assert "none" in text
+
+
+def test_no_records(tmp_path: Path) -> None:
+    write_report(tmp_path)
+    assert report(tmp_path)["steps"] == 0
+    assert report(tmp_path)["checkpoint"] is None
+
+
+def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+    history = History(tmp_path / "metrics.jsonl")
+    history.append({"step": 1, "reward/mean": math.nan, "perf/tokens_per_second": math.inf})
+    history.append({"step": 2, "reward/mean": 0.5, "perf/tokens_per_second": 10.0})
+    write_report(tmp_path)
+    assert report(tmp_path)["reward"] == [[2, 0.5]]
+    assert report(tmp_path)["tokens_per_second"] == 10.0

@@ -1,0 +1,117 @@
+import importlib
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.tracking import Tracker, check_trackers
+
+
+def config(*names: str) -> Config:
+    made = Config()
+    made.trainer.logger = list(names)
+    return made
+
+
+def test_start_empties_a_fresh_run_and_truncates_a_resumed_one(tmp_path: Path) -> None:
+    def run(resume_step: int | None, last: int) -> list[int]:
+        tracker = Tracker(config("console", "jsonl"), tmp_path, "run")
+        tracker.start(resume_step)
+        for step in range(0 if resume_step is None else resume_step + 1, last + 1):
+            tracker.log(step, {"x": 1.0})
+        tracker.finish()
+        return [record["step"] for record in tracker.history.records()]
+
+    assert run(None, 7) == list(range(8))
+    assert run(4, 6) == list(range(7))
+    assert run(None, 3) == list(range(4))
+
+
+def test_a_step_is_logged_once(tmp_path: Path) -> None:
+    tracker = Tracker(config(), tmp_path, "run")
+    tracker.start(None)
+    tracker.log(1, {"x": 1.0})
+    with pytest.raises(ValueError, match="step 1"):
+        tracker.log(1, {"x": 2.0})
+    assert tracker.history.records() == [{"step": 1, "x": 1.0}]
+
+
+def test_history_errors_propagate(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError):
+        Tracker(config(), tmp_path, "run").start(None)
+
+
+@pytest.mark.parametrize(("keep", "says"), [([1, 2, 4, 5], "lacks 1 "), ([1, 2], "lacks 3 "), ([], "lacks all ")])
+def test_a_gap_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: list[int], says: str) -> None:
+    tracker = Tracker(config(), tmp_path, "run")
+    for step in keep:
+        tracker.history.append({"step": step})
+    tracker.start(5)
+    assert says in caplog.text
+    assert [record["step"] for record in tracker.history.records()] == keep
+
+
+def test_no_gap_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for first in (0, 1):
+        tracker = Tracker(config(), tmp_path, "run")
+        tracker.start(None)
+        for step in range(first, 6):
+            tracker.log(step, {})
+        tracker.start(3)
+    assert caplog.text == ""
+
+
+def test_a_tracker_that_cannot_start_is_off_after_one_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        tracker = Tracker(config("tensorboard"), tmp_path, "run")
+        tracker.start(None)
+        for step in range(3):
+            tracker.log(step, {"x": 1.0})
+        tracker.finish()
+    assert len(caplog.records) == 1
+    assert "tensorboard failed to start" in caplog.text
+    assert len(tracker.history.records()) == 3
+
+
+def test_a_tracker_that_fails_later_is_off_after_one_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("tensorboard")
+    with caplog.at_level(logging.WARNING):
+        tracker = Tracker(config("tensorboard"), tmp_path, "run")
+        tracker.start(None)
+        tracker.log(1, {"x": 1.0})
+        tracker.log(2, {"x": "no number"})  # type: ignore[dict-item]
+        tracker.log(3, {"x": "no number"})  # type: ignore[dict-item]
+        tracker.finish()
+    assert len(caplog.records) == 1
+    assert "tensorboard failed to log" in caplog.text
+    assert [record["step"] for record in tracker.history.records()] == [1, 2, 3]
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    check_trackers(config("console", "jsonl"))
+    with pytest.raises(UserError, match=r"trainer.logger=.*wandb is not installed.*pip install 'rlhf\[wandb\]'"):
+        check_trackers(config("wandb"))
+
+
+def test_a_folder_named_wandb_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(UserError, match="wandb is not installed"):
+        check_trackers(config("wandb"))
+
+
+def test_installed_packages_pass_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    for name in ("tensorboard", "wandb"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    check_trackers(config("tensorboard"))
+    assert "tensorboard" not in sys.modules
