@@ -19,7 +19,8 @@ def grpo(scores: Tensor, group_size: int, *, norm_by_std: bool = True) -> Tensor
 
     Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2; Dr.GRPO (arXiv 2503.20783) section 3.2 for `norm_by_std=False`.
     """
-    groups = scores.view(-1, group_size)
+    # In float64, or the rounded mean of equal rewards would leave differences that the division blows up.
+    groups = scores.double().view(-1, group_size)
     if group_size == 1:
         mean, deviation = torch.zeros_like(groups), torch.ones_like(groups)
     else:
@@ -27,4 +28,4 @@ def grpo(scores: Tensor, group_size: int, *, norm_by_std: bool = True) -> Tensor
     centred = groups - mean
     if norm_by_std:
         centred = centred / (deviation + EPSILON)
-    return centred.view(-1)
+    return centred.view(-1).to(scores.dtype)

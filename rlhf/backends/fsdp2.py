@@ -77,12 +77,17 @@ class Fsdp2Backend(Fsdp2Policy):
     def optimizer_step(self) -> dict[str, float]:
         """See `TrainingBackend.optimizer_step`."""
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._grad_clip)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not torch.isfinite(norm):
+            # Clipping has made every gradient NaN; a step would ruin the weights, and a save would make that last.
+            raise FloatingPointError(
+                f"the gradient's norm is {norm.item()}: the policy update diverged; lower actor.optim.lr"
+            )
         lr = self.scheduler.get_last_lr()[0]
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        return {"grad_norm": float(whole), "lr": float(lr)}
+        return {"grad_norm": float(norm), "lr": float(lr)}
 
     @torch.no_grad()
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -39,12 +39,13 @@ def update_policy(
     `mini_batches` contiguous parts of equal size, one optimizer step each, `config.ppo_epochs` times over. The loss of a mini-batch is
     its aggregate over all ranks: the same number and gradient whatever the split into micro-batches and ranks (up to rounding).
     """
-    totals = torch.zeros(6, dtype=torch.float64)
-    largest = torch.zeros((), dtype=torch.float64)
+    device = batch.input_ids.device
+    totals = torch.zeros(6, dtype=torch.float64, device=device)
+    largest = torch.zeros((), device=device)
     steps: list[dict[str, float]] = []
     for _ in range(config.ppo_epochs):
         for rows in torch.arange(len(batch)).chunk(mini_batches):
-            mini = batch.select(rows.to(batch.input_ids.device))
+            mini = batch.select(rows.to(device))
             counts = torch.stack(
                 [loss_count(mini.response_mask, config.loss_agg_mode), mini.response_mask.sum()]
             ).double()
@@ -56,8 +57,7 @@ def update_policy(
                 largest = torch.maximum(largest, difference)
             announce("update.mid")
             steps.append(backend.optimizer_step())
-    device = batch.input_ids.device
-    means = (all_sum(totals.to(device)) / len(steps)).tolist()
+    means = (all_sum(totals) / len(steps)).tolist()
     metrics = dict(zip(("loss", "pg_loss", "kl_loss", "entropy", "clip_frac"), means[:5], strict=True))
     metrics = {f"actor/{name}": value for name, value in metrics.items()}
     if not config.use_kl_loss:
@@ -66,7 +66,7 @@ def update_policy(
         "actor/grad_norm": sum(s["grad_norm"] for s in steps) / len(steps),
         "actor/lr": steps[-1]["lr"],
         "rollout/logprob_diff_mean": means[5],
-        "rollout/logprob_diff_max": all_max(largest.to(device)).item(),
+        "rollout/logprob_diff_max": all_max(largest).item(),
     }
 
 
@@ -95,4 +95,4 @@ def _micro_loss(
     difference = (old - micro.rollout_log_probs).abs() * mask
     shares = [loss, policy_loss, kl_loss]
     shares += [(value.detach() * mask).sum() / tokens for value in (entropy, clipped, difference)]
-    return loss, torch.stack([share.detach().double().cpu() for share in shares]), difference.max().double().cpu()
+    return loss, torch.stack([share.detach().double() for share in shares]), difference.max()

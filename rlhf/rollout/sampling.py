@@ -100,10 +100,9 @@ def sample(logits: Tensor, keys: Tensor, params: SamplingParams) -> tuple[Tensor
         logits, candidates = logits.sort(dim=-1, descending=True, stable=True)
         logits, candidates = logits[:, :top_k], candidates[:, :top_k]
         if params.top_p < 1:
-            probs = logits.double().softmax(dim=-1)
-            before = probs.cumsum(dim=-1) - probs
-            before[:, 0] = 0
-            logits = logits.masked_fill(before >= params.top_p, -torch.inf)
+            # In integers: exact in any order of summation, and deterministic mode has no cumsum of floats on CUDA.
+            probs = (logits.double().softmax(dim=-1) * 2.0**52).long()
+            logits = logits.masked_fill(probs.cumsum(dim=-1) - probs >= params.top_p * 2.0**52, -torch.inf)
     log_probs = logits.log_softmax(dim=-1)
     rows = max(1, _CHUNK_ELEMENTS.get(logits.device.type, 1 << 20) // log_probs.shape[-1])
     chosen = torch.cat(

@@ -1,0 +1,34 @@
+"""Real ranks on gloo for a test: several, each running a function in a process of its own, or this process as the only one."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(world_size: int, function: Callable[[], Any]) -> list[Any]:
+    """What `function` (importable by name) returned on each rank; an exception on any of them is raised here."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (world_size, function, folder), nprocs=world_size)
+        return [torch.load(Path(folder, str(rank)), weights_only=True) for rank in range(world_size)]
+
+
+def _rank(rank: int, world_size: int, function: Callable[[], Any], folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    torch.save(function(), Path(folder, str(rank)))
+    dist.destroy_process_group()
+
+
+@contextmanager
+def single_rank() -> Iterator[None]:
+    """This process as the only rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()

@@ -1,0 +1,151 @@
+"""Log-probs and entropies of padded batches against one full forward per unpadded sequence, values and gradients."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf.backends import log_probs as log_probs_module
+from rlhf.backends.fsdp2 import Fsdp2Policy
+from rlhf.backends.log_probs import response_log_probs
+from rlhf.batch import Batch
+from rlhf.config import BackendConfig
+from tests.numerics.ranks import single_rank
+from tests.numerics.tiny import VOCAB, random_batch, tiny_qwen2
+
+
+class WithoutLogitsToKeep(nn.Module):
+    """As some model files on the Hub are: `forward` knows no `logits_to_keep`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, use_cache: bool):
+        return self.model(input_ids=input_ids, use_cache=use_cache)
+
+
+def expected_of(model: nn.Module, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [N, R], sequence by sequence, without padding, from the whole log-softmax in float64."""
+    shape = batch.rollout_log_probs.shape
+    log_probs, entropies = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    for row in range(len(batch)):
+        prompt, response = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
+        ids = batch.input_ids[row, : prompt + response]
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].double()
+        every = torch.log_softmax(logits / temperature, dim=-1)
+        for token in range(response):
+            of_token = every[prompt - 1 + token]
+            log_probs[row, token] = of_token[ids[prompt + token]]
+            entropies[row, token] = -(of_token.exp() * of_token).sum()
+    return log_probs, entropies
+
+
+def gradients_of(model: nn.Module, log_probs: Tensor, entropies: Tensor | None) -> dict[str, Tensor]:
+    """The model's gradients of a loss that weighs every token differently."""
+    model.zero_grad()
+    weights = torch.linspace(-1, 2, log_probs.numel(), dtype=log_probs.dtype).view_as(log_probs)
+    loss = (log_probs * weights).sum()
+    if entropies is not None:
+        loss = loss + 0.3 * (entropies * weights.flip(0)).sum()
+    (loss / 10).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("wrap", [lambda model: model, WithoutLogitsToKeep], ids=["logits_to_keep", "all_logits"])
+def test_against_a_full_forward_of_each_sequence(temperature, wrap):
+    model, batch = tiny_qwen2(), random_batch(seed=3, samples=9)
+    expected = expected_of(model, batch, temperature)
+    for with_entropy in (True, False):
+        ours, entropy = response_log_probs(wrap(model), batch, temperature, with_entropy=with_entropy)
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), expected[0], rtol=1e-6, atol=1e-6)
+        assert (entropy is not None) == with_entropy
+    _, entropy = response_log_probs(wrap(model), batch, temperature, with_entropy=True)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("entropy_in_loss", [True, False])
+@pytest.mark.parametrize("chunk_elements", [1 << 26, 2000, 130, 1])
+def test_gradients(chunk_elements, entropy_in_loss, monkeypatch):
+    monkeypatch.setattr(log_probs_module, "CHUNK_ELEMENTS", chunk_elements)
+    model, batch = tiny_qwen2(), random_batch(seed=4, samples=7)
+    log_probs, entropies = expected_of(model, batch, 0.8)
+    expected = gradients_of(model, log_probs, entropies if entropy_in_loss else None)
+    log_probs, entropies = response_log_probs(model, batch, 0.8, with_entropy=True)
+    ours = gradients_of(model, log_probs, entropies if entropy_in_loss else None)
+    assert any(g.abs().max() > 0.1 for g in expected.values())
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_chunks_change_nothing(monkeypatch):
+    model, batch = tiny_qwen2(), random_batch(seed=5, samples=7)
+    whole = response_log_probs(model, batch, 1.0, with_entropy=True)
+    gradients = gradients_of(model, *whole)
+    for elements in (2000, 130, 1):  # several rows, part of a row, one token
+        monkeypatch.setattr(log_probs_module, "CHUNK_ELEMENTS", elements)
+        parts = response_log_probs(model, batch, 1.0, with_entropy=True)
+        assert torch.equal(parts[0], whole[0])
+        assert torch.equal(parts[1], whole[1])
+        assert all(torch.equal(gradients[name], g) for name, g in gradients_of(model, *parts).items())
+
+
+def test_what_lies_in_the_padding_does_not_matter():
+    model, batch = tiny_qwen2(), random_batch(seed=6, samples=5)
+    other = copy.deepcopy(batch)
+    columns = torch.arange(batch.input_ids.shape[1])
+    other.input_ids[columns >= (batch.prompt_lengths + batch.response_lengths)[:, None]] = 17
+    for one, two in zip(
+        response_log_probs(model, batch, 1.0, with_entropy=True),
+        response_log_probs(model, other, 1.0, with_entropy=True),
+        strict=True,
+    ):
+        assert torch.equal(one, two)
+        assert not one[batch.response_mask == 0].any()
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_a_single_length(samples):
+    model, batch = tiny_qwen2(), random_batch(seed=7, samples=samples, prompt=(3, 3), response=(1, 1))
+    ours, _ = response_log_probs(model, batch, 1.0, with_entropy=False)
+    torch.testing.assert_close(ours.double(), expected_of(model, batch, 1.0)[0], rtol=1e-6, atol=1e-6)
+
+
+def test_gradient_checkpointing_gives_equal_gradients():
+    model, batch = tiny_qwen2().train(), random_batch(seed=8, samples=5)
+    plain = gradients_of(model, *response_log_probs(model, batch, 1.0, with_entropy=True))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    again = gradients_of(model, *response_log_probs(model, batch, 1.0, with_entropy=True))
+    assert all(torch.equal(plain[name], g) for name, g in again.items())
+
+
+def test_bfloat16_autocast_is_close_and_keeps_float32_at_both_ends():
+    batch, cpu = random_batch(seed=9, samples=6), torch.device("cpu")
+    whole = tiny_qwen2()
+    expected = expected_of(whole, batch, 1.0)
+    expected_gradients = gradients_of(whole, *expected)
+    with single_rank():
+        half = Fsdp2Policy(tiny_qwen2(), BackendConfig(autocast="bfloat16"), cpu, 1.0)
+        ours = half.log_probs(batch, with_entropy=True)
+        gradients = gradients_of(half.model, *ours)
+    for value, reference in zip(ours, expected, strict=True):
+        assert value.dtype == torch.float32
+        assert 1e-4 < (value.double() - reference).abs().max() < 0.1
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.float32
+        assert torch.cosine_similarity(gradient.to_local().flatten(), expected_gradients[name].flatten(), 0) > 0.99, (
+            name
+        )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_other_architectures(family):
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model(family, **sizes, num_key_value_heads=2, max_position_embeddings=64)
+    torch.manual_seed(0)
+    model, batch = AutoModelForCausalLM.from_config(config).eval(), random_batch(seed=10, samples=4)
+    ours, _ = response_log_probs(model, batch, 1.0, with_entropy=False)
+    torch.testing.assert_close(ours.double(), expected_of(model, batch, 1.0)[0], rtol=1e-6, atol=2e-6)

@@ -1,0 +1,45 @@
+"""A Qwen2 of a few thousand weights and batches of random tokens for it."""
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from rlhf.batch import Batch
+
+VOCAB = 40
+
+
+def tiny_qwen2(seed: int = 0) -> PreTrainedModel:
+    """Random float32 weights, large enough that predictions are far from uniform; in eval mode."""
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(config).float().eval()
+
+
+def random_batch(
+    seed: int, samples: int, prompt: tuple[int, int] = (1, 7), response: tuple[int, int] = (1, 9)
+) -> Batch:
+    """Samples with lengths uniform in the given bounds and random rollout log-probs, zero on padding; padded with token 0."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(prompt[0], prompt[1] + 1, (samples,), generator=generator)
+    responses = torch.randint(response[0], response[1] + 1, (samples,), generator=generator)
+    sequences = [torch.randint(1, VOCAB, (int(n),), generator=generator) for n in prompts + responses]
+    log_probs = [-3 * torch.rand(int(n), generator=generator) for n in responses]
+    return Batch(
+        input_ids=pad_sequence(sequences, batch_first=True),
+        prompt_lengths=prompts,
+        response_lengths=responses,
+        rollout_log_probs=pad_sequence(log_probs, batch_first=True),
+        scores=torch.randint(0, 2, (samples,), generator=generator).float(),
+        advantages=torch.randn(samples, generator=generator),
+    )

@@ -1,0 +1,68 @@
+"""Figures of a step: parts added up equal the direct computation over everything."""
+
+import math
+import random
+import statistics
+from functools import reduce
+from operator import add
+
+import pytest
+import torch
+
+from rlhf.batch import Batch
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.metrics import Summary, merge, step_metrics
+from rlhf.reward import RewardResult
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_parts_add_up(seed):
+    rng = random.Random(seed)
+    parts = [[rng.gauss(3, 2) for _ in range(rng.choice([0, 1, 5, 50]))] for _ in range(rng.randint(1, 6))] + [[1.0]]
+    rng.shuffle(parts)
+    values = [value for part in parts for value in part]
+    summary = reduce(add, (Summary.of(part) for part in parts))
+    assert (summary.count, summary.low, summary.high) == (len(values), min(values), max(values))
+    assert summary.mean == pytest.approx(statistics.fmean(values))
+    assert summary.std == pytest.approx(statistics.pstdev(values), abs=1e-7)
+
+
+def test_equal_values_have_no_spread():
+    for value in (0.0, 0.1, 1.0, 1e8 + 0.1):
+        assert Summary.of([value] * 7).std == pytest.approx(0, abs=1e-4 * (1 + value))
+
+
+def test_an_empty_part_adds_nothing_and_is_left_out():
+    full, empty = Summary.of([2.0, -1.0]), Summary.of(())
+    assert full + empty == empty + full == full
+    assert merge({"b": full, "empty": empty, "a": full}, Coordinator()) == {"a": full, "b": full}
+    assert list(merge({"b": full, "a": full}, Coordinator())) == ["a", "b"]
+
+
+def test_step_metrics():
+    scores, prompts, responses = [1.0, 0.0, 0.5, 0.0], [3, 3, 5, 5], [4, 8, 2, 8]
+    batch = Batch(
+        input_ids=torch.zeros(4, 13, dtype=torch.int64),
+        prompt_lengths=torch.tensor(prompts),
+        response_lengths=torch.tensor(responses),
+        rollout_log_probs=torch.zeros(4, 8),
+        scores=torch.tensor(scores),
+    )
+    extras = [{"format": 1.0}, {"format": 0.0, "rare": 7.0}, {"format": 1.0}, {}]
+    results = [RewardResult(s, e, timed_out=i == 3) for i, (s, e) in enumerate(zip(scores, extras, strict=True))]
+    metrics, tokens = step_metrics(batch, results, 8, Coordinator())
+    assert tokens == sum(prompts) + sum(responses)
+    assert metrics == pytest.approx(
+        {
+            "reward/mean": 1.5 / 4,
+            "reward/std": math.sqrt((1 + 0.25) / 4 - (1.5 / 4) ** 2),
+            "reward/timeouts": 1,
+            "reward/format": 2 / 3,
+            "reward/rare": 7,
+            "response_length/mean": 5.5,
+            "response_length/min": 2,
+            "response_length/max": 8,
+            "response_length/clip_ratio": 0.5,
+            "prompt_length/mean": 4,
+        }
+    )
