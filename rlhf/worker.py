@@ -47,6 +47,8 @@ from rlhf.tracking import Progress, Tracker, write_report
 from rlhf.tracking.run_log import RunLog
 
 log = logging.getLogger(__name__)
+AFTER_THE_STEP = ("evaluation.", "metrics.", "commit.")
+"""Events once the driver has counted the step done."""
 
 
 def build(config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter) -> Parts:
@@ -95,7 +97,7 @@ def build(config: Config, device: torch.device, coordinator: Coordinator, status
 
     run_id = read_run_file(config.run_dir)["run_id"]
     driver = DriverState(run_id, total_steps, steps_per_epoch)
-    subscribe(lambda event: status.event(driver.step + 1, event))
+    subscribe(lambda event: status.event(driver.step + (not event.startswith(AFTER_THE_STEP)), event))
     fingerprint = coordinator.on_leader(lambda: loading.fingerprint(folder))
     checkpointer = Checkpointer(
         config,
@@ -180,7 +182,7 @@ def main_under_torchrun(config: Config) -> int:
             elif coordinator.is_leader:
                 log.info("The run in %s is finished at step %d.", agreed.run_dir, finished)
             if coordinator.is_leader:
-                log.info("%s", write_report(agreed.run_dir))
+                log.info("Done.\n%s", write_report(agreed.run_dir))
 
     return _guarded(config.run_dir, work)
 
@@ -214,7 +216,10 @@ def _guarded(run_dir: Path, work: Callable[[StatusWriter], None]) -> int:
         if is_unfixable(error):
             return _failed(status, f"{error}. Mend it and run the same command again.")
         status.error("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
-        log.exception("Rank %d crashed.", rank)
+        if (
+            SUPERVISOR_PID not in os.environ
+        ):  # the supervisor shows the first rank's, and not the peers' that follow from it
+            log.exception("Rank %d crashed.", rank)
         return EXIT_CRASHED
 
 

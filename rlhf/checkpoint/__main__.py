@@ -10,7 +10,7 @@ from rich.table import Table
 
 from rlhf.checkpoint.errors import DamagedCheckpoint
 from rlhf.checkpoint.layout import DRIVER_STATE, POINTER, scan, set_aside_dirs, step_of
-from rlhf.checkpoint.manifest import Manifest, read_manifest, verify
+from rlhf.checkpoint.manifest import Manifest, read_manifest, verify, verify_files
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_USER_ERROR, UserError
 
 
@@ -27,11 +27,13 @@ def main(argv: list[str] | None = None) -> int:
         command.add_argument("path", type=Path, metavar="PATH", help="a run directory or a global_step_N directory")
         command.set_defaults(action=action)
     arguments = parser.parse_args(argv)
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    # Only a terminal has a width to fit into. No markup anywhere: names and texts come from files.
+    piped = not sys.stdout.isatty()
+    console = Console(highlight=False, markup=False, soft_wrap=piped, width=1000 if piped else None)
     try:
         return arguments.action(arguments.path, console)
     except UserError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(str(error), markup=False)
+        Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(str(error))
         return EXIT_USER_ERROR
 
 
@@ -77,8 +79,11 @@ def inspect(path: Path, console: Console) -> int:
     checkpoint = checkpoints_at(path)[0]
     try:
         manifest = read_manifest(checkpoint)
+        # What is shown below is read from these.
+        if problems := verify_files(checkpoint, manifest, [name for name in manifest.files if name.endswith(".json")]):
+            raise DamagedCheckpoint(f"{checkpoint} is damaged: " + "; ".join(problems))
     except DamagedCheckpoint as error:
-        console.print(str(error), markup=False)
+        console.print(str(error))
         return EXIT_CRASHED
     facts = {
         "checkpoint": str(checkpoint),
@@ -90,19 +95,17 @@ def inspect(path: Path, console: Console) -> int:
         "versions": ", ".join(f"{k} {v}" for k, v in sorted(manifest.versions.items())),
     }
     for name, value in facts.items():
-        console.print(f"{name:16} {value}", markup=False)
+        console.print(f"{name:16} {value}")
     console.print("driver state", json.loads((checkpoint / DRIVER_STATE).read_text()))
     for folder, size in _folders(manifest).items():
         index = checkpoint / folder / "index.json"
         if not index.is_file():
-            console.print(f"{folder}: {_size(size)}", markup=False)
+            console.print(f"{folder}: {_size(size)}")
             continue
         tensors = json.loads(index.read_text())
-        console.print(f"{folder}: {_size(size)}, {len(tensors)} tensors", markup=False)
+        console.print(f"{folder}: {_size(size)}, {len(tensors)} tensors")
         for name, entry in tensors.items():
-            console.print(
-                f"  {name}  {entry['dtype']} {entry['shape']}  in {len(entry['shards'])} shard(s)", markup=False
-            )
+            console.print(f"  {name}  {entry['dtype']} {entry['shape']}  in {len(entry['shards'])} shard(s)")
     return EXIT_DONE
 
 
@@ -112,12 +115,10 @@ def verify_all(path: Path, console: Console) -> int:
     for checkpoint in checkpoints_at(path):
         try:
             manifest = verify(checkpoint)
-            console.print(
-                f"{checkpoint}: intact, {_size(manifest.total_bytes)} in {len(manifest.files)} files", markup=False
-            )
+            console.print(f"{checkpoint}: intact, {_size(manifest.total_bytes)} in {len(manifest.files)} files")
         except DamagedCheckpoint as error:
             worst = EXIT_CRASHED
-            console.print(str(error), markup=False)
+            console.print(str(error))
     return worst
 
 

@@ -12,7 +12,7 @@ import rlhf
 from rlhf.checkpoint.commit import clean_leftovers
 from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.errors import SaveFailed
-from rlhf.checkpoint.resume import check_compatible, find_intact, load_state, verify_together
+from rlhf.checkpoint.resume import check_compatible, find_intact, load_state
 from rlhf.checkpoint.run_dir import resume_source
 from rlhf.checkpoint.snapshot import Role, take_snapshot
 from rlhf.checkpoint.writer import Identity, SaveResult, write_checkpoint
@@ -60,12 +60,11 @@ class Checkpointer:
         """
         # Ranks may be restarted without a new set-up of the directory; no save is in flight when they start.
         self._coordinator.on_leader(lambda: clean_leftovers(self._run_dir))
-        found = find_intact(self._run_dir, self._coordinator)
+        found = find_intact(
+            self._run_dir, self._coordinator, self._coordinator.on_leader(lambda: resume_source(self._config))
+        )
         if found is None:
-            source = self._coordinator.on_leader(lambda: resume_source(self._config))
-            if source is None:
-                return None
-            found = source, verify_together(source, self._coordinator)
+            return None
         path, manifest = found
         wanted = self._config.checkpoint.load_contents or self._config.checkpoint.contents
         fingerprint = self._identity.model_fingerprint

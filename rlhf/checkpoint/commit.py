@@ -36,7 +36,7 @@ def publish(run_dir: Path, temporary: Path, manifest: Manifest) -> Path:
     temporary.rename(final)
     fsync_dir(run_dir)
     announce("commit.pointer")
-    replace_durably(run_dir / POINTER, f"{manifest.step}\n")
+    _point_to(run_dir, manifest.step)
     announce("commit.published")
     return final
 
@@ -59,7 +59,7 @@ def discard(path: Path) -> None:
     path.rename(trash)
     fsync_dir(path.parent)
     announce("commit.trash")
-    shutil.rmtree(trash)
+    _delete(trash)
 
 
 def set_aside(path: Path, reason: str) -> Path:
@@ -67,6 +67,7 @@ def set_aside(path: Path, reason: str) -> Path:
     number = 1
     while (target := path.with_name(f"{path.name}.{reason}-{number}")).exists():
         number += 1
+    _point_elsewhere(path)
     path.rename(target)
     fsync_dir(path.parent)
     return target
@@ -76,5 +77,32 @@ def clean_leftovers(run_dir: Path) -> list[str]:
     """Remove what killed saves and removals left behind; only for a time when no save is in flight. Returns the names."""
     leftovers = [p for p in run_dir.iterdir() if p.name.startswith((TEMPORARY, TRASH))]
     for path in leftovers:
-        shutil.rmtree(path)
+        _delete(path)
     return [p.name for p in leftovers]
+
+
+def _delete(path: Path) -> None:
+    # A user may have moved a checkpoint to other storage and left a link; of that, only the link is ours to delete.
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _point_elsewhere(leaving: Path) -> None:
+    """Let the pointer name the newest other checkpoint before `leaving` loses its name, so that it never names nothing."""
+    others = [path for path in scan(leaving.parent) if path != leaving]
+    _point_to(leaving.parent, step_of(others[0]) if others else None)
+
+
+def _point_to(run_dir: Path, step: int | None) -> None:
+    pointer = run_dir / POINTER
+    if step is None:
+        pointer.unlink(missing_ok=True)
+        return
+    try:
+        replace_durably(pointer, f"{step}\n")
+    except OSError as error:
+        # A hint that could not be written (a full disk) does not undo what is published. An old one must not stay: what it names may go.
+        log.error("%s could not be written and is removed: %s", pointer, error)
+        pointer.unlink(missing_ok=True)

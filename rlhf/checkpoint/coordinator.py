@@ -15,9 +15,10 @@ class PeerError(RuntimeError):
 
 
 def _sendable(error: Exception) -> Exception:
-    """`error` itself if it survives the way to another process, else its text."""
+    """`error` itself if it survives the way to another process and back, else its text."""
     try:
-        pickle.dumps(error)
+        # Both ways: many classes that pickle (own arguments of __init__) fail when the receiver rebuilds them.
+        pickle.loads(pickle.dumps(error))  # noqa: S301
         return error
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")

@@ -2,8 +2,8 @@
 
 import errno
 
-UNFIXABLE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
-"""Conditions of the disk that a restart meets again: full, over quota, not permitted, read-only."""
+UNFIXABLE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
+"""Conditions of the disk that a restart meets again: full, over quota or file size limit, not permitted, read-only."""
 
 
 class DamagedCheckpoint(Exception):

@@ -30,16 +30,21 @@ def write_file(root: Path, path: str, chunks: Iterable[bytes | memoryview]) -> W
     target = root / path
     target.parent.mkdir(parents=True, exist_ok=True)
     digest, size = xxhash.xxh3_128(), 0
-    with target.open("xb", buffering=0) as file:
-        announce("commit.file_write")
-        for chunk in chunks:
-            view = memoryview(chunk).cast("B")
-            digest.update(view)
-            size += len(view)
-            while view:
-                view = view[file.write(view) :]
-        announce("commit.fsync")
-        os.fsync(file.fileno())
+    try:
+        with target.open("xb", buffering=0) as file:
+            announce("commit.file_write")
+            for chunk in chunks:
+                view = memoryview(chunk).cast("B")
+                digest.update(view)
+                size += len(view)
+                while view:
+                    view = view[file.write(view) :]
+            announce("commit.fsync")
+            os.fsync(file.fileno())
+    except OSError as error:
+        # What write and fsync raise names no file, and with it the rank that failed.
+        error.filename = error.filename or str(target)
+        raise
     return WrittenFile(path, size, digest.hexdigest())
 
 

@@ -57,7 +57,7 @@ def read_manifest(root: Path) -> Manifest:
     path = root / MANIFEST
     try:
         raw = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise DamagedCheckpoint(f"{root} has no {MANIFEST}: it was never committed") from None
     try:
         payload = json.loads(raw)["payload"]
@@ -67,7 +67,7 @@ def read_manifest(root: Path) -> Manifest:
         if payload["format"] != FORMAT:
             raise ValueError(f"format {payload['format']} is not {FORMAT}")
         manifest = Manifest(**payload)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
     for name in manifest.files:
         pure = PurePosixPath(name)

@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from safetensors.torch import load as load_safetensors
@@ -25,11 +25,11 @@ from rlhf.errors import UserError
 log = logging.getLogger(__name__)
 
 
-def find_intact(run_dir: Path, coordinator: Coordinator) -> tuple[Path, Manifest] | None:
+def find_intact(run_dir: Path, coordinator: Coordinator, source: Path | None = None) -> tuple[Path, Manifest] | None:
     """The newest checkpoint whose every byte is as committed; damaged newer ones are set aside and reported. Collective.
 
-    Returns None only for a run directory that never held a checkpoint. Raises UserError when all there were are damaged: a run
-    must never start again at step 0 silently.
+    `source` is the checkpoint that the run was forked from, the last resort. Returns None only for a run directory that never held a
+    checkpoint. Raises UserError when all there were are damaged: a run must never start again at step 0 silently.
     """
     for path in coordinator.on_leader(lambda: scan(run_dir)):
         try:
@@ -37,7 +37,12 @@ def find_intact(run_dir: Path, coordinator: Coordinator) -> tuple[Path, Manifest
         except DamagedCheckpoint as error:
             kept = coordinator.on_leader(partial(commit.set_aside, path, "damaged"))
             if coordinator.is_leader:
-                log.error("%s It was set aside as %s; falling back to the checkpoint before it.", error, kept.name)
+                log.error("%s. It was set aside as %s; falling back to the checkpoint before it.", error, kept.name)
+    if source is not None:
+        try:
+            return source, verify_together(source, coordinator)
+        except DamagedCheckpoint as error:
+            raise UserError(f"trainer.resume_from_path cannot be used: {error}. Name another checkpoint.") from error
     if damaged := coordinator.on_leader(lambda: set_aside_dirs(run_dir, "damaged")):
         names = ", ".join(path.name for path in damaged)
         raise UserError(
@@ -53,7 +58,7 @@ def verify_together(path: Path, coordinator: Coordinator) -> Manifest:
     mine = share_of_files(manifest, coordinator.rank, coordinator.world_size)
     found = coordinator.everywhere(lambda: verify_files(path, manifest, mine))
     if problems := [line for lines in found for line in lines]:
-        raise DamagedCheckpoint(f"{path} is damaged: " + "; ".join(problems) + ".")
+        raise DamagedCheckpoint(f"{path} is damaged: " + "; ".join(problems))
     return manifest
 
 
@@ -61,6 +66,11 @@ def check_compatible(
     path: Path, manifest: Manifest, config: Config, fingerprint: str, load_contents: list[str]
 ) -> None:
     """Raise UserError unless `config` may continue from this checkpoint; harmless differences are logged."""
+    if not {"model", "hf_model"} & set(load_contents):
+        raise UserError(
+            f"{path} was saved with checkpoint.contents={manifest.contents}, and loading {load_contents} from it restores no weights, so "
+            "the run cannot continue. Add model to checkpoint.contents, and start anew with trainer.overwrite=true."
+        )
     if missing := [item for item in load_contents if item not in manifest.contents]:
         raise UserError(
             f"checkpoint.load_contents={load_contents} asks for {', '.join(missing)}, but {path} holds {', '.join(manifest.contents)}. "
@@ -86,9 +96,11 @@ def load_state(
         if "model" in load_contents:
             _load(TensorReader.of_component(path / name / "model"), role.model_pieces(), path, f"{name}'s weights")
         elif "hf_model" in load_contents:
-            _load(
-                TensorReader.of_whole_tensors(path / name / HF_FOLDER), role.model_pieces(), path, f"{name}'s weights"
-            )
+            # By the manifest, not by what lies there: only those files were verified.
+            files = [f for f in map(PurePosixPath, manifest.files) if f.parent == PurePosixPath(name, HF_FOLDER)]
+            weights = [f.name for f in files if f.suffix == ".safetensors"]
+            reader = TensorReader.of_whole_tensors(path / name / HF_FOLDER, weights)
+            _load(reader, role.model_pieces(), path, f"{name}'s weights")
         if "optimizer" in load_contents:
             _load(
                 TensorReader.of_component(path / name / "optimizer"),

@@ -11,8 +11,8 @@ from typing import Any
 from rlhf.checkpoint import commit
 from rlhf.checkpoint.errors import DamagedCheckpoint
 from rlhf.checkpoint.files import replace_durably
-from rlhf.checkpoint.layout import DRIVER_STATE, RUN_FILE, scan, step_of
-from rlhf.checkpoint.manifest import read_manifest, verify
+from rlhf.checkpoint.layout import DRIVER_STATE, POINTER, RUN_FILE, scan, step_of
+from rlhf.checkpoint.manifest import read_manifest, verify_files
 from rlhf.config import Config
 from rlhf.errors import UserError
 
@@ -34,7 +34,8 @@ def prepare(config: Config) -> None:
             log.warning(
                 "trainer.overwrite=true: deleting the checkpoints up to step %s of %s.", step_of(existing[0]), run_dir
             )
-        for path in sorted(run_dir.iterdir()):
+        # The pointer goes first: it never names a checkpoint that is gone.
+        for path in sorted(run_dir.iterdir(), key=lambda p: (p.name != POINTER, p.name)):
             if path.name not in LOCKS:
                 _remove(path)
     if removed := commit.clean_leftovers(run_dir):
@@ -46,7 +47,7 @@ def prepare(config: Config) -> None:
         )
     run = read_run_file(run_dir) or {"run_id": _newest_driver_state(run_dir).get("run_id", _new_run_id())}
     if trainer.resume_mode == "resume_path":
-        run |= _fork(run_dir, Path(trainer.resume_from_path or "").expanduser().absolute(), run.get("resumed_from"))
+        run |= _fork(run_dir, _resume_path(config), run.get("resumed_from"))
     replace_durably(run_dir / RUN_FILE, json.dumps(run) + "\n")
 
 
@@ -64,7 +65,7 @@ def _fork(run_dir: Path, source: Path, known: str | None) -> dict[str, Any]:
     if step_of(source) is None or not source.is_dir():
         raise UserError(f"trainer.resume_from_path={source} is not a checkpoint: name a global_step_N directory.")
     for path in scan(run_dir):
-        if source.parent != run_dir or (step_of(path) or 0) > (step_of(source) or 0):
+        if source.parent != run_dir.resolve() or (step_of(path) or 0) > (step_of(source) or 0):
             log.warning(
                 "%s is set aside as %s: the run starts again from %s.",
                 path,
@@ -81,13 +82,18 @@ def _new_run_id() -> str:
 
 def _newest_driver_state(run_dir: Path) -> dict[str, Any]:
     """The newest checkpoint's driver state, or nothing when there is none to be read."""
-    for path in scan(run_dir):
-        try:
-            read_manifest(path)
-            return json.loads((path / DRIVER_STATE).read_text())
-        except (DamagedCheckpoint, FileNotFoundError, ValueError):
-            continue
-    return {}
+    return next((state for path in scan(run_dir) if (state := _driver_state(path)) is not None), {})
+
+
+def _driver_state(path: Path) -> dict[str, Any] | None:
+    """The driver state of a checkpoint, or None unless its bytes are as committed."""
+    try:
+        manifest = read_manifest(path)
+    except DamagedCheckpoint:
+        return None
+    if verify_files(path, manifest, [DRIVER_STATE]):
+        return None
+    return json.loads((path / DRIVER_STATE).read_text())
 
 
 def read_run_file(run_dir: Path) -> dict[str, Any]:
@@ -100,7 +106,13 @@ def resume_source(config: Config) -> Path | None:
     """The checkpoint to start from when the directory has none of its own: `trainer.resume_from_path`, if asked for."""
     if config.trainer.resume_mode != "resume_path":
         return None
-    return Path(config.trainer.resume_from_path or "").expanduser().absolute()
+    return _resume_path(config)
+
+
+def _resume_path(config: Config) -> Path:
+    # Resolved, because a detour ("..", a link) into the run's own directory must not look like another run's.
+    path = Path(config.trainer.resume_from_path or "").expanduser().absolute()
+    return path.parent.resolve() / path.name
 
 
 def planned_steps(config: Config, steps_per_epoch: float) -> int:
@@ -114,9 +126,8 @@ def finished_step(config: Config) -> int | None:
     newest = next(iter(scan(config.run_dir)), None)
     if newest is None:
         return None
-    try:
-        verify(newest)
-    except DamagedCheckpoint:
+    driver = _driver_state(newest)
+    if driver is None or driver["step"] < planned_steps(config, driver["steps_per_epoch"]):
         return None
-    driver = json.loads((newest / DRIVER_STATE).read_text())
-    return driver["step"] if driver["step"] >= planned_steps(config, driver["steps_per_epoch"]) else None
+    # All bytes are read only when that ends the run; otherwise the ranks verify them, each its share.
+    return None if verify_files(newest, read_manifest(newest)) else driver["step"]

@@ -5,7 +5,7 @@ reads at any other. Shards lie in safetensors files, one per rank, as 1-D tensor
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,15 +74,20 @@ def safetensors_chunks(
 
 
 def write_pieces(root: Path, folder: str, file_name: str, pieces: Pieces) -> tuple[list[WrittenFile], dict[str, Any]]:
-    """Write the pieces that this rank owns to `folder/file_name`; returns the file and this rank's share of the index."""
+    """Write the pieces that this rank owns to `folder/file_name`; returns the file and this rank's share of the index.
+
+    The share names every piece, owned or not, so that the merge sees a tensor that no rank owns.
+    """
     owned = {name: piece for name, piece in pieces.items() if piece.owner and piece.local.numel()}
     index = {
         name: {
             "dtype": DTYPE_NAMES[piece.local.dtype],
             "shape": list(piece.shape),
-            "shards": [{"file": file_name, "start": piece.start, "stop": piece.start + piece.local.numel()}],
+            "shards": [{"file": file_name, "start": piece.start, "stop": piece.start + piece.local.numel()}]
+            if name in owned
+            else [],
         }
-        for name, piece in owned.items()
+        for name, piece in pieces.items()
     }
     if not owned:
         return [], index
@@ -134,13 +139,13 @@ class TensorReader:
         return cls(folder, json.loads((folder / INDEX).read_text()))
 
     @classmethod
-    def of_whole_tensors(cls, folder: Path) -> "TensorReader":
-        """Over plain safetensors files, such as a Hugging Face folder's, each tensor whole in one of them."""
+    def of_whole_tensors(cls, folder: Path, file_names: Iterable[str]) -> "TensorReader":
+        """Over plain safetensors files of `folder`, such as a Hugging Face folder's, each tensor whole in one of them."""
         reader = cls(folder, {})
-        for path in sorted(folder.glob("*.safetensors")):
-            for name, entry in reader._header(path.name)[1].items():
+        for file_name in file_names:
+            for name, entry in reader._header(file_name)[1].items():
                 if name != "__metadata__":
-                    shard = {"file": path.name, "start": 0, "stop": _numel(entry["shape"])}
+                    shard = {"file": file_name, "start": 0, "stop": _numel(entry["shape"])}
                     reader.index[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "shards": [shard]}
         return reader
 
@@ -154,11 +159,7 @@ class TensorReader:
     def mismatches(self, pieces: Pieces) -> list[str]:
         """How the stored names, shapes and types differ from those of `pieces`; empty when they are the same architecture."""
         stored = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in self.index.items()}
-        wanted = {
-            name: (DTYPE_NAMES[piece.local.dtype], piece.shape)
-            for name, piece in pieces.items()
-            if _numel(list(piece.shape))
-        }
+        wanted = {name: (DTYPE_NAMES[piece.local.dtype], piece.shape) for name, piece in pieces.items()}
         lines = [f"{name} is not in the checkpoint" for name in wanted.keys() - stored.keys()]
         lines += [f"{name} is only in the checkpoint" for name in stored.keys() - wanted.keys()]
         both = stored.keys() & wanted.keys()

@@ -63,11 +63,19 @@ def write_checkpoint(
         path, total_bytes = coordinator.on_leader(lambda: _publish(run_dir, root, snapshot, identity, parts))
     except Exception as error:
         if coordinator.is_leader and temporary is not None and temporary.exists():
-            commit.discard(temporary)
-        message = f"The checkpoint of step {snapshot.step} in {run_dir} was not saved; earlier checkpoints are intact. {error}"
+            _discard(temporary)
+        message = f"The checkpoint of step {snapshot.step} in {run_dir} was not saved; earlier checkpoints are intact. {error}."
         raise SaveFailed(message, unfixable=is_unfixable(error)) from error
     removed = coordinator.on_leader(lambda: _prune(run_dir, max_to_keep))
     return SaveResult(path, total_bytes, time.monotonic() - started, removed)
+
+
+def _discard(temporary: Path) -> None:
+    try:
+        commit.discard(temporary)
+    except OSError as error:
+        # Must not hide why the save failed, nor set this rank apart from the others.
+        log.warning("%s could not be removed (%s); the next start does it.", temporary, error)
 
 
 def _check_room(run_dir: Path, needed: int) -> None:
@@ -97,6 +105,12 @@ def _publish(
     parts: list[tuple[list[WrittenFile], dict[str, dict]]],
 ) -> tuple[Path, int]:
     written = [file for files, _ in parts for file in files]
+    for file in written:
+        if not (root / file.path).is_file():
+            raise FileNotFoundError(
+                f"{file.path} was written by another rank and is not there for rank 0: all nodes must share the file system of "
+                "trainer.default_local_dir."
+            )
     for folder in snapshot.components:
         written.append(write_json(root, f"{folder}/{INDEX}", merge_indices([indices[folder] for _, indices in parts])))
     manifest = Manifest(

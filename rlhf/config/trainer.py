@@ -16,7 +16,7 @@ class TrainerConfig:
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), resume="harmless")
     """`auto` takes CUDA when a device is visible."""
     threads_per_rank: int | None = setting(None, ge=1, resume="harmless")
-    """CPU threads of each rank; null means cores / nproc."""
+    """CPU threads of each rank; null means OMP_NUM_THREADS if that is set, else cores / nproc. Too many crawl on a busy machine."""
     seed: int = setting(1, ge=0, le=2**32 - 1)
     """Every random choice of the run follows from it."""
     deterministic: bool | None = setting(None)
@@ -26,7 +26,7 @@ class TrainerConfig:
     total_training_steps: int | None = setting(None, ge=1)
     """Steps in all; overrides `total_epochs`."""
     save_freq: int = setting(20, ge=0, resume="harmless")
-    """Steps between checkpoints; the last step is saved too. 0 saves nothing."""
+    """Steps between checkpoints; the last step is saved too. 0 saves only when the run is asked to stop."""
     test_freq: int = setting(20, ge=0, resume="harmless")
     """Steps between evaluations on the held-out prompts; the last step is evaluated too. 0 never evaluates."""
     val_before_train: bool = setting(True, resume="harmless")

@@ -131,7 +131,7 @@ def _data(config: Config) -> Iterator[str]:
 
 def _checkpoint(config: Config) -> Iterator[str]:
     saved, loaded = config.checkpoint.contents, config.checkpoint.load_contents
-    saves, resumes = config.trainer.save_freq > 0, config.trainer.resume_mode != "disable"
+    resumes = config.trainer.resume_mode != "disable"
     for key, contents in (("contents", saved), ("load_contents", loaded or [])):
         for name in contents:
             if name not in CONTENTS:
@@ -139,9 +139,10 @@ def _checkpoint(config: Config) -> Iterator[str]:
                 yield f"checkpoint.{key}={contents}: {name!r} is none of {', '.join(CONTENTS)}.{near}"
         if len(set(contents)) < len(contents):
             yield f"checkpoint.{key}={contents}: name each part once."
-    if saves and not saved:
-        yield f"checkpoint.contents=[]: nothing to save; name any of {', '.join(CONTENTS)}, or set trainer.save_freq=0."
-    elif saves and resumes and not {"model", "hf_model"} & set(saved):
+    # Whatever trainer.save_freq says: a run that is asked to stop saves.
+    if not saved:
+        yield f"checkpoint.contents=[]: nothing to save; name any of {', '.join(CONTENTS)}."
+    elif resumes and not {"model", "hf_model"} & set(saved):
         yield (
             f"checkpoint.contents={saved}: without model or hf_model no run can resume; "
             "add model, or set trainer.resume_mode=disable."
@@ -151,7 +152,7 @@ def _checkpoint(config: Config) -> Iterator[str]:
     if not {"model", "hf_model"} & set(loaded):
         yield f"checkpoint.load_contents={loaded}: needs model or hf_model; null reads what checkpoint.contents names."
     missing = [name for name in loaded if name in CONTENTS and name not in saved]
-    if saves and resumes and missing:
+    if resumes and missing:
         yield (
             f"checkpoint.load_contents={loaded}: a resume would look for {', '.join(missing)}, which "
             f"checkpoint.contents={saved} does not save; make the two agree."

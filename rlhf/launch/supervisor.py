@@ -65,13 +65,13 @@ def _supervise_locked(config: Config, run_dir: Path) -> int:
         tracker = Tracker(config, run_dir, read_run_file(run_dir)["run_id"])
         tracker.start(step)
         tracker.finish()
-        log.info("%s", write_report(run_dir))
+        log.info("Done.\n%s", write_report(run_dir))
         return EXIT_DONE
     replace_durably(run_dir / RESOLVED, to_yaml(config))
     with StopRequest() as stop:
         code = run_attempts(config, ["-m", "rlhf.worker", str(run_dir)], stop)
     if code == EXIT_DONE:
-        log.info("%s", write_report(run_dir))
+        log.info("Done.\n%s", write_report(run_dir))
     return code
 
 
@@ -105,6 +105,8 @@ def run_attempts(config: Config, command: Sequence[str], stop: StopRequest) -> i
         cause = evidence.first_cause(attempt, statuses)
         what = "a rank could not be ended" if cause is None else evidence.describe_rank(cause, attempt, statuses)
         log.warning("Crash: %s. Restart %d of %d in %g s.", what, decision.number, t.max_restarts, decision.wait_s)
+        if cause is not None and cause in statuses and statuses[cause].error:
+            log.warning("How it happened:\n%s", evidence.report(attempt, t.nproc, statuses, checkpoint))
         stop.wait(decision.wait_s)
         if stop.signal_name is not None:
             log.warning("%s while waiting for a restart. %s", stop.signal_name, evidence.next_start(checkpoint))
@@ -134,8 +136,15 @@ def _log_leaving(
 
 
 def _rank_environment(config: Config) -> dict[str, str]:
-    threads = config.trainer.threads_per_rank or max(1, _cores() // config.trainer.nproc)
-    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
+    chosen = config.trainer.threads_per_rank or os.environ.get("OMP_NUM_THREADS")
+    return {
+        "OMP_NUM_THREADS": str(chosen or max(1, _cores() // config.trainer.nproc)),
+        # Threads that spin at barriers, libgomp's default, crawl as soon as another process wants their core.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+        "TOKENIZERS_PARALLELISM": "false",
+        # Some reasoning-gym tasks draw other problems for other hash seeds.
+        "PYTHONHASHSEED": "0",
+    }
 
 
 def _cores() -> int:
