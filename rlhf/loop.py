@@ -1,6 +1,7 @@
 """The training loop. It reads like the algorithm; how each part works, and when it is due, is that part's business."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +15,10 @@ from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.driver_state import DriverState
 from rlhf.config import Config
-from rlhf.distributed import all_max, all_sum, any_rank
+from rlhf.distributed import all_max, all_sum
 from rlhf.errors import Preempted
 from rlhf.evaluation import Evaluator
 from rlhf.events import announce
-from rlhf.launch.preemption import PreemptionFlag
 from rlhf.metrics import step_metrics
 from rlhf.policy_sampler import PolicySampler
 from rlhf.prompt_share import PromptShare
@@ -45,7 +45,8 @@ class Parts:
     checkpointer: Checkpointer
     run_log: RunLog
     driver: DriverState
-    preemption: PreemptionFlag
+    stop_requested: Callable[[], bool]
+    """Whether any rank was asked to leave; collective."""
 
 
 def train(p: Parts) -> None:
@@ -99,6 +100,6 @@ def train(p: Parts) -> None:
         # Before the checkpoint: a record that is missing for a committed step could never be made up for.
         p.run_log.step(step, metrics)
         p.run_log.saved(p.checkpointer.maybe_save(step, last=last))
-        if any_rank(p.preemption.requested, p.device) and not last:
+        if p.stop_requested() and not last:
             p.run_log.saved(p.checkpointer.save(step))
             raise Preempted(f"Asked to stop: saved step {step} and left; the same command goes on from there.")

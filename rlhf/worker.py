@@ -24,6 +24,7 @@ from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.driver_state import DriverState
 from rlhf.checkpoint.errors import is_unfixable
+from rlhf.checkpoint.layout import RESOLVED
 from rlhf.checkpoint.rng import seed_everything
 from rlhf.checkpoint.run_dir import finished_step, planned_steps, prepare, read_run_file
 from rlhf.config import Config
@@ -36,7 +37,6 @@ from rlhf.launch.lock import hold_rank_lock, run_lock
 from rlhf.launch.logs import configure_logging
 from rlhf.launch.preemption import PreemptionFlag
 from rlhf.launch.status import StatusWriter
-from rlhf.launch.supervisor import RESOLVED
 from rlhf.loop import Parts, train
 from rlhf.models import loading
 from rlhf.policy_sampler import PolicySampler
@@ -139,7 +139,7 @@ def build(config: Config, device: torch.device, coordinator: Coordinator, status
         checkpointer=checkpointer,
         run_log=run_log,
         driver=driver,
-        preemption=preemption,
+        stop_requested=lambda: distributed.any_rank(preemption.requested, device),
     )
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhf.checkpoint.layout import RESOLVED
 from rlhf.config import Config
 from rlhf.config.files import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
@@ -19,8 +20,6 @@ from rlhf.launch.logs import configure_logging
 from rlhf.launch.policy import GiveUp, RestartPolicy
 from rlhf.launch.preemption import StopRequest
 from rlhf.launch.status import RankStatus, clear_statuses, read_statuses
-
-RESOLVED = "resolved.yaml"
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rlhf.config.rollout import RolloutConfig
 from rlhf.errors import UserError
-from rlhf.rollout.batch import Batch
+from rlhf.rollout.decoding import Decoding
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.types import Request, Sample, SamplingParams
 
@@ -97,8 +97,8 @@ class EmbeddedEngine:
             raise ValueError("a prompt has no tokens")
         check_lengths(self.model.config, max(len(r.token_ids) for r in requests), params.max_tokens)
         eos = self.eos[:0] if params.ignore_eos else self.eos
-        batch = Batch(self.model, self.tokenizer, eos, requests, params, self.max_num_seqs)
-        return batch.run(seed, step)
+        decoding = Decoding(self.model, self.tokenizer, eos, requests, params, self.max_num_seqs)
+        return decoding.run(seed, step)
 
 
 def build_embedded_engine(

@@ -22,7 +22,7 @@ REFILL_SHARE = 16
 SAMPLE, START, BIRTH, KEY, TOKEN = range(5)
 
 
-class Batch:
+class Decoding:
     """The state of one `generate` call. The host keeps a copy of what it decides on: one synchronisation per token."""
 
     def __init__(
