@@ -188,7 +188,7 @@ def main_under_torchrun(config: Config) -> int:
 
 
 def _coordinator(config: Config) -> Coordinator:
-    return Coordinator(timedelta(seconds=config.trainer.collective_timeout_s))
+    return Coordinator(timedelta(seconds=config.checkpoint.timeout_s))
 
 
 def _guarded(run_dir: Path, work: Callable[[StatusWriter], None]) -> int:

@@ -68,8 +68,8 @@ def check_compatible(
     """Raise UserError unless `config` may continue from this checkpoint; harmless differences are logged."""
     if not {"model", "hf_model"} & set(load_contents):
         raise UserError(
-            f"{path} was saved with checkpoint.contents={manifest.contents}, and loading {load_contents} from it restores no weights, so "
-            "the run cannot continue. Add model to checkpoint.contents, and start anew with trainer.overwrite=true."
+            f"Reading {load_contents} (checkpoint.load_contents, or else checkpoint.contents) from {path} restores no weights, so the run "
+            "cannot continue. Add model to it if the checkpoint has it, else start anew with trainer.overwrite=true."
         )
     if missing := [item for item in load_contents if item not in manifest.contents]:
         raise UserError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf.checkpoint import commit
 from rlhf.checkpoint.errors import DamagedCheckpoint
-from rlhf.checkpoint.files import replace_durably
+from rlhf.checkpoint.files import fsync_dir, replace_durably
 from rlhf.checkpoint.layout import DRIVER_STATE, POINTER, RUN_FILE, scan, step_of
 from rlhf.checkpoint.manifest import read_manifest, verify_files
 from rlhf.config import Config
@@ -27,6 +27,7 @@ def prepare(config: Config) -> None:
     """
     run_dir, trainer = config.run_dir, config.trainer
     run_dir.mkdir(parents=True, exist_ok=True)
+    fsync_dir(run_dir.parent)
     # A launcher that restarts its ranks (torchrun) repeats this call; what the first attempt saved is ours, not left from before.
     first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if trainer.overwrite and first_attempt:

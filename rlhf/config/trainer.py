@@ -38,7 +38,7 @@ class TrainerConfig:
     allow_config_change: bool = setting(False, resume="harmless")
     """Resume although settings that change the trajectory differ from the checkpoint's."""
     overwrite: bool = setting(False, resume="harmless")
-    """Delete what the run directory holds before a new run (moved to trash first)."""
+    """Delete what the run directory holds before a new run, each time the command is given (moved to trash first)."""
     logger: list[str] = setting([], resume="harmless")
     """Trackers beside the console and metrics.jsonl, which are always on: `wandb`, `tensorboard`."""
     max_restarts: int = setting(10, ge=0, resume="harmless")
@@ -52,4 +52,4 @@ class TrainerConfig:
     preempt_grace_s: float = setting(300.0, gt=0, resume="harmless")
     """Seconds from SIGTERM or SIGUSR1 within which the ranks finish their step and save, before they are killed."""
     collective_timeout_s: float = setting(600.0, gt=0, resume="harmless")
-    """Longest wait for another rank, in seconds; then the attempt fails and restarts."""
+    """Longest wait for another rank in training, in seconds; then the attempt fails and restarts. Saves: `checkpoint.timeout_s`."""

@@ -1,0 +1,134 @@
+"""200 random bit flips over all files of a real checkpoint: each one is detected, and a resume falls back to the one before."""
+
+import logging
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoint.errors import DamagedCheckpoint
+from rlhf.checkpoint.layout import POINTER, scan, step_dir
+from rlhf.checkpoint.manifest import verify
+from rlhf.config import Config
+from rlhf.errors import UserError
+from tests.checkpoint_helpers import (
+    equal_bits,
+    files_of,
+    flip_bit,
+    make_backend,
+    make_checkpointer,
+    make_config,
+    whole_state,
+    world_of_one,
+)
+
+FLIPS = 200
+SEED = 20
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A run with the checkpoints of steps 2 and 4, and the states that they hold."""
+    folder = tmp_path_factory.mktemp("bit_flips")
+    with world_of_one(folder):
+        config = make_config(folder)
+        config.checkpoint.contents = ["model", "optimizer", "extra", "hf_model"]
+        states = {}
+        for step in (2, 4):
+            backend = make_backend(1, train_steps=step)
+            make_checkpointer(config, backend, step).save(step)
+            states[step] = whole_state(backend)
+        yield config.run_dir, states
+
+
+@pytest.fixture
+def config(original, tmp_path) -> Config:
+    """A copy of that run, to be damaged."""
+    config = make_config(tmp_path)
+    config.checkpoint.contents = ["model", "optimizer", "extra", "hf_model"]
+    shutil.copytree(original[0], config.run_dir)
+    return config
+
+
+def choose_flips(checkpoint: Path) -> list[tuple[str, int]]:
+    """Every file at least once, the rest of the flips by size; the last bits of the file and of the manifest among them."""
+    rng = random.Random(SEED)
+    sizes = {name: 8 * (checkpoint / name).stat().st_size for name in sorted(files_of(checkpoint))}
+    chosen = list(sizes) + rng.choices(list(sizes), weights=list(sizes.values()), k=FLIPS - len(sizes))
+    return [(name, rng.randrange(sizes[name])) for name in chosen]
+
+
+def test_every_flip_is_detected(config):
+    checkpoint = step_dir(config.run_dir, 4)
+    flips = choose_flips(checkpoint)
+    assert len(flips) == FLIPS
+    assert {name for name, _ in flips} == files_of(checkpoint)
+    assert len(files_of(checkpoint)) >= 14
+    for name, bit in flips:
+        flip_bit(checkpoint / name, bit)
+        with pytest.raises(DamagedCheckpoint, match=name):
+            verify(checkpoint)
+        flip_bit(checkpoint / name, bit)
+    assert verify(checkpoint).step == 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "manifest.json",
+        "driver_state.json",
+        "config.yaml",
+        "rng/rank_00000.safetensors",
+        "actor/model/rank_00000.safetensors",
+        "actor/optimizer/index.json",
+        "actor/huggingface/model.safetensors",
+    ],
+)
+def test_resume_falls_back_to_the_one_before(original, config, caplog, name):
+    path = step_dir(config.run_dir, 4) / name
+    flip_bit(path, random.Random(name).randrange(8 * path.stat().st_size))
+    before = path.read_bytes()
+    backend = make_backend(2)
+    with caplog.at_level(logging.INFO, logger="rlhf"):
+        driver = make_checkpointer(config, backend).resume()
+    assert driver["step"] == 2
+    assert equal_bits(whole_state(backend), original[1][2])
+    kept = config.run_dir / "global_step_4.damaged-1"
+    assert (kept / name).read_bytes() == before
+    assert [path.name for path in scan(config.run_dir)] == ["global_step_2"]
+    assert (config.run_dir / POINTER).read_text() == "2\n"
+    [report] = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    assert name in report
+    assert "It was set aside as global_step_4.damaged-1; falling back" in report
+    # The step can be reached and saved again beside the damaged one.
+    make_checkpointer(config, backend, 4).save(4)
+    assert make_checkpointer(config, backend).resume()["step"] == 4
+
+
+def test_an_intact_run_resumes_from_the_newest_without_a_word_of_damage(original, config, caplog):
+    backend = make_backend(2)
+    assert make_checkpointer(config, backend).resume()["step"] == 4
+    assert equal_bits(whole_state(backend), original[1][4])
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_all_damaged_is_an_error_at_every_start_never_a_fresh_run(config):
+    for step in (2, 4):
+        flip_bit(step_dir(config.run_dir, step) / "actor/model/rank_00000.safetensors", 8000)
+    backend = make_backend(2)
+    state = whole_state(backend)
+    for _ in range(2):
+        with pytest.raises(UserError) as caught:
+            make_checkpointer(config, backend).resume()
+        for part in ("global_step_2.damaged-1", "global_step_4.damaged-1", "step 0", "trainer.overwrite=true"):
+            assert part in str(caught.value)
+    assert equal_bits(whole_state(backend), state)
+
+
+def test_a_wrong_or_missing_pointer_is_only_a_hint(config):
+    for content in ("2\n", "900\n", "garbage", ""):
+        (config.run_dir / POINTER).write_text(content)
+        assert make_checkpointer(config, make_backend(2)).resume()["step"] == 4
+    (config.run_dir / POINTER).unlink()
+    assert make_checkpointer(config, make_backend(2)).resume()["step"] == 4

@@ -1,0 +1,317 @@
+"""Saves that cannot be written: no room, a limit in the middle of a file, no permission, a rank that dies. Never silent, never a loss."""
+
+import errno
+import logging
+import os
+import resource
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.errors import SaveFailed
+from rlhf.checkpoint.layout import POINTER, TEMPORARY, TRASH, scan, step_of
+from rlhf.checkpoint.manifest import verify
+from rlhf.checkpoint.run_dir import prepare
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.events import subscribe
+from tests.checkpoint_helpers import PlainRole, listening, make_checkpointer, make_config, run_ranks
+
+FLOATS = 200_000  # 0.8 MB of weights and as much of moments over all ranks
+PROMPT_S = 10.0
+DEADLINE_S = 60
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    return make_config(tmp_path)
+
+
+@pytest.fixture
+def mounted(tmp_path) -> Iterator[Config]:
+    """A run directory on a disk of its own of 6 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, text=True, check=False
+    )
+    if mount.returncode != 0:
+        pytest.skip(f"needs the right to mount a tmpfs: {mount.stderr.strip()}")
+    yield make_config(disk)
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """Run an attempt on two real ranks; each returns (kind of error, its text, seconds to it)."""
+
+    def run(function: Callable, *arguments) -> list:
+        join = Path(tempfile.mkdtemp(dir=tmp_path))
+        return run_ranks(2, function, *arguments, deadline_s=DEADLINE_S, join=join)
+
+    return run
+
+
+def leftovers(config: Config) -> list[str]:
+    return [path.name for path in config.run_dir.iterdir() if path.name.startswith((TEMPORARY, TRASH))]
+
+
+def assert_whole(config: Config, *steps: int) -> None:
+    """Exactly the checkpoints of `steps` are there, intact; the newest one is what a fresh start resumes, and nothing else is left."""
+    assert [step_of(path) for path in scan(config.run_dir)] == sorted(steps, reverse=True)
+    assert [verify(path).step for path in scan(config.run_dir)] == sorted(steps, reverse=True)
+    assert (config.run_dir / POINTER).read_text() == f"{max(steps)}\n"
+    prepare(config)
+    assert leftovers(config) == []
+    role = PlainRole(FLOATS)
+    assert make_checkpointer(config, role).resume()["step"] == max(steps)
+    assert role.position == max(steps)
+
+
+def save(rank: int, config: Config, step: int, prepare_failure: Callable[[int, Config], None] | None = None) -> tuple:
+    """Save `step` on this rank; how that ended."""
+    coordinator = Coordinator()
+    role = PlainRole(FLOATS, rank, coordinator.world_size, seed=step)
+    checkpointer = make_checkpointer(config, role, step, coordinator)
+    if prepare_failure is not None:
+        prepare_failure(rank, config)
+    started = time.monotonic()
+    try:
+        result = checkpointer.save(step)
+    except Exception as error:
+        return type(error), str(error), time.monotonic() - started
+    return type(result), "", time.monotonic() - started
+
+
+def limit_file_size(rank: int, config: Config) -> None:
+    """From here on no file of this process grows beyond 100 kB; each rank's weights take 400 kB. The kernel says so in mid-file."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def limit_file_size_of_rank_1(rank: int, config: Config) -> None:
+    if rank == 1:
+        limit_file_size(rank, config)
+
+
+def test_a_write_that_fails_in_the_middle_of_a_file_is_told_on_every_rank(config, ranks):
+    assert [kind.__name__ for kind, *_ in ranks(save, config, 2)] == ["SaveResult"] * 2
+    for kind, message, seconds in ranks(save, config, 4, limit_file_size):
+        assert kind is UserError  # a restart would meet the same limit
+        assert f"The checkpoint of step 4 in {config.run_dir} was not saved; earlier checkpoints are intact." in message
+        assert os.strerror(errno.EFBIG) in message
+        assert message.endswith("Mend it and run the same command again.")
+        assert seconds < PROMPT_S
+    assert leftovers(config) == []
+    assert_whole(config, 2)
+
+
+def test_a_failure_of_one_rank_ends_the_save_on_all(config, ranks):
+    ranks(save, config, 2)
+    outcomes = ranks(save, config, 4, limit_file_size_of_rank_1)
+    for kind, message, seconds in outcomes:
+        assert kind is UserError
+        assert os.strerror(errno.EFBIG) in message
+        assert "actor/model/rank_00001.safetensors" in message
+        assert seconds < PROMPT_S
+    assert_whole(config, 2)
+
+
+def save_twice(rank: int, config: Config) -> list[tuple]:
+    """Fail at step 4, find the room again, save step 6: what training does that goes on."""
+    errors: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: errors.append(record.getMessage())
+    logging.getLogger("rlhf").addHandler(handler)
+    coordinator = Coordinator()
+    results = []
+    for step, limit in ((4, 100_000), (6, resource.RLIM_INFINITY)):
+        role = PlainRole(FLOATS, rank, coordinator.world_size, seed=step)
+        checkpointer = make_checkpointer(config, role, step, coordinator)
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        results.append(checkpointer.save(step))
+    return [None if result is None else result.path.name for result in results] + errors
+
+
+def test_on_save_error_continue_says_so_and_trains_on(config, ranks):
+    config.checkpoint.on_save_error = "continue"
+    ranks(save, config, 2)
+    leader, other = ranks(save_twice, config)
+    assert leader[:2] == other == [None, "global_step_6"]
+    [message] = leader[2:]
+    assert "The checkpoint of step 4" in message
+    assert message.endswith("Training goes on (checkpoint.on_save_error=continue).")
+    assert_whole(config, 2, 6)
+
+
+def test_too_little_room_is_refused_before_a_byte_is_written(mounted, ranks):
+    ranks(save, mounted, 2)
+    filler = mounted.run_dir / "filler"
+    stats = os.statvfs(mounted.run_dir)
+    filler.write_bytes(bytes(stats.f_bavail * stats.f_frsize - 2_000_000))
+    for kind, message, _ in ranks(save, mounted, 4):
+        assert kind is UserError
+        assert "the save needs 2.6 MiB and the disk has 1.9 MiB free" in message
+    assert leftovers(mounted) == []
+    filler.unlink()
+    assert [kind.__name__ for kind, *_ in ranks(save, mounted, 4)] == ["SaveResult"] * 2
+    assert_whole(mounted, 2, 4)
+
+
+def fill_the_disk(config: Config) -> None:
+    """A neighbour's file that leaves room for nothing."""
+    with (config.run_dir / "filler").open("ab", buffering=0) as filler:
+        for size in (1 << 16, 1 << 12):
+            with suppress(OSError):
+                while filler.write(bytes(size)) == size:
+                    pass
+
+
+def neighbour_fills_the_disk(rank: int, config: Config) -> None:
+    """The room check has passed and the first file is open when a neighbour takes the rest of the disk."""
+    if rank == 1:
+        subscribe(lambda event: fill_the_disk(config) if event == "commit.file_write" else None)
+
+
+def test_a_disk_that_fills_up_during_the_save(mounted, ranks):
+    ranks(save, mounted, 2)
+    outcomes = ranks(save, mounted, 4, neighbour_fills_the_disk)
+    for kind, message, seconds in outcomes:
+        assert kind is UserError
+        assert "The checkpoint of step 4" in message
+        assert os.strerror(errno.ENOSPC) in message
+        assert seconds < PROMPT_S
+    assert leftovers(mounted) == []
+    (mounted.run_dir / "filler").unlink()
+    assert_whole(mounted, 2)
+
+
+@pytest.mark.parametrize("event", ["commit.manifest", "commit.rename", "commit.pointer"])
+def test_a_disk_that_fills_up_in_a_window_of_the_commit(mounted, event, caplog):
+    mounted.checkpoint.max_to_keep = 1
+    save(0, mounted, 2)
+    with listening(lambda now: fill_the_disk(mounted) if now == event else None):
+        kind, message, _ = save(0, mounted, 4)
+    (mounted.run_dir / "filler").unlink()
+    if event == "commit.manifest":
+        assert kind is UserError
+        assert os.strerror(errno.ENOSPC) in message
+        assert_whole(mounted, 2)
+    else:
+        # Renaming takes no room; the pointer is a hint that may fail without costing a checkpoint that is whole.
+        assert kind.__name__ == "SaveResult", message
+        assert f"{POINTER} could not be written and is removed" in caplog.text
+        assert not (mounted.run_dir / POINTER).exists()
+        assert [step_of(path) for path in scan(mounted.run_dir)] == [4]
+        assert make_checkpointer(mounted, PlainRole(FLOATS)).resume()["step"] == 4
+
+
+def test_a_disk_that_turns_read_only(mounted):
+    save(0, mounted, 2)
+    disk = mounted.run_dir.parents[1]
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    kind, message, _ = save(0, mounted, 4)
+    assert kind is UserError
+    assert os.strerror(errno.EROFS) in message
+    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+    assert_whole(mounted, 2)
+
+
+def lose_permission_on_rank_1(rank: int, config: Config) -> None:
+    if rank == 1:
+        os.seteuid(65534)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to let one rank be another user")
+def test_a_rank_without_permission_is_told_on_every_rank(config, ranks):
+    ranks(save, config, 2)
+    for kind, message, seconds in ranks(save, config, 4, lose_permission_on_rank_1):
+        assert kind is UserError
+        assert os.strerror(errno.EACCES) in message
+        assert seconds < PROMPT_S
+    assert_whole(config, 2)
+
+
+def obstruct_rank_1(rank: int, config: Config) -> None:
+    """A folder lies where rank 1 wants to write its second file: an error that a restart may cure."""
+
+    def listener(event: str) -> None:
+        for temporary in config.run_dir.glob(f"{TEMPORARY}*"):
+            (temporary / "actor/optimizer/rank_00001.safetensors").mkdir(parents=True, exist_ok=True)
+
+    if rank == 1:
+        subscribe(listener)
+
+
+def test_an_error_that_a_restart_may_cure_ends_the_attempt_not_the_run(config, ranks):
+    ranks(save, config, 2)
+    for kind, message, seconds in ranks(save, config, 4, obstruct_rank_1):
+        assert kind is SaveFailed
+        assert "rank_00001.safetensors" in message
+        assert seconds < PROMPT_S
+    assert_whole(config, 2)
+
+
+def die_on_rank_1(rank: int, config: Config) -> None:
+    if rank == 1:
+        subscribe(lambda event: os._exit(9) if event == "commit.fsync" else None)
+
+
+def test_a_rank_that_dies_in_the_save_is_an_error_on_the_other_at_once(config, ranks):
+    ranks(save, config, 2)
+    (kind, message, seconds), dead = ranks(save, config, 4, die_on_rank_1)
+    assert dead == "died"
+    assert kind is SaveFailed
+    assert "The checkpoint of step 4" in message
+    assert seconds < PROMPT_S
+    assert_whole(config, 2)
+
+
+def test_a_step_that_is_there_already_is_refused_and_kept(config, ranks):
+    ranks(save, config, 2)
+    for kind, message, _ in ranks(save, config, 2):
+        assert kind is SaveFailed
+        assert "a published checkpoint is never overwritten" in message
+    assert_whole(config, 2)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_costs_room_not_the_run(config, caplog):
+    config.checkpoint.max_to_keep = 1
+    save(0, config, 2)
+    old = config.run_dir / "global_step_2"
+
+    def obstruct(event: str) -> None:
+        if event == "commit.trash":  # the folder is renamed; somebody takes it away before it is deleted
+            for trash in config.run_dir.glob(f"{TRASH}*"):
+                trash.rename(trash.with_name("taken"))
+
+    with listening(obstruct):
+        assert save(0, config, 4)[0].__name__ == "SaveResult"
+    assert not old.exists()
+    assert "could not be removed" in caplog.text
+    assert_whole(config, 4)
+
+
+def test_a_failed_clean_up_does_not_hide_why_the_save_failed(config, caplog):
+    save(0, config, 2)
+
+    def obstruct(event: str) -> None:
+        if event == "commit.file_write":
+            for temporary in config.run_dir.glob(f"{TEMPORARY}*"):
+                (temporary / "actor/optimizer/rank_00000.safetensors").mkdir(parents=True, exist_ok=True)
+        if event == "commit.trash":
+            for trash in config.run_dir.glob(f"{TRASH}*"):
+                trash.rename(trash.with_name("taken"))
+
+    with listening(obstruct):
+        kind, message, _ = save(0, config, 4)
+    assert kind is SaveFailed
+    assert "actor/optimizer/rank_00000.safetensors" in message
+    assert "could not be removed" in caplog.text
+    assert_whole(config, 2)

@@ -1,0 +1,156 @@
+"""Many processes set up one run directory at once: as ranks that agree on a leader, and as runs that know nothing of each other."""
+
+import os
+import random
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.run_dir import prepare, read_run_file
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.launch.lock import run_lock
+from rlhf.launch.status import StatusWriter
+from tests.checkpoint_helpers import make_config, run_ranks
+
+PROCESSES = 8
+SET_UPS = 1000
+DEADLINE_S = 300
+
+
+def set_up_as_torchrun_does(rank: int, config: Config) -> dict[str, Any]:
+    """What every rank of a new attempt does before it trains, over and over; every second time it starts the run anew."""
+    coordinator, delays = Coordinator(), random.Random(rank)
+    run_dir, runs, overwritten = config.run_dir, [], 0
+    mark, leftover = run_dir / f"mark_{rank}", run_dir / f".tmp-global_step_{rank}-x"
+    for number in range(SET_UPS):
+        config.trainer.overwrite = number % 2 == 1
+        if delays.random() < 0.05:
+            time.sleep(0.002 * delays.random())
+        # Ranks make the directory and their evidence in it as they come, then meet in the process group.
+        run_dir.mkdir(parents=True, exist_ok=True)
+        StatusWriter(run_dir, rank)
+        dist.barrier()
+        coordinator.on_leader(lambda: prepare(config))
+        # Nobody goes on before the directory is ready.
+        assert not leftover.exists()
+        assert mark.exists() == (number > 0 and not config.trainer.overwrite)
+        identity = read_run_file(run_dir)["run_id"]
+        assert (identity in runs) == (number > 0 and not config.trainer.overwrite)
+        runs.append(identity)
+        overwritten += config.trainer.overwrite
+        # Something to delete for the next one: a file of every rank, and what its killed save would have left.
+        mark.touch()
+        (leftover / "actor").mkdir(parents=True)
+    return {"set_ups": number + 1, "overwritten": overwritten, "runs": len(set(runs)), "seen": " ".join(runs)}
+
+
+@pytest.mark.slow
+def test_a_thousand_set_ups_by_eight_ranks(tmp_path):
+    config = make_config(tmp_path)
+    results = run_ranks(PROCESSES, set_up_as_torchrun_does, config, deadline_s=DEADLINE_S, join=tmp_path / "join")
+    # The first set-up makes the run, each that overwrites makes a new one.
+    expected = {"set_ups": SET_UPS, "overwritten": SET_UPS // 2, "runs": SET_UPS // 2 + 1, "seen": results[0]["seen"]}
+    assert results == [expected] * PROCESSES
+
+
+def refuse_on_the_leader(rank: int, config: Config) -> str:
+    """The set-up fails on the leader alone: what does this rank get to know?"""
+    try:
+        Coordinator().on_leader(lambda: prepare(config))
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_error_of_the_leader_reaches_every_rank(tmp_path):
+    config = make_config(tmp_path)
+    config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", str(tmp_path / "nothing")
+    results = run_ranks(PROCESSES, refuse_on_the_leader, config, deadline_s=DEADLINE_S, join=tmp_path / "join")
+    assert len(set(results)) == 1
+    assert results[0].startswith(f"trainer.resume_from_path={tmp_path / 'nothing'} is not a checkpoint")
+
+
+class UnsendableError(Exception):
+    """Pickles well; whoever unpickles it gets a TypeError."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def fail_with_an_unsendable_error(rank: int) -> list[str]:
+    def fail() -> None:
+        raise UnsendableError(1, 2)
+
+    texts = []
+    coordinator = Coordinator()
+    for attempt in (lambda: coordinator.on_leader(fail), lambda: coordinator.everywhere(fail)):
+        try:
+            attempt()
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def test_an_error_that_cannot_travel_arrives_as_its_text(tmp_path):
+    leader, peer = run_ranks(2, fail_with_an_unsendable_error, deadline_s=DEADLINE_S, join=tmp_path / "join")
+    own, told = "UnsendableError: 1 and 2", "RuntimeError: UnsendableError: 1 and 2"
+    assert leader == [own, own]
+    assert peer == [told, own]
+
+
+def start_a_run(number: int, config: Config, marker: Path, attempts: int, outcome) -> None:
+    """Start runs that know nothing of the other processes': lock, set up, look around, leave."""
+    chance, held, refused = random.Random(number), 0, 0
+    run_dir = config.run_dir
+    try:
+        while held < attempts:
+            config.trainer.overwrite = chance.random() < 0.5
+            run_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                with run_lock(run_dir):
+                    # Alone: this fails when another process is between here and the unlink.
+                    os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+                    prepare(config)
+                    identity = read_run_file(run_dir)
+                    (run_dir / ".tmp-global_step_1-x").mkdir()
+                    time.sleep(0.0005 * chance.random())
+                    assert read_run_file(run_dir) == identity
+                    marker.unlink()
+                    held += 1
+            except UserError as error:
+                if not str(error).startswith(f"Another run is writing into {run_dir}: "):
+                    raise
+                refused += 1
+            time.sleep(0.002 * chance.random())
+    except BaseException as error:
+        outcome.put(f"process {number}: {type(error).__name__}: {error}")
+        raise
+    outcome.put((held, refused))
+
+
+def test_runs_that_know_nothing_of_each_other_take_turns_or_are_refused(tmp_path):
+    config, attempts = make_config(tmp_path), 25
+    context = get_context("forkserver")
+    outcomes = context.Queue()
+    processes = [
+        context.Process(target=start_a_run, args=(i, config, tmp_path / "marker", attempts, outcomes))
+        for i in range(PROCESSES)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        results = [outcomes.get(timeout=DEADLINE_S) for _ in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert all(isinstance(result, tuple) for result in results), results
+    assert [held for held, _ in results] == [attempts] * PROCESSES
+    assert sum(refused for _, refused in results) > 0  # they did meet
+    assert not (tmp_path / "marker").exists()

@@ -1,0 +1,244 @@
+"""`checkpoint.contents` and `checkpoint.load_contents` mean what they say, item by item, on a real backend."""
+
+import itertools
+import json
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf.checkpoint.layout import step_dir
+from rlhf.checkpoint.manifest import verify
+from rlhf.checkpoint.resume import load_state
+from rlhf.checkpoint.rng import rng_state, seed_everything
+from rlhf.config.checkpoint import CONTENTS
+from rlhf.errors import UserError
+from tests.checkpoint_helpers import (
+    TINY_POLICY,
+    PlainRole,
+    equal_bits,
+    files_of,
+    make_backend,
+    make_checkpointer,
+    make_config,
+    whole_state,
+    world_of_one,
+)
+
+SUBSETS = [list(s) for n in range(1, 5) for s in itertools.combinations(CONTENTS, n)]
+ALWAYS = {"manifest.json", "config.yaml", "driver_state.json"}
+FILES = {
+    "model": {"actor/model/index.json", "actor/model/rank_00000.safetensors"},
+    "optimizer": {"actor/optimizer/index.json", "actor/optimizer/rank_00000.safetensors"},
+    "extra": {"actor/extra/lr_scheduler.json", "rng/rank_00000.safetensors"},
+    "hf_model": {
+        f"actor/huggingface/{name}"
+        for name in (
+            "chat_template.jinja",
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        )
+    },
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory):
+    with world_of_one(tmp_path_factory.mktemp("group")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return make_backend(1, train_steps=3)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, trained):
+    """A run whose checkpoint has everything, the state that it was taken of, and the RNG states at that time."""
+    config = make_config(tmp_path_factory.mktemp("saved"))
+    config.checkpoint.contents = list(CONTENTS)
+    seed_everything(5, 0)
+    random.gauss(0, 1)
+    make_checkpointer(config, trained, 3).save(3)
+    return config, whole_state(trained), rng_state()
+
+
+@pytest.mark.parametrize("contents", SUBSETS, ids="+".join)
+def test_a_save_writes_exactly_what_contents_names(tmp_path, trained, contents):
+    config = make_config(tmp_path)
+    config.checkpoint.contents = contents
+    result = make_checkpointer(config, trained, 3).save(3)
+    files = files_of(result.path)
+    assert files == ALWAYS.union(*(FILES[item] for item in contents))
+    manifest = verify(result.path)
+    assert (manifest.contents, manifest.roles) == (contents, ["actor"])
+    assert set(manifest.files) == files - {"manifest.json"}
+    assert manifest.total_bytes == result.total_bytes
+    assert result.total_bytes == sum((result.path / name).stat().st_size for name in manifest.files)
+
+
+@pytest.mark.parametrize("load", SUBSETS, ids="+".join)
+def test_loading_restores_exactly_what_it_is_asked_for(saved, load):
+    config, state, generators = saved
+    backend = make_backend(2, train_steps=1)
+    seed_everything(77, 0)
+    own, own_generators = whole_state(backend), rng_state()
+    checkpoint = step_dir(config.run_dir, 3)
+    driver = load_state(checkpoint, verify(checkpoint), {"actor": backend}, load, seed=1, rank=0)
+    assert driver["step"] == 3  # where the run stands is no item of contents: it is always restored
+    expected = {
+        "model": state["model"] if {"model", "hf_model"} & set(load) else own["model"],
+        "optimizer": state["optimizer"] if "optimizer" in load else own["optimizer"],
+        "extra": state["extra"] if "extra" in load else own["extra"],
+    }
+    assert equal_bits(whole_state(backend), expected)
+    assert equal_bits(rng_state(), generators if "extra" in load else own_generators)
+
+
+@pytest.mark.parametrize("load", SUBSETS, ids="+".join)
+def test_a_resume_reads_what_load_contents_names_and_refuses_to_go_on_without_weights(saved, load):
+    config, state, _ = saved
+    config.checkpoint.load_contents = load
+    backend = make_backend(2, train_steps=1)
+    own = whole_state(backend)
+    if not {"model", "hf_model"} & set(load):
+        with pytest.raises(UserError, match="restores no weights"):
+            make_checkpointer(config, backend).resume()
+        assert equal_bits(whole_state(backend), own)
+        return
+    assert make_checkpointer(config, backend).resume()["step"] == 3
+    after = whole_state(backend)
+    assert equal_bits(after["model"], state["model"])
+    for item in ("optimizer", "extra"):
+        assert equal_bits(after[item], state[item] if item in load else own[item])
+
+
+def test_without_load_contents_a_resume_reads_what_contents_names(saved):
+    config, state, _ = saved
+    config.checkpoint.load_contents = None
+    backend = make_backend(2, train_steps=1)
+    make_checkpointer(config, backend).resume()
+    assert equal_bits(whole_state(backend), state)
+
+
+def test_training_goes_on_from_a_resume_as_if_it_had_never_stopped(saved):
+    config, _, _ = saved
+    config.checkpoint.load_contents = None
+    resumed, undisturbed = make_backend(2, train_steps=1), make_backend(1, train_steps=3)
+    make_checkpointer(config, resumed).resume()
+    for backend in (resumed, undisturbed):
+        for _ in range(2):
+            backend.backward(backend.model(input_ids=torch.arange(12).view(2, 6)).logits.square().mean())
+            backend.optimizer_step()
+    assert equal_bits(whole_state(resumed), whole_state(undisturbed))
+
+
+@pytest.mark.parametrize("item", CONTENTS)
+def test_asking_for_what_is_not_there_names_it(tmp_path, trained, item):
+    config = make_config(tmp_path)
+    config.checkpoint.contents = [other for other in CONTENTS if other != item]
+    make_checkpointer(config, trained, 3).save(3)
+    # With weights that are there: asked for none, it would be refused for that.
+    load = [item] if item.endswith("model") else ["model", item]
+    config.checkpoint.load_contents = load
+    backend = make_backend(2)
+    state = whole_state(backend)
+    with pytest.raises(UserError) as caught:
+        make_checkpointer(config, backend).resume()
+    assert f"checkpoint.load_contents={load} asks for {item}, but {step_dir(config.run_dir, 3)} holds " in str(
+        caught.value
+    )
+    assert equal_bits(whole_state(backend), state)
+
+
+def test_a_role_that_is_not_there_is_named(saved):
+    config, _, _ = saved
+    config.checkpoint.load_contents = None
+    checkpointer = make_checkpointer(config, make_backend(2))
+    checkpointer._roles = {"critic": PlainRole()}
+    with pytest.raises(UserError, match="has no critic; it holds actor"):
+        checkpointer.resume()
+
+
+@pytest.mark.parametrize("item", ["model", "hf_model", "optimizer"])
+def test_another_architecture_is_refused_with_names_and_shapes(tmp_path, item):
+    config = make_config(tmp_path)
+    config.checkpoint.contents = [item]
+    make_checkpointer(config, PlainRole(), 3).save(3)
+    checkpoint = step_dir(config.run_dir, 3)
+    with pytest.raises(
+        UserError, match=r"of another architecture than model\.path: lm_head\.weight.* is not in the ch.*; and \d+ more"
+    ):
+        load_state(checkpoint, verify(checkpoint), {"actor": make_backend(2)}, [item], seed=1, rank=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "refused"), [("fingerprint", "0" * 32, True), ("lr", 0.5, True), ("save_freq", 7, False)]
+)
+def test_another_configuration_or_model_is_told_from_a_harmless_one(saved, field, value, refused):
+    config, _, _ = saved
+    config.checkpoint.load_contents = None
+    changed = make_config(config.run_dir.parents[1])
+    changed.checkpoint.contents = list(CONTENTS)
+    fingerprint = "f" * 32
+    if field == "fingerprint":
+        fingerprint = value
+    elif field == "lr":
+        changed.actor.optim.lr = value
+    else:
+        changed.trainer.save_freq = value
+    checkpointer = make_checkpointer(changed, make_backend(2), fingerprint=fingerprint)
+    if refused:
+        with pytest.raises(UserError, match=r"trainer\.allow_config_change=true"):
+            checkpointer.resume()
+        changed.trainer.allow_config_change = True
+        checkpointer = make_checkpointer(changed, make_backend(2), fingerprint=fingerprint)
+    assert checkpointer.resume()["step"] == 3
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_export_opens_as_any_hugging_face_folder(tmp_path, tied):
+    config = make_config(tmp_path)
+    config.checkpoint.contents = ["hf_model"]
+    backend = make_backend(3, train_steps=2, tied=tied)
+    folder = make_checkpointer(config, backend, 2).save(2).path / "actor/huggingface"
+    model, loading_info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert {key: list(value) for key, value in loading_info.items() if value} == {}
+    ids = torch.arange(14).view(2, 7)
+    backend.model.eval()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, backend.model(input_ids=ids).logits)
+    assert model.generation_config.eos_token_id == backend.model.generation_config.eos_token_id
+    chat = [{"role": "user", "content": "12 + 34?"}]
+    exported, own = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(TINY_POLICY)
+    assert exported.apply_chat_template(chat) == own.apply_chat_template(chat)
+
+
+def test_a_large_export_is_split_and_still_opens(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlhf.checkpoint.snapshot.HF_SHARD_BYTES", 30_000)
+    config = make_config(tmp_path)
+    config.checkpoint.contents = ["hf_model"]
+    backend = make_backend(3, train_steps=1)
+    folder = make_checkpointer(config, backend, 1).save(1).path / "actor/huggingface"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == len(list(folder.glob("model-*.safetensors"))) > 1
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert equal_bits(dict(model.state_dict()), whole_state(backend)["model"])
+    other = make_backend(4)
+    make_checkpointer(config, other).resume()
+    assert equal_bits(whole_state(other)["model"], whole_state(backend)["model"])
+
+
+def test_a_file_that_was_put_beside_the_export_is_not_read(tmp_path, trained):
+    config = make_config(tmp_path)
+    config.checkpoint.contents = ["hf_model"]
+    folder = make_checkpointer(config, trained, 3).save(3).path / "actor/huggingface"
+    (folder / "model_2.safetensors").write_bytes(b"\xff" * 100)
+    backend = make_backend(2)
+    make_checkpointer(config, backend).resume()
+    assert equal_bits(whole_state(backend)["model"], whole_state(trained)["model"])

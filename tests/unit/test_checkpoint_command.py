@@ -1,0 +1,157 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoint.__main__ import main
+from rlhf.checkpoint.layout import step_dir
+from tests.checkpoint_helpers import PlainRole, files_of, flip_bit, make_config, save_steps
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    config = make_config(tmp_path)
+    config.checkpoint.contents = ["model", "optimizer", "extra", "hf_model"]
+    save_steps(config, PlainRole(), 9, 10)
+    return config.run_dir
+
+
+@pytest.fixture
+def command(capsys):
+    def run(*arguments) -> tuple[int, str, str]:
+        code = main([str(a) for a in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_list_of_a_run(run_dir, command):
+    (run_dir / "global_step_4.damaged-1").mkdir()
+    (run_dir / "global_step_2.superseded-1").mkdir()
+    code, out, err = command("list", run_dir)
+    assert (code, err) == (0, "")
+    rows = [line for line in out.splitlines() if "committed" in line]
+    assert [row.split()[1] for row in rows] == ["10", "9"]
+    assert all(part in rows[0] for part in ("MiB", "fsdp2", "model, optimizer, extra, hf_model"))
+    assert "latest_checkpointed_iteration.txt: 10" in out
+    assert "set aside as damaged: global_step_4.damaged-1" in out
+    assert "set aside as superseded: global_step_2.superseded-1" in out
+
+
+def test_inspect_shows_the_newest_in_detail(run_dir, command):
+    code, out, err = command("inspect", run_dir)
+    assert (code, err) == (0, "")
+    for part in (
+        str(step_dir(run_dir, 10)),
+        f"in {len(files_of(step_dir(run_dir, 10))) - 1} files",
+        "1, fsdp2",
+        "'step': 10",
+        "weight  F32 [1000]  in 1 shard(s)",
+        "weight.exp_avg  F32 [1000]  in 1 shard(s)",
+        "actor/huggingface: ",
+        "rng: ",
+        "torch 2.",
+    ):
+        assert part in out, part
+    assert str(step_dir(run_dir, 9)) in command("inspect", step_dir(run_dir, 9))[1]
+
+
+def test_verify_reads_all_of_a_run_or_one(run_dir, command):
+    code, out, _ = command("verify", run_dir)
+    assert code == 0
+    assert [line.split(":")[0] for line in out.splitlines()] == [str(step_dir(run_dir, s)) for s in (10, 9)]
+    assert out.count("intact") == 2
+    assert command("verify", step_dir(run_dir, 9))[1].count("intact") == 1
+
+
+def test_verify_names_the_damaged_file_and_goes_on(run_dir, command):
+    flip_bit(step_dir(run_dir, 10) / "actor/model/rank_00000.safetensors", 999)
+    code, out, _ = command("verify", run_dir)
+    assert code == 1
+    damaged, intact = out.splitlines()
+    assert damaged == (
+        f"{step_dir(run_dir, 10)} is damaged: actor/model/rank_00000.safetensors: content differs from its hash"
+    )
+    assert intact.startswith(f"{step_dir(run_dir, 9)}: intact")
+
+
+def test_a_damaged_manifest(run_dir, command):
+    (step_dir(run_dir, 10) / "manifest.json").unlink()
+    code, out, _ = command("list", run_dir)
+    assert code == 1
+    assert "never committed" in out
+    assert out.count(" committed") == 2  # "never committed" and the intact one's state
+    for action in ("inspect", "verify"):
+        code, out, _ = command(action, step_dir(run_dir, 10))
+        assert code == 1
+        assert f"{step_dir(run_dir, 10)} has no manifest.json: it was never committed" in out
+
+
+@pytest.mark.parametrize("name", ["driver_state.json", "actor/optimizer/index.json"])
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
+def test_inspect_of_damaged_documents_says_so(run_dir, command, name, harm):
+    path = step_dir(run_dir, 10) / name
+    if harm == "flip":
+        flip_bit(path, 3)
+    elif harm == "cut":
+        path.write_bytes(path.read_bytes()[:-5])
+    else:
+        path.unlink()
+    code, out, _ = command("inspect", run_dir)
+    assert code == 1
+    assert f"{step_dir(run_dir, 10)} is damaged: {name}: " in out
+
+
+def test_a_checkpoint_under_another_name_can_be_looked_at(run_dir, command):
+    moved = step_dir(run_dir, 10).rename(run_dir / "global_step_10.damaged-1")
+    for action in ("inspect", "verify", "list"):
+        assert command(action, moved)[0] == 0
+
+
+@pytest.mark.parametrize("action", ["list", "inspect", "verify"])
+def test_absent_and_empty_paths(tmp_path, command, action):
+    code, out, err = command(action, tmp_path / "nothing")
+    assert (code, out) == (2, "")
+    assert f"{tmp_path / 'nothing'} does not exist. Give a run directory" in err
+    code, out, err = command(action, tmp_path)
+    assert (code, out) == (2, "")
+    assert f"{tmp_path} holds no checkpoint (global_step_N)" in err
+
+
+def test_names_with_brackets_are_shown_as_they_are(tmp_path, command):
+    config = make_config(tmp_path / "[bold]lr=1[/red]")
+    save_steps(config, PlainRole(), 1)
+    for action in ("inspect", "verify"):
+        assert "[bold]lr=1[/red]" in command(action, config.run_dir)[1]
+    (step_dir(config.run_dir, 1) / "manifest.json").write_text("{")
+    assert "[bold]lr=1[/red]" in command("list", config.run_dir)[1]
+
+
+def test_it_runs_as_a_module_without_torch(run_dir):
+    script = (
+        "import runpy, sys\n"
+        "try:\n"
+        f"    sys.argv = ['checkpoint', sys.argv[1], {str(run_dir)!r}]\n"
+        "    runpy.run_module('rlhf.checkpoint', run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    heavy = {'torch', 'transformers', 'numpy', 'hydra', 'omegaconf'} & set(sys.modules)\n"
+        "    print(f'exit {end.code} heavy {sorted(heavy)}')\n"
+    )
+    for action in ("list", "inspect", "verify"):
+        done = subprocess.run([sys.executable, "-c", script, action], capture_output=True, text=True, check=True)
+        assert done.stdout.endswith("exit 0 heavy []\n"), done.stdout + done.stderr
+
+
+def test_a_wrong_command_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["repair", "x"])
+    assert caught.value.code == 2
+    assert "list" in capsys.readouterr().err
+
+
+def test_driver_state_is_shown_whole(run_dir, command):
+    driver = json.loads((step_dir(run_dir, 10) / "driver_state.json").read_text())
+    out = command("inspect", run_dir)[1]
+    assert all(f"'{key}'" in out for key in driver)

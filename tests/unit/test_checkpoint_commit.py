@@ -1,0 +1,220 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoint import commit
+from rlhf.checkpoint.commit import begin, clean_leftovers, discard, prune, publish, set_aside
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.files import write_file
+from rlhf.checkpoint.layout import POINTER, scan, set_aside_dirs, step_dir, step_of
+from rlhf.checkpoint.manifest import describe, verify
+from rlhf.checkpoint.snapshot import take_snapshot
+from rlhf.checkpoint.writer import write_checkpoint
+from tests.checkpoint_helpers import IDENTITY, PlainRole, files_of, listening
+
+CONTENTS = ["model", "optimizer", "extra", "hf_model"]
+
+
+def save(run_dir: Path, step: int, max_to_keep: int | None = None):
+    run_dir.mkdir(exist_ok=True)
+    snapshot = take_snapshot(step, CONTENTS, {"actor": PlainRole()}, {"step": step}, "", 0)
+    return write_checkpoint(snapshot, run_dir, IDENTITY, Coordinator(), max_to_keep)
+
+
+def names(run_dir: Path) -> set[str]:
+    return {path.name for path in run_dir.iterdir()}
+
+
+def pointer(run_dir: Path) -> str | None:
+    path = run_dir / POINTER
+    return path.read_text() if path.exists() else None
+
+
+class Witness:
+    """Notes at every event what is on disk."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.seen: list[tuple[str, set[str], str | None, bool]] = []
+
+    def __call__(self, event: str) -> None:
+        manifest = any(self.run_dir.glob(".tmp-*/manifest.json"))
+        self.seen.append((event, {n.split("-")[0] for n in names(self.run_dir)}, pointer(self.run_dir), manifest))
+
+
+def test_each_window_of_a_save_leaves_the_old_state_or_the_new_one(tmp_path):
+    save(tmp_path, 2)
+    witness = Witness(tmp_path)
+    with listening(witness):
+        save(tmp_path, 4, max_to_keep=1)
+
+    before, after = {"global_step_2", ".tmp", POINTER}, {"global_step_2", "global_step_4", POINTER}
+    writes = [entry for entry in witness.seen if entry[0] in ("commit.file_write", "commit.fsync")]
+    # Two components with their indices, schedule, RNG, two files of the export, driver state, configuration, manifest.
+    assert [entry[0] for entry in writes] == ["commit.file_write", "commit.fsync"] * 11
+    # The manifest is the last file: it exists only from its own opening on.
+    assert [entry[1:] for entry in writes[:-2]] == [(before, "2\n", False)] * 20
+    assert [entry[1:] for entry in writes[-2:]] == [(before, "2\n", True)] * 2
+    assert [entry for entry in witness.seen if entry not in writes] == [
+        ("commit.manifest", before, "2\n", False),
+        ("commit.rename", before, "2\n", True),
+        ("commit.pointer", after, "2\n", False),
+        ("commit.published", after, "4\n", False),
+        ("commit.prune", after, "4\n", False),
+        ("commit.trash", {"global_step_4", ".trash", POINTER}, "4\n", False),
+    ]
+    assert [event for event, *_ in witness.seen].index("commit.manifest") == 20
+    assert names(tmp_path) == {"global_step_4", POINTER}
+
+
+def test_everything_is_durable_before_it_is_counted_on(tmp_path, monkeypatch):
+    """The order of system calls: each file is fsynced, then its folders, then the rename, then the parent, then the pointer."""
+    calls: list[str] = []
+    fsync, rename, replace_ = commit.fsync_dir, Path.rename, commit.replace_durably
+
+    def where(path: Path) -> str:
+        return str(path.relative_to(tmp_path)).partition("/")[2] if ".tmp-" in str(path) else path.name
+
+    monkeypatch.setattr(commit, "fsync_dir", lambda path: (calls.append(f"fsync {where(path)}"), fsync(path)))
+    monkeypatch.setattr(Path, "rename", lambda self, to: (calls.append(f"rename to {to.name}"), rename(self, to))[1])
+    monkeypatch.setattr(
+        commit, "replace_durably", lambda path, text: (calls.append(f"replace {path.name}"), replace_(path, text))
+    )
+    with listening(lambda event: calls.append(event)):
+        save(tmp_path, 2)
+    calls = calls[calls.index("commit.manifest") :]
+    assert calls[:3] == ["commit.manifest", "commit.file_write", "commit.fsync"]
+    folders = calls[3 : calls.index("commit.rename")]
+    wanted = {"actor", "actor/model", "actor/optimizer", "actor/extra", "actor/huggingface", "rng", ""}
+    assert {line.removeprefix("fsync ") for line in folders} == wanted
+    assert folders[-1] == "fsync "
+    assert calls[calls.index("commit.rename") :] == [
+        "commit.rename",
+        "rename to global_step_2",
+        f"fsync {tmp_path.name}",
+        "commit.pointer",
+        f"replace {POINTER}",
+        "commit.published",
+    ]
+
+
+def test_a_published_step_is_never_overwritten(tmp_path):
+    save(tmp_path, 2)
+    before = {name: (step_dir(tmp_path, 2) / name).read_bytes() for name in files_of(step_dir(tmp_path, 2))}
+    temporary = begin(tmp_path, 2)
+    written = write_file(temporary, "driver_state.json", [b"{}"])
+    manifest = replace(verify(step_dir(tmp_path, 2)), files=describe([written]))
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        publish(tmp_path, temporary, manifest)
+    assert {name: (step_dir(tmp_path, 2) / name).read_bytes() for name in files_of(step_dir(tmp_path, 2))} == before
+    with pytest.raises(FileExistsError):
+        write_file(step_dir(tmp_path, 2), "driver_state.json", [b"other"])
+    assert verify(step_dir(tmp_path, 2)).step == 2
+
+
+def test_begin_never_gives_one_name_twice(tmp_path):
+    assert len({begin(tmp_path, 3) for _ in range(50)}) == 50
+    assert scan(tmp_path) == []
+
+
+def test_retention_keeps_the_newest_by_number_and_survives_restarts(tmp_path):
+    # Numbers, not texts: 10 is newer than 9. Every save is a fresh process as far as retention is concerned: it only knows the folder.
+    for step in (8, 9, 10):
+        assert save(tmp_path, step, max_to_keep=3).removed_steps == []
+    assert save(tmp_path, 11, max_to_keep=3).removed_steps == [8]
+    assert [step_of(path) for path in scan(tmp_path)] == [11, 10, 9]
+    assert prune(tmp_path, None) == []
+    assert prune(tmp_path, 1) == [10, 9]
+    assert prune(tmp_path, 1) == []
+    assert names(tmp_path) == {"global_step_11", POINTER}
+    assert pointer(tmp_path) == "11\n"
+
+
+def test_retention_leaves_alone_what_is_no_published_checkpoint(tmp_path):
+    for step in (2, 4):
+        save(tmp_path, step)
+    for name in ("global_step_1.damaged-1", "global_step_x", "my_global_step_1", "best"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "global_step_1").write_text("a file of that name is no checkpoint")
+    assert prune(tmp_path, 1) == [2]
+    assert {"global_step_1.damaged-1", "global_step_x", "my_global_step_1", "best", "global_step_1"} < names(tmp_path)
+
+
+def test_an_old_checkpoint_that_was_moved_and_linked_costs_only_the_link(tmp_path):
+    archive, run_dir = tmp_path / "archive", tmp_path / "run"
+    for step in (2, 4):
+        save(run_dir, step)
+    step_dir(run_dir, 2).rename(archive)
+    step_dir(run_dir, 2).symlink_to(archive)
+    assert prune(run_dir, 1) == [2]
+    assert names(run_dir) == {"global_step_4", POINTER}
+    assert verify(archive).step == 2
+
+
+def test_set_aside_numbers_and_points_to_what_is_left(tmp_path):
+    for step in (2, 4):
+        save(tmp_path, step)
+    assert set_aside(step_dir(tmp_path, 4), "damaged").name == "global_step_4.damaged-1"
+    assert pointer(tmp_path) == "2\n"
+    save(tmp_path, 4)
+    assert set_aside(step_dir(tmp_path, 4), "damaged").name == "global_step_4.damaged-2"
+    assert set_aside(step_dir(tmp_path, 2), "superseded").name == "global_step_2.superseded-1"
+    assert pointer(tmp_path) is None
+    assert scan(tmp_path) == []
+    assert [path.name for path in set_aside_dirs(tmp_path, "damaged")] == [
+        "global_step_4.damaged-1",
+        "global_step_4.damaged-2",
+    ]
+    assert [path.name for path in set_aside_dirs(tmp_path, "superseded")] == ["global_step_2.superseded-1"]
+    assert verify(tmp_path / "global_step_4.damaged-1").step == 4
+
+
+def test_the_pointer_never_names_what_is_not_there(tmp_path):
+    for step in (2, 4, 6):
+        save(tmp_path, step)
+
+    def check(event: str) -> None:
+        named = pointer(tmp_path)
+        assert named is None or step_dir(tmp_path, int(named)).is_dir(), f"{event}: the pointer names {named}"
+
+    rename = Path.rename
+
+    def watched(self: Path, target: Path) -> Path:
+        result = rename(self, target)
+        check(f"rename to {target}")
+        return result
+
+    with listening(check), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", watched)
+        save(tmp_path, 8, max_to_keep=2)
+        set_aside(step_dir(tmp_path, 8), "damaged")
+        prune(tmp_path, 1)
+        set_aside(step_dir(tmp_path, 6), "damaged")
+
+
+def test_discard_leaves_nothing_under_the_name_at_any_time(tmp_path):
+    save(tmp_path, 2)
+    during = []
+    with listening(lambda event: during.append((event, names(tmp_path)))):
+        discard(step_dir(tmp_path, 2))
+    assert [event for event, _ in during] == ["commit.trash"]
+    assert "global_step_2" not in during[0][1]
+    assert names(tmp_path) == {POINTER}
+
+
+def test_leftovers_of_every_kind_are_removed_and_nothing_else(tmp_path):
+    save(tmp_path, 2)
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    (target / "precious").touch()
+    begin(tmp_path, 4)
+    write_file(begin(tmp_path, 4), "actor/model/rank_00000.safetensors", [b"half"])
+    (tmp_path / ".trash-global_step_1-abc").mkdir()
+    # metrics.jsonl is rewritten through a file of this name; a kill may leave it.
+    (tmp_path / ".tmp-metrics.jsonl").write_text("{}")
+    (tmp_path / ".trash-link").symlink_to(target)
+    assert len(clean_leftovers(tmp_path)) == 5
+    assert names(tmp_path) == {"global_step_2", POINTER, "elsewhere"}
+    assert (target / "precious").exists()
+    assert clean_leftovers(tmp_path) == []

@@ -1,0 +1,185 @@
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoint import manifest as manifest_module
+from rlhf.checkpoint.errors import DamagedCheckpoint
+from rlhf.checkpoint.files import write_file
+from rlhf.checkpoint.manifest import (
+    Manifest,
+    describe,
+    read_manifest,
+    share_of_files,
+    verify,
+    verify_files,
+    write_manifest,
+)
+from tests.checkpoint_helpers import flip_bit
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    """A small checkpoint of three files, one of them empty, with a non-ASCII text in its manifest."""
+    root = tmp_path / "global_step_3"
+    files = [
+        write_file(root, "driver_state.json", [b'{"step": 3}\n']),
+        write_file(root, "actor/model/rank_00000.safetensors", [bytes(range(40))]),
+        write_file(root, "empty", []),
+    ]
+    write_manifest(root, make_manifest(describe(files)))
+    return root
+
+
+def make_manifest(files: dict) -> Manifest:
+    return Manifest(3, 1, "fsdp2", ["model"], ["actor"], "c", "f", "2026-01-01T00:00:00+00:00", {"rlhf": "0é"}, files)
+
+
+def test_round_trip(checkpoint):
+    manifest = verify(checkpoint)
+    assert manifest == make_manifest(manifest.files)
+    assert manifest.total_bytes == 52
+    assert list(manifest.files) == ["actor/model/rank_00000.safetensors", "driver_state.json", "empty"]
+
+
+def test_every_single_bit_flip_of_the_manifest_is_detected(checkpoint):
+    path = checkpoint / "manifest.json"
+    raw = path.read_bytes()
+    for bit in range(8 * len(raw)):
+        changed = bytearray(raw)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is damaged"):
+            read_manifest(checkpoint)
+    path.write_bytes(raw)
+    verify(checkpoint)
+
+
+def test_every_cut_of_the_manifest_and_every_appended_byte_is_detected(checkpoint):
+    path = checkpoint / "manifest.json"
+    raw = path.read_bytes()
+    for content in [raw[:length] for length in range(len(raw))] + [raw + b"\n", raw + b" ", b"\n" + raw]:
+        path.write_bytes(content)
+        with pytest.raises(DamagedCheckpoint):
+            read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "content", [b"[]", b"1", b'"payload"', b"{}", b'{"payload": [1]}', b"\xff\xfe", b"[" * 100_000]
+)
+def test_other_documents_in_its_place_are_damage_not_a_crash(checkpoint, content):
+    (checkpoint / "manifest.json").write_bytes(content)
+    with pytest.raises(DamagedCheckpoint):
+        read_manifest(checkpoint)
+
+
+def test_no_manifest_means_never_committed(checkpoint, tmp_path):
+    (checkpoint / "manifest.json").unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"no manifest\.json: it was never committed"):
+        verify(checkpoint)
+    (checkpoint / "manifest.json").mkdir()
+    with pytest.raises(DamagedCheckpoint, match="never committed"):
+        verify(checkpoint)
+    with pytest.raises(DamagedCheckpoint, match="never committed"):
+        verify(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "actor/../../outside", ".."])
+def test_paths_that_point_outside_are_refused(checkpoint, name):
+    (checkpoint.parent / "outside").write_bytes(b"x")
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, make_manifest({name: {"size": 1, "xxh3_128": "0"}}))
+    with pytest.raises(DamagedCheckpoint, match="points outside the checkpoint"):
+        read_manifest(checkpoint)
+
+
+def test_a_link_to_an_equal_file_outside_is_refused(checkpoint):
+    inside, outside = checkpoint / "actor/model/rank_00000.safetensors", checkpoint.parent / "moved"
+    inside.rename(outside)
+    inside.symlink_to(outside)
+    with pytest.raises(DamagedCheckpoint, match="link that points outside"):
+        verify(checkpoint)
+    inside.unlink()
+    (checkpoint / "actor/model").rmdir()
+    (checkpoint.parent / "folder").mkdir()
+    outside.rename(checkpoint.parent / "folder" / inside.name)
+    (checkpoint / "actor/model").symlink_to(checkpoint.parent / "folder")
+    with pytest.raises(DamagedCheckpoint, match="link that points outside"):
+        verify(checkpoint)
+
+
+def test_a_checkpoint_reached_through_a_link_is_intact(checkpoint):
+    link = checkpoint.parent / "global_step_4"
+    link.symlink_to(checkpoint)
+    assert verify(link) == verify(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["driver_state.json", "actor/model/rank_00000.safetensors", "empty"])
+def test_missing_cut_extended_and_changed_files_are_named(checkpoint, name):
+    path = checkpoint / name
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(DamagedCheckpoint, match=f"{name}: {len(whole) + 1} bytes instead of {len(whole)}"):
+        verify(checkpoint)
+    if whole:
+        path.write_bytes(whole[:-1])
+        with pytest.raises(DamagedCheckpoint, match=f"{name}: {len(whole) - 1} bytes instead of {len(whole)}"):
+            verify(checkpoint)
+        path.write_bytes(whole)
+        flip_bit(path, 8 * len(whole) - 1)
+        with pytest.raises(DamagedCheckpoint, match=f"{name}: content differs from its hash"):
+            verify(checkpoint)
+    path.unlink()
+    with pytest.raises(DamagedCheckpoint, match=f"{name}: missing"):
+        verify(checkpoint)
+    path.mkdir()
+    with pytest.raises(DamagedCheckpoint, match=f"{name}: missing"):
+        verify(checkpoint)
+
+
+def test_all_damage_is_told_at_once(checkpoint):
+    (checkpoint / "empty").unlink()
+    flip_bit(checkpoint / "driver_state.json", 0)
+    with pytest.raises(DamagedCheckpoint) as caught:
+        verify(checkpoint)
+    assert str(caught.value) == (
+        f"{checkpoint} is damaged: driver_state.json: content differs from its hash; empty: missing"
+    )
+
+
+def test_another_format_number_is_refused_with_both(checkpoint):
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, replace(make_manifest({}), format=2))
+    with pytest.raises(DamagedCheckpoint, match="format 2 is not 1"):
+        read_manifest(checkpoint)
+
+
+def test_an_unknown_field_and_a_missing_one_are_damage(checkpoint):
+    payload = asdict(make_manifest({}))
+    for changed in (payload | {"surprise": 1}, {k: v for k, v in payload.items() if k != "step"}):
+        (checkpoint / "manifest.json").write_bytes(manifest_module._text(changed))
+        with pytest.raises(DamagedCheckpoint):
+            read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_the_ranks_share_out_every_file_once_and_by_size(world_size):
+    files = {f"f{i}": {"size": size, "xxh3_128": ""} for i, size in enumerate([900, 500, 400, 0, 0, 30, 20, 10])}
+    shares = [share_of_files(make_manifest(files), rank, world_size) for rank in range(world_size)]
+    assert sorted(name for part in shares for name in part) == sorted(files)
+    loads = [sum(files[name]["size"] for name in part) for part in shares]
+    assert max(loads) == max(900, sum(loads) / world_size)
+
+
+def test_verifying_some_names_leaves_the_others_alone(checkpoint):
+    (checkpoint / "empty").unlink()
+    manifest = read_manifest(checkpoint)
+    assert verify_files(checkpoint, manifest, ["driver_state.json"]) == []
+    assert verify_files(checkpoint, manifest, ["empty"]) == ["empty: missing"]
+
+
+def test_the_document_is_plain_json(checkpoint):
+    document = json.loads((checkpoint / "manifest.json").read_text())
+    assert set(document) == {"payload", "checksum"}
+    assert document["payload"]["files"]["driver_state.json"]["size"] == 12

@@ -1,0 +1,259 @@
+import json
+import logging
+import os
+
+import pytest
+
+from rlhf.checkpoint.commit import begin
+from rlhf.checkpoint.layout import POINTER, scan, step_dir, step_of
+from rlhf.checkpoint.run_dir import finished_step, planned_steps, prepare, read_run_file, resume_source
+from rlhf.config import Config
+from rlhf.errors import UserError
+from tests.checkpoint_helpers import PlainRole, flip_bit, make_checkpointer, make_config, save_steps
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    return make_config(tmp_path)
+
+
+def steps(config: Config) -> list[int | None]:
+    return [step_of(path) for path in scan(config.run_dir)]
+
+
+def names(config: Config) -> set[str]:
+    return {path.name for path in config.run_dir.iterdir()}
+
+
+def test_a_new_directory_is_made_and_its_run_id_stays(config):
+    prepare(config)
+    first = read_run_file(config.run_dir)
+    assert len(first["run_id"]) == 12
+    prepare(config)
+    assert read_run_file(config.run_dir) == first
+    assert names(config) == {"run.json"}
+
+
+def test_a_lost_run_file_is_made_up_from_the_newest_intact_checkpoint(config):
+    save_steps(config, PlainRole(), 2)
+    prepare(config)
+    assert read_run_file(config.run_dir)["run_id"] == "r"
+    (config.run_dir / "run.json").unlink()
+    flip_bit(step_dir(config.run_dir, 2) / "driver_state.json", 40)
+    prepare(config)
+    assert len(read_run_file(config.run_dir)["run_id"]) == 12
+
+
+def test_leftovers_go_and_all_else_stays(config, caplog):
+    save_steps(config, PlainRole(), 2, 4)
+    (config.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    before = names(config)
+    temporary = begin(config.run_dir, 6)
+    (temporary / "half").write_text("x")
+    (config.run_dir / ".tmp-metrics.jsonl").touch()
+    with caplog.at_level(logging.INFO, logger="rlhf"):
+        prepare(config)
+    assert names(config) == before | {"run.json"}
+    assert steps(config) == [4, 2]
+    assert temporary.name in caplog.text
+
+
+def test_overwrite_empties_the_directory_but_for_the_locks(config, tmp_path, caplog):
+    save_steps(config, PlainRole(), 2, 4)
+    prepare(config)
+    old_id = read_run_file(config.run_dir)["run_id"]
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").touch()
+    for name in ("run.lock", "ranks.lock", "metrics.jsonl"):
+        (config.run_dir / name).write_text("x")
+    (config.run_dir / "report").mkdir()
+    (config.run_dir / "link").symlink_to(outside)
+    (config.run_dir / "global_step_9").symlink_to(outside)
+    begin(config.run_dir, 6)
+    config.trainer.overwrite = True
+    with caplog.at_level(logging.WARNING, logger="rlhf"):
+        prepare(config)
+    assert names(config) == {"run.lock", "ranks.lock", "run.json"}
+    assert read_run_file(config.run_dir)["run_id"] != old_id
+    assert (outside / "precious").exists()
+    assert "trainer.overwrite=true: deleting the checkpoints up to step 9" in caplog.text
+
+
+def test_overwrite_removes_the_pointer_before_what_it_names(config, monkeypatch):
+    save_steps(config, PlainRole(), 2)
+    seen = []
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda *a: (seen.append((config.run_dir / POINTER).exists()), rename(*a)))
+    config.trainer.overwrite = True
+    prepare(config)
+    assert seen
+    assert not any(seen)
+
+
+def test_a_restart_by_torchrun_does_not_overwrite_or_refuse_its_own_saves(config, monkeypatch):
+    config.trainer.overwrite = True
+    prepare(config)
+    save_steps(config, PlainRole(), 2)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    prepare(config)
+    assert steps(config) == [2]
+    config.trainer.overwrite, config.trainer.resume_mode = False, "disable"
+    prepare(config)
+    assert steps(config) == [2]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with pytest.raises(UserError, match=r"trainer\.resume_mode=disable"):
+        prepare(config)
+
+
+def test_disable_refuses_checkpoints_and_names_three_remedies(config):
+    config.trainer.resume_mode = "disable"
+    prepare(config)
+    save_steps(config, PlainRole(), 2, 4)
+    with pytest.raises(UserError) as caught:
+        prepare(config)
+    for part in ("resume_mode=disable", "up to step 4", "overwrite=true", "experiment_name", "resume_mode=auto"):
+        assert part in str(caught.value)
+    assert steps(config) == [4, 2]
+    config.trainer.overwrite = True
+    prepare(config)
+    assert steps(config) == []
+
+
+def fork(config: Config, source) -> None:
+    config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", str(source)
+
+
+def test_fork_from_another_run_sets_own_checkpoints_aside_once(config, tmp_path):
+    other = make_config(tmp_path / "other")
+    save_steps(other, PlainRole(), 3)
+    save_steps(config, PlainRole(), 2, 4)
+    prepare(config)
+    before = read_run_file(config.run_dir)
+    source = step_dir(other.run_dir, 3)
+    fork(config, source)
+    prepare(config)
+    assert steps(config) == []
+    assert {"global_step_2.superseded-1", "global_step_4.superseded-1"} < names(config)
+    assert resume_source(config) == source
+    run = read_run_file(config.run_dir)
+    assert run["resumed_from"] == str(source)
+    assert run["run_id"] != before["run_id"]
+    # The second start of the same command keeps what the forked run has saved, even when the source is gone by then.
+    save_steps(config, PlainRole(), 5)
+    other.run_dir.rename(tmp_path / "gone")
+    prepare(config)
+    assert steps(config) == [5]
+    assert read_run_file(config.run_dir) == run
+    assert steps(other) == []
+
+
+@pytest.mark.parametrize("detour", ["plain", "dots", "link"])
+def test_fork_from_an_own_step_keeps_it_and_what_is_older(config, tmp_path, detour):
+    config.checkpoint.max_to_keep = None
+    save_steps(config, PlainRole(), 2, 4, 6, 8)
+    (tmp_path / "linked").symlink_to(config.run_dir)
+    folder = {
+        "plain": config.run_dir,
+        "dots": config.run_dir.parent / "default" / ".." / "default",
+        "link": tmp_path / "linked",
+    }[detour]
+    fork(config, step_dir(folder, 4))
+    prepare(config)
+    assert steps(config) == [4, 2]
+    assert (config.run_dir / POINTER).read_text() == "4\n"
+    save_steps(config, PlainRole(), 6)
+    prepare(config)
+    assert steps(config) == [6, 4, 2]
+
+
+def test_a_kill_in_the_middle_of_a_fork_is_made_good(config, tmp_path):
+    save_steps(config, PlainRole(), 2, 4, 6)
+    prepare(config)
+    (config.run_dir / "global_step_6").rename(config.run_dir / "global_step_6.superseded-1")
+    fork(config, step_dir(config.run_dir, 2))
+    prepare(config)
+    assert steps(config) == [2]
+    assert {"global_step_6.superseded-1", "global_step_4.superseded-1"} < names(config)
+
+
+@pytest.mark.parametrize("name", ["nothing/global_step_3", "checkpoints", "global_step_3"])
+def test_fork_from_what_is_no_checkpoint_is_refused_and_changes_nothing(config, tmp_path, name):
+    save_steps(config, PlainRole(), 2)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "global_step_3").write_text("a file")
+    fork(config, tmp_path / name)
+    with pytest.raises(UserError, match=r"trainer\.resume_from_path=.*name a global_step_N directory"):
+        prepare(config)
+    assert steps(config) == [2]
+
+
+def test_the_forked_run_resumes_from_the_source_and_then_from_its_own(config, tmp_path):
+    other = make_config(tmp_path / "other")
+    save_steps(other, PlainRole(seed=3), 3)
+    save_steps(config, PlainRole(seed=5), 5)
+    fork(config, step_dir(other.run_dir, 3))
+    prepare(config)
+    role = PlainRole()
+    assert make_checkpointer(config, role).resume()["step"] == 3
+    assert role.position == 3
+    save_steps(config, PlainRole(seed=7), 7)
+    prepare(config)
+    assert make_checkpointer(config, role).resume()["step"] == 7
+    assert role.position == 7
+    # All its own are damaged: the source is the newest intact state, and nothing starts at step 0.
+    (step_dir(config.run_dir, 7) / "manifest.json").unlink()
+    assert make_checkpointer(config, role).resume()["step"] == 3
+    assert "global_step_7.damaged-1" in names(config)
+
+
+def test_a_damaged_source_is_the_users_to_replace(config, tmp_path):
+    other = make_config(tmp_path / "other")
+    save_steps(other, PlainRole(), 3)
+    flip_bit(step_dir(other.run_dir, 3) / "config.yaml", 11)
+    fork(config, step_dir(other.run_dir, 3))
+    prepare(config)
+    with pytest.raises(
+        UserError, match=r"trainer\.resume_from_path .*config\.yaml: content differs.*another checkpoint"
+    ):
+        make_checkpointer(config, PlainRole()).resume()
+    assert steps(other) == [3]  # another run's directory is not ours to tidy
+
+
+def test_finished_step(config, caplog):
+    assert finished_step(config) is None
+    save_steps(config, PlainRole(), 8)
+    assert finished_step(config) is None
+    save_steps(config, PlainRole(), 10)
+    assert finished_step(config) == 10
+    config.trainer.total_training_steps = 11
+    assert finished_step(config) is None
+    config.trainer.total_training_steps = 4
+    assert finished_step(config) == 10
+    config.trainer.total_training_steps, config.trainer.total_epochs = None, 2
+    assert finished_step(config) == 10  # two epochs of the stored five steps
+    config.trainer.total_epochs = 3
+    assert finished_step(config) is None
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "driver_state.json", "actor/model/rank_00000.safetensors"])
+def test_a_damaged_last_checkpoint_is_not_finished_and_is_left_for_the_ranks_to_report(config, name):
+    save_steps(config, PlainRole(), 8, 10)
+    path = step_dir(config.run_dir, 10) / name
+    flip_bit(path, 8 * path.stat().st_size - 9)
+    assert finished_step(config) is None
+    assert steps(config) == [10, 8]
+
+
+def test_planned_steps():
+    config = Config()
+    config.trainer.total_training_steps, config.trainer.total_epochs = None, 3
+    assert planned_steps(config, 2.5) == 7
+    assert planned_steps(config, 0.1) == 1
+    config.trainer.total_training_steps = 5
+    assert planned_steps(config, 2.5) == 5
+
+
+def test_the_run_file_is_plain_json(config):
+    prepare(config)
+    assert set(json.loads((config.run_dir / "run.json").read_text())) == {"run_id"}
