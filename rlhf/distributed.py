@@ -1,6 +1,8 @@
 """Process group, device and threads of one rank, and the few tensor collectives that the loop needs."""
 
 import os
+import time
+import uuid
 from datetime import timedelta
 
 import torch
@@ -28,12 +30,43 @@ def start(config: TrainerConfig) -> torch.device:
     torch.use_deterministic_algorithms(deterministic)
     if config.threads_per_rank is not None:
         torch.set_num_threads(config.threads_per_rank)
+    timeout = timedelta(seconds=config.collective_timeout_s)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=config.collective_timeout_s),
+        store=dist.PrefixStore(_agree_on_attempt(store, rank, world_size, timeout), store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
     return device
+
+
+def _agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name for this start of the ranks that no earlier start had; raises DistStoreError after `timeout`.
+
+    torchrun keeps one store over its restarts, and with it the addresses of the dead ranks, which the next ones would
+    connect to. The restart count cannot tell the starts apart, because each node counts its own. So every rank asks
+    under a name of its own, which makes the answer of rank 0 a fresh one, and says that it has it.
+    """
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if rank > 0:
+        store.set(f"asks/{rank}", own)
+        attempt = store.get(f"answer/{own}").decode()
+        store.set(f"knows/{attempt}/{rank}", "")
+        return attempt
+    waiting = set(range(1, world_size))
+    while waiting:
+        for peer in waiting:
+            if store.check([f"asks/{peer}"]):
+                # Perhaps the question of a dead rank; then its successor's will follow.
+                store.set(f"answer/{store.get(f'asks/{peer}').decode()}", own)
+        waiting = {peer for peer in waiting if not store.check([f"knows/{own}/{peer}"])}
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"ranks {sorted(waiting)} did not start within {timeout}")
+        time.sleep(0.01)
+    return own
 
 
 def all_sum(tensor: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from rlhf.batch import Batch
 from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.errors import UserError
 from rlhf.reward import RewardResult
 
 
@@ -81,10 +80,5 @@ def step_metrics(
         "response_length/clip_ratio": every["clipped"].mean,
         "prompt_length/mean": prompt.mean,
     }
-    extras = {name: summary.mean for name, summary in every.items() if name.startswith("reward/")}
-    if taken := sorted(extras.keys() & metrics.keys()):
-        names = ", ".join(name.removeprefix("reward/") for name in taken)
-        raise UserError(
-            f"reward.function returns a number named {names}, which the trainer uses itself: choose another name."
-        )
-    return metrics | extras, int(response.total + prompt.total)
+    metrics |= {name: summary.mean for name, summary in every.items() if name.startswith("reward/")}
+    return metrics, int(response.total + prompt.total)

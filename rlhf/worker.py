@@ -82,7 +82,9 @@ def build(config: Config, device: torch.device, coordinator: Coordinator, status
         frozen = loading.load_model(config.model, folder, hf_config, torch.float32).requires_grad_(False).eval()
         reference = Fsdp2Policy(frozen, config.backend, device, config.rollout.temperature)
     if config.model.enable_gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
+        # Renamed in transformers 5.2x, where the old name warns.
+        enable = getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     hf_files = loading.hf_files(hf_config, tokenizer, policy.generation_config)
     backend = Fsdp2Backend(
         policy,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -89,12 +90,21 @@ def load_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
 def load_model(config: ModelConfig, folder: Path, hf_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The weights of `folder` (safetensors only) as a causal LM on the CPU in `dtype`."""
     options: dict[str, Any] = {"config": hf_config, "dtype": dtype, "attn_implementation": config.attn_implementation}
+    # The library makes up what a file lacks and tells it in a warning; here it is told as a mistake.
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, use_safetensors=True, trust_remote_code=config.trust_remote_code, **options
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"model.path={config.path} can't be loaded from safetensors: {error}") from error
+    model, found = loaded
+    if lost := sorted(found["missing_keys"]) + sorted(name for name, *_ in found["mismatched_keys"]):
+        raise UserError(
+            f"model.path={config.path}: {len(lost)} weights that its config.json asks for are missing from its safetensors "
+            f"or have another shape, such as {lost[0]}. Restore the folder."
+        )
+    return model
 
 
 def fingerprint(folder: Path) -> str:

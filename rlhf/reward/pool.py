@@ -173,6 +173,8 @@ class ProcessPool:
             try:
                 return process.ask(request, self._config.timeout_s)
             except _Died as error:
+                if process.stopped:
+                    raise
                 log.warning("A reward process died (%s); starting it again for the same sample.", error)
                 return process.ask(request, self._config.timeout_s)
         except _Died as error:

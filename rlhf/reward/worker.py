@@ -24,6 +24,8 @@ from rlhf.reward import verifiers
 from rlhf.reward.types import RewardItem, RewardResult
 
 PR_SET_PDEATHSIG = 1
+# Metrics of every run, reward/<name>, that a user's numbers must not replace.
+TAKEN = {"mean", "std", "timeouts"}
 
 Verifier = Callable[[RewardItem], RewardResult]
 
@@ -129,6 +131,11 @@ def as_result(value: Any, spec: str) -> RewardResult:
             )
     if "score" not in numbers:
         raise UserError(f"reward.function={spec} returned a dict without 'score': {value!r}. Add it.")
+    if taken := sorted(TAKEN & numbers.keys()):
+        raise UserError(
+            f"reward.function={spec} returned {taken[0]!r}, but the metric reward/{taken[0]} has a meaning already. "
+            f"Give it another name."
+        )
     extra = {str(key): float(number) for key, number in numbers.items() if key != "score"}
     return RewardResult(float(numbers["score"]), extra)
 

@@ -100,7 +100,7 @@ def test_values_of_many_shapes():
     )
     assert config.trainer.logger == ["wandb", "tensorboard"]
     assert (config.actor.optim.lr, config.actor.optim.betas) == (0.5, [0.1, 0.2])
-    assert config.data.reasoning_gym.config == {"min_terms": 2, "max_terms": 2, "max_digits": 1}
+    assert config.data.reasoning_gym.config["max_digits"] == 1
     assert config.data.train_files == ["a.jsonl", "b c.parquet"]
     assert config.data.val_files == "openai/gsm8k:main@test"
     assert config.trainer.total_training_steps is None

@@ -24,8 +24,7 @@ from transformers import (
 
 from rlhf.config.rollout import RolloutConfig
 from rlhf.errors import UserError
-from rlhf.rollout import EmbeddedEngine, Request, Sample, SamplingParams, build_embedded_engine, check_lengths
-from rlhf.rollout import batch as batch_module
+from rlhf.rollout import EmbeddedEngine, Request, Sample, SamplingParams, build_embedded_engine, check_lengths, decoding
 from rlhf.rollout.kv_cache import RowCache
 
 EOS = 1
@@ -153,7 +152,7 @@ def test_samples_do_not_depend_on_batch_order_or_width(
     assert_same(whole, split)
     backwards = engine.generate(requests[::-1], params, seed=1, step=2)
     assert_same(whole, sorted(backwards, key=lambda s: (s.uid, s.sample)))
-    monkeypatch.setattr(batch_module, "PREFILL_TOKENS", 50)
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 50)
     assert_same(whole, EmbeddedEngine(model, tokenizer, 256).generate(requests, params, seed=1, step=2))
 
 
