@@ -1,6 +1,54 @@
-"""Set before torch is imported, here and in every process that a test starts."""
+"""Launches that several test files share: two runs that nothing disturbs, made side by side."""
 
 import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 
-# Tests are many small processes: threads of one that wait for a core make all of them crawl.
+import pytest
+
+from tests.launching import Ended, small, train, write_sums
+
+# For this process, before it imports torch, and for all that tests start: they are many small processes, and threads that wait for
+# a core make all of them crawl.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+EXPORT = "checkpoint.contents=[model,optimizer,extra,hf_model]"
+
+
+@pytest.fixture(scope="session")
+def launches() -> Iterator[ThreadPoolExecutor]:
+    """Where tests put launches that may run side by side; two, for two cores. What was put first starts first."""
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sums(tmp_path_factory.mktemp("data") / "sums.jsonl")
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """Runs that nothing interrupts, by their number of ranks, with an exported model in each checkpoint."""
+
+    folder: Path
+    ends: dict[int, Future[Ended]]
+
+    def run_dir(self, nproc: int) -> Path:
+        """The directory of the finished run on `nproc` ranks."""
+        end = self.ends[nproc].result()
+        assert end.code == 0, end.output
+        return self.folder / "rlhf" / f"undisturbed_{nproc}"
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, launches: ThreadPoolExecutor, sums: Path) -> Undisturbed:
+    folder = tmp_path_factory.mktemp("undisturbed")
+
+    def start(nproc: int) -> Future[Ended]:
+        name, ranks = f"undisturbed_{nproc}", f"trainer.nproc={nproc}"
+        return launches.submit(train, [*small(folder, name, sums), ranks, EXPORT])
+
+    return Undisturbed(folder, {nproc: start(nproc) for nproc in (1, 2)})

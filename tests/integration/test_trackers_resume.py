@@ -1,0 +1,29 @@
+"""wandb (offline) and TensorBoard in a run that is killed and resumed: every step once and in order in both."""
+
+from rlhf.checkpoint.run_dir import read_run_file
+from rlhf.errors import EXIT_DONE
+from tests.faults.interrupter import at
+from tests.integration import test_tensorboard, test_wandb
+from tests.launching import ranks, records, saved_steps, small
+
+
+def test_both_trackers_show_every_step_once_after_a_kill(tmp_path, sums, monkeypatch):
+    command = small(tmp_path, "tracked", sums, "trainer.logger=[wandb,tensorboard]", "tracking.wandb.mode=offline")
+    run_dir = tmp_path / "rlhf" / "tracked"
+    # Steps 4 and 5 are logged and lost: the last checkpoint is that of step 3.
+    killed = ranks(tmp_path / "log", command, at("update.before", 6, "SIGKILL"))
+    assert killed.code == -9, killed.output
+    assert saved_steps(run_dir) == [3]
+    end = ranks(tmp_path / "log", command)
+    assert end.code == EXIT_DONE, end.output
+    assert "training goes on" not in end.output
+
+    steps = [record["step"] for record in records(run_dir)]
+    assert steps == list(range(1, 8))
+    curves = test_tensorboard.scalars(run_dir)
+    assert [step for step, _ in curves["reward/mean"]] == steps
+    monkeypatch.setattr(test_wandb, "RUN_ID", read_run_file(run_dir)["run_id"])
+    (segment,) = (run_dir / "wandb").glob("offline-run-*")
+    items = test_wandb.read_offline(segment)
+    assert [item["_step"] for item in items] == steps
+    assert [item["reward/mean"] for item in items] == [record["reward/mean"] for record in records(run_dir)]

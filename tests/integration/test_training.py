@@ -1,0 +1,171 @@
+"""python -m rlhf.train from the command line: what a finished run leaves, and how mistakes and crashes in the ranks end."""
+
+import json
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf.checkpoint.layout import POINTER
+from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_USER_ERROR
+from tests.conftest import EXPORT, Undisturbed
+from tests.faults.compare_runs import history
+from tests.launching import STEPS, Ended, question, records, saved_steps, small, train
+
+POISON = 9
+"""The row, in the order of the file, on which the poisoned function raises: with eight prompts a step that is step 2."""
+
+REWARD = f"""
+import time
+
+def poisoned(data_source, solution_str, ground_truth, extra_info):
+    if extra_info["row"] == {POISON}:
+        raise ValueError("no grade for this one")
+    return float(solution_str.strip() == ground_truth)
+
+def detailed(data_source, solution_str, ground_truth, extra_info):
+    if extra_info["row"] == 0:
+        time.sleep(60)
+    return {{"score": float(solution_str.strip() == ground_truth), "row": extra_info["row"], "length": len(solution_str)}}
+"""
+
+
+@pytest.fixture(scope="session")
+def verl_rows() -> list[dict]:
+    """Rows with verl's columns."""
+    return [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": question(20 + i, 31 + i)}],
+            "reward_model": {"style": "rule", "ground_truth": str(51 + 2 * i)},
+            "extra_info": {"row": i},
+        }
+        for i in range(16)
+    ]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory, verl_rows: list[dict]) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "rewards.py").write_text(REWARD)
+    (folder / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in verl_rows))
+    for part in (0, 1):
+        pq.write_table(pa.Table.from_pylist(verl_rows[8 * part : 8 * part + 8]), folder / f"part_{part}.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ends(launches: ThreadPoolExecutor, undisturbed: Undisturbed, folder: Path, sums: Path) -> dict[str, Future[Ended]]:
+    """Starts from the command line that may run side by side; each in a run directory of its name."""
+
+    def start(name: str, *overrides: str, data: Path = sums) -> Future[Ended]:
+        return launches.submit(train, small(folder, name, data, *overrides))
+
+    again = [*small(undisturbed.folder, "undisturbed_1", sums), EXPORT]
+    return {
+        "again": launches.submit(lambda: undisturbed.run_dir(1) and train(again)),
+        "raises": start(
+            "raises",
+            f"reward.function={folder}/rewards.py:poisoned",
+            "data.shuffle=false",
+            "trainer.save_freq=1",
+            "trainer.max_failures_per_step=2",
+            "trainer.restart_backoff_s=0",
+            data=folder / "verl.jsonl",
+        ),
+        "parquet": start(
+            "parquet",
+            f"reward.function={folder}/rewards.py:detailed",
+            "reward.timeout_s=2",
+            f"data.val_files={folder}/verl.jsonl",
+            "data.val_max_samples=4",
+            "reward.num_workers=4",
+            "trainer.total_training_steps=null",
+            "trainer.total_epochs=1",
+            "actor.optim.lr_warmup_steps=0",
+            data=folder / "part_*.parquet",
+        ),
+        "too_long": start("too_long", "data.max_prompt_length=5", "data.overlong_prompts=error", "trainer.nproc=2"),
+    }
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_finished_run_leaves_checkpoints_history_and_report(undisturbed, nproc):
+    run_dir = undisturbed.run_dir(nproc)
+    assert saved_steps(run_dir) == [7, 6, 3]
+    assert (run_dir / POINTER).read_text().strip() == "7"
+    assert [record["step"] for record in records(run_dir)] == list(range(1, STEPS + 1))
+    report = json.loads((run_dir / "report" / "report.json").read_text())
+    assert str(run_dir / "global_step_7") in json.dumps(report)
+    assert (run_dir / "report" / "reward.png").read_bytes().startswith(b"\x89PNG")
+    output = undisturbed.ends[nproc].result().output
+    assert f"step {STEPS}/{STEPS}" in output
+    assert str(run_dir / "global_step_7") in output
+    assert not [path for path in run_dir.iterdir() if path.name.startswith((".tmp-", ".trash-"))]
+
+
+def test_the_number_of_ranks_does_not_change_the_samples(undisturbed):
+    one, two = (history(undisturbed.run_dir(nproc))[0] for nproc in (1, 2))
+    for name in ("reward/mean", "reward/std", "tokens/total", "response_length/mean", "response_length/max"):
+        assert one[name] == two[name], name
+    for name in ("actor/loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm"):
+        assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-6), name
+
+
+def test_the_exported_model_opens_as_a_hugging_face_model(undisturbed):
+    folder = undisturbed.run_dir(2) / "global_step_7" / "actor" / "huggingface"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question(12, 30)}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    response = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(response, skip_special_tokens=True).strip().isdigit()
+
+
+def test_a_finished_run_says_so(ends, undisturbed):
+    end = ends["again"].result()
+    assert end.code == EXIT_DONE, end.output
+    assert f"The run in {undisturbed.run_dir(1)} is finished at step {STEPS}." in end.output
+    assert f"step {STEPS}/{STEPS}" not in end.output
+
+
+def test_a_function_that_raises_ends_the_run_with_the_evidence(ends, folder):
+    end = ends["raises"].result()
+    assert end.code == EXIT_CRASHED
+    assert saved_steps(folder / "rlhf" / "raises") == [1]
+    assert end.output.count("Restart 1 of 10") == 1
+    assert "Restart 2" not in end.output
+    last = end.output[end.output.index("The run ends: crashes in a row at step 2: 2") :]
+    assert "trainer.max_failures_per_step=2" in last
+    assert "ValueError: no grade for this one" in last
+    assert f"'row': {POISON}" in last
+    assert f"continues from {folder}/rlhf/raises/global_step_1" in last
+
+
+def test_parquet_with_verl_columns_a_function_with_details_and_one_that_hangs(ends, folder):
+    end = ends["parquet"].result()
+    assert end.code == EXIT_DONE, end.output
+    initial, first, second = records(folder / "rlhf" / "parquet")
+    # Row 0 hangs on each of its four samples, in one of the two steps of the epoch.
+    assert sorted([first["reward/timeouts"], second["reward/timeouts"]]) == [0, 4]
+    assert (first["reward/row"] + second["reward/row"]) > 0
+    assert 1 <= first["reward/length"] <= 8
+    assert initial["step"] == 0
+    assert 0 <= initial["val/accuracy"] <= 0.75  # three of the four held-out rows can be scored
+    assert "A sample took longer than reward.timeout_s=2" in end.output
+
+
+def test_a_mistake_that_only_the_ranks_can_see_is_told_once_and_not_retried(ends, folder):
+    end = ends["too_long"].result()
+    assert end.code == EXIT_USER_ERROR
+    assert end.output.count("data.max_prompt_length=5") == 1
+    assert "Traceback" not in end.output
+    assert "Restart" not in end.output
+    assert saved_steps(folder / "rlhf" / "too_long") == []
