@@ -165,8 +165,13 @@ def _resume(config: Config) -> Iterator[str]:
         yield "trainer.resume_mode=resume_path: set trainer.resume_from_path to a global_step_N directory."
     if mode != "resume_path" and path:
         yield f"trainer.resume_from_path={path}: has effect only with trainer.resume_mode=resume_path (it is {mode})."
-    if mode == "resume_path" and path and not Path(path).expanduser().is_dir():
-        yield f"trainer.resume_from_path={path}: there is no such directory.{_sibling(Path(path).expanduser())}"
+    # Of a run that exists the source may be gone by now: it goes on from checkpoints of its own.
+    if mode == "resume_path" and path and not config.run_dir.exists():
+        source = Path(path).expanduser()
+        if not source.is_dir():
+            yield f"trainer.resume_from_path={path}: there is no such directory.{_sibling(source)}"
+        elif not (source / "manifest.json").is_file():
+            yield f"trainer.resume_from_path={path}: has no manifest.json, so it is no checkpoint: name a global_step_N directory."
     if mode == "resume_path" and config.trainer.overwrite:
         yield (
             "trainer.overwrite=true with trainer.resume_mode=resume_path: the one may delete what the other reads: "

@@ -41,6 +41,10 @@ def check_reward(config: RewardConfig) -> None:
             f"{said}: {path.name} defines no {name!r}.{_nearest(name, names)} Correct the name after the colon."
         )
     node = names[name]
+    if isinstance(node, ast.AsyncFunctionDef):
+        raise UserError(
+            f"{said}: the function is async, and nobody would await it. Make it a plain one (asyncio.run inside)."
+        )
     if isinstance(node, ast.FunctionDef):
         _check_signature(said, node.args)
 

@@ -131,10 +131,21 @@ def test_resume_path_must_exist(tmp_path: Path):
     (line,) = problems(make(trainer__resume_mode="resume_path", trainer__resume_from_path=wrong))
     assert line.endswith(f"there is no such directory. Did you mean {tmp_path / 'global_step_20'}?")
     right = make(trainer__resume_mode="resume_path", trainer__resume_from_path=str(tmp_path / "global_step_20"))
+    (line,) = problems(right)
+    assert "has no manifest.json, so it is no checkpoint" in line
+    (tmp_path / "global_step_20" / "manifest.json").touch()
     validate(right, {})
     right.trainer.overwrite = True
     (line,) = problems(right)
     assert line.startswith("trainer.overwrite=true with trainer.resume_mode=resume_path")
+
+
+def test_the_source_of_a_run_that_exists_may_be_gone(tmp_path: Path):
+    config = make(trainer__resume_mode="resume_path", trainer__resume_from_path=str(tmp_path / "global_step_20"))
+    config.trainer.default_local_dir = str(tmp_path)
+    assert problems(config)
+    config.run_dir.mkdir(parents=True)
+    validate(config, {})
 
 
 @pytest.fixture

@@ -228,6 +228,7 @@ def test_reward_process_imports_no_torch():
         ("{}/broken.py:score", "cannot be read as Python"),
         ("{}/rewards.py:narrow", "does not take extra_info"),
         ("{}/rewards.py:greedy", "needs model"),
+        ("{}/rewards.py:later", "is async"),
     ],
 )
 def test_bad_specs_are_found_before_anything_runs(tmp_path, spec, message):
@@ -237,6 +238,7 @@ def test_bad_specs_are_found_before_anything_runs(tmp_path, spec, message):
         "def score(**kwargs): return 1\n"
         "def narrow(data_source, solution_str, ground_truth): return 1\n"
         "def greedy(model, **kwargs): return 1\n"
+        "async def later(**kwargs): return 1\n"
     )
     with pytest.raises(UserError, match=r"reward\.function=") as caught:
         check_reward(RewardConfig(function=spec.format(tmp_path)))
