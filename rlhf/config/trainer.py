@@ -16,7 +16,8 @@ class TrainerConfig:
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), resume="harmless")
     """`auto` takes CUDA when a device is visible."""
     threads_per_rank: int | None = setting(None, ge=1, resume="harmless")
-    """CPU threads of each rank; null means OMP_NUM_THREADS if that is set, else cores / nproc. Too many crawl on a busy machine."""
+    """CPU threads of each rank; null means OMP_NUM_THREADS if that is set, else cores / nproc. They sleep at barriers, which other
+    processes on the same cores need; on a machine of its own, OMP_WAIT_POLICY=active in the environment is faster."""
     seed: int = setting(1, ge=0, le=2**32 - 1)
     """Every random choice of the run follows from it."""
     deterministic: bool | None = setting(None)
