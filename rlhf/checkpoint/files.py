@@ -8,6 +8,7 @@ from pathlib import Path
 
 import xxhash
 
+from rlhf.checkpoint.layout import TEMPORARY
 from rlhf.events import announce
 
 CHUNK = 8 << 20
@@ -73,11 +74,11 @@ def fsync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_durably(path: Path, content: str) -> None:
+def replace_durably(path: Path, content: str | bytes) -> None:
     """Give the small file `path` new content such that a reader sees the old or the new one, whole, whatever happens."""
-    fresh = path.with_name(f".{path.name}.new")
-    with fresh.open("w") as file:
-        file.write(content)
+    fresh = path.with_name(f"{TEMPORARY}{path.name}")
+    with fresh.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)

@@ -5,25 +5,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rlhf.checkpoint.files import replace_durably
 from rlhf.errors import UserError
 
 Record = dict[str, Any]
 """`{"step": n, "reward/mean": 0.5, ...}`: an int and then floats or ints by metric name."""
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace a file so that a kill or a power cut at any instant leaves the old or the new content, whole."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _line(record: Record) -> bytes:
@@ -55,7 +41,7 @@ class History:
         """Keep the records up to and including `step`, drop the rest and a torn last line; atomic."""
         kept = [record for record in self.records() if record["step"] <= step]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.path, b"".join(map(_line, kept)))
+        replace_durably(self.path, b"".join(map(_line, kept)))
 
     def records(self) -> list[Record]:
         """All whole records in the file's order; none if there is no file.

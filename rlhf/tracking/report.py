@@ -7,7 +7,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from rlhf.tracking.history import History, Record, write_atomic
+from rlhf.checkpoint.files import replace_durably
+from rlhf.tracking.history import History, Record
 
 SMOOTHING_STEPS = 10
 
@@ -24,8 +25,8 @@ def write_report(run_dir: Path) -> str:
     report = _summarize(records, _newest_checkpoint(run_dir))
     folder = run_dir / "report"
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "report.json", json.dumps(report, indent=1).encode() + b"\n")
-    write_atomic(folder / "reward.png", _plot(report))
+    replace_durably(folder / "report.json", json.dumps(report, indent=1).encode() + b"\n")
+    replace_durably(folder / "reward.png", _plot(report))
     return _text(report, folder)
 
 
