@@ -3,13 +3,18 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf.config.actor import ActorConfig, OptimConfig
-from rlhf.config.algorithm import AlgorithmConfig
+from rlhf.config.actor import ActorConfig, PolicyLossConfig
+from rlhf.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KlCtrlConfig, RolloutCorrectionConfig
 from rlhf.config.backend import BackendConfig
 from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.critic import CriticConfig
 from rlhf.config.data import DataConfig, ReasoningGymConfig
+from rlhf.config.guards import GuardsConfig
 from rlhf.config.model import ModelConfig
-from rlhf.config.reward import RewardConfig
+from rlhf.config.optim import OptimConfig
+from rlhf.config.ref import RefConfig
+from rlhf.config.reward import OverlongBufferConfig, RewardConfig
+from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.rollout import RolloutConfig, ValKwargsConfig
 from rlhf.config.tracking import TrackingConfig, WandbConfig
 from rlhf.config.trainer import TrainerConfig
@@ -24,8 +29,12 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -43,12 +52,21 @@ __all__ = [
     "BackendConfig",
     "CheckpointConfig",
     "Config",
+    "CriticConfig",
     "DataConfig",
+    "FilterGroupsConfig",
+    "GuardsConfig",
+    "KlCtrlConfig",
     "ModelConfig",
     "OptimConfig",
+    "OverlongBufferConfig",
+    "PolicyLossConfig",
     "ReasoningGymConfig",
+    "RefConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "TrackingConfig",
     "TrainerConfig",
     "ValKwargsConfig",

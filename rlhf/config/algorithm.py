@@ -1,11 +1,55 @@
 from dataclasses import dataclass
 
+from rlhf.config.actor import KL_KINDS
 from rlhf.config.fields import setting
 
 
 @dataclass
+class KlCtrlConfig:
+    type: str = setting("fixed", choices=("fixed", "adaptive"))
+    """`adaptive` moves the coefficient towards `target_kl`."""
+    kl_coef: float = setting(0.001, ge=0)
+    """The coefficient, or where an adaptive one starts."""
+    target_kl: float = setting(0.1, gt=0)
+    """KL per token that the adaptive coefficient steers to."""
+    horizon: int = setting(10000, ge=1)
+    """Samples over which the adaptive coefficient reacts."""
+
+
+@dataclass
+class FilterGroupsConfig:
+    enable: bool = setting(False)
+    """Drop prompts whose samples all have the same `metric`, and generate until the batch is full (DAPO's dynamic sampling)."""
+    metric: str = setting("acc", choices=("acc", "seq_reward"))
+    """What must differ within a group: `acc` is the first of `reward.functions`, `seq_reward` the whole reward."""
+    max_num_gen_batches: int = setting(10, ge=1)
+    """Generations per step at most."""
+    on_limit: str = setting("fill", choices=("fill", "stop"))
+    """When the limit is reached: `fill` the batch with groups without signal, or `stop` the run."""
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    rollout_is: str | None = setting(None, choices=("token", "sequence"))
+    """Truncated importance sampling between the rollout engine's log-probs and the trainer's, by `token` or `sequence`; null is off."""
+    rollout_is_threshold: float = setting(2.0, gt=0)
+    """Largest weight."""
+
+
+@dataclass
 class AlgorithmConfig:
-    adv_estimator: str = setting("grpo", choices=("grpo",))
-    """How rewards become advantages; a name of `rlhf/algorithms/table.py`."""
+    adv_estimator: str = setting("grpo")
+    """How rewards become advantages: a name of `rlhf/algorithms/table.py`, or `path/to/file.py:function`."""
+    gamma: float = setting(1.0, gt=0, le=1)
+    """Discount per token, for `gae` and `reinforce_plus_plus`."""
+    lam: float = setting(1.0, ge=0, le=1)
+    """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = setting(True)
     """Divide group advantages by the group's standard deviation; false is Dr.GRPO."""
+    use_kl_in_reward: bool = setting(False)
+    """Subtract the KL to the reference policy from the reward of each token."""
+    kl_penalty: str = setting("k1", choices=KL_KINDS)
+    """The estimator of the KL in the reward."""
+    kl_ctrl: KlCtrlConfig = setting(KlCtrlConfig)
+    filter_groups: FilterGroupsConfig = setting(FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = setting(RolloutCorrectionConfig)

@@ -37,7 +37,8 @@ class ConfigDiff:
 def compare(stored: Config, present: Config) -> ConfigDiff:
     """Sort the settings that differ by their `resume` rule (see `rlhf.config.fields`)."""
     diff = ConfigDiff([], [])
-    constant_rate = {stored.actor.optim.lr_scheduler_type, present.actor.optim.lr_scheduler_type} == {"constant"}
+    optimizers = [role.optim for config in (stored, present) for role in (config.actor, config.critic)]
+    constant_rate = all(optim.lr_scheduler_type == "constant" for optim in optimizers)
     for setting in SETTINGS.values():
         change = Change(setting.key, setting.value(stored), setting.value(present))
         if change.stored == change.present:

@@ -28,6 +28,8 @@ class DataConfig:
     """Column with the reference answer in sets without verl's `reward_model.ground_truth`."""
     train_batch_size: int = setting(64, ge=1)
     """Prompts per step over all ranks; each is sampled `rollout.n` times."""
+    gen_batch_size: int | None = setting(None, ge=1)
+    """Prompts per generation with `algorithm.filter_groups`, over all ranks; null means `train_batch_size`."""
     max_prompt_length: int = setting(256, ge=1)
     """Longest prompt in tokens, chat template included."""
     max_response_length: int = setting(256, ge=1)

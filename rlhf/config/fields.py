@@ -17,10 +17,10 @@ def setting(
     le: float | None = None,
     resume: Resume = "trajectory",
 ) -> Any:
-    """A dataclass field with its rules in the metadata; lists and dicts are copied per instance."""
+    """A dataclass field with its rules in the metadata; lists and dicts are copied per instance, sections are called."""
     metadata = {"choices": choices, "ge": ge, "gt": gt, "le": le, "resume": resume}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    if isinstance(default, type):
+    if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

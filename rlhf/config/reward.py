@@ -2,16 +2,34 @@ from dataclasses import dataclass
 
 from rlhf.config.fields import setting
 
+VERIFIERS = ("reasoning_gym", "math_verify", "exact_match")
+"""The named functions that compare a response with its row's answer."""
+
+
+@dataclass
+class OverlongBufferConfig:
+    enable: bool = setting(False)
+    """Punish responses that come near the limit (DAPO's soft over-long punishment)."""
+    len: int = setting(64, ge=1)
+    """Tokens before `data.max_response_length` over which the punishment grows."""
+    penalty_factor: float = setting(1.0, gt=0)
+    """The punishment at the limit."""
+
 
 @dataclass
 class RewardConfig:
-    name: str = setting("reasoning_gym", choices=("reasoning_gym", "math_verify", "exact_match"))
-    """The verifier, unless `function` is set."""
-    function: str | None = setting(None)
-    """`path/to/file.py:name`, called as name(data_source=, solution_str=, ground_truth=, extra_info=) in a process of its own; it
-    returns a number, or a dict with `score` and further numbers to log."""
+    functions: list[str] = setting(["reasoning_gym"])
+    """The rewards, added up: `reasoning_gym`, `math_verify`, `exact_match`, `reward_model`, or `path/to/file.py:name`, called as
+    name(data_source=, solution_str=, ground_truth=, extra_info=) in a process of its own; it returns a number, or a dict with `score` and
+    further numbers to log. The first one decides what counts as right (a score of at least 1)."""
+    weights: list[float] | None = setting(None)
+    """One weight for each of `functions`; null weighs all 1."""
     timeout_s: float = setting(10.0, gt=0)
-    """Seconds for one sample in a reward process; past them the process is killed, the sample scores `timeout_score` and is counted."""
-    timeout_score: float = setting(0.0)
+    """Seconds for one sample in a reward process; past them the process is killed, the sample scores `failed_score` and is counted."""
+    on_error: str = setting("stop", choices=("stop", "score"))
+    """When a function raises, returns no number or dies twice on a sample: end the run, or give the sample `failed_score` and count it."""
+    failed_score: float = setting(0.0)
+    """What a reward gives a sample on which it failed or ran out of time, before its weight."""
     num_workers: int = setting(2, ge=1, resume="harmless")
-    """Reward processes per rank, for `math_verify` and `function`."""
+    """Reward processes per rank and function, for `math_verify` and functions of a file."""
+    overlong_buffer: OverlongBufferConfig = setting(OverlongBufferConfig)

@@ -26,6 +26,8 @@ class TrainerConfig:
     """Passes over the training prompts, unless `total_training_steps` is set. A longer run changes a decaying LR schedule."""
     total_training_steps: int | None = setting(None, ge=1)
     """Steps in all; overrides `total_epochs`."""
+    critic_warmup: int = setting(0, ge=0)
+    """Steps at the start in which only the critic is trained."""
     save_freq: int = setting(20, ge=0, resume="harmless")
     """Steps between checkpoints; the last step is saved too. 0 saves only when the run is asked to stop."""
     test_freq: int = setting(20, ge=0, resume="harmless")

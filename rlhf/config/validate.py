@@ -22,7 +22,20 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ) -> None:
     problems = [p for setting in SETTINGS.values() if (p := _out_of_bounds(setting, config))]
     # Cross-field checks may divide by a value that is itself out of bounds.
     if not problems:
-        for check in (_run, _batches, _optimizer, _rollout, _data, _checkpoint, _resume, _model):
+        for check in (
+            _run,
+            _batches,
+            _optimizers,
+            _losses,
+            _kl,
+            _rollout,
+            _filter_groups,
+            _data,
+            _checkpoint,
+            _rollback,
+            _resume,
+            _models,
+        ):
             problems += check(config)
         problems += _ranks(config, environ)
     if problems:
@@ -80,34 +93,65 @@ def _ranks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
         ranks, source = config.trainer.nproc, "trainer.nproc"
     for key, size in (
         ("data.train_batch_size", config.data.train_batch_size),
+        ("data.gen_batch_size", config.data.gen_batch_size),
         ("actor.ppo_mini_batch_size", config.actor.ppo_mini_batch_size),
     ):
-        if size % ranks:
+        if size is not None and size % ranks:
             fitting = math.ceil(size / ranks) * ranks
             yield f"{key}={size} must be divisible by the number of ranks ({source}={ranks}): set {key}={fitting}."
 
 
-def _optimizer(config: Config) -> Iterator[str]:
-    optim, steps = config.actor.optim, config.trainer.total_training_steps
-    if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
-        yield f"actor.optim.betas={optim.betas}: must be two numbers, each at least 0 and less than 1."
-    if config.actor.clip_ratio_low > 1:
-        yield f"actor.clip_ratio_low={config.actor.clip_ratio_low}: must be at most 1; a ratio is never below 0."
-    if steps is not None:
-        updates = (
-            steps * config.actor.ppo_epochs * max(config.data.train_batch_size // config.actor.ppo_mini_batch_size, 1)
-        )
+def _optimizers(config: Config) -> Iterator[str]:
+    steps, warmup = config.trainer.total_training_steps, config.trainer.critic_warmup
+    mini_batches = max(config.data.train_batch_size // config.actor.ppo_mini_batch_size, 1)
+    if steps is not None and warmup >= steps:
+        yield f"trainer.critic_warmup={warmup}: the run has {steps} steps (trainer.total_training_steps); the policy would learn nothing."
+    for key, role, idle in (("actor", config.actor, warmup), ("critic", config.critic, 0)):
+        optim = role.optim
+        if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
+            yield f"{key}.optim.betas={optim.betas}: must be two numbers, each at least 0 and less than 1."
+        if steps is None or steps <= idle:
+            continue
+        updates = (steps - idle) * role.ppo_epochs * mini_batches
         if optim.lr_warmup_steps >= updates:
             yield (
-                f"actor.optim.lr_warmup_steps={optim.lr_warmup_steps}: the run has {updates} optimizer steps "
+                f"{key}.optim.lr_warmup_steps={optim.lr_warmup_steps}: the run has {updates} optimizer steps "
                 f"(trainer.total_training_steps={steps}); the warm-up must be shorter."
             )
 
 
+def _losses(config: Config) -> Iterator[str]:
+    actor, buffer, longest = config.actor, config.reward.overlong_buffer, config.data.max_response_length
+    if actor.clip_ratio_low > 1:
+        yield f"actor.clip_ratio_low={actor.clip_ratio_low}: must be at most 1; a ratio is never below 0."
+    norm = "seq-mean-token-sum-norm"
+    if actor.loss_scale_factor is not None and norm not in (actor.loss_agg_mode, config.critic.loss_agg_mode):
+        yield (
+            f"actor.loss_scale_factor={actor.loss_scale_factor}: has effect only with actor.loss_agg_mode={norm} "
+            f"(it is {actor.loss_agg_mode}) or critic.loss_agg_mode={norm}."
+        )
+    if buffer.enable and buffer.len >= longest:
+        yield (
+            f"reward.overlong_buffer.len={buffer.len}: must be less than data.max_response_length={longest}, of which it is the end: "
+            f"set reward.overlong_buffer.len={max(longest // 5, 1)}, or reward.overlong_buffer.enable=false."
+        )
+
+
+def _kl(config: Config) -> Iterator[str]:
+    control = config.algorithm.kl_ctrl
+    if control.type != "adaptive":
+        return
+    if not config.algorithm.use_kl_in_reward:
+        yield "algorithm.kl_ctrl.type=adaptive: has effect only with algorithm.use_kl_in_reward=true."
+    elif control.kl_coef == 0:
+        yield (
+            "algorithm.kl_ctrl.kl_coef=0: an adaptive coefficient is multiplied at each step, so 0 stays 0; "
+            "set algorithm.kl_ctrl.kl_coef=0.001."
+        )
+
+
 def _rollout(config: Config) -> Iterator[str]:
     r = config.rollout
-    if config.algorithm.adv_estimator == "grpo" and r.n < 2:
-        yield f"rollout.n={r.n}: grpo compares the samples of one prompt; set rollout.n to 2 or more."
     if r.n > 1 and r.temperature == 0:
         yield (
             f"rollout.temperature=0: the {r.n} samples of a prompt (rollout.n) would be equal and teach nothing; "
@@ -117,6 +161,26 @@ def _rollout(config: Config) -> Iterator[str]:
         yield f"rollout.top_k=1: the {r.n} samples of a prompt (rollout.n) would be equal; set rollout.top_k=-1."
     if "" in r.stop:
         yield f"rollout.stop={r.stop}: an empty stop string would end every sample at once."
+
+
+def _filter_groups(config: Config) -> Iterator[str]:
+    filters, train, n = config.algorithm.filter_groups, config.data.train_batch_size, config.rollout.n
+    if not filters.enable:
+        if config.data.gen_batch_size is not None:
+            yield (
+                f"data.gen_batch_size={config.data.gen_batch_size}: has effect only with algorithm.filter_groups.enable=true; "
+                "set data.gen_batch_size=null."
+            )
+        return
+    if n < 2:
+        yield f"rollout.n={n}: algorithm.filter_groups.enable=true drops prompts whose samples agree; set rollout.n to 2 or more."
+    most = (config.data.gen_batch_size or train) * filters.max_num_gen_batches
+    if most < train:
+        yield (
+            f"data.gen_batch_size={config.data.gen_batch_size}: with algorithm.filter_groups.max_num_gen_batches="
+            f"{filters.max_num_gen_batches} a step has at most {most} prompts, fewer than data.train_batch_size={train}: "
+            f"set data.gen_batch_size={train}."
+        )
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -159,6 +223,21 @@ def _checkpoint(config: Config) -> Iterator[str]:
         )
 
 
+def _rollback(config: Config) -> Iterator[str]:
+    if config.guards.action != "rollback":
+        return
+    for key in ("contents", "load_contents"):
+        contents = getattr(config.checkpoint, key)
+        lacking = [name for name in ("model", "optimizer", "extra") if contents is not None and name not in contents]
+        if lacking:
+            yield (
+                f"checkpoint.{key}={contents}: guards.action=rollback returns to a checkpoint as it was, which takes model, optimizer and "
+                f"extra; add {', '.join(lacking)}, or set guards.action=skip."
+            )
+    if config.trainer.save_freq == 0:
+        yield "trainer.save_freq=0: guards.action=rollback would go back to the start; set trainer.save_freq=20, or guards.action=skip."
+
+
 def _resume(config: Config) -> Iterator[str]:
     mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
     if mode == "resume_path" and not path:
@@ -179,23 +258,34 @@ def _resume(config: Config) -> Iterator[str]:
         )
 
 
-def _model(config: Config) -> Iterator[str]:
-    name = config.model.path
-    path = Path(name).expanduser()
-    looks_local = name.startswith(("/", "./", "../", "~")) or ("/" in name and path.parent.is_dir())
-    if not name:
-        yield "model.path='': set a folder in Hugging Face format or a Hub name."
-    elif path.is_file():
-        yield f"model.path={name}: is a file; give the folder that holds config.json."
-    elif path.is_dir() and not (path / "config.json").is_file():
-        inside = sorted(p.parent for p in path.glob("*/config.json"))
-        hint = did_you_mean(str(inside[0]) if inside else None)
-        yield f"model.path={name}: this folder has no config.json, so it is no model in Hugging Face format.{hint}"
-    elif looks_local and not path.exists():
-        yield f"model.path={name}: there is no such folder.{_sibling(path)}"
+def _models(config: Config) -> Iterator[str]:
+    yield from _model_folder("model.path", config.model.path)
+    for key, optional in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
+        if optional is not None:
+            yield from _model_folder(key, optional)
+    if config.reward_model.path is not None and "reward_model" not in config.reward.functions:
+        yield (
+            f"reward_model.path={config.reward_model.path}: has effect only with reward_model among reward.functions "
+            f"(they are {', '.join(config.reward.functions)})."
+        )
     template = config.model.chat_template
     if template is not None and not Path(template).expanduser().is_file():
         yield f"model.chat_template={template}: there is no such file."
+
+
+def _model_folder(key: str, name: str) -> Iterator[str]:
+    path = Path(name).expanduser()
+    looks_local = name.startswith(("/", "./", "../", "~")) or ("/" in name and path.parent.is_dir())
+    if not name:
+        yield f"{key}='': set a folder in Hugging Face format or a Hub name."
+    elif path.is_file():
+        yield f"{key}={name}: is a file; give the folder that holds config.json."
+    elif path.is_dir() and not (path / "config.json").is_file():
+        inside = sorted(p.parent for p in path.glob("*/config.json"))
+        hint = did_you_mean(str(inside[0]) if inside else None)
+        yield f"{key}={name}: this folder has no config.json, so it is no model in Hugging Face format.{hint}"
+    elif looks_local and not path.exists():
+        yield f"{key}={name}: there is no such folder.{_sibling(path)}"
 
 
 def _sibling(path: Path) -> str:

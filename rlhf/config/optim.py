@@ -1,0 +1,17 @@
+from dataclasses import dataclass
+
+from rlhf.config.fields import setting
+
+
+@dataclass
+class OptimConfig:
+    lr: float = setting(1e-6, gt=0)
+    betas: list[float] = setting([0.9, 0.999])
+    eps: float = setting(1e-8, gt=0)
+    weight_decay: float = setting(0.01, ge=0)
+    lr_scheduler_type: str = setting("constant", choices=("constant", "linear", "cosine"))
+    """Shape of the learning rate after the warm-up."""
+    lr_warmup_steps: int = setting(0, ge=0)
+    """Optimizer steps over which the rate rises linearly from 0."""
+    min_lr_ratio: float = setting(0.0, ge=0, le=1)
+    """Where `linear` and `cosine` end, as a share of `lr`."""

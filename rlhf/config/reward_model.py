@@ -1,0 +1,17 @@
+from dataclasses import dataclass
+
+from rlhf.config.fields import setting
+
+
+@dataclass
+class RewardModelConfig:
+    """The sequence classifier behind `reward_model` in `reward.functions`."""
+
+    path: str | None = setting(None, resume="harmless")
+    """A local folder in Hugging Face format or a Hub name, with one label and a tokenizer of its own. A resume compares what it holds."""
+    revision: str | None = setting(None, resume="harmless")
+    """Branch, tag or commit of a Hub name."""
+    micro_batch_size_per_gpu: int = setting(64, ge=1, resume="harmless")
+    """Samples per forward pass on one rank."""
+    max_length: int = setting(4096, ge=1)
+    """Tokens of prompt and response that it reads; of longer texts the end."""
