@@ -1,31 +1,142 @@
-"""From rewards to advantages."""
+"""Advantage estimators: from token rewards to what each response token was better than expected by."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-EPSILON = 1e-6
+from rlhf.algorithms.statistics import backward_sum, masked, masked_whiten
+from rlhf.config import AlgorithmConfig
+
+GROUP_EPSILON = 1e-6
 
 
-def grpo(scores: Tensor, group_size: int, *, norm_by_std: bool = True) -> Tensor:
-    """Group-relative advantages, one per response.
+def only_rank(tensor: Tensor) -> Tensor:
+    """The sum over ranks where there is one."""
+    return tensor
 
-    Args:
-        scores: summed reward of each response, shape [groups * group_size], groups contiguous.
-        group_size: responses per prompt.
-        norm_by_std: divide by the group's unbiased standard deviation plus 1e-6; false is Dr.GRPO.
 
-    Returns:
-        [groups * group_size]. A group of one keeps mean 0 and deviation 1, so its advantage is its score.
+@dataclass(frozen=True)
+class Outcome:
+    """What N responses of one rank were worth. R is the longest response."""
 
-    Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2; Dr.GRPO (arXiv 2503.20783) section 3.2 for `norm_by_std=False`.
+    token_rewards: Tensor
+    """[N, R]: the score on the last response token, less the KL penalty of each token if it is part of the reward."""
+    mask: Tensor
+    """[N, R], 1 on response tokens; rows may be empty."""
+    group_size: int
+    """Responses per prompt; those of one prompt are neighbours, and no prompt is on two ranks."""
+    values: Tensor | None = None
+    """[N, R]: what the critic expected before each token."""
+    baselines: Tensor | None = None
+    """[N]: the reward of the greedy response to the same prompt."""
+    all_sum: Callable[[Tensor], Tensor] = only_rank
+    """Sum over ranks of a small tensor, in place or not. An estimator calls it equally often on every rank."""
+
+    @property
+    def scores(self) -> Tensor:
+        """[N] float64: the summed reward of each response."""
+        return masked(self.token_rewards, self.mask).double().sum(dim=1)
+
+
+class Estimate(NamedTuple):
+    """What an estimator returns."""
+
+    advantages: Tensor
+    """[N, R] in the type of the rewards, zero outside the mask."""
+    returns: Tensor | None = None
+    """[N, R]: what the critic is fitted to; zero outside the mask."""
+
+
+def gae(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
+    """Generalized advantage estimation over the response tokens, whitened over all ranks; needs `values`.
+
+    delta_t = r_t + gamma * V_next - V_t and A_t = delta_t + gamma * lam * A_next, where next is the next token in the mask, and 0 behind
+    the last one; returns = A + V, taken before the whitening.
+
+    Source: Schulman et al. (arXiv 1506.02438) equation 16.
+    """
+    assert outcome.values is not None
+    mask = outcome.mask
+    values = masked(outcome.values, mask).double()
+    rewards = masked(outcome.token_rewards, mask).double()
+    # Columns outside the mask hand on what lies behind them.
+    ahead = backward_sum(values, 1.0 - mask.double())
+    deltas = masked(rewards + config.gamma * torch.nn.functional.pad(ahead[:, 1:], (0, 1)) - values, mask)
+    advantages = masked(backward_sum(deltas, _decays(mask, config.gamma * config.lam)), mask)
+    whitened = masked_whiten(advantages, mask, outcome.all_sum)
+    dtype = outcome.token_rewards.dtype
+    return Estimate(whitened.to(dtype), (advantages + values).to(dtype))
+
+
+def grpo(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
+    """(s - mean) / (std + 1e-6) over the responses to a prompt, s the summed reward and std unbiased; the same on all tokens.
+
+    A group of one keeps mean 0 and std 1. `norm_adv_by_std_in_grpo=false` leaves the division out: Dr.GRPO.
+
+    Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2; Dr.GRPO (arXiv 2503.20783) section 3.2.
     """
     # In float64, or the rounded mean of equal rewards would leave differences that the division blows up.
-    groups = scores.double().view(-1, group_size)
-    if group_size == 1:
-        mean, deviation = torch.zeros_like(groups), torch.ones_like(groups)
-    else:
-        mean, deviation = groups.mean(dim=1, keepdim=True), groups.std(dim=1, keepdim=True)
-    centred = groups - mean
-    if norm_by_std:
-        centred = centred / (deviation + EPSILON)
-    return centred.view(-1).to(scores.dtype)
+    groups = outcome.scores.view(-1, outcome.group_size)
+    alone = outcome.group_size == 1
+    advantages = groups if alone else groups - groups.mean(dim=1, keepdim=True)
+    if config.norm_adv_by_std_in_grpo:
+        deviations = torch.ones_like(groups) if alone else groups.std(dim=1, keepdim=True)
+        advantages = advantages / (deviations + GROUP_EPSILON)
+    return Estimate(_on_tokens(advantages, outcome))
+
+
+def rloo(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
+    """The score less the mean score of the other responses to the prompt: n / (n - 1) * (s - mean); a group of one keeps s.
+
+    Source: Ahmadian et al. (arXiv 2402.14740) section 3.
+    """
+    groups, n = outcome.scores.view(-1, outcome.group_size), outcome.group_size
+    advantages = groups if n == 1 else (groups - groups.mean(dim=1, keepdim=True)) * (n / (n - 1))
+    return Estimate(_on_tokens(advantages, outcome))
+
+
+def reinforce_plus_plus(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
+    """The rewards from each token on, discounted by `gamma` per token, whitened over all ranks.
+
+    Source: REINFORCE++ (arXiv 2501.03262) section 3.
+    """
+    rewards = masked(outcome.token_rewards, outcome.mask).double()
+    togo = backward_sum(rewards, _decays(outcome.mask, config.gamma))
+    return Estimate(masked_whiten(togo, outcome.mask, outcome.all_sum).to(outcome.token_rewards.dtype))
+
+
+def reinforce_plus_plus_baseline(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
+    """The score less the mean score of the prompt's responses, on all tokens, whitened over all ranks; a group of one has mean 0.
+
+    Source: REINFORCE++ with baseline (arXiv 2501.03262) section 3.
+    """
+    groups = outcome.scores.view(-1, outcome.group_size)
+    centred = groups if outcome.group_size == 1 else groups - groups.mean(dim=1, keepdim=True)
+    tokens = centred.view(-1, 1).expand_as(outcome.mask)
+    return Estimate(masked_whiten(tokens, outcome.mask, outcome.all_sum).to(outcome.token_rewards.dtype))
+
+
+def remax(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
+    """The rewards from each token on, undiscounted, less the reward of the greedy response; needs `baselines`.
+
+    Source: ReMax (arXiv 2310.10505) algorithm 1.
+    """
+    assert outcome.baselines is not None
+    rewards = masked(outcome.token_rewards, outcome.mask).double()
+    togo = backward_sum(rewards, torch.ones_like(rewards))
+    advantages = masked(togo - outcome.baselines.double()[:, None], outcome.mask)
+    return Estimate(advantages.to(outcome.token_rewards.dtype))
+
+
+def _decays(mask: Tensor, per_token: float) -> Tensor:
+    """[N, R] float64: a step over a response token shrinks what comes after it, a step over anything else doesn't."""
+    return torch.ones_like(mask, dtype=torch.float64).masked_fill(mask.bool(), per_token)
+
+
+def _on_tokens(per_response: Tensor, outcome: Outcome) -> Tensor:
+    """One number per response, in any shape, on each of its tokens: [N, R], zero outside the mask."""
+    spread = per_response.reshape(-1, 1).expand_as(outcome.mask)
+    return masked(spread, outcome.mask).to(outcome.token_rewards.dtype)

@@ -1,21 +1,26 @@
 """From token losses to one number, as a sum here over a denominator everywhere: independent of padding, micro-batches and ranks."""
 
-import torch
 from torch import Tensor
 
+from rlhf.algorithms.statistics import masked
 
-def loss_sum(values: Tensor, mask: Tensor, mode: str) -> Tensor:
+
+def loss_sum(values: Tensor, mask: Tensor, mode: str, scale_factor: float = 1) -> Tensor:
     """The numerator of the aggregate over these rows; add it up over micro-batches and ranks.
 
     Args:
-        values: [batch, tokens]; what lies outside the mask is ignored, NaN included.
-        mask: [batch, tokens], 1 on response tokens. A row may be empty.
-        mode: `token-mean`, `seq-mean-token-sum` or `seq-mean-token-mean` (verl's names).
+        values: [N, R]; what lies outside the mask is ignored, NaN included.
+        mask: [N, R], 1 on response tokens. A row may be empty.
+        mode: `token-mean`, `seq-mean-token-sum`, `seq-mean-token-mean` or `seq-mean-token-sum-norm` (verl's names).
+        scale_factor: the fixed length that `seq-mean-token-sum-norm` divides by; the other modes don't read it.
+
+    Source: DAPO (arXiv 2503.14476) section 3.3 for `token-mean`; DeepSeekMath (arXiv 2402.03300) equation 3 for `seq-mean-token-mean`;
+    Dr.GRPO (arXiv 2503.20783) section 3.2 for the fixed length.
     """
-    masked = torch.where(mask.bool(), values, 0.0)
+    inside = masked(values, mask)
     if mode == "seq-mean-token-mean":
-        return (masked.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum()
-    return masked.sum()
+        return (inside.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum()
+    return inside.sum() / scale_factor if mode == "seq-mean-token-sum-norm" else inside.sum()
 
 
 def loss_count(mask: Tensor, mode: str) -> Tensor:

@@ -1,20 +1,45 @@
-"""Estimators of the KL divergence from the policy to the reference, per sampled token."""
+"""Estimators of the KL divergence from the policy to the reference, per sampled token, and the coefficient that adapts to it."""
 
 import torch
 from torch import Tensor
 
 K3_BOUND = 10.0
 LOG_RATIO_BOUND = 20.0
+COEFFICIENT_BOUND = 0.2
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """KL(policy || reference) from tokens sampled by the policy, [batch, tokens] each, with d = log_probs - ref_log_probs.
+    """KL(policy || reference) from tokens sampled by the policy, with d = log_probs - ref_log_probs; token by token: there is no mask.
 
-    `k1`: d (unbiased). `k2`: d^2 / 2. `k3`: exp(-d) - 1 + d (unbiased, positive), d within +-20 and the result within +-10.
-    Raises KeyError for another name. Source: J. Schulman, "Approximating KL Divergence" (2020).
+    `k1`: d (unbiased). `k2`: d^2 / 2. `k3`: exp(-d) - 1 + d (unbiased, positive), -d within +-20 and the result within +-10. `abs`: |d|.
+    With `+` (`k1+`, `k3+`, `abs+`) the value is the estimator's and the gradient k2's, whose expectation is the gradient of the KL.
+
+    Args:
+        log_probs, ref_log_probs: one shape, [N, R].
+        kind: one of the above; KeyError for another.
+
+    Source: J. Schulman, "Approximating KL Divergence" (2020); Tang and Munos (arXiv 2506.09477) for the gradient of k2.
     """
     difference = log_probs - ref_log_probs
+    if kind in _STRAIGHT_THROUGH:
+        gradient = _ESTIMATORS["k2"](difference)
+        return _ESTIMATORS[_STRAIGHT_THROUGH[kind]](difference.detach()) + (gradient - gradient.detach())
     return _ESTIMATORS[kind](difference)
+
+
+def adapted_coefficient(coef: float, kl: float, samples: int, target: float, horizon: int) -> float:
+    """The next coefficient of the KL in the reward: coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon).
+
+    Args:
+        coef: the coefficient that the rewards of this step were made with.
+        kl: this step's KL: the mean over sequences of the mean over their tokens.
+        samples: sequences of this step over all ranks.
+        target, horizon: the KL to steer to, and the samples over which to react.
+
+    Source: Ziegler et al. (arXiv 1909.08593) section 2.2.
+    """
+    error = min(max(kl / target - 1, -COEFFICIENT_BOUND), COEFFICIENT_BOUND)
+    return coef * (1 + error * samples / horizon)
 
 
 def _k3(difference: Tensor) -> Tensor:
@@ -22,4 +47,5 @@ def _k3(difference: Tensor) -> Tensor:
     return torch.clamp(torch.exp(x) - x - 1, -K3_BOUND, K3_BOUND)
 
 
-_ESTIMATORS = {"k1": lambda d: d, "k2": lambda d: d.square() / 2, "k3": _k3}
+_ESTIMATORS = {"k1": lambda d: d, "k2": lambda d: d.square() / 2, "k3": _k3, "abs": torch.abs}
+_STRAIGHT_THROUGH = {"k1+": "k1", "k3+": "k3", "abs+": "abs"}

@@ -1,27 +1,108 @@
-"""Policy losses, per token."""
+"""Policy and value losses, per token."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlhf.algorithms.statistics import masked
+from rlhf.config import ActorConfig
+
 LOG_RATIO_BOUND = 20.0
+SEQUENCE_LOG_RATIO_BOUND = 10.0
 
 
-def clipped_policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate with separate bounds below and above.
+class PolicyLoss(NamedTuple):
+    """What a policy loss returns."""
 
-    loss = max(-A * r, -A * clamp(r, 1 - low, 1 + high)) with r = exp(clamp(log_probs - old_log_probs, -20, 20)).
+    losses: Tensor
+    """[N, R], zero outside the mask."""
+    figures: dict[str, Tensor]
+    """[N, R] each and without gradient; their means over all response tokens are logged as `actor/<name>`. The same names at every call."""
+
+
+def vanilla(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig
+) -> PolicyLoss:
+    """PPO's clipped surrogate with separate bounds below and above, and dual clip.
+
+    max(-A * r, -A * clamp(r, 1 - low, 1 + high)) with r = exp(clamp(log_probs - old_log_probs, -20, 20)); for A < 0 at most -A * c.
 
     Args:
-        log_probs, old_log_probs, advantages: [batch, tokens].
+        log_probs, old_log_probs, advantages: [N, R]; the gradient goes through the first.
+        mask: [N, R], 1 on response tokens.
+        config: `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_c`.
 
     Returns:
-        The loss of each token and whether the clipped branch was taken (as 0 or 1), both [batch, tokens].
+        The losses, and which tokens clipping (`pg_clipfrac`) and dual clip (`pg_clipfrac_lower`) changed, as 0 or 1.
 
-    Source: PPO (arXiv 1707.06347) equation 7; DAPO (arXiv 2503.14476) equation 10 for the decoupled bounds.
+    Source: PPO (arXiv 1707.06347) equation 7; DAPO (arXiv 2503.14476) equation 10 for separate bounds; Ye et al. (arXiv 1912.09729)
+    equation 5 for dual clip.
     """
-    ratio = torch.exp(torch.clamp(log_probs - old_log_probs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
-    unclipped = -advantages * ratio
-    clipped = -advantages * torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
-    return torch.maximum(unclipped, clipped), (clipped > unclipped).to(ratio.dtype)
+    ratio, advantages = _ratio(log_probs, old_log_probs, mask), masked(advantages, mask)
+    losses, clipped = _clipped(ratio, advantages, config)
+    ceiling = -advantages * config.clip_ratio_c
+    lowered = (advantages < 0) & (losses > ceiling)
+    losses = torch.where(lowered, ceiling, losses)
+    return PolicyLoss(losses, {"pg_clipfrac": clipped, "pg_clipfrac_lower": lowered.to(ratio.dtype)})
+
+
+def gspo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig) -> PolicyLoss:
+    """The clipped surrogate with one ratio per response: the exponential of the mean log-ratio of its tokens.
+
+    The value is the sequence ratio's; the gradient goes through the log-prob of each token, so that advantages may differ within a
+    response. The log-ratio is at most 10. Arguments as in `vanilla`; one figure, `pg_clipfrac`.
+
+    Source: GSPO (arXiv 2507.18071) equations 5 and 7, and GSPO-token, equations 13 and 14.
+    """
+    differences = masked(log_probs - old_log_probs, mask)
+    lengths = mask.bool().sum(dim=1, keepdim=True).clamp(min=1)
+    of_sequence = differences.detach().sum(dim=1, keepdim=True) / lengths
+    ratio = torch.exp(torch.clamp(differences - differences.detach() + of_sequence, max=SEQUENCE_LOG_RATIO_BOUND))
+    losses, clipped = _clipped(ratio, masked(advantages, mask), config)
+    return PolicyLoss(losses, {"pg_clipfrac": clipped})
+
+
+def cispo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig
+) -> PolicyLoss:
+    """REINFORCE with a clipped importance weight that has no gradient: -sg(clamp(r, 1 - low, 1 + high)) * A * log_prob.
+
+    Every token keeps its gradient; only its weight is bounded. Arguments and r as in `vanilla`; one figure, `pg_clipfrac`: the tokens
+    whose weight was clipped.
+
+    Source: CISPO, in MiniMax-M1 (arXiv 2506.13585) equations 4 and 5.
+    """
+    ratio = _ratio(log_probs, old_log_probs, mask).detach()
+    weights = torch.clamp(ratio, 1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    losses = -weights * masked(advantages, mask) * masked(log_probs, mask)
+    return PolicyLoss(losses, {"pg_clipfrac": masked((weights != ratio).to(ratio.dtype), mask)})
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
+    """0.5 * max((v - R)^2, (clamp(v, v_old - cliprange, v_old + cliprange) - R)^2), token by token: there is no mask.
+
+    Args:
+        values, old_values, returns: one shape, [N, R]; the gradient goes through the first.
+        cliprange: how far a value may move from `old_values` and still lower the loss.
+
+    Returns:
+        The losses, and whether clipping changed them as 0 or 1, both [N, R].
+
+    Source: the value clipping of OpenAI's PPO implementation (baselines, ppo2), as in verl.
+    """
+    bounded = torch.clamp(values, old_values - cliprange, old_values + cliprange)
+    plain, clipped = (values - returns).square(), (bounded - returns).square()
+    return 0.5 * torch.maximum(plain, clipped), (clipped > plain).to(values.dtype)
+
+
+def _ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """The probability ratio of each token, 1 outside the mask."""
+    return torch.exp(torch.clamp(masked(log_probs - old_log_probs, mask), -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, config: ActorConfig) -> tuple[Tensor, Tensor]:
+    """The clipped surrogate and whether clipping changed it."""
+    plain = -advantages * ratio
+    clipped = -advantages * torch.clamp(ratio, 1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    return torch.maximum(plain, clipped), (clipped > plain).to(ratio.dtype)

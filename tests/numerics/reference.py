@@ -1,34 +1,140 @@
-"""The formulas once more, as loops over Python floats (float64): what the tensor functions are held against."""
+"""The formulas once more, as loops over Python floats (float64), written from the papers: what the tensor functions are held against.
+
+Tables are lists of rows. Tokens outside a mask are dropped first, so that nothing here can depend on them.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-Rows = Sequence[Sequence[float]]
-
-
-def grpo_advantages(scores: Sequence[float], group_size: int, norm_by_std: bool) -> list[float]:
-    result = []
-    for start in range(0, len(scores), group_size):
-        group = scores[start : start + group_size]
-        if len(group) == 1:
-            mean, deviation = 0.0, 1.0
-        else:
-            mean = sum(group) / len(group)
-            deviation = math.sqrt(sum((s - mean) ** 2 for s in group) / (len(group) - 1))
-        result += [(s - mean) / (deviation + 1e-6) if norm_by_std else s - mean for s in group]
-    return result
+Row = Sequence[float]
+Table = Sequence[Row]
 
 
 def clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def policy_loss(log_prob: float, old: float, advantage: float, low: float, high: float) -> tuple[float, float]:
-    """The loss of a token and whether clipping changed it."""
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def tokens_of(row: Row, mask: Row) -> list[float]:
+    return [value for value, m in zip(row, mask, strict=True) if m]
+
+
+def on_tokens(per_row: Table, mask: Table) -> list[list[float]]:
+    """Values of the tokens in the mask, back in their columns; zero elsewhere."""
+    result = []
+    for values, row in zip(per_row, mask, strict=True):
+        left = iter(values)
+        result.append([next(left) if m else 0.0 for m in row])
+    return result
+
+
+# Advantages. All return rows of the tokens in the mask.
+
+
+def scores(rewards: Table, mask: Table) -> list[float]:
+    return [sum(tokens_of(*row)) for row in zip(rewards, mask, strict=True)]
+
+
+def whiten(rows: Table) -> list[list[float]]:
+    every = [value for row in rows for value in row]
+    if len(every) < 2:
+        return [[0.0] * len(row) for row in rows]
+    variance = sum((value - mean(every)) ** 2 for value in every) / (len(every) - 1)
+    return [[(value - mean(every)) / math.sqrt(variance + 1e-8) for value in row] for row in rows]
+
+
+def gae(rewards: Table, values: Table, mask: Table, gamma: float, lam: float) -> tuple[list, list]:
+    """Advantages before whitening, as the sum over l of (gamma * lam)^l * delta_{t+l}, and the returns."""
+    advantages, returns = [], []
+    for r, v, m in zip(rewards, values, mask, strict=True):
+        r, v = tokens_of(r, m), [*tokens_of(v, m), 0.0]
+        deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
+        row = [sum((gamma * lam) ** (s - t) * deltas[s] for s in range(t, len(r))) for t in range(len(r))]
+        advantages.append(row)
+        returns.append([a + b for a, b in zip(row, v[:-1], strict=True)])
+    return advantages, returns
+
+
+def grpo(of_group: Sequence[float], norm_by_std: bool) -> list[float]:
+    if len(of_group) == 1:
+        centre, deviation = 0.0, 1.0
+    else:
+        centre = mean(of_group)
+        deviation = math.sqrt(sum((s - centre) ** 2 for s in of_group) / (len(of_group) - 1))
+    return [(s - centre) / (deviation + 1e-6 if norm_by_std else 1) for s in of_group]
+
+
+def rloo(of_group: Sequence[float]) -> list[float]:
+    """The score less the mean of the others."""
+    result = []
+    for i, score in enumerate(of_group):
+        others = [s for j, s in enumerate(of_group) if j != i]
+        result.append(score - mean(others) if others else score)
+    return result
+
+
+def less_group_mean(of_group: Sequence[float]) -> list[float]:
+    return [s - mean(of_group) for s in of_group] if len(of_group) > 1 else list(of_group)
+
+
+def by_group(
+    rewards: Table, mask: Table, group_size: int, function: Callable[[Sequence[float]], list[float]]
+) -> list[list[float]]:
+    """`function` of the scores of each group, on every token."""
+    every = scores(rewards, mask)
+    groups = [every[start : start + group_size] for start in range(0, len(every), group_size)]
+    numbers = [number for group in groups for number in function(group)]
+    return [[number] * int(sum(row)) for number, row in zip(numbers, mask, strict=True)]
+
+
+def rewards_to_go(rewards: Table, mask: Table, gamma: float) -> list[list[float]]:
+    rows = [tokens_of(*row) for row in zip(rewards, mask, strict=True)]
+    return [[sum(gamma ** (s - t) * row[s] for s in range(t, len(row))) for t in range(len(row))] for row in rows]
+
+
+# Losses of one token, with what is logged about it.
+
+
+def vanilla(log_prob: float, old: float, advantage: float, low: float, high: float, c: float) -> list[float]:
+    """The loss, whether clipping changed it, whether dual clip did."""
     ratio = math.exp(clip(log_prob - old, -20, 20))
-    unclipped = -advantage * ratio
-    clipped = -advantage * clip(ratio, 1 - low, 1 + high)
-    return max(unclipped, clipped), float(clipped > unclipped)
+    unclipped, clipped = -advantage * ratio, -advantage * clip(ratio, 1 - low, 1 + high)
+    loss, ceiling = max(unclipped, clipped), -advantage * c
+    lowered = advantage < 0 and loss > ceiling
+    return [ceiling if lowered else loss, float(clipped > unclipped), float(lowered)]
+
+
+def gspo(
+    log_probs: Sequence[float],
+    now: Sequence[float],
+    old: Sequence[float],
+    advantages: Sequence[float],
+    low: float,
+    high: float,
+) -> list[list[float]]:
+    """Loss and clipping of the tokens of one response; `now` are the same log-probs where the formula stops their gradient."""
+    result = []
+    for t, log_prob in enumerate(log_probs):
+        of_sequence = mean([n - o for n, o in zip(now, old, strict=True)])
+        ratio = math.exp(min(of_sequence + log_prob - now[t], 10))
+        unclipped, clipped = -advantages[t] * ratio, -advantages[t] * clip(ratio, 1 - low, 1 + high)
+        result.append([max(unclipped, clipped), float(clipped > unclipped)])
+    return result
+
+
+def cispo(log_prob: float, now: float, old: float, advantage: float, low: float, high: float) -> list[float]:
+    """The loss and whether the weight was clipped; `now` is the same log-prob where the formula stops its gradient."""
+    ratio = math.exp(clip(now - old, -20, 20))
+    weight = clip(ratio, 1 - low, 1 + high)
+    return [-weight * advantage * log_prob, float(weight != ratio)]
+
+
+def value_loss(value: float, old: float, target: float, cliprange: float) -> list[float]:
+    plain, clipped = (value - target) ** 2, (clip(value, old - cliprange, old + cliprange) - target) ** 2
+    return [0.5 * max(plain, clipped), float(clipped > plain)]
 
 
 def kl(log_prob: float, ref: float, kind: str) -> float:
@@ -37,16 +143,40 @@ def kl(log_prob: float, ref: float, kind: str) -> float:
         return difference
     if kind == "k2":
         return difference**2 / 2
+    if kind == "abs":
+        return abs(difference)
     x = clip(-difference, -20, 20)
     return clip(math.exp(x) - x - 1, -10, 10)
 
 
-def aggregate(values: Rows, mask: Rows, mode: str) -> float:
+def is_weights(old: Table, rollout: Table, mask: Table, level: str, threshold: float) -> list[list[list[float]]]:
+    """Weight and truncation of the tokens in the mask, row by row."""
+    result = []
+    for o, r, m in zip(old, rollout, mask, strict=True):
+        ratios = [math.exp(clip(d, -20, 20)) for d in differences(o, r, m)]
+        if level == "sequence":
+            ratios = [math.exp(clip(sum(differences(o, r, m)), -20, 20))] * len(ratios)
+        result.append([[min(ratio, threshold), float(ratio > threshold)] for ratio in ratios])
+    return result
+
+
+def differences(one: Row, other: Row, mask: Row) -> list[float]:
+    return [a - b for a, b in zip(tokens_of(one, mask), tokens_of(other, mask), strict=True)]
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
+    """DAPO's three cases, up to the limit."""
+    if length <= max_length - buffer:
+        return 0.0
+    return ((max_length - buffer) - length) / buffer * factor
+
+
+def aggregate(values: Table, mask: Table, mode: str, scale_factor: float) -> float:
     """One number from token values: tokens outside the mask don't exist, rows without tokens don't count."""
-    rows = [[v for v, m in zip(vs, ms, strict=True) if m] for vs, ms in zip(values, mask, strict=True)]
-    rows = [row for row in rows if row]
+    rows = [row for row in (tokens_of(*both) for both in zip(values, mask, strict=True)) if row]
     if mode == "token-mean":
         return sum(map(sum, rows)) / sum(map(len, rows))
-    if mode == "seq-mean-token-sum":
-        return sum(map(sum, rows)) / len(rows)
-    return sum(sum(row) / len(row) for row in rows) / len(rows)
+    if mode == "seq-mean-token-mean":
+        return mean([mean(row) for row in rows])
+    total = mean([sum(row) for row in rows])
+    return total / scale_factor if mode == "seq-mean-token-sum-norm" else total

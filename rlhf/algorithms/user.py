@@ -1,0 +1,84 @@
+"""Estimators and losses from a file of the user's: what they return is checked at every call."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.algorithms.advantages import Estimate, Outcome
+from rlhf.algorithms.losses import PolicyLoss
+from rlhf.algorithms.statistics import masked
+from rlhf.config import ActorConfig, AlgorithmConfig
+from rlhf.errors import UserError
+
+
+def checked_estimator(said: str, function: Callable[..., Any]) -> Callable[[Outcome, AlgorithmConfig], Estimate]:
+    """The user's estimator (`said` is the setting with its value) as the trainer calls it; advantages outside the mask become 0.
+
+    It raises UserError unless the function returns an `Estimate` with finite advantages, and finite returns if there is a critic, in the
+    mask's shape [N, R].
+    """
+
+    @wraps(function)
+    def estimator(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
+        estimate = function(outcome, config)
+        if not isinstance(estimate, Estimate):
+            raise UserError(
+                f"{said} returned {_kind(estimate)}. Return rlhf.algorithms.advantages.Estimate(advantages)."
+            )
+        if outcome.values is not None and estimate.returns is None:
+            raise UserError(
+                f"{said} returned no returns, but the run has a critic that is fitted to them. "
+                "Return Estimate(advantages, returns), or set critic.enable=null."
+            )
+        advantages = _inside(said, "advantages", estimate.advantages, outcome)
+        returns = None if estimate.returns is None else _inside(said, "returns", estimate.returns, outcome)
+        return Estimate(advantages, returns)
+
+    return estimator
+
+
+def checked_policy_loss(said: str, function: Callable[..., Any]) -> Callable[..., PolicyLoss]:
+    """The user's policy loss as the trainer calls it.
+
+    It raises UserError unless the function returns a `PolicyLoss` whose losses (with a gradient) and figures have the mask's shape [N, R].
+    Numbers that are not finite are for the guards to find.
+    """
+
+    @wraps(function)
+    def policy_loss(
+        log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig
+    ) -> PolicyLoss:
+        loss = function(log_probs, old_log_probs, advantages, mask, config)
+        if not isinstance(loss, PolicyLoss):
+            raise UserError(
+                f"{said} returned {_kind(loss)}. Return rlhf.algorithms.losses.PolicyLoss(losses, figures)."
+            )
+        for name, tensor in {"losses": loss.losses, **loss.figures}.items():
+            _check_shape(said, name, tensor, mask)
+        if log_probs.requires_grad and not loss.losses.requires_grad:
+            raise UserError(f"{said} returned losses without a gradient. Compute them from log_probs, not detached.")
+        return loss
+
+    return policy_loss
+
+
+def _inside(said: str, name: str, tensor: Any, outcome: Outcome) -> Tensor:
+    _check_shape(said, name, tensor, outcome.mask)
+    inside = masked(tensor, outcome.mask).to(outcome.token_rewards.dtype)
+    if not torch.isfinite(inside).all():
+        raise UserError(f"{said} returned {name} that are not finite. Correct it, or the rewards that lead there.")
+    return inside
+
+
+def _check_shape(said: str, name: str, tensor: Any, mask: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or tensor.shape != mask.shape or not tensor.is_floating_point():
+        raise UserError(
+            f"{said} returned {name} of {_kind(tensor)}. Return floating-point numbers of the mask's shape, {list(mask.shape)}."
+        )
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"

@@ -1,0 +1,125 @@
+"""Functions of the user's, named by a setting as `path/to/file.py:name`: found without running the file, and loaded."""
+
+import ast
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlhf.config.schema import did_you_mean, nearest
+from rlhf.errors import UserError
+
+
+def split_spec(setting: str, spec: str) -> tuple[Path, str]:
+    """The absolute path and the name of `path/to/file.py:name`; UserError if it is not of that form."""
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        raise UserError(
+            f"{setting}={spec} is not of the form path/to/file.py:name. Write the file, a colon and the function."
+        )
+    return Path(path).expanduser().absolute(), name
+
+
+def find_function(setting: str, spec: str) -> ast.arguments | None:
+    """Check that the file is there, is Python and binds the name at its top level; nothing of it is run.
+
+    Returns:
+        The function's parameters; None where the name is bound by anything but a `def`, such as an import.
+
+    Raises:
+        UserError: naming the setting, its value and what to correct; also for an async function.
+    """
+    path, name = split_spec(setting, spec)
+    said = f"{setting}={spec}"
+    if not path.is_file():
+        found = nearest(path.name, [p.name for p in path.parent.glob("*.py")])
+        raise UserError(f"{said}: no file {path}.{did_you_mean(found)} Correct the path (it starts from {Path.cwd()}).")
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError) as error:
+        raise UserError(f"{said}: the file cannot be read as Python: {error}. Correct it.") from error
+    bound = {each: binding for node in tree.body for each, binding in _bound(node)}
+    if name not in bound:
+        raise UserError(
+            f"{said}: {path.name} defines no {name!r}.{did_you_mean(nearest(name, bound))} "
+            "Correct the name after the colon."
+        )
+    binding = bound[name]
+    if isinstance(binding, ast.AsyncFunctionDef):
+        raise UserError(
+            f"{said}: the function is async, and nobody would await it. Make it a plain one (asyncio.run inside)."
+        )
+    return binding.args if isinstance(binding, ast.FunctionDef) else None
+
+
+def check_positional(setting: str, spec: str, takes: Sequence[str]) -> None:
+    """`find_function`, and that the function can be called with the arguments `takes` by position."""
+    parameters = find_function(setting, spec)
+    if parameters is None:
+        return
+    by_position = parameters.posonlyargs + parameters.args
+    required = len(by_position) - len(parameters.defaults)
+    keywords = [
+        a.arg for a, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True) if default is None
+    ]
+    too_few = len(by_position) < len(takes) and parameters.vararg is None
+    if too_few or required > len(takes) or keywords:
+        rest = [f"*{parameters.vararg.arg}"] if parameters.vararg else []
+        has = ", ".join([*(a.arg for a in by_position), *rest, *(f"{name}=" for name in keywords)])
+        raise UserError(
+            f"{setting}={spec}: the function takes ({has}), but is called with {len(takes)} arguments: "
+            f"({', '.join(takes)}). Correct its parameters."
+        )
+
+
+def load_function(setting: str, spec: str) -> Callable[..., Any]:
+    """Run the file (once per process, however many of its functions are named) and return the function.
+
+    Modules that lie beside the file can be imported by it.
+
+    Raises:
+        UserError: for what `find_function` finds, a file that raises, or a name that is no function.
+    """
+    find_function(setting, spec)
+    path, name = split_spec(setting, spec)
+    try:
+        function = getattr(_module(path), name)
+    # Also SystemExit: a script without a __main__ guard.
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"{setting}={spec} cannot be imported: {type(error).__name__}: {error}. Correct the file."
+        ) from error
+    if not callable(function):
+        raise UserError(f"{setting}={spec} is no function but of type {type(function).__name__}. Name a function.")
+    return function
+
+
+@functools.cache
+def _module(path: Path) -> ModuleType:
+    # At the end, so that a file of the user's hides no module of the trainer's.
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    name = f"user_file {path}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses of the file look themselves up here
+    spec.loader.exec_module(module)
+    return module
+
+
+def _bound(node: ast.stmt) -> list[tuple[str, ast.AST]]:
+    """The names that a top-level statement binds, also under if, try and with, each with what binds it."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [(node.name, node)]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(alias.asname or alias.name.partition(".")[0], node) for alias in node.names]
+    if isinstance(node, ast.If | ast.Try | ast.With):
+        inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+        handled = [child for handler in getattr(node, "handlers", []) for child in handler.body]
+        return [pair for child in inner + handled for pair in _bound(child)]
+    return [(n.id, node) for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]

@@ -1,0 +1,49 @@
+"""Random tables for the tests of the tensor functions, gradients by central differences, and how close is close."""
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+Rows = list[list[float]]
+
+
+def close(ours: Tensor, expected: object, tolerance: float = 1e-6) -> None:
+    torch.testing.assert_close(ours, torch.as_tensor(expected, dtype=ours.dtype), rtol=tolerance, atol=tolerance)
+
+
+def random_table(rng: random.Random, rows: int, columns: int, scale: float) -> Rows:
+    return [[rng.gauss(0, scale) for _ in range(columns)] for _ in range(rows)]
+
+
+def random_mask(rng: random.Random, rows: int, columns: int) -> Rows:
+    """Responses of random lengths, in half of the cases with holes; the first row has a token, and one of several rows has none."""
+    lengths = [rng.randint(0, columns) for _ in range(rows)]
+    holes = rng.choice([0.0, 0.3])
+    mask = [[float(column < n and rng.random() >= holes) for column in range(columns)] for n in lengths]
+    if rows > 1:
+        mask[rng.randrange(1, rows)] = [0.0] * columns
+    mask[0][rng.randrange(columns)] = 1.0
+    return mask
+
+
+def tensor(table: Rows, mask: Rows | None = None) -> Tensor:
+    """[rows, columns] float64; with a mask, NaN outside it."""
+    result = torch.tensor(table, dtype=torch.float64)
+    return result if mask is None else result.masked_fill(torch.tensor(mask) == 0, torch.nan)
+
+
+def slopes(function: Callable[[Rows], float], at: Rows) -> Rows:
+    """The gradient by central differences."""
+    step = 1e-6
+    result = [[0.0] * len(row) for row in at]
+    for i, row in enumerate(at):
+        for j, value in enumerate(row):
+            row[j] = value + step
+            above = function(at)
+            row[j] = value - step
+            result[i][j] = (above - function(at)) / (2 * step)
+            row[j] = value
+    return result

@@ -1,0 +1,199 @@
+"""Every estimator against loops over floats, at any mask, padding, float type and number of ranks."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf.algorithms import advantages
+from rlhf.algorithms.advantages import Outcome
+from rlhf.algorithms.statistics import masked_whiten
+from rlhf.config import AlgorithmConfig
+from rlhf.distributed import all_sum
+from tests.numerics import reference
+from tests.numerics.ranks import run_ranks
+from tests.numerics.tables import Rows, close, random_mask, random_table, tensor
+
+ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax")
+WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+CONFIGS = (
+    AlgorithmConfig(),
+    AlgorithmConfig(gamma=0.9, lam=0.7, norm_adv_by_std_in_grpo=False),
+    AlgorithmConfig(gamma=0.95, lam=0.0),
+)
+
+
+@dataclass
+class Case:
+    rewards: Rows
+    values: Rows
+    mask: Rows
+    baselines: list[float]
+    group_size: int
+
+    def outcome(self, dtype: torch.dtype = torch.float64) -> Outcome:
+        """NaN outside the mask."""
+        return Outcome(
+            tensor(self.rewards, self.mask).to(dtype),
+            torch.tensor(self.mask),
+            self.group_size,
+            tensor(self.values, self.mask).to(dtype),
+            torch.tensor(self.baselines, dtype=dtype),
+        )
+
+    def expected(self, name: str, config: AlgorithmConfig) -> Rows:
+        rewards, mask, n = self.rewards, self.mask, self.group_size
+        if name == "gae":
+            rows = reference.whiten(reference.gae(rewards, self.values, mask, config.gamma, config.lam)[0])
+        elif name == "grpo":
+            norm = config.norm_adv_by_std_in_grpo
+            rows = reference.by_group(rewards, mask, n, lambda group: reference.grpo(group, norm))
+        elif name == "rloo":
+            rows = reference.by_group(rewards, mask, n, reference.rloo)
+        elif name == "reinforce_plus_plus":
+            rows = reference.whiten(reference.rewards_to_go(rewards, mask, config.gamma))
+        elif name == "reinforce_plus_plus_baseline":
+            rows = reference.whiten(reference.by_group(rewards, mask, n, reference.less_group_mean))
+        else:
+            togo = reference.rewards_to_go(rewards, mask, 1.0)
+            rows = [[value - b for value in row] for row, b in zip(togo, self.baselines, strict=True)]
+        return reference.on_tokens(rows, mask)
+
+
+def cases(group_size: int, count: int = 12) -> Iterator[Case]:
+    rng = random.Random(group_size)
+    for _ in range(count):
+        rows, columns = group_size * rng.randint(1, 4), rng.randint(1, 20)
+        yield Case(
+            random_table(rng, rows, columns, rng.choice([0.1, 3.0])),
+            random_table(rng, rows, columns, 1.0),
+            random_mask(rng, rows, columns),
+            [rng.gauss(0, 1) for _ in range(rows)],
+            group_size,
+        )
+
+
+def estimate(name: str, outcome: Outcome, config: AlgorithmConfig) -> advantages.Estimate:
+    return getattr(advantages, name)(outcome, config)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("group_size", [1, 2, 5])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_equals_the_reference(name, group_size, config):
+    signs = set()
+    for case in cases(group_size):
+        ours = estimate(name, case.outcome(), config).advantages
+        close(ours, case.expected(name, config), tolerance=1e-10)
+        assert not ours[torch.tensor(case.mask) == 0].any()
+        signs |= set(ours.sign().flatten().tolist())
+    assert {1.0, -1.0} <= signs
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_gae_returns_are_taken_before_whitening(config):
+    for case in cases(group_size=1):
+        returns = estimate("gae", case.outcome(), config).returns
+        expected = reference.gae(case.rewards, case.values, case.mask, config.gamma, config.lam)[1]
+        close(returns, reference.on_tokens(expected, case.mask), tolerance=1e-10)
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])
+def test_only_gae_has_something_for_a_critic(name):
+    assert estimate(name, next(cases(2)).outcome(), AlgorithmConfig()).returns is None
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_padding_changes_nothing(name):
+    for case in cases(group_size=2):
+        outcome = case.outcome()
+
+        def wider(x: Tensor, filler: float) -> Tensor:
+            return torch.nn.functional.pad(x, (0, 7), value=filler)
+
+        padded = replace(
+            outcome,
+            token_rewards=wider(outcome.token_rewards, torch.nan),
+            mask=wider(outcome.mask, 0),
+            values=wider(outcome.values, torch.inf),
+        )
+        one, other = estimate(name, outcome, CONFIGS[1]), estimate(name, padded, CONFIGS[1])
+        for narrow, wide in zip(one, other, strict=True):
+            if narrow is not None:
+                torch.testing.assert_close(wide[:, :-7], narrow, rtol=1e-12, atol=1e-12)
+                assert not wide[:, -7:].any()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("mask_type", [torch.float32, torch.bool, torch.int64])
+def test_float32_in_and_out_with_any_type_of_mask(name, mask_type):
+    for case in cases(group_size=3):
+        outcome = case.outcome(torch.float32)
+        rounded = replace(
+            case,
+            rewards=outcome.token_rewards.nan_to_num().tolist(),
+            values=outcome.values.nan_to_num().tolist(),
+            baselines=outcome.baselines.tolist(),
+        )
+        for ours in estimate(name, replace(outcome, mask=outcome.mask.to(mask_type)), CONFIGS[1]):
+            assert ours is None or ours.dtype == torch.float32
+        ours = estimate(name, replace(outcome, mask=outcome.mask.to(mask_type)), CONFIGS[1]).advantages
+        close(ours, rounded.expected(name, CONFIGS[1]))
+
+
+@pytest.mark.parametrize("norm_by_std", [True, False])
+@pytest.mark.parametrize("score", [0.0, 1.0, 0.1, -2.7])
+def test_grpo_of_equal_rewards_is_exactly_zero(score, norm_by_std):
+    config = AlgorithmConfig(norm_adv_by_std_in_grpo=norm_by_std)
+    for group_size in (2, 3, 7, 8, 16):
+        outcome = Outcome(torch.full((2 * group_size, 1), score), torch.ones(2 * group_size, 1), group_size)
+        assert not estimate("grpo", outcome, config).advantages.any()
+
+
+def test_a_group_of_one_keeps_its_score():
+    scores = torch.tensor([[2.0], [-0.5], [0.0]])
+    outcome = Outcome(scores, torch.ones(3, 1), 1)
+    assert torch.equal(estimate("rloo", outcome, AlgorithmConfig()).advantages, scores)
+    assert torch.equal(estimate("grpo", outcome, AlgorithmConfig(norm_adv_by_std_in_grpo=False)).advantages, scores)
+    close(estimate("grpo", outcome, AlgorithmConfig()).advantages, [[2 / (1 + 1e-6)], [-0.5 / (1 + 1e-6)], [0.0]])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_one_token_or_none_over_all_ranks(name, tokens):
+    mask = torch.zeros(2, 3)
+    mask[0, :tokens] = 1
+    outcome = Outcome(mask * 0.7, mask, 1, torch.full((2, 3), 0.2), torch.full((2,), 0.5))
+    for ours in estimate(name, outcome, AlgorithmConfig()):
+        assert ours is None or ours.isfinite().all()
+    if name in WHITENED or tokens == 0:
+        assert not estimate(name, outcome, AlgorithmConfig()).advantages.any()
+
+
+def test_whitening_of_small_differences_on_a_large_mean():
+    values = [[1e6 + 0.1 * i for i in range(5)], [1e6 - 0.3] * 5]
+    ours = masked_whiten(tensor(values), torch.ones(2, 5), advantages.only_rank)
+    close(ours, reference.whiten(values))
+    assert ours.std() == pytest.approx(1, abs=1e-6)
+
+
+SPLIT = next(case for case in cases(group_size=2, count=50) if len(case.mask) == 8 and len(case.mask[0]) > 5)
+
+
+def on_this_rank() -> dict[str, Tensor]:
+    """The first three groups are rank 0's, the last one rank 1's."""
+    rows = slice(0, 6) if dist.get_rank() == 0 else slice(6, 8)
+    mine = Case(*(getattr(SPLIT, f)[rows] for f in ("rewards", "values", "mask", "baselines")), SPLIT.group_size)
+    outcome = replace(mine.outcome(), all_sum=all_sum)
+    return {name: estimate(name, outcome, CONFIGS[1]).advantages for name in ESTIMATORS}
+
+
+def test_a_split_over_ranks_equals_the_whole():
+    assert any(any(row) for row in SPLIT.mask[6:]), "both ranks must have tokens"
+    first, second = run_ranks(2, on_this_rank)
+    for name in ESTIMATORS:
+        close(torch.cat([first[name], second[name]]), SPLIT.expected(name, CONFIGS[1]))

@@ -1,0 +1,51 @@
+"""Truncated importance weights and the over-long punishment against loops over floats."""
+
+import random
+
+import pytest
+import torch
+
+from rlhf.algorithms.correction import rollout_is_weights
+from rlhf.algorithms.shaping import overlong_penalty
+from tests.numerics import reference
+from tests.numerics.tables import close, random_mask, random_table, tensor
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize("threshold", [0.5, 2.0, 1e9])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights(level, threshold, scale):
+    rng = random.Random(3)
+    seen = set()
+    for _ in range(25):
+        rows, columns = rng.randint(1, 5), rng.randint(1, 8)
+        rollout, mask = random_table(rng, rows, columns, 1.0), random_mask(rng, rows, columns)
+        old = [[r + rng.gauss(0, scale) for r in row] for row in rollout]
+        x = tensor(old, mask).requires_grad_()
+        ours = rollout_is_weights(x, tensor(rollout, mask), torch.tensor(mask), level, threshold)
+        expected = reference.is_weights(old, rollout, mask, level, threshold)
+        for index, table in enumerate(ours):
+            assert not table.requires_grad
+            assert not table[torch.tensor(mask) == 0].any()
+            rows_of_it = [[token[index] for token in row] for row in expected]
+            close(table, reference.on_tokens(rows_of_it, mask))
+        seen |= {value for row in expected for _, value in row}
+    if scale == 1.0:
+        assert seen == ({0.0} if threshold == 1e9 else {0.0, 1.0})
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_equal_engines_weigh_nothing(level):
+    log_probs = torch.randn(3, 5)
+    weights, truncated = rollout_is_weights(log_probs, log_probs, torch.ones(3, 5), level, 2.0)
+    assert torch.equal(weights, torch.ones(3, 5))
+    assert not truncated.any()
+
+
+@pytest.mark.parametrize(("max_length", "buffer", "factor"), [(100, 20, 1.0), (64, 64, 0.5), (7, 1, 2.0)])
+def test_overlong_penalty(max_length, buffer, factor):
+    lengths = list(range(max_length + 1))
+    ours = overlong_penalty(torch.tensor(lengths), max_length, buffer, factor)
+    close(ours, [reference.overlong_penalty(n, max_length, buffer, factor) for n in lengths])
+    assert ours[0] == 0
+    assert ours[-1] == -factor

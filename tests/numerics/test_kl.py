@@ -1,0 +1,69 @@
+"""KL estimators, values and gradients, against loops over floats; and the coefficient that adapts."""
+
+import random
+
+import pytest
+import torch
+
+from rlhf.algorithms.kl import adapted_coefficient, kl_estimate
+from rlhf.config.actor import KL_KINDS
+from tests.numerics import reference
+from tests.numerics.tables import close, random_table, slopes, tensor
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+def test_value_and_gradient(kind, scale):
+    """With a `+` the gradient is k2's, whatever the value."""
+    rng = random.Random(1)
+    of_value = kind.removesuffix("+")
+    of_gradient = "k2" if kind.endswith("+") else kind
+    for _ in range(25):
+        rows, columns = rng.randint(1, 3), rng.randint(1, 4)
+        new, ref = random_table(rng, rows, columns, scale), random_table(rng, rows, columns, scale)
+
+        def table(new, kind, ref=ref):
+            return [
+                [reference.kl(n, r, kind) for n, r in zip(ns, rs, strict=True)] for ns, rs in zip(new, ref, strict=True)
+            ]
+
+        x = tensor(new).requires_grad_()
+        ours = kl_estimate(x, tensor(ref), kind)
+        ours.sum().backward()
+        close(ours.detach(), table(new, of_value))
+        close(x.grad, slopes(lambda new, table=table: sum(map(sum, table(new, of_gradient))), new))
+
+
+def test_expectations_under_the_policy():
+    """Over all tokens of a distribution: k1 and k3 are the KL, and k2's gradient is the KL's."""
+    torch.manual_seed(0)
+    # Near enough that k3 stays within its bound.
+    logits, ref = torch.rand(2, 9, dtype=torch.float64).requires_grad_().unbind()
+    log_probs, ref_log_probs = logits.log_softmax(0), ref.log_softmax(0)
+    exact = (log_probs.exp() * (log_probs - ref_log_probs)).sum()
+    (gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    for kind in ("k1", "k3"):
+        close((log_probs.exp() * kl_estimate(log_probs, ref_log_probs, kind)).sum().detach(), exact.detach())
+    for kind in ("k2", "k1+", "k3+", "abs+"):
+        estimate = (log_probs.exp().detach() * kl_estimate(log_probs, ref_log_probs, kind)).sum()
+        close(torch.autograd.grad(estimate, logits, retain_graph=True)[0], gradient)
+
+
+@pytest.mark.parametrize("kind", ["k4", "k2+", ""])
+def test_unknown_kl_is_an_error(kind):
+    with pytest.raises(KeyError):
+        kl_estimate(torch.zeros(1, 1), torch.zeros(1, 1), kind)
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        (0.1, 0.5),  # on target
+        (0.11, 0.5 * (1 + 0.1 * 64 / 1000)),
+        (0.09, 0.5 * (1 - 0.1 * 64 / 1000)),
+        (5.0, 0.5 * (1 + 0.2 * 64 / 1000)),
+        (-5.0, 0.5 * (1 - 0.2 * 64 / 1000)),
+    ],
+)
+def test_adapted_coefficient(kl, expected):
+    assert adapted_coefficient(0.5, kl, samples=64, target=0.1, horizon=1000) == pytest.approx(expected, abs=1e-12)

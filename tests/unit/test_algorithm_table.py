@@ -1,0 +1,320 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from rlhf import train
+from rlhf.algorithms import advantages, losses
+from rlhf.algorithms.advantages import Outcome
+from rlhf.algorithms.table import (
+    ALGORITHMS,
+    ESTIMATORS,
+    POLICY_LOSSES,
+    check_algorithm,
+    load_estimator,
+    load_policy_loss,
+    needs_critic,
+    needs_greedy_baseline,
+    needs_reference,
+)
+from rlhf.config import Config
+from rlhf.config.schema import SETTINGS
+from rlhf.config.validate import validate
+from rlhf.errors import UserError
+from tests.unit.test_config_validate import make
+
+ROOT = Path(train.__file__).resolve().parents[1]
+LIBRARY = train.Library.find(None)
+ENTRIES = LIBRARY.entries("algorithm")
+
+
+def values(config: Config, keys) -> dict:
+    return {key: SETTINGS[key].value(config) for key in keys}
+
+
+def leaves(section: dict, prefix: str = "") -> dict:
+    found = {}
+    for key, value in section.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def refused(**changes) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        check_algorithm(make(**changes))
+    return str(caught.value).splitlines()
+
+
+def test_table_and_entries_have_the_same_names():
+    assert set(ENTRIES) == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_entry_holds_its_row_and_nothing_else(name):
+    assert leaves(yaml.safe_load(ENTRIES[name].read_text())) == ALGORITHMS[name].settings()
+
+
+def test_all_algorithms_set_the_same_settings():
+    assert {frozenset(row.settings()) for row in ALGORITHMS.values()} == {frozenset(ALGORITHMS["ppo"].settings())}
+
+
+@pytest.mark.parametrize("path", LIBRARY.entries("recipes").values(), ids=LIBRARY.entries("recipes"))
+def test_no_recipe_sets_what_an_algorithm_sets(path):
+    assert not leaves(yaml.safe_load(path.read_text())).keys() & ALGORITHMS["ppo"].settings().keys()
+
+
+def test_an_algorithm_wins_over_the_groups_before_it():
+    for name, row in ALGORITHMS.items():
+        config = train.compose_config([f"algorithm={name}"], LIBRARY)
+        assert values(config, row.settings()) == row.settings()
+        validate(config, {})
+        check_algorithm(config)
+
+
+def test_dapo_fills_its_batches_as_published():
+    filters = train.compose_config(["algorithm=dapo"], LIBRARY).algorithm.filter_groups
+    assert (filters.metric, filters.max_num_gen_batches) == ("acc", 10)
+
+
+def test_the_page_has_a_row_for_each_algorithm():
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")
+    ]
+    found = {row[0].split("`")[0]: tuple(row[1:5]) for row in rows if len(row) == 7}
+    assert found == {name: (a.adv_estimator, a.loss_mode, a.loss_agg_mode, a.kl) for name, a in ALGORITHMS.items()}
+
+
+def test_the_table_imports_no_torch():
+    program = "import sys, rlhf.algorithms.table; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_named_estimators_are_the_functions_of_that_name(name):
+    assert load_estimator(name) is getattr(advantages, name)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_named_losses_are_the_functions_of_that_name(name):
+    assert load_policy_loss(name) is getattr(losses, name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "critic"),
+    [
+        ({}, False),
+        ({"algorithm__adv_estimator": "gae"}, True),
+        ({"algorithm__adv_estimator": "mine.py:f"}, False),
+        ({"algorithm__adv_estimator": "mine.py:f", "critic__enable": True}, True),
+        ({"algorithm__adv_estimator": "gae", "critic__enable": False}, False),
+    ],
+)
+def test_who_needs_a_critic(changes, critic):
+    assert needs_critic(make(**changes)) is critic
+
+
+@pytest.mark.parametrize(
+    ("changes", "reference"),
+    [
+        ({}, False),
+        ({"actor__use_kl_loss": True}, True),
+        ({"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.0}, False),
+        ({"algorithm__use_kl_in_reward": True}, True),
+        ({"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__kl_coef": 0.0}, False),
+    ],
+)
+def test_who_needs_a_reference(changes, reference):
+    assert needs_reference(make(**changes)) is reference
+
+
+def test_only_remax_needs_a_greedy_baseline():
+    assert [n for n in ESTIMATORS if needs_greedy_baseline(make(algorithm__adv_estimator=n))] == ["remax"]
+
+
+REFUSED: list[tuple[dict, str]] = [
+    (
+        {"algorithm__adv_estimator": "grop"},
+        "algorithm.adv_estimator=grop: must be one of gae, grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, "
+        "or path/to/file.py:function. Did you mean grpo?",
+    ),
+    (
+        {"algorithm__adv_estimator": "ppo"},
+        "algorithm.adv_estimator=ppo: ppo is a whole algorithm; write algorithm=ppo.",
+    ),
+    ({"actor__policy_loss__loss_mode": "dapo"}, "dapo is a whole algorithm; write algorithm=dapo."),
+    (
+        {"actor__policy_loss__loss_mode": "gpso"},
+        "actor.policy_loss.loss_mode=gpso: must be one of vanilla, gspo, cispo, or path/to/file.py:function. Did you mean gspo?",
+    ),
+    ({"algorithm__adv_estimator": "nowhere.py:f"}, "algorithm.adv_estimator=nowhere.py:f: no file "),
+    ({"rollout__n": 1}, "rollout.n=1: grpo compares the samples of one prompt; set rollout.n to 2 or more."),
+    ({"algorithm__adv_estimator": "rloo", "rollout__n": 1}, "rollout.n=1: rloo compares"),
+    (
+        {"algorithm__adv_estimator": "reinforce_plus_plus_baseline", "rollout__n": 1},
+        "rollout.n=1: reinforce_plus_plus_baseline compares",
+    ),
+    ({"algorithm__adv_estimator": "remax", "rollout__temperature": 0.0}, "rollout.temperature=0: remax compares"),
+    ({"algorithm__adv_estimator": "remax", "rollout__top_k": 1}, "rollout.top_k=1: remax compares"),
+    ({"algorithm__adv_estimator": "gae", "critic__enable": False}, "critic.enable=false: gae needs values"),
+    ({"critic__enable": True}, "critic.enable=true: grpo gives no returns to fit a critic to"),
+    ({"trainer__critic_warmup": 2}, "trainer.critic_warmup=2: grpo trains no critic; set trainer.critic_warmup=0."),
+    ({"ref__update_freq": 10}, "ref.update_freq=10: no KL compares the policy with a reference"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(changes) for changes, _ in REFUSED])
+def test_refused(changes, message):
+    (line,) = refused(**changes)
+    assert message in line
+
+
+ACCEPTED: dict[str, dict] = {
+    "one sample for a baseline of its own": {"algorithm__adv_estimator": "remax", "rollout__n": 1},
+    "one sample per prompt over the batch": {"algorithm__adv_estimator": "reinforce_plus_plus", "rollout__n": 1},
+    "a critic first": {"algorithm__adv_estimator": "gae", "rollout__n": 1, "trainer__critic_warmup": 5},
+    "a moving reference": {"actor__use_kl_loss": True, "ref__update_freq": 3},
+    "a moving reference in the reward": {"algorithm__use_kl_in_reward": True, "ref__update_freq": 3},
+}
+
+
+@pytest.mark.parametrize("changes", ACCEPTED.values(), ids=ACCEPTED.keys())
+def test_accepted(changes):
+    check_algorithm(make(**changes))
+
+
+def test_all_problems_at_once():
+    assert len(refused(algorithm__adv_estimator="x", actor__policy_loss__loss_mode="y", ref__update_freq=1)) == 3
+
+
+FILE = """
+import no_such_module
+
+def two(outcome, config): ...
+def five(log_probs, old_log_probs, advantages, mask, config): ...
+"""
+
+
+def test_files_are_checked_without_being_run(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(FILE)
+    check_algorithm(make(algorithm__adv_estimator=f"{file}:two", actor__policy_loss__loss_mode=f"{file}:five"))
+    lines = refused(algorithm__adv_estimator=f"{file}:five", actor__policy_loss__loss_mode=f"{file}:two")
+    assert [line.partition(f"={file}:")[0] for line in lines] == [
+        "algorithm.adv_estimator",
+        "actor.policy_loss.loss_mode",
+    ]
+    assert "is called with 2 arguments: (outcome, config)" in lines[0]
+    assert "the function takes (outcome, config), but is called with 5 arguments: (log_probs, " in lines[1]
+
+
+OUTCOME = Outcome(
+    token_rewards=torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]),
+    mask=torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]),
+    group_size=2,
+)
+ESTIMATOR_FILE = """
+import torch
+from helper_of_mine import TWO
+from rlhf.algorithms.advantages import Estimate
+
+def good(outcome, config):
+    return Estimate(torch.full_like(outcome.token_rewards, TWO * config.gamma, dtype=torch.float64))
+
+def tensor(outcome, config):
+    return outcome.token_rewards
+
+def shape(outcome, config):
+    return Estimate(outcome.scores)
+
+def whole_numbers(outcome, config):
+    return Estimate(outcome.mask.long())
+
+def not_finite(outcome, config):
+    return Estimate(outcome.token_rewards / 0)
+
+def not_finite_outside(outcome, config):
+    return Estimate(torch.where(outcome.mask.bool(), 1.0, torch.nan))
+"""
+
+
+@pytest.fixture
+def estimators(tmp_path) -> Path:
+    (tmp_path / "helper_of_mine.py").write_text("TWO = 2\n")
+    (tmp_path / "estimators.py").write_text(ESTIMATOR_FILE)
+    return tmp_path / "estimators.py"
+
+
+def test_an_estimator_of_the_user(estimators):
+    estimate = load_estimator(f"{estimators}:good")(OUTCOME, Config().algorithm)
+    assert torch.equal(estimate.advantages, 2 * OUTCOME.mask)
+    assert estimate.returns is None
+
+
+def test_what_lies_outside_the_mask_does_not_matter(estimators):
+    estimate = load_estimator(f"{estimators}:not_finite_outside")(OUTCOME, Config().algorithm)
+    assert torch.equal(estimate.advantages, OUTCOME.mask)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tensor", "returned torch.float32[2, 3]. Return rlhf.algorithms.advantages.Estimate(advantages)."),
+        (
+            "shape",
+            "returned advantages of torch.float64[2]. Return floating-point numbers of the mask's shape, [2, 3].",
+        ),
+        ("whole_numbers", "returned advantages of torch.int64[2, 3]."),
+        ("not_finite", "returned advantages that are not finite."),
+    ],
+)
+def test_what_an_estimator_returns_is_checked(estimators, name, message):
+    estimator = load_estimator(f"{estimators}:{name}")
+    with pytest.raises(UserError, match=re.escape(f"algorithm.adv_estimator={estimators}:{name} {message}")):
+        estimator(OUTCOME, Config().algorithm)
+
+
+def test_a_critic_needs_returns(estimators):
+    estimator = load_estimator(f"{estimators}:good")
+    with pytest.raises(UserError, match="returned no returns, but the run has a critic"):
+        estimator(Outcome(OUTCOME.token_rewards, OUTCOME.mask, 2, values=OUTCOME.token_rewards), Config().algorithm)
+
+
+LOSS_FILE = """
+from rlhf.algorithms.losses import PolicyLoss
+
+def good(log_probs, old_log_probs, advantages, mask, config):
+    return PolicyLoss(-advantages * log_probs * mask, {"distance": (log_probs - old_log_probs).detach()})
+
+def pair(log_probs, old_log_probs, advantages, mask, config):
+    return -advantages * log_probs, {}
+
+def summed(log_probs, old_log_probs, advantages, mask, config):
+    return PolicyLoss((-advantages * log_probs).sum(), {})
+
+def figure(log_probs, old_log_probs, advantages, mask, config):
+    return PolicyLoss(-advantages * log_probs, {"mean": 0.5})
+
+def detached(log_probs, old_log_probs, advantages, mask, config):
+    return PolicyLoss(-advantages * log_probs.detach(), {})
+"""
+
+
+def test_a_loss_of_the_user(tmp_path):
+    file = tmp_path / "my_losses.py"
+    file.write_text(LOSS_FILE)
+    ones, log_probs = torch.ones(2, 3), torch.zeros(2, 3, requires_grad=True)
+    arguments = (log_probs, log_probs.detach(), ones, ones, Config().actor)
+    assert set(load_policy_loss(f"{file}:good")(*arguments).figures) == {"distance"}
+    for name, message in {
+        "pair": "returned type tuple. Return rlhf.algorithms.losses.PolicyLoss(losses, figures).",
+        "summed": "returned losses of torch.float32[].",
+        "figure": "returned mean of type float.",
+        "detached": "returned losses without a gradient.",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(f"actor.policy_loss.loss_mode={file}:{name} {message}")):
+            load_policy_loss(f"{file}:{name}")(*arguments)

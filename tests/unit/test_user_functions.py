@@ -1,0 +1,121 @@
+import re
+import sys
+
+import pytest
+
+from rlhf.errors import UserError
+from rlhf.user_functions import check_positional, find_function, load_function
+
+FILE = """
+import functools
+import os.path
+from math import sqrt as root
+
+def plain(a, b): ...
+async def waits(a, b): ...
+class Scorer: ...
+if True:
+    def inside(a, b): ...
+try:
+    import no_such_module
+except ImportError:
+    def fallback(a, b): ...
+partial = functools.partial(plain, 1)
+seven = 7
+
+def three(a, b, c): ...
+def optional(a, b, c=None, *, d=1): ...
+def one(a): ...
+def rest(*arguments): ...
+def keyword(a, b, *, c): ...
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "functions.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.mark.parametrize("name", ["plain", "inside", "fallback"])
+def test_functions_are_found_with_their_parameters(file, name):
+    assert [a.arg for a in find_function("x.y", f"{file}:{name}").args] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["root", "os", "partial", "Scorer", "seven"])
+def test_names_bound_in_other_ways_are_found(file, name):
+    assert find_function("x.y", f"{file}:{name}") is None
+
+
+def refusal(function, *arguments) -> str:
+    with pytest.raises(UserError) as caught:
+        function(*arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["file.py", "file.py:", ":name", "file:name", "file.py:a b"])
+def test_the_form(spec):
+    assert refusal(find_function, "x.y", spec) == (
+        f"x.y={spec} is not of the form path/to/file.py:name. Write the file, a colon and the function."
+    )
+
+
+def test_what_cannot_be_found_is_told_with_the_nearest(file):
+    wrong = file.with_name("function.py")
+    assert f"no file {wrong}. Did you mean functions.py?" in refusal(find_function, "x.y", f"{wrong}:plain")
+    assert "functions.py defines no 'plane'. Did you mean plain?" in refusal(find_function, "x.y", f"{file}:plane")
+    assert "the function is async" in refusal(find_function, "x.y", f"{file}:waits")
+
+
+@pytest.mark.parametrize("content", [b"def f(:\n", b"\xff\xfe\x00", b"a\x00b"])
+def test_what_is_no_python(file, content):
+    file.write_bytes(content)
+    assert "the file cannot be read as Python" in refusal(find_function, "x.y", f"{file}:f")
+
+
+@pytest.mark.parametrize("name", ["plain", "optional", "rest", "root"])
+def test_two_arguments_fit(file, name):
+    check_positional("x.y", f"{file}:{name}", ("a", "b"))
+
+
+@pytest.mark.parametrize(("name", "takes"), [("three", "(a, b, c)"), ("one", "(a)"), ("keyword", "(a, b, c=)")])
+def test_two_arguments_do_not_fit(file, name, takes):
+    assert refusal(check_positional, "x.y", f"{file}:{name}", ("a", "b")) == (
+        f"x.y={file}:{name}: the function takes {takes}, but is called with 2 arguments: (a, b). Correct its parameters."
+    )
+
+
+def test_a_file_runs_once_and_imports_what_lies_beside_it(tmp_path):
+    (tmp_path / "beside_it.py").write_text("runs = []\n")
+    (tmp_path / "counted.py").write_text(
+        "from dataclasses import dataclass\nimport beside_it\nbeside_it.runs.append(1)\n"
+        "@dataclass\nclass Point:\n    x: 'int'\ndef a(): return len(beside_it.runs)\ndef b(): return Point(2).x\n"
+    )
+    assert load_function("x.y", f"{tmp_path}/counted.py:a")() == 1
+    assert load_function("x.y", f"{tmp_path}/counted.py:b")() == 2
+    assert load_function("x.y", f"{tmp_path}/counted.py:a")() == 1
+
+
+def test_a_file_hides_no_module_of_others(tmp_path):
+    (tmp_path / "fractions.py").write_text("def f(): ...\n")
+    load_function("x.y", f"{tmp_path}/fractions.py:f")
+    sys.modules.pop("fractions", None)
+    import fractions
+
+    assert hasattr(fractions, "Fraction")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 / 0\ndef f(): ...\n", "cannot be imported: ZeroDivisionError: division by zero. Correct the file."),
+        ("import sys\nsys.exit(3)\ndef f(): ...\n", "cannot be imported: SystemExit: 3. Correct the file."),
+        ("f = 7\n", "is no function but of type int. Name a function."),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, text, message):
+    (tmp_path / "bad.py").write_text(text)
+    assert re.fullmatch(
+        f"x.y={tmp_path}/bad.py:f {re.escape(message)}", refusal(load_function, "x.y", f"{tmp_path}/bad.py:f")
+    )
