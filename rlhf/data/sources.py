@@ -5,6 +5,7 @@ from itertools import islice
 from typing import Any
 
 from rlhf.config import Config
+from rlhf.config.reward import VERIFIERS
 from rlhf.data import procedural
 from rlhf.data.files import Source, resolve
 from rlhf.data.prompts import PromptSet
@@ -72,8 +73,8 @@ def _file_rows(config: Config, setting: str, max_samples: int | None) -> list[Ro
 
 def _read(config: Config, sources: list[Source]) -> Iterator[Row]:
     data, index = config.data, 0
-    # A function of the user's may judge without a reference answer; the named verifiers cannot.
-    need_answer = config.reward.function is None
+    # A function of the user's and a reward model may judge without a reference answer; the named verifiers cannot.
+    need_answer = not set(VERIFIERS).isdisjoint(config.reward.functions)
     for source in sources:
         for where, record in source.records(data.prompt_key, data.answer_key):
             row = parse_row(record, index, where, source.label, data.prompt_key, data.answer_key, need_answer)
@@ -83,16 +84,15 @@ def _read(config: Config, sources: list[Source]) -> Iterator[Row]:
 
 
 def _check_reward_fits(config: Config, row: Row) -> None:
-    if config.reward.function is not None or config.reward.name != "reasoning_gym":
+    if "reasoning_gym" not in config.reward.functions:
         return
+    said = f"reward.functions={config.reward.functions}: reasoning_gym"
     if not row.data_source.startswith(procedural.PREFIX):
         raise UserError(
-            f"reward.name=reasoning_gym cannot score {row.where}: its data_source is {row.data_source!r}, not "
-            f"{procedural.PREFIX}<task>. Set reward.name=math_verify or exact_match, or reward.function=file.py:name."
+            f"{said} cannot score {row.where}: its data_source is {row.data_source!r}, not {procedural.PREFIX}<task>. "
+            "Name math_verify, exact_match or file.py:name in its place."
         )
     procedural.check_task(row.data_source.removeprefix(procedural.PREFIX), f"{row.where}: data_source")
     missing = [key for key in ("question", "metadata") if key not in row.extra_info]
     if missing:
-        raise UserError(
-            f"{row.where}: reward.name=reasoning_gym needs extra_info.{missing[0]} as the library made it. Add it."
-        )
+        raise UserError(f"{row.where}: {said} needs extra_info.{missing[0]} as the library made it. Add it.")

@@ -1,25 +1,47 @@
-"""Verifiable rewards, by name or by a function of the user's. Loads no torch: every reward process imports it."""
+"""Named verifiers, functions of the user's and a reward model, added up.
+
+Loads no torch: every reward process imports it.
+"""
 
 from rlhf.config.reward import RewardConfig
-from rlhf.reward.function import check_reward, split_spec
-from rlhf.reward.inprocess import ExactMatchReward, ReasoningGymReward
+from rlhf.reward.failures import FailurePolicy
+from rlhf.reward.function import SETTING
+from rlhf.reward.inprocess import ExactMatch, ReasoningGym
 from rlhf.reward.pool import ProcessPool
-from rlhf.reward.types import Reward, RewardError, RewardItem, RewardResult
+from rlhf.reward.settings import REWARD_MODEL, check_functions, check_reward, label_of, weights_of
+from rlhf.reward.types import RewardError, RewardItem, RewardResult, Scorer, Verdict
+from rlhf.reward.weighted import Reward, Term
+from rlhf.user_functions import split_spec
 
 
-def build_reward(config: RewardConfig) -> Reward:
-    """The reward that `reward.function`, or else `reward.name`, names. Processes start at the first `score`.
+def build_reward(config: RewardConfig, reward_model: Scorer | None = None) -> Reward:
+    """The sum of `reward.functions`; `reward_model` is the one of that name. Processes start at the first `score`.
 
-    Raises UserError for a `reward.function` that leads nowhere.
+    Raises UserError for settings that `check_reward` refuses.
     """
-    if config.function is not None:
-        check_reward(config)
-        path, name = split_spec(config.function)
-        return ProcessPool(f"{path}:{name}", config)
-    if config.name == "exact_match":
-        return ExactMatchReward()
-    pool = ProcessPool(config.name, config)
-    return pool if config.name == "math_verify" else ReasoningGymReward(pool)
+    check_functions(config)
+    return Reward(
+        [_term(f, w, config, reward_model) for f, w in zip(config.functions, weights_of(config), strict=True)]
+    )
 
 
-__all__ = ["Reward", "RewardError", "RewardItem", "RewardResult", "build_reward", "check_reward"]
+def _term(function: str, weight: float, config: RewardConfig, reward_model: Scorer | None) -> Term:
+    policy = FailurePolicy(function, config)
+    scorer: Scorer
+    if function == REWARD_MODEL:
+        assert reward_model is not None
+        scorer = reward_model
+    elif function == "exact_match":
+        scorer = ExactMatch()
+    elif function in ("math_verify", "reasoning_gym"):
+        # A user's function is to be mended. In a named verifier it is the policy's text that does it (memory,
+        # recursion, eval), and ending the run would end it again at this very sample after every restart.
+        pool = ProcessPool(function, config, policy, forgive_deaths=True)
+        scorer = pool if function == "math_verify" else ReasoningGym(pool)
+    else:
+        path, name = split_spec(SETTING, function)
+        scorer = ProcessPool(f"{path}:{name}", config, policy)
+    return Term(label_of(function), weight, scorer, policy)
+
+
+__all__ = ["Reward", "RewardError", "RewardItem", "RewardResult", "Scorer", "Verdict", "build_reward", "check_reward"]

@@ -1,30 +1,30 @@
-"""Rewards that are computed in the rank's own process, where that is safe: microseconds instead of a pipe."""
+"""Functions that are computed in the rank's own process, where that is safe: microseconds instead of a pipe."""
 
 from collections.abc import Sequence
 
 from rlhf.reward.pool import ProcessPool
-from rlhf.reward.types import RewardItem, RewardResult
+from rlhf.reward.types import RewardItem, Verdict
 from rlhf.reward.verifiers import evaluates_answers, exact_match, reasoning_gym
 
 
-class ExactMatchReward:
+class ExactMatch:
     """`verifiers.exact_match` on every item."""
 
-    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+    def score(self, items: Sequence[RewardItem]) -> list[Verdict]:
         return [exact_match(item) for item in items]
 
     def close(self) -> None:
         """Nothing to end."""
 
 
-class ReasoningGymReward:
+class ReasoningGym:
     """`verifiers.reasoning_gym` in this process, or in `pool` for the tasks that evaluate the policy's text."""
 
     def __init__(self, pool: ProcessPool):
         self._pool = pool
         self._evaluates: dict[str, bool] = {}
 
-    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+    def score(self, items: Sequence[RewardItem]) -> list[Verdict]:
         pooled = [self._needs_process(item) for item in items]
         from_pool = iter(self._pool.score([item for item, p in zip(items, pooled, strict=True) if p]))
         return [next(from_pool) if p else reasoning_gym(item) for item, p in zip(items, pooled, strict=True)]

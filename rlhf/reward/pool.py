@@ -1,7 +1,6 @@
 """Verifiers that may hang or crash, in processes that can be killed at each sample's deadline."""
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -19,11 +18,14 @@ from typing import Any
 import rlhf
 from rlhf.config.reward import RewardConfig
 from rlhf.errors import UserError
-from rlhf.reward.types import RewardError, RewardItem, RewardResult
+from rlhf.reward.failures import FailurePolicy
+from rlhf.reward.types import RewardError, RewardItem, Verdict
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
+SENT = ("data_source", "response", "ground_truth", "extra_info")
+"""What of an item its process gets; functions don't take the prompt's chat."""
 
 
 class _Died(Exception):
@@ -60,7 +62,11 @@ class Process:
         os.set_blocking(self._popen.stdin.fileno(), False)
         self._unread = b""
         try:
-            raise_failure(self._exchange(b"", START_TIMEOUT_S), None)
+            if wrong := _failure(self._exchange(b"", START_TIMEOUT_S)):
+                raise wrong
+        except _Died as error:
+            # Not the sample's doing, so that no policy may forgive it.
+            raise RewardError(f"The reward process for {self._verifier} died while it started ({error}).") from error
         except TimeoutError as error:
             raise RewardError(
                 f"The reward process for {self._verifier} was not ready within {START_TIMEOUT_S:.0f} s."
@@ -128,21 +134,24 @@ def _wait(fd: int, events: int, deadline: float) -> None:
         raise TimeoutError
 
 
-def raise_failure(reply: dict[str, Any], item: RewardItem | None) -> None:
-    """Raise what the process says went wrong, with the sample that it went wrong on."""
+def _failure(reply: dict[str, Any], sample: str = "") -> Exception | None:
+    """What the process says went wrong, with the sample that it went wrong on."""
     if "error" not in reply:
-        return
-    sample = f"\nThe sample: {item}" if item is not None else ""
+        return None
     if reply["user"]:
-        raise UserError(f"{reply['error']}{sample}")
-    raise RewardError(f"The reward raised an error.{sample}\n{reply['traceback']}")
+        return UserError(f"{reply['error']}{sample}")
+    return RewardError(f"The reward raised an error.{sample}\n{reply['traceback']}")
 
 
 class ProcessPool:
-    """Scores items in `num_workers` processes at once; a sample past `timeout_s` scores `timeout_score`."""
+    """Scores items in `num_workers` processes at once, each sample within `timeout_s`."""
 
-    def __init__(self, verifier: str, config: RewardConfig):
+    def __init__(self, verifier: str, config: RewardConfig, policy: FailurePolicy, *, forgive_deaths: bool = False):
+        """`forgive_deaths`: a sample on which the process dies twice never ends the run."""
+        self._verifier = verifier
         self._config = config
+        self._policy = policy
+        self._forgive_deaths = forgive_deaths
         # Threads as long-lived as the pool: Linux sends the death signal when the *thread* that started a child ends.
         self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="reward")
         self._idle: queue.LifoQueue[Process] = queue.LifoQueue()
@@ -150,48 +159,39 @@ class ProcessPool:
         for process in self._processes:
             self._idle.put(process)
 
-    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """One result for each item, in order.
+    def score(self, items: Sequence[RewardItem]) -> list[Verdict]:
+        """One verdict for each item, in order.
 
-        Raises RewardError if the user's function raises or dies twice on one item, UserError if it returns no number. A
-        sample on which a named verifier dies twice counts as timed out.
+        Unless the policy forgives it: RewardError if the function raises or dies twice on one item, UserError if it
+        returns no number. Whatever the policy: either of them if the process cannot start.
         """
         return list(self._threads.map(self._score_one, items))
 
-    def _score_one(self, item: RewardItem) -> RewardResult:
+    def _score_one(self, item: RewardItem) -> Verdict:
         process = self._idle.get()
         try:
             reply = self._ask(process, item)
+        except TimeoutError:
+            return self._policy.timed_out()
+        except _Died as error:
+            died = RewardError(f"{self._verifier}: the reward process died twice ({error}) on one sample: {item}")
+            if process.stopped:
+                raise died from error
+            return self._policy.failed(died, forgive=self._forgive_deaths)
         finally:
             self._idle.put(process)
-        raise_failure(reply, item)
-        return RewardResult(**reply)
+        wrong = _failure(reply, f"\nThe sample: {item}")
+        return Verdict(**reply) if wrong is None else self._policy.failed(wrong)
 
     def _ask(self, process: Process, item: RewardItem) -> dict[str, Any]:
-        request = dataclasses.asdict(item)
+        request = {name: getattr(item, name) for name in SENT}
         try:
-            try:
-                return process.ask(request, self._config.timeout_s)
-            except _Died as error:
-                if process.stopped:
-                    raise
-                log.warning("A reward process died (%s); starting it again for the same sample.", error)
-                return process.ask(request, self._config.timeout_s)
+            return process.ask(request, self._config.timeout_s)
         except _Died as error:
-            message = f"The reward process died twice ({error}) on one sample: {item}"
-            # A user's function is to be mended. In a named verifier it is the policy's text that does it (memory,
-            # recursion, eval), and ending the run would end it again at this very sample after every restart.
-            if self._config.function is not None or process.stopped:
-                raise RewardError(message) from error
-            log.warning("%s; it scores %g.", message, self._config.timeout_score)
-            return dataclasses.asdict(RewardResult(self._config.timeout_score, timed_out=True))
-        except TimeoutError:
-            log.warning(
-                "A sample took longer than reward.timeout_s=%g and scores %g.",
-                self._config.timeout_s,
-                self._config.timeout_score,
-            )
-            return dataclasses.asdict(RewardResult(self._config.timeout_score, timed_out=True))
+            if process.stopped:
+                raise
+            log.warning("A reward process died (%s); starting it again for the same sample.", error)
+            return process.ask(request, self._config.timeout_s)
 
     def close(self) -> None:
         """End every process, in the middle of a sample if need be."""

@@ -6,7 +6,7 @@
 
 import ctypes
 import dataclasses
-import importlib.util
+import inspect
 import json
 import logging
 import math
@@ -16,18 +16,17 @@ import sys
 import traceback
 from collections.abc import Callable
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError
 from rlhf.reward import verifiers
-from rlhf.reward.types import RewardItem, RewardResult
+from rlhf.reward.function import KEYWORDS, SETTING
+from rlhf.reward.types import RewardItem, Verdict
+from rlhf.user_functions import load_function
 
 PR_SET_PDEATHSIG = 1
-# Metrics of every run, reward/<name>, that a user's numbers must not replace.
-TAKEN = {"mean", "std", "timeouts"}
 
-Verifier = Callable[[RewardItem], RewardResult]
+Verifier = Callable[[RewardItem], Verdict]
 
 
 def main(verifier: str, parent_pid: int) -> None:
@@ -43,7 +42,7 @@ def main(verifier: str, parent_pid: int) -> None:
         return
     for line in requests:
         try:
-            reply = dataclasses.asdict(score(RewardItem(**json.loads(line))))
+            reply = dataclasses.asdict(score(RewardItem(**json.loads(line), messages=[])))
         except BaseException as error:
             reply = _failure(error)
         _send(replies, reply)
@@ -81,7 +80,7 @@ def _load(verifier: str) -> Verifier:
     if verifier == "math_verify":
         # It warns once that its own timeouts are off; the pool's deadline is the timeout.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
-        verifiers.math_verify(RewardItem("", "\\boxed{1}", "1", {}))
+        verifiers.math_verify(RewardItem("", "\\boxed{1}", "1", {}, []))
         return verifiers.math_verify
     if verifier == "reasoning_gym":
         import reasoning_gym  # noqa: F401
@@ -91,53 +90,47 @@ def _load(verifier: str) -> Verifier:
 
 
 def _user_function(spec: str) -> Verifier:
-    path, _, name = spec.rpartition(":")
-    # As for a script, the modules beside the file can be imported.
-    sys.path.insert(0, str(Path(path).parent))
-    module_spec = importlib.util.spec_from_file_location("reward_function", path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules["reward_function"] = module
-    try:
-        module_spec.loader.exec_module(module)
-        function = getattr(module, name)
-    except BaseException as error:
-        raise UserError(
-            f"reward.function={spec} cannot be imported: {type(error).__name__}: {error}. Correct the file."
-        ) from error
+    function = load_function(SETTING, spec)
+    _check_call(function, spec)
 
-    def score(item: RewardItem) -> RewardResult:
+    def score(item: RewardItem) -> Verdict:
         value = function(
             data_source=item.data_source,
             solution_str=item.response,
             ground_truth=item.ground_truth,
             extra_info=item.extra_info,
         )
-        return as_result(value, spec)
+        return as_verdict(value, spec)
 
     return score
 
 
-def as_result(value: Any, spec: str) -> RewardResult:
+def _check_call(function: Any, spec: str) -> None:
+    """What the early check of the file cannot see: names that are assigned, imported or made."""
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(KEYWORDS))
+    except TypeError as error:
+        raise UserError(
+            f"{SETTING}={spec} cannot be called with {', '.join(KEYWORDS)}: {error}. Correct its parameters."
+        ) from error
+    except ValueError:
+        pass  # something built in, without a signature to look at
+
+
+def as_verdict(value: Any, spec: str) -> Verdict:
     """What the user's function returned; UserError unless it is a finite number or a dict of them with `score`."""
     numbers = value if isinstance(value, dict) else {"score": value}
     for key, number in numbers.items():
         if not isinstance(number, Real) or not math.isfinite(number):
             what = f"{key}={number!r}" if isinstance(value, dict) else repr(value)
             raise UserError(
-                f"reward.function={spec} returned {what} ({type(number).__name__}). Return a finite number, or a "
+                f"{SETTING}={spec} returned {what} ({type(number).__name__}). Return a finite number, or a "
                 f"dict of them with 'score'."
             )
     if "score" not in numbers:
-        raise UserError(f"reward.function={spec} returned a dict without 'score': {value!r}. Add it.")
-    if taken := sorted(TAKEN & numbers.keys()):
-        raise UserError(
-            f"reward.function={spec} returned {taken[0]!r}, but the metric reward/{taken[0]} has a meaning already. "
-            f"Give it another name."
-        )
+        raise UserError(f"{SETTING}={spec} returned a dict without 'score': {value!r}. Add it.")
     extra = {str(key): float(number) for key, number in numbers.items() if key != "score"}
-    return RewardResult(float(numbers["score"]), extra)
+    return Verdict(float(numbers["score"]), extra)
 
 
 if __name__ == "__main__":

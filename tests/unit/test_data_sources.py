@@ -39,7 +39,7 @@ def config_of(train=None, val=None, *, reward="exact_match", function=None, seed
     return Config(
         trainer=TrainerConfig(seed=seed),
         data=DataConfig(train_files=train, val_files=val, reasoning_gym=gym or ReasoningGymConfig(), **data),
-        reward=RewardConfig(name=reward, function=function),
+        reward=RewardConfig(functions=[function or reward]),
     )
 
 
@@ -181,9 +181,7 @@ def test_mistakes_in_val_files_name_val_files(tmp_path, tokenizer):
 
 def test_reward_must_fit_the_data(tmp_path, tokenizer):
     path = jsonl(tmp_path / "t.jsonl", PLAIN)
-    fails(
-        config_of(path, reward="reasoning_gym"), tokenizer, "reward.name=reasoning_gym", "Set reward.name=math_verify"
-    )
+    fails(config_of(path, reward="reasoning_gym"), tokenizer, "reward.functions=['reasoning_gym']", "Name math_verify")
     row = PLAIN | {"data_source": "reasoning_gym/chain_sums"}
     path = jsonl(tmp_path / "u.jsonl", row)
     fails(config_of(path, reward="reasoning_gym"), tokenizer, "line 1", "Did you mean chain_sum")
@@ -203,7 +201,7 @@ from rlhf.data import check_sources
 from rlhf.errors import UserError
 for name in sys.argv[1:]:
     try:
-        check_sources(Config(data=DataConfig(train_files=name), reward=RewardConfig(name="exact_match")))
+        check_sources(Config(data=DataConfig(train_files=name), reward=RewardConfig(functions=["exact_match"])))
         print("ok")
     except UserError as error:
         print(error)
@@ -260,7 +258,8 @@ def test_checking_local_files_loads_no_heavy_library(tmp_path):
     path = jsonl(tmp_path / "t.jsonl", PLAIN)
     code = (
         "import sys\nfrom rlhf.config import *\nfrom rlhf.data import check_sources\n"
-        f"check_sources(Config(data=DataConfig(train_files={path!r}), reward=RewardConfig(name='exact_match')))\n"
+        f"data, reward = DataConfig(train_files={path!r}), RewardConfig(functions=['exact_match'])\n"
+        "check_sources(Config(data=data, reward=reward))\n"
         "heavy = {'torch', 'transformers', 'datasets', 'reasoning_gym', 'pyarrow'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config import RewardConfig
+from rlhf.config import Config, RewardConfig
 from rlhf.errors import UserError
 from rlhf.reward import RewardError, RewardItem, build_reward, check_reward
 
@@ -24,7 +24,7 @@ def reward_of(tmp_path):
     def make(body: str, head: str = "import os, sys, time\n", **settings):
         path = tmp_path / "my_reward.py"
         path.write_text(head + FUNCTION + "".join(f"    {line}\n" for line in body.splitlines()))
-        made.append(build_reward(RewardConfig(function=f"{path}:score", **settings)))
+        made.append(build_reward(RewardConfig(functions=[f"{path}:score"], **settings)))
         return made[-1]
 
     yield make
@@ -33,7 +33,7 @@ def reward_of(tmp_path):
 
 
 def items(*responses: str) -> list[RewardItem]:
-    return [RewardItem("src", response, "gold", {"i": i}) for i, response in enumerate(responses)]
+    return [RewardItem("src", response, "gold", {"i": i}, []) for i, response in enumerate(responses)]
 
 
 def alive(pid: int) -> bool:
@@ -70,12 +70,11 @@ def test_keywords_and_extra_numbers_arrive(reward_of):
 
 def test_endless_loop_is_killed_and_the_rest_goes_on(reward_of):
     reward = reward_of(
-        "while solution_str == 'hang': pass\nreturn os.getpid()", timeout_s=1.0, timeout_score=-7.0, num_workers=1
+        "while solution_str == 'hang': pass\nreturn os.getpid()", timeout_s=1.0, failed_score=-7.0, num_workers=1
     )
     before, hung, after = reward.score(items("ok", "hang", "ok"))
-    assert (hung.score, hung.timed_out) == (-7.0, True)
-    assert not before.timed_out
-    assert not after.timed_out
+    assert (hung.score, hung.timeouts, hung.failures) == (-7.0, 1, 0)
+    assert before.timeouts == after.timeouts == 0
     assert before.score != after.score, "the process must be a new one"
     wait_until_gone(int(before.score))
 
@@ -89,13 +88,13 @@ def test_what_the_function_started_is_killed_with_it(reward_of, tmp_path):
         timeout_s=1.0,
         num_workers=1,
     )
-    assert reward.score(items("x"))[0].timed_out
+    assert reward.score(items("x"))[0].timeouts == 1
     wait_until_gone(int(pid_file.read_text()))
 
 
 def test_start_up_does_not_count_against_the_deadline(reward_of):
     reward = reward_of("return 1.0", head="import time\ntime.sleep(0.8)\n", timeout_s=0.4, num_workers=1)
-    assert not reward.score(items("x"))[0].timed_out
+    assert reward.score(items("x"))[0].timeouts == 0
 
 
 def test_output_of_the_function_does_not_disturb_the_protocol(reward_of):
@@ -143,13 +142,13 @@ def test_an_exception_carries_traceback_and_sample(reward_of):
 )
 def test_anything_but_a_number_is_a_user_error(reward_of, value):
     reward = reward_of(f"return {value}", num_workers=1)
-    with pytest.raises(UserError, match=r"reward\.function=.*returned"):
+    with pytest.raises(UserError, match=r"reward\.functions=.*returned"):
         reward.score(items("q"))
 
 
 def test_a_file_that_fails_to_import_is_a_user_error(reward_of):
     reward = reward_of("return 1.0", head="import no_such_module\n", num_workers=1)
-    with pytest.raises(UserError, match=r"reward\.function=.*cannot be imported.*no_such_module"):
+    with pytest.raises(UserError, match=r"reward\.functions=.*cannot be imported.*no_such_module"):
         reward.score(items("q"))
 
 
@@ -198,8 +197,8 @@ def test_a_busy_process_dies_with_a_killed_parent(tmp_path):
     )
     code = (
         "from rlhf.config import RewardConfig\nfrom rlhf.reward import RewardItem, build_reward\n"
-        f"r = build_reward(RewardConfig(function='{tmp_path}/my_reward.py:score', timeout_s=600.0, num_workers=1))\n"
-        "r.score([RewardItem('s', 'r', 'g', {})])\n"
+        f"r = build_reward(RewardConfig(functions=['{tmp_path}/my_reward.py:score'], timeout_s=600.0, num_workers=1))\n"
+        "r.score([RewardItem('s', 'r', 'g', {}, [])])\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])
     deadline = time.monotonic() + 20
@@ -240,8 +239,8 @@ def test_bad_specs_are_found_before_anything_runs(tmp_path, spec, message):
         "def greedy(model, **kwargs): return 1\n"
         "async def later(**kwargs): return 1\n"
     )
-    with pytest.raises(UserError, match=r"reward\.function=") as caught:
-        check_reward(RewardConfig(function=spec.format(tmp_path)))
+    with pytest.raises(UserError, match=r"reward\.functions=") as caught:
+        check_reward(Config(reward=RewardConfig(functions=[spec.format(tmp_path)])))
     assert message in str(caught.value)
 
 
@@ -255,5 +254,4 @@ def test_good_specs_pass(tmp_path, name):
         "unpacked, other = plain, plain\n"
         "try:\n    import nothing\nexcept ImportError:\n    def guarded(**kwargs): return 1\n"
     )
-    check_reward(RewardConfig(function=f"{tmp_path}/rewards.py:{name}"))
-    check_reward(RewardConfig())
+    check_reward(Config(reward=RewardConfig(functions=[f"{tmp_path}/rewards.py:{name}"])))

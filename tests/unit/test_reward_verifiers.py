@@ -26,15 +26,15 @@ def gym_item(task: str, response: str | None = None, index: int = 0, **config) -
     entry = reasoning_gym.create_dataset(task, seed=5, size=index + 1, **config)[index]
     extra = {"question": entry["question"], "metadata": entry["metadata"], "config": config}
     answer = entry["answer"] if response is None else response
-    return RewardItem(f"reasoning_gym/{task}", answer, entry["answer"], extra)
+    return RewardItem(f"reasoning_gym/{task}", answer, entry["answer"], extra, [])
 
 
 @pytest.fixture
 def rewards():
     made = []
 
-    def make(**settings):
-        made.append(build_reward(RewardConfig(**settings)))
+    def make(name, **settings):
+        made.append(build_reward(RewardConfig(functions=[name], **settings)))
         return made[-1]
 
     yield make
@@ -61,32 +61,34 @@ def test_final_answer(text, answer):
 
 
 def test_exact_match_normalises_space_but_not_case(rewards):
-    reward = rewards(name="exact_match")
+    reward = rewards("exact_match")
     items = [
-        RewardItem("x", "I think\n#### New   York", "New York", {}),
-        RewardItem("x", "new york", "New York", {}),
-        RewardItem("x", "42", 42, {}),
-        RewardItem("x", "b", ["a", "b"], {}),
-        RewardItem("x", "", "a", {}),
+        RewardItem("x", "I think\n#### New   York", "New York", {}, []),
+        RewardItem("x", "new york", "New York", {}, []),
+        RewardItem("x", "42", 42, {}, []),
+        RewardItem("x", "b", ["a", "b"], {}, []),
+        RewardItem("x", "", "a", {}, []),
     ]
     assert [result.score for result in reward.score(items)] == [1.0, 0.0, 1.0, 1.0, 0.0]
 
 
 def test_math_verify_agrees_with_the_cases(rewards):
-    reward = rewards(name="math_verify")
-    results = reward.score([RewardItem("math", response, gold, {}) for response, gold, _ in MATH_CASES])
+    reward = rewards("math_verify")
+    results = reward.score([RewardItem("math", response, gold, {}, []) for response, gold, _ in MATH_CASES])
     assert [result.score for result in results] == [score for *_, score in MATH_CASES]
 
 
 def test_math_verify_is_killed_on_an_endless_expression(rewards):
-    reward = rewards(name="math_verify", timeout_s=1.0, timeout_score=-1.0, num_workers=1)
-    hard, easy = reward.score([RewardItem("m", r"\boxed{9^{9^{9^{9}}}}", "3", {}), RewardItem("m", "so $3$", "3", {})])
-    assert (hard.score, hard.timed_out) == (-1.0, True)
-    assert (easy.score, easy.timed_out) == (1.0, False)
+    reward = rewards("math_verify", timeout_s=1.0, failed_score=-1.0, num_workers=1)
+    hard, easy = reward.score(
+        [RewardItem("m", r"\boxed{9^{9^{9^{9}}}}", "3", {}, []), RewardItem("m", "so $3$", "3", {}, [])]
+    )
+    assert (hard.score, hard.timeouts) == (-1.0, 1)
+    assert (easy.score, easy.timeouts) == (1.0, 0)
 
 
 def test_reasoning_gym_scores_like_the_library(rewards):
-    reward = rewards(name="reasoning_gym")
+    reward = rewards("reasoning_gym")
     right = [gym_item("chain_sum", index=i, min_terms=2, max_terms=2) for i in range(5)]
     spaced = gym_item("chain_sum", " " + right[0].response + "\n", min_terms=2, max_terms=2)
     wrong = gym_item("chain_sum", "banana", min_terms=2, max_terms=2)
@@ -96,7 +98,7 @@ def test_reasoning_gym_scores_like_the_library(rewards):
 
 
 def test_reasoning_gym_counts_an_answer_that_the_library_cannot_read(rewards):
-    reward = rewards(name="reasoning_gym")
+    reward = rewards("reasoning_gym")
     bad, good = reward.score([gym_item("prime_factorization", "no idea"), gym_item("prime_factorization")])
     assert (bad.score, bad.extra) == (0.0, {"unreadable": 1.0})
     assert (good.score, good.extra) == (1.0, {"unreadable": 0.0})
@@ -105,15 +107,15 @@ def test_reasoning_gym_counts_an_answer_that_the_library_cannot_read(rewards):
 def test_tasks_that_evaluate_text_are_scored_in_a_process_that_can_be_killed(rewards):
     assert evaluates_answers("reasoning_gym/n_queens", {})
     assert not evaluates_answers("reasoning_gym/chain_sum", {})
-    reward = rewards(name="reasoning_gym", timeout_s=1.0, num_workers=1)
+    reward = rewards("reasoning_gym", timeout_s=1.0, num_workers=1)
     items = [gym_item("countdown", "9**9**9**9"), gym_item("chain_sum"), gym_item("countdown")]
     results = reward.score(items)
-    assert [result.timed_out for result in results] == [True, False, False]
+    assert [result.timeouts for result in results] == [1, 0, 0]
     assert [result.score for result in results] == [0.0, 1.0, 1.0]
 
 
 def test_an_answer_that_ends_its_verifier_costs_the_sample_not_the_run(rewards):
-    reward = rewards(name="reasoning_gym", timeout_score=-1.0, num_workers=1)
+    reward = rewards("reasoning_gym", failed_score=-1.0, num_workers=1)
     deadly, good = reward.score([gym_item("n_queens", "__import__('os')._exit(3)"), gym_item("n_queens")])
-    assert (deadly.score, deadly.timed_out) == (-1.0, True)
-    assert (good.score, good.timed_out) == (1.0, False)
+    assert (deadly.score, deadly.timeouts, deadly.failures) == (-1.0, 0, 1)
+    assert (good.score, good.failures) == (1.0, 0)

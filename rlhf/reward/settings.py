@@ -1,0 +1,78 @@
+"""The `reward` settings: which functions, under which labels, with which weights; checked without running any."""
+
+import math
+
+from rlhf.config import Config
+from rlhf.config.reward import VERIFIERS, RewardConfig
+from rlhf.config.schema import did_you_mean, nearest
+from rlhf.errors import UserError
+from rlhf.reward.function import SETTING, check_function
+from rlhf.user_functions import split_spec
+
+REWARD_MODEL = "reward_model"
+NAMES = (*VERIFIERS, REWARD_MODEL)
+# Metrics of every run, reward/<name>, that no function's may replace.
+TAKEN = ("mean", "std", "overlong", "timeouts", "failures")
+
+
+def label_of(function: str) -> str:
+    """What metrics call an entry of `reward.functions`: its name, or for a file's function what follows the colon."""
+    return function if function in NAMES else split_spec(SETTING, function)[1]
+
+
+def weights_of(config: RewardConfig) -> list[float]:
+    """One weight for each of `reward.functions`."""
+    return config.weights if config.weights is not None else [1.0] * len(config.functions)
+
+
+def check_reward(config: Config) -> None:
+    """UserError for names, files, labels or weights that make no reward, and for a reward model without a path."""
+    check_functions(config.reward)
+    if REWARD_MODEL in config.reward.functions and config.reward_model.path is None:
+        raise UserError(
+            f"{SETTING}={config.reward.functions}: {REWARD_MODEL} needs reward_model.path, a folder in Hugging "
+            f"Face format or a Hub name. Set it, or take {REWARD_MODEL} out."
+        )
+
+
+def check_functions(config: RewardConfig) -> None:
+    """As `check_reward`, for the section `reward` alone."""
+    said = f"{SETTING}={config.functions}"
+    if not config.functions:
+        raise UserError(f"{said}: name at least one of {', '.join(NAMES)} or path/to/file.py:name.")
+    for function in config.functions:
+        if function not in NAMES:
+            _check_is_file(function)
+            check_function(function)
+    labels = [label_of(function) for function in config.functions]
+    for i, label in enumerate(labels):
+        if label in labels[:i]:
+            raise UserError(
+                f"{said}: {label} stands there twice, and both would be reward/{label}. Rename or remove one."
+            )
+        if label in TAKEN:
+            raise UserError(f"{said}: the metric reward/{label} has a meaning already. Rename the function {label}.")
+    _check_weights(config)
+
+
+def _check_is_file(function: str) -> None:
+    if ":" in function or "/" in function or function.endswith(".py"):
+        return  # `split_spec` says what is wrong with the form
+    raise UserError(
+        f"{SETTING}: {function!r} is none of {', '.join(NAMES)}, and not of the form path/to/file.py:name."
+        f"{did_you_mean(nearest(function, NAMES))}"
+    )
+
+
+def _check_weights(config: RewardConfig) -> None:
+    weights = weights_of(config)
+    said = f"reward.weights={weights}"
+    if len(weights) != len(config.functions):
+        raise UserError(
+            f"{said}: {len(weights)} for {len(config.functions)} functions ({', '.join(config.functions)}). "
+            "Give each function one, or set null."
+        )
+    if not all(map(math.isfinite, weights)):
+        raise UserError(f"{said}: must be finite numbers.")
+    if not any(weights):
+        raise UserError(f"{said}: every reward would be 0. Give one of the functions another weight.")

@@ -1,0 +1,77 @@
+"""Several functions at once: their weighted sum, each one's own score, and what failed."""
+
+import math
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from rlhf.errors import UserError
+from rlhf.reward.failures import FailurePolicy
+from rlhf.reward.settings import REWARD_MODEL, TAKEN
+from rlhf.reward.types import RewardError, RewardItem, RewardResult, Scorer, Verdict
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of a reward."""
+
+    label: str
+    weight: float
+    scorer: Scorer
+    policy: FailurePolicy
+
+
+class Reward:
+    """The weighted sum of `terms`, whose labels differ."""
+
+    def __init__(self, terms: Sequence[Term]):
+        self._terms = terms
+        self._threads = ThreadPoolExecutor(len(terms), thread_name_prefix="reward-function")
+        # What stands behind each metric reward/<name>: of two with one name it could show only one.
+        self._meanings = dict.fromkeys(TAKEN, "a figure of every run")
+        self._meanings |= {term.label: f"the score of {term.label}" for term in terms}
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        """One result for each item, in order.
+
+        Collective with a reward model; ranks may have different numbers of items. Raises RewardError or UserError for
+        what `reward.on_error` does not forgive.
+        """
+        # The other functions work in their processes while this thread computes the reward model.
+        others = [term for term in self._terms if term.label != REWARD_MODEL]
+        started = {term.label: self._threads.submit(term.scorer.score, items) for term in others}
+        verdicts = {term.label: term.scorer.score(items) for term in self._terms if term.label == REWARD_MODEL}
+        verdicts |= {label: future.result() for label, future in started.items()}
+        columns = [
+            [self._checked(term, verdict, item) for verdict, item in zip(verdicts[term.label], items, strict=True)]
+            for term in self._terms
+        ]
+        return [self._sum(row) for row in zip(*columns, strict=True)]
+
+    def _checked(self, term: Term, verdict: Verdict, item: RewardItem) -> Verdict:
+        meaning = f"a number that {term.label} returns"
+        for name in verdict.extra:
+            if (other := self._meanings.setdefault(name, meaning)) != meaning:
+                raise UserError(
+                    f"reward.functions: {term.label} returned {name!r}, but the metric reward/{name} has a meaning "
+                    f"already: {other}. Give it another name."
+                )
+        if math.isfinite(verdict.score):
+            return verdict
+        return term.policy.failed(RewardError(f"{term.label} gave {verdict.score} to one sample: {item}"))
+
+    def _sum(self, row: Iterable[Verdict]) -> RewardResult:
+        row = list(row)
+        return RewardResult(
+            score=sum(term.weight * verdict.score for term, verdict in zip(self._terms, row, strict=True)),
+            terms={term.label: verdict.score for term, verdict in zip(self._terms, row, strict=True)},
+            extra={name: number for verdict in row for name, number in verdict.extra.items()},
+            timeouts=sum(verdict.timed_out for verdict in row),
+            failures=sum(verdict.failed for verdict in row),
+        )
+
+    def close(self) -> None:
+        """End every process, in the middle of a sample if need be."""
+        for term in self._terms:
+            term.scorer.close()
+        self._threads.shutdown(cancel_futures=True)

@@ -1,0 +1,56 @@
+"""The reward settings: what is refused before anything runs, and with which words."""
+
+import pytest
+
+from rlhf.config import Config, RewardConfig, RewardModelConfig
+from rlhf.errors import UserError
+from rlhf.reward import check_reward
+
+
+@pytest.fixture
+def file(tmp_path):
+    names = ("score", "other", "exact_match", "overlong")
+    path = tmp_path / "rewards.py"
+    path.write_text("".join(f"def {name}(**kwargs):\n    return 1\n" for name in names))
+    return path
+
+
+def check(file, *functions: str, model: str | None = None, **settings) -> None:
+    full = [function.replace("FILE", str(file)) for function in functions]
+    check_reward(Config(reward=RewardConfig(functions=full, **settings), reward_model=RewardModelConfig(path=model)))
+
+
+def test_what_is_right_passes(file):
+    check(file, "reasoning_gym")
+    check(file, "math_verify", "exact_match", "FILE:score", "FILE:other", weights=[1.0, 0.0, -0.5, 2.0])
+    check(file, "reward_model", "FILE:score", model="org/name")
+
+
+@pytest.mark.parametrize(
+    ("functions", "settings", "message"),
+    [
+        ([], {}, "name at least one of reasoning_gym, math_verify, exact_match, reward_model or path/to/file.py:name"),
+        (["mathverify"], {}, "'mathverify' is none of .* Did you mean math_verify?"),
+        (["exact_match", "reward_mode"], {}, "'reward_mode' is none of .* Did you mean reward_model?"),
+        (["xyz"], {}, r"not of the form path/to/file\.py:name\.$"),
+        (["rewards.py"], {}, r"rewards\.py is not of the form"),
+        (["exact_match", "FILE:scor"], {}, "defines no 'scor'. Did you mean score?"),
+        (["FILE:score", "exact_match", "FILE:score"], {}, "score stands there twice"),
+        (["exact_match", "FILE:exact_match"], {}, "exact_match stands there twice"),
+        (["FILE:overlong"], {}, "reward/overlong has a meaning already"),
+        (["reward_model"], {}, r"reward_model needs reward_model\.path"),
+        (
+            ["exact_match"],
+            {"weights": [1.0, 2.0]},
+            r"reward\.weights=\[1\.0, 2\.0\]: 2 for 1 functions \(exact_match\)",
+        ),
+        (["exact_match", "FILE:score"], {"weights": []}, r"reward\.weights=\[\]: 0 for 2 functions"),
+        (["exact_match"], {"weights": [float("nan")]}, "must be finite numbers"),
+        (["exact_match", "FILE:score"], {"weights": [1.0, float("inf")]}, "must be finite numbers"),
+        (["exact_match", "FILE:score"], {"weights": [0.0, 0.0]}, "every reward would be 0"),
+    ],
+)
+def test_what_is_wrong_is_refused(file, functions, settings, message):
+    with pytest.raises(UserError, match=message) as caught:
+        check(file, *functions, **settings)
+    assert str(caught.value).startswith("reward.weights" if "weights" in settings else "reward.functions")
