@@ -1,6 +1,10 @@
-"""From `model.path` to a tokenizer and a causal LM, without ever running code that came with the files."""
+"""From a folder or Hub name to a tokenizer and a policy, critic or reward model, without ever running code that came with the files."""
 
+import copy
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,29 +12,72 @@ import torch
 import xxhash
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging as library_logging
 
-from rlhf.config import ModelConfig
+from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.models.token_values import HEADS, value_class
 
 # Several models are loaded per rank; their bars would drown the run's own progress.
-disable_progress_bar()
+library_logging.disable_progress_bar()
 # Pickled weights (.bin, .pt) are never fetched or read.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 SAMPLE_BYTES = 1 << 20
 SAMPLES = 16
 
 
-def resolve_path(config: ModelConfig) -> Path:
-    """The local folder that `model.path` means; a Hub name is downloaded into the Hub's cache. Raises UserError when it can't be had."""
-    local = Path(config.path).expanduser()
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from and how it is read. `setting` is the one that names it; messages begin with it."""
+
+    setting: str
+    path: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    attn_implementation: str = "sdpa"
+    chat_template: str | None = None
+    """A Jinja file, from `model.chat_template`."""
+
+    @classmethod
+    def of_policy(cls, config: Config) -> "ModelSource":
+        """`model.path`."""
+        m = config.model
+        return cls("model.path", m.path, m.revision, m.trust_remote_code, m.attn_implementation, m.chat_template)
+
+    @classmethod
+    def of_critic(cls, config: Config) -> "ModelSource":
+        """`critic.path`, or `model.path` where that is null."""
+        if config.critic.path is None:
+            return cls.of_policy(config)
+        m = config.model
+        return cls("critic.path", config.critic.path, None, m.trust_remote_code, m.attn_implementation)
+
+    @classmethod
+    def of_reward_model(cls, config: Config) -> "ModelSource":
+        """`reward_model.path`. Raises UserError where it is null."""
+        r, m = config.reward_model, config.model
+        if r.path is None:
+            raise UserError(
+                "reward_model.path is not set, but reward.functions has reward_model: set it to a folder or a Hub name."
+            )
+        return cls("reward_model.path", r.path, r.revision, m.trust_remote_code, m.attn_implementation)
+
+    def __str__(self) -> str:
+        return f"{self.setting}={self.path}"
+
+
+def resolve_path(source: ModelSource) -> Path:
+    """The local folder that `source` means; a Hub name is downloaded into the Hub's cache. Raises UserError when it can't be had."""
+    local = Path(source.path).expanduser()
     if local.is_dir():
         return local
     from huggingface_hub import snapshot_download
@@ -43,68 +90,155 @@ def resolve_path(config: ModelConfig) -> Path:
 
     try:
         return Path(
-            snapshot_download(config.path, revision=config.revision, allow_patterns=HUB_PATTERNS, etag_timeout=10)
+            snapshot_download(source.path, revision=source.revision, allow_patterns=HUB_PATTERNS, etag_timeout=10)
         )
     except HFValidationError:
-        raise UserError(f"model.path={config.path} is neither a folder nor a Hub name of the form org/name.") from None
+        raise UserError(f"{source} is neither a folder nor a Hub name of the form org/name.") from None
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise UserError(
-            f"model.path={config.path} (revision {config.revision}) is no local folder and the Hub does not know it, or asks for a login "
+            f"{source} (revision {source.revision}) is no local folder and the Hub does not know it, or asks for a login "
             f"(`hf auth login`): {str(error).splitlines()[0]}"
         ) from None
     except (LocalEntryNotFoundError, OSError) as error:
         raise UserError(
-            f"model.path={config.path} is no local folder, and the Hub can't be reached ({type(error).__name__}). Give a local folder, "
+            f"{source} is no local folder, and the Hub can't be reached ({type(error).__name__}). Give a local folder, "
             "or download it on a machine with network access and set HF_HOME."
         ) from None
 
 
-def load_tokenizer(config: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of `folder`, with `model.chat_template` in place if set, and a padding token."""
+def load_tokenizer(source: ModelSource, folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of `folder`, with `source.chat_template` in place if set, and a padding token."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"model.path={config.path} has no usable tokenizer: {error}") from error
-    if config.chat_template is not None:
-        template = Path(config.chat_template).expanduser()
+        raise UserError(f"{source} has no usable tokenizer: {error}") from error
+    if source.chat_template is not None:
+        template = Path(source.chat_template).expanduser()
         if not template.is_file():
-            raise UserError(f"model.chat_template={config.chat_template} is not a file.")
+            raise UserError(f"model.chat_template={source.chat_template} is not a file.")
         tokenizer.chat_template = template.read_text()
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def load_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
+def load_model_config(source: ModelSource, folder: Path) -> PretrainedConfig:
     """The architecture, every dropout off: with dropout the ratio of a policy to itself would not be 1."""
     try:
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"model.path={config.path} has no usable config.json: {error}") from error
+        raise UserError(f"{source} has no usable config.json: {error}") from error
     for name, value in hf_config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(hf_config, name, 0.0)
     return hf_config
 
 
-def load_model(config: ModelConfig, folder: Path, hf_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The weights of `folder` (safetensors only) as a causal LM on the CPU in `dtype`."""
-    options: dict[str, Any] = {"config": hf_config, "dtype": dtype, "attn_implementation": config.attn_implementation}
+def load_model(source: ModelSource, folder: Path, hf_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The weights of `folder` (safetensors only) as a causal LM on the CPU in `dtype`. Raises UserError if any is missing."""
+    model, wrong = _load(AutoModelForCausalLM, source, folder, hf_config, dtype)
+    _refuse(source, wrong)
+    return model
+
+
+def load_value_model(
+    source: ModelSource, folder: Path, hf_config: PretrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """The weights of `folder` under a head of one value per token: `forward(input_ids=..., use_cache=False).logits` is [N, L, 1].
+
+    The folder's own head (of a saved critic or of a reward model with one label) is kept. A causal LM has none, and the head is
+    zero: a random one would give the first steps values, and so advantages, of no meaning and a scale of their own. `hf_config` is
+    left as it is; the model's own, with one label, is `.config`. Raises UserError if other weights are missing, or for a head with
+    several labels.
+    """
+    hf_config = copy.deepcopy(hf_config)
+    hf_config.num_labels = 1
+    # Where the architecture knows no such setting, the library's head would fall back to a dropout of 0.1.
+    hf_config.classifier_dropout = 0.0
+    found = value_class(hf_config)
+    if found is None:
+        raise UserError(
+            f"{source}: a value head can't be put on its architecture ({hf_config.model_type}); name a causal LM."
+        )
+    loader, names = found
+    model, wrong = _load(loader, source, folder, hf_config, dtype, key_mapping=names)
+    heads = {name: shape for name, shape in wrong.items() if name.split(".")[0] in HEADS}
+    for name, shape in heads.items():
+        if shape is not None:
+            raise UserError(
+                f"{source}: its head has {shape[0]} labels ({name}), a critic's has one. Name a causal LM, a saved critic or a reward "
+                "model with one label."
+            )
+        torch.nn.init.zeros_(model.get_parameter(name))
+    _refuse(source, {name: shape for name, shape in wrong.items() if name not in heads})
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def load_reward_model(
+    source: ModelSource, folder: Path, hf_config: PretrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """The weights of `folder` as a frozen sequence classifier: `forward(input_ids=..., attention_mask=...).logits` is [N, 1].
+
+    Raises UserError if the folder has another number of labels or lacks weights.
+    """
+    known = type(hf_config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if not known and AutoModelForSequenceClassification.__name__ not in getattr(hf_config, "auto_map", {}):
+        raise UserError(
+            f"{source}: {hf_config.model_type} has no sequence classifier in transformers; name another model."
+        )
+    if hf_config.num_labels != 1:
+        raise UserError(
+            f"{source} has {hf_config.num_labels} labels, a reward model has one (num_labels in its config.json; a file that has none "
+            "means 2). Name a sequence-classification model with one label."
+        )
+    model, wrong = _load(AutoModelForSequenceClassification, source, folder, hf_config, dtype)
+    _refuse(source, wrong)
+    model.config.use_cache = False  # one pass over whole texts
+    return model.requires_grad_(False).eval()
+
+
+def _load(
+    loader: Any, source: ModelSource, folder: Path, hf_config: PretrainedConfig, dtype: torch.dtype, **options: Any
+) -> tuple[PreTrainedModel, dict[str, tuple[int, ...] | None]]:
+    """The model, and its weights that `folder` lacks (None) or has in another shape (that shape)."""
+    options |= {"config": hf_config, "dtype": dtype, "attn_implementation": source.attn_implementation}
     # The library makes up what a file lacks and tells it in a warning; here it is told as a mistake.
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, use_safetensors=True, trust_remote_code=config.trust_remote_code, **options
-        )
+        with _quiet():
+            model, found = loader.from_pretrained(
+                folder, use_safetensors=True, trust_remote_code=source.trust_remote_code, **options
+            )
     except (OSError, SafetensorError) as error:
-        raise UserError(f"model.path={config.path} can't be loaded from safetensors: {error}") from error
-    model, found = loaded
-    if lost := sorted(found["missing_keys"]) + sorted(name for name, *_ in found["mismatched_keys"]):
+        raise UserError(f"{source} can't be loaded from safetensors: {error}") from error
+    except ValueError as error:
+        if "attn_implementation" not in str(error):
+            raise
         raise UserError(
-            f"model.path={config.path}: {len(lost)} weights that its config.json asks for are missing from its safetensors "
-            f"or have another shape, such as {lost[0]}. Restore the folder."
+            f"model.attn_implementation={source.attn_implementation} is not for {source} ({hf_config.model_type}); "
+            "set model.attn_implementation=eager."
+        ) from error
+    wrong: dict[str, tuple[int, ...] | None] = dict.fromkeys(sorted(found["missing_keys"]))
+    return model, wrong | {name: tuple(shape) for name, shape, _ in sorted(found["mismatched_keys"])}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    verbosity = library_logging.get_verbosity()
+    library_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        library_logging.set_verbosity(verbosity)
+
+
+def _refuse(source: ModelSource, wrong: dict[str, tuple[int, ...] | None]) -> None:
+    if wrong:
+        raise UserError(
+            f"{source}: {len(wrong)} weights that its config.json asks for are missing from its safetensors "
+            f"or have another shape, such as {next(iter(wrong))}. Restore the folder."
         )
-    return model
 
 
 def fingerprint(folder: Path) -> str:

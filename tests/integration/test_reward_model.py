@@ -1,0 +1,182 @@
+"""A reward model scores whole chats: as the plain model does one by one, however they are batched, on one rank or two."""
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForSequenceClassification
+
+from rlhf.backends.fsdp2 import shard
+from rlhf.config import BackendConfig, Config, RewardModelConfig
+from rlhf.errors import UserError
+from rlhf.models.loading import ModelSource, load_model_config, load_reward_model, load_tokenizer
+from rlhf.reward.model import RewardModel
+from rlhf.reward.types import RewardItem
+from tests.numerics.ranks import run_ranks, single_rank
+from tests.tiny_models import classifier, tiny_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def item(question: str, answer: str, system: str | None = None) -> RewardItem:
+    messages = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": question}]
+    return RewardItem("sums", answer, None, {}, messages)
+
+
+# Lengths far apart, in no order, two equal.
+ITEMS = [
+    item("What is 1 + 1?", "2"),
+    item("State the final answer to the following arithmetic problem: 12 + 34 =", "The answer is 46. " * 4),
+    item("1?", ""),
+    item("What is 1 + 1?", "3"),
+    item("What is 10 + 1?", "eleven, I think", system="Be brief."),
+    item("Say hello", "hello " * 30),
+    item("2 + 2 =", "4"),
+]
+
+
+def build(folder: Path, *, sharded: bool = False, **settings: int) -> RewardModel:
+    source = ModelSource("reward_model.path", str(folder))
+    module = load_reward_model(source, folder, load_model_config(source, folder), torch.float32)
+    module = shard(module, BackendConfig(), CPU) if sharded else module
+    config = RewardModelConfig(path=str(folder), **settings)
+    return RewardModel(module, load_tokenizer(source, folder), config, CPU)
+
+
+def scores(model: RewardModel, items: list[RewardItem]) -> list[float]:
+    verdicts = model.score(items)
+    assert not any(v.failed or v.timed_out or v.extra for v in verdicts)
+    return [v.score for v in verdicts]
+
+
+def plain(folder: Path, items: list[RewardItem], last: int = 10_000) -> list[float]:
+    """Each chat by itself through the library's class, without a mask or padding."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = load_tokenizer(ModelSource("reward_model.path", str(folder)), folder)
+    result = []
+    for one in items:
+        chat = [*one.messages, {"role": "assistant", "content": one.response}]
+        if tokenizer.chat_template is None:
+            ids = tokenizer("".join(message["content"] for message in chat))["input_ids"]
+        else:
+            ids = tokenizer.apply_chat_template(chat, return_dict=False)
+        with torch.no_grad():
+            result.append(float(model(input_ids=torch.tensor([ids[-last:]])).logits))
+    assert len(set(result)) > 1
+    return result
+
+
+def close(a: list[float], b: list[float]) -> bool:
+    return a == pytest.approx(b, abs=2e-6)
+
+
+# The template ends each chat with the end-of-sequence token, 1: as padding it says nothing about where a chat ends.
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("pad", [0, 1, None, -1])
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_scores_are_the_plain_model_s(tmp_path, architecture, pad, size):
+    classifier(architecture, tmp_path, pad_token_id=pad)
+    with single_rank():
+        model = build(tmp_path, micro_batch_size_per_gpu=size)
+        assert close(scores(model, ITEMS), plain(tmp_path, ITEMS))
+        assert close(scores(model, ITEMS[::-1]), plain(tmp_path, ITEMS[::-1]))
+        assert model.score([]) == []
+
+
+def test_a_bidirectional_model_sees_no_padding(tmp_path):
+    classifier("bert", tmp_path)
+    with single_rank():
+        assert close(scores(build(tmp_path), ITEMS), plain(tmp_path, ITEMS))
+
+
+def test_the_end_of_long_chats_is_read(tmp_path):
+    classifier("llama", tmp_path)
+    with single_rank():
+        cut = scores(build(tmp_path, max_length=9), ITEMS)
+        assert close(cut, plain(tmp_path, ITEMS, last=9))
+        assert not close(cut, plain(tmp_path, ITEMS))
+
+
+def test_no_more_is_read_than_the_model_has_positions_for(tmp_path):
+    classifier("gpt2", tmp_path, n_positions=20)
+    with single_rank():
+        assert close(scores(build(tmp_path), ITEMS), plain(tmp_path, ITEMS, last=20))
+
+
+def test_without_a_chat_template_the_texts_are_put_end_to_end(tmp_path):
+    classifier("llama", tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with single_rank():
+        assert close(scores(build(tmp_path), ITEMS), plain(tmp_path, ITEMS))
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_special_tokens_are_the_template_s_or_else_the_tokenizer_s(tmp_path, template):
+    classifier("llama", tmp_path)
+    tokenizer = tiny_tokenizer()
+    ends = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|system|>", "<|end|>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|system|> $A <|end|>", special_tokens=ends)
+    tokenizer.chat_template = tokenizer.chat_template if template else None
+    (tmp_path / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(tmp_path)
+    assert len(load_tokenizer(ModelSource("reward_model.path", ""), tmp_path)("").input_ids) == 2
+    with single_rank():
+        assert close(scores(build(tmp_path), ITEMS), plain(tmp_path, ITEMS))
+
+
+def test_without_a_padding_token_any_token_may_end_a_chat(tmp_path):
+    classifier("llama", tmp_path, pad_token_id=None)
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ '<|end|>' if 'Say' in messages[0]['content'] else '<|pad|>' }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with single_rank():
+        assert close(scores(build(tmp_path), ITEMS), plain(tmp_path, ITEMS))
+
+
+def test_refused_chats_name_the_reward_model(tmp_path):
+    classifier("llama", tmp_path)
+    with (
+        single_rank(),
+        pytest.raises(UserError, match=r"reward_model\.path=.*\(roles: tool, assistant\): unknown role"),
+    ):
+        build(tmp_path).score([RewardItem("s", "r", None, {}, [{"role": "tool", "content": "x"}])])
+
+
+SHARES = [(ITEMS, []), ([], ITEMS), (ITEMS[:1], ITEMS[1:]), ([], [])]
+
+
+def on_rank(folder: Path) -> list[list[float]]:
+    """Scores of this rank's part of each of `SHARES` from two sharded models."""
+    rank = torch.distributed.get_rank()
+    models = [build(folder / pad, sharded=True, micro_batch_size_per_gpu=2) for pad in ("0", "None")]
+    return [scores(model, share[rank]) for model in models for share in SHARES]
+
+
+def test_two_ranks_with_different_numbers_of_items(tmp_path):
+    for pad in (0, None):
+        classifier("llama", tmp_path / str(pad), pad_token_id=pad)
+    first, second = run_ranks(2, partial(on_rank, tmp_path))
+    expected = plain(tmp_path / "0", ITEMS)
+    for (mine, other), a, b in zip(SHARES * 2, first, second, strict=True):
+        assert (len(a), len(b)) == (len(mine), len(other))
+        assert close(a + b, expected if mine or other else [])
+
+
+@pytest.mark.parametrize("labels", [2, 5])
+def test_one_label_it_must_be(tmp_path, labels):
+    classifier("llama", tmp_path, num_labels=labels)
+    with pytest.raises(UserError, match=rf"reward_model\.path={tmp_path} has {labels} labels, a reward model has one"):
+        build(tmp_path)
+
+
+def test_reward_package_still_loads_no_torch():
+    code = "import sys, rlhf.reward; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_missing_path_is_told():
+    with pytest.raises(UserError, match=r"reward_model\.path is not set"):
+        ModelSource.of_reward_model(Config())

@@ -1,0 +1,96 @@
+"""Random models of many architectures, small enough to make in a test."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+import rlhf
+
+TINY_POLICY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
+COMMON = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+}
+GQA = COMMON | {"num_key_value_heads": 2}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": GQA,
+    "qwen2": GQA | {"tie_word_embeddings": True},
+    "qwen3": GQA | {"head_dim": 4},
+    "gemma": GQA | {"head_dim": 4},
+    "mistral": GQA,
+    "phi3": GQA | {"resid_pdrop": 0.1},
+    "gpt2": {
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+    },
+    "gpt_neox": COMMON | {"hidden_dropout": 0.1},
+    # The library has no token classifier for these.
+    "olmo2": GQA,
+    "gemma3_text": GQA | {"head_dim": 4},
+    "granite": GQA,
+    "opt": {
+        "hidden_size": 16,
+        "ffn_dim": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 16,
+    },
+    # Not causal.
+    "bert": COMMON,
+}
+CAUSAL = tuple(name for name in SETTINGS if name != "bert")
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerBase:
+    """The tiny policy's: 512 tokens, with a chat template, and a padding token of its own."""
+    return AutoTokenizer.from_pretrained(TINY_POLICY)
+
+
+def tiny_config(architecture: str, **settings: Any) -> PretrainedConfig:
+    """A configuration for `tiny_tokenizer`; `settings` come on top."""
+    tokenizer = tiny_tokenizer()
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return AutoConfig.for_model(architecture, vocab_size=len(tokenizer), **SETTINGS[architecture] | ids | settings)
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    """`folder`, with the model and the tokenizer in it."""
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def causal_lm(architecture: str, folder: Path, **settings: Any) -> PreTrainedModel:
+    """A random float32 causal LM in eval mode, saved in `folder`."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(tiny_config(architecture, **settings)).float().eval()
+    save(model, folder)
+    return model
+
+
+def classifier(architecture: str, folder: Path, **settings: Any) -> PreTrainedModel:
+    """A random float32 sequence classifier with one label in eval mode, saved in `folder`."""
+    torch.manual_seed(2)
+    config = tiny_config(architecture, **{"num_labels": 1} | settings)
+    model = AutoModelForSequenceClassification.from_config(config).float().eval()
+    save(model, folder)
+    return model

@@ -1,0 +1,109 @@
+"""Where models come from, and what a broken folder is told as: under the setting that named it."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.utils.logging import get_verbosity
+
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.models.loading import (
+    ModelSource,
+    load_model,
+    load_model_config,
+    load_reward_model,
+    load_tokenizer,
+    resolve_path,
+)
+from tests.tiny_models import causal_lm, classifier
+
+
+def config() -> Config:
+    c = Config()
+    c.model.path, c.model.revision, c.model.trust_remote_code = "org/policy", "v1", True
+    c.model.attn_implementation, c.model.chat_template = "eager", "chat.jinja"
+    return c
+
+
+def test_sources_of_the_three_models():
+    c = config()
+    policy = ModelSource("model.path", "org/policy", "v1", True, "eager", "chat.jinja")
+    assert ModelSource.of_policy(c) == ModelSource.of_critic(c) == policy
+    c.critic.path = "org/critic"
+    assert ModelSource.of_critic(c) == ModelSource("critic.path", "org/critic", None, True, "eager")
+    c.reward_model.path, c.reward_model.revision = "org/judge", "v2"
+    assert ModelSource.of_reward_model(c) == ModelSource("reward_model.path", "org/judge", "v2", True, "eager")
+
+
+@pytest.mark.parametrize("setting", ["model.path", "critic.path", "reward_model.path"])
+def test_messages_begin_with_the_setting(tmp_path, setting):
+    source = ModelSource(setting, str(tmp_path))
+    for function in (load_tokenizer, load_model_config):
+        with pytest.raises(UserError) as caught:
+            function(source, tmp_path)
+        assert str(caught.value).startswith(f"{setting}={tmp_path} has no usable")
+    with pytest.raises(UserError, match=f"^{setting}=a/b/c is neither a folder nor a Hub name"):
+        resolve_path(ModelSource(setting, "a/b/c"))
+
+
+def damage(folder, name, tensor=None):
+    """Take the weight `name` out of `folder`, or put `tensor` in its place."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    tensors |= {} if tensor is None else {name: tensor}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("tensor", [None, torch.zeros(3, 3)])
+@pytest.mark.parametrize("kind", ["policy", "reward_model"])
+def test_lost_or_misshapen_weights_are_told(tmp_path, kind, tensor):
+    make, load = {"policy": (causal_lm, load_model), "reward_model": (classifier, load_reward_model)}[kind]
+    make("llama", tmp_path)
+    lost = "model.layers.1.mlp.up_proj.weight"
+    damage(tmp_path, lost, tensor)
+    source, before = ModelSource("reward_model.path", str(tmp_path)), get_verbosity()
+    with pytest.raises(UserError, match=f"^reward_model.path={tmp_path}: 1 weights .*such as {lost}"):
+        load(source, tmp_path, load_model_config(source, tmp_path), torch.float32)
+    assert get_verbosity() == before
+
+
+def test_reward_model_without_its_head_is_refused(tmp_path):
+    classifier("llama", tmp_path)
+    damage(tmp_path, "score.weight")
+    source = ModelSource("reward_model.path", str(tmp_path))
+    with pytest.raises(UserError, match=r"1 weights .*such as score\.weight"):
+        load_reward_model(source, tmp_path, load_model_config(source, tmp_path), torch.float32)
+
+
+def test_policy_as_reward_model_is_refused(tmp_path):
+    causal_lm("llama", tmp_path)
+    source = ModelSource("reward_model.path", str(tmp_path))
+    with pytest.raises(UserError, match="has 2 labels, a reward model has one"):
+        load_reward_model(source, tmp_path, load_model_config(source, tmp_path), torch.float32)
+
+
+def test_architecture_without_a_classifier_is_refused(tmp_path):
+    causal_lm("granite", tmp_path)
+    source = ModelSource("reward_model.path", str(tmp_path))
+    with pytest.raises(UserError, match="granite has no sequence classifier in transformers"):
+        load_reward_model(source, tmp_path, load_model_config(source, tmp_path), torch.float32)
+
+
+def test_attention_that_an_architecture_lacks_names_the_setting(tmp_path):
+    settings = {"model_type": "deberta-v2", "num_labels": 1, "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    save_file({"score": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    source = ModelSource("reward_model.path", str(tmp_path))
+    with pytest.raises(UserError, match=r"model\.attn_implementation=sdpa .*set model\.attn_implementation=eager"):
+        load_reward_model(source, tmp_path, load_model_config(source, tmp_path), torch.float32)
+
+
+def test_reward_model_is_frozen_and_without_dropout(tmp_path):
+    classifier("gpt2", tmp_path, resid_pdrop=0.5)
+    source = ModelSource("reward_model.path", str(tmp_path))
+    model = load_reward_model(source, tmp_path, load_model_config(source, tmp_path), torch.bfloat16)
+    assert not model.training
+    assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
+    assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.bfloat16, False)}
