@@ -23,7 +23,8 @@ from rlhf import events
 from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.snapshot import Role
+from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.snapshot import Carried, Reference, Role, Stateful
 from rlhf.checkpoint.tensors import Piece, Pieces
 from rlhf.checkpoint.writer import Identity
 from rlhf.config import BackendConfig, Config, OptimConfig
@@ -31,7 +32,9 @@ from rlhf.events import Listener
 from rlhf.models.loading import hf_files
 
 TINY_POLICY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
-IDENTITY = Identity(backend="fsdp2", config_hash="c" * 32, model_fingerprint="f" * 32, versions={"rlhf": "0"})
+IDENTITY = Identity(
+    backend="fsdp2", config_hash="c" * 32, fingerprints={"model.path": "f" * 32}, versions={"rlhf": "0"}
+)
 
 # Ranks are forked from a server that has imported torch once, but has no threads and no process group.
 set_forkserver_preload(["tests.checkpoint_helpers"])
@@ -41,12 +44,9 @@ class PlainRole:
     """A role of plain tensors: rank `rank` of `world_size` holds an even range of one weight and of its moment."""
 
     def __init__(self, size: int = 1000, rank: int = 0, world_size: int = 1, seed: int = 0) -> None:
-        start, stop = size * rank // world_size, size * (rank + 1) // world_size
-        generator = torch.Generator().manual_seed(seed)
-        self.weight, self.moment = (
-            torch.randn(size, generator=generator)[start:stop].clone() for _ in ("weight", "moment")
-        )
-        self.shape, self.start = (size,), start
+        self.weight, self.start = even_range(size, rank, world_size, seed)
+        self.moment, _ = even_range(size, rank, world_size, seed + 1000)
+        self.shape = (size,)
         self.position = seed
 
     def model_pieces(self) -> Pieces:
@@ -68,6 +68,61 @@ class PlainRole:
         return {"config.json": b"{}"}
 
 
+class PlainReference:
+    """A moving reference of one plain tensor, of which rank `rank` of `world_size` holds an even range."""
+
+    def __init__(self, size: int = 1000, rank: int = 0, world_size: int = 1) -> None:
+        self._own = size, rank, world_size
+        self.updated_at = 0
+        self.weight, self.start = even_range(size, rank, world_size, seed=0)
+
+    def update(self, step: int) -> None:
+        """Move to what the reference is after `step`, in place."""
+        self.weight.copy_(even_range(*self._own, seed=step)[0])
+        self.updated_at = step
+
+    def pieces(self) -> Pieces:
+        return {"weight": Piece((self._own[0],), self.start, self.weight)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updated_at": self.updated_at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updated_at = state["updated_at"]
+
+
+class PlainPart:
+    """A part of the driver state that counts."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.state: dict[str, Any] = {"count": count}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class PlainCarried:
+    """What a rank carries over: some tensors, or none."""
+
+    def __init__(self, tensors: dict[str, Tensor] | None = None) -> None:
+        self.held = [tensors] if tensors else []
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self.held[0] if self.held else {}
+
+    def load_tensors(self, saved: list[dict[str, Tensor]]) -> None:
+        self.held = saved
+
+
+def even_range(size: int, rank: int, world_size: int, seed: int) -> tuple[Tensor, int]:
+    """The part of `rank` of a random tensor that follows from `seed`, and where it starts."""
+    start, stop = size * rank // world_size, size * (rank + 1) // world_size
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))[start:stop].clone(), start
+
+
 def make_config(folder: Path) -> Config:
     """A configuration whose run directory is `folder`/rlhf/default."""
     config = Config()
@@ -78,12 +133,34 @@ def make_config(folder: Path) -> Config:
 
 
 def make_checkpointer(
-    config: Config, role: Role, step: int = 0, coordinator: Coordinator | None = None, fingerprint: str = "f" * 32
+    config: Config,
+    role: Role | Mapping[str, Role],
+    step: int = 0,
+    coordinator: Coordinator | None = None,
+    fingerprints: Mapping[str, str] = IDENTITY.fingerprints,
+    *,
+    driver: DriverState | None = None,
+    parts: Mapping[str, Stateful] | None = None,
+    reference: Reference | None = None,
+    carried: Carried | None = None,
 ) -> Checkpointer:
-    """A checkpointer of one actor; the driver state that it saves stands at `step`."""
+    """A checkpointer of one actor (or of several roles by name); the driver state that it saves stands at `step`."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    driver = {"run_id": "r", "step": step, "total_steps": 10, "steps_per_epoch": 5.0}
-    return Checkpointer(config, coordinator or Coordinator(), {"actor": role}, lambda: driver, fingerprint)
+    roles = role if isinstance(role, Mapping) else {"actor": role}
+    driver = driver or make_driver(step)
+    coordinator = coordinator or Coordinator()
+    return Checkpointer(config, coordinator, roles, driver, parts or {}, reference, fingerprints, carried)
+
+
+def make_driver(step: int = 0) -> DriverState:
+    """Where a run of ten steps stands."""
+    return DriverState("r", 10, 5.0, step=step)
+
+
+def resume(config: Config, role: Role | Mapping[str, Role], *arguments: Any, **parts: Any) -> int | None:
+    """Resume with a new checkpointer (see `make_checkpointer`) and return the step, None when there is no checkpoint."""
+    driver = make_driver()
+    return driver.step if make_checkpointer(config, role, 0, *arguments, driver=driver, **parts).resume() else None
 
 
 def save_steps(config: Config, role: Role, *steps: int) -> None:
@@ -112,14 +189,13 @@ def make_backend(seed: int, *, train_steps: int = 0, tied: bool = False) -> Fsdp
         BackendConfig(),
         OptimConfig(lr=0.01, lr_scheduler_type="cosine", lr_warmup_steps=2),
         torch.device("cpu"),
-        1.0,
         grad_clip=1.0,
         total_optimizer_steps=20,
         hf_files=hf_files(config, tokenizer, model.generation_config),
     )
     for step in range(train_steps):
         ids = torch.arange(10).view(2, 5) * (step + 1)
-        backend.backward(backend.model(input_ids=ids).logits.float().square().mean())
+        backend.backward(backend.module(input_ids=ids).logits.float().square().mean())
         backend.optimizer_step()
     return backend
 
@@ -128,7 +204,7 @@ def whole_state(backend: Fsdp2Backend) -> dict[str, dict[str, Any]]:
     """Copies of everything that a checkpoint restores in a role, by item of `checkpoint.contents`. Collective."""
     optimizer = {
         f"{name}.{key}": (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-        for name, parameter in backend.model.named_parameters()
+        for name, parameter in backend.module.named_parameters()
         for key, value in backend.optimizer.state[parameter].items()
     }
     rates = [group["lr"] for group in backend.optimizer.param_groups]

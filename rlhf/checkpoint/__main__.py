@@ -64,7 +64,7 @@ def list_checkpoints(path: Path, console: Console) -> int:
             table.add_row(str(step_of(checkpoint)), "", "", "", "", "", f"damaged: {error}")
             continue
         contents = ", ".join(m.contents)
-        table.add_row(str(m.step), m.created, _size(m.total_bytes), str(m.world_size), m.backend, contents, "committed")
+        table.add_row(str(m.step), m.created, _sizes(m), str(m.world_size), m.backend, contents, "committed")
     console.print(table)
     if (path / POINTER).is_file():
         console.print(f"{POINTER}: {(path / POINTER).read_text().strip()}")
@@ -89,9 +89,10 @@ def inspect(path: Path, console: Console) -> int:
         "checkpoint": str(checkpoint),
         "step": manifest.step,
         "created": manifest.created,
-        "size": f"{_size(manifest.total_bytes)} in {len(manifest.files)} files",
+        "size": f"{_sizes(manifest)} in {len(manifest.files)} files",
         "ranks, backend": f"{manifest.world_size}, {manifest.backend}",
         "contents": ", ".join(manifest.contents),
+        "linked": ", ".join(f"{folder} from {source}" for folder, source in manifest.linked.items()) or "nothing",
         "versions": ", ".join(f"{k} {v}" for k, v in sorted(manifest.versions.items())),
     }
     for name, value in facts.items():
@@ -115,7 +116,7 @@ def verify_all(path: Path, console: Console) -> int:
     for checkpoint in checkpoints_at(path):
         try:
             manifest = verify(checkpoint)
-            console.print(f"{checkpoint}: intact, {_size(manifest.total_bytes)} in {len(manifest.files)} files")
+            console.print(f"{checkpoint}: intact, {_sizes(manifest)} in {len(manifest.files)} files")
         except DamagedCheckpoint as error:
             worst = EXIT_CRASHED
             console.print(str(error))
@@ -128,6 +129,11 @@ def _folders(manifest: Manifest) -> dict[str, int]:
         folder = str(Path(name).parent)
         sizes[folder] = sizes.get(folder, 0) + entry["size"]
     return dict(sorted(sizes.items()))
+
+
+def _sizes(manifest: Manifest) -> str:
+    linked = f" and {_size(manifest.linked_bytes)} linked" if manifest.linked else ""
+    return _size(manifest.total_bytes) + linked
 
 
 def _size(count: int) -> str:

@@ -2,19 +2,20 @@
 
 import logging
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
 
 import xxhash
 
 import rlhf
 from rlhf.checkpoint.commit import clean_leftovers
 from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.driver_state import DriverState
 from rlhf.checkpoint.errors import SaveFailed
 from rlhf.checkpoint.resume import check_compatible, find_intact, load_state
 from rlhf.checkpoint.run_dir import resume_source
-from rlhf.checkpoint.snapshot import Role, take_snapshot
+from rlhf.checkpoint.snapshot import Carried, Reference, Role, RunState, Stateful, take_snapshot
 from rlhf.checkpoint.writer import Identity, SaveResult, write_checkpoint
 from rlhf.config import Config
 from rlhf.config.files import to_yaml
@@ -26,7 +27,8 @@ log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and restores a run. All methods are collective.
 
-    `driver_state` returns the JSON-able driver state of this moment; `fingerprint` identifies the files of model.path.
+    `parts` are what the driver state holds beside `driver`, by name. `reference` is None unless the reference policy moves. `fingerprints`
+    identify the files that settings name (`model.path`, ...).
     """
 
     def __init__(
@@ -34,16 +36,19 @@ class Checkpointer:
         config: Config,
         coordinator: Coordinator,
         roles: Mapping[str, Role],
-        driver_state: Callable[[], dict[str, Any]],
-        fingerprint: str,
+        driver: DriverState,
+        parts: Mapping[str, Stateful],
+        reference: Reference | None,
+        fingerprints: Mapping[str, str],
+        carried: Carried | None,
     ) -> None:
         self._config, self._run_dir, self._coordinator = config, config.run_dir, coordinator
-        self._roles, self._driver_state = roles, driver_state
+        self._state = RunState(roles, driver, parts, reference, carried)
         self._config_yaml = to_yaml(config)
         self._identity = Identity(
             backend=config.backend.name,
             config_hash=xxhash.xxh3_128(self._config_yaml.encode()).hexdigest(),
-            model_fingerprint=fingerprint,
+            fingerprints=dict(fingerprints),
             versions={
                 "rlhf": rlhf.__version__,
                 "torch": version("torch"),
@@ -52,37 +57,47 @@ class Checkpointer:
             },
         )
         self._saved_step: int | None = None
+        # Step of the reference's last change -> the newest checkpoint that holds it as it was then.
+        self._reference_at: dict[int, Path] = {}
 
-    def resume(self) -> dict[str, Any] | None:
-        """Restore the newest intact state and return its driver state; None for a run that has no checkpoint yet.
+    def resume(self) -> bool:
+        """Restore the newest intact checkpoint; False, and nothing changed, for a run that has none yet.
 
+        In a running process it is the way back to that checkpoint: everything is as it was after that save, or after the resume from it.
         Raises UserError when the checkpoint and the configuration do not fit, or when no intact checkpoint is left.
         """
-        # Ranks may be restarted without a new set-up of the directory; no save is in flight when they start.
+        # Ranks may be restarted without a new set-up of the directory; no save is in flight here.
         self._coordinator.on_leader(lambda: clean_leftovers(self._run_dir))
         found = find_intact(
             self._run_dir, self._coordinator, self._coordinator.on_leader(lambda: resume_source(self._config))
         )
         if found is None:
-            return None
+            return False
         path, manifest = found
         wanted = self._config.checkpoint.load_contents or self._config.checkpoint.contents
-        fingerprint = self._identity.model_fingerprint
-        self._coordinator.on_leader(lambda: check_compatible(path, manifest, self._config, fingerprint, wanted))
-        rank, world_size = self._coordinator.rank, self._coordinator.world_size
-        states = self._coordinator.everywhere(
-            lambda: load_state(path, manifest, self._roles, wanted, self._config.trainer.seed, rank)
+        fingerprints, moving = self._identity.fingerprints, self._state.reference is not None
+        self._coordinator.on_leader(
+            lambda: check_compatible(path, manifest, self._config, fingerprints, wanted, moving_reference=moving)
         )
-        self._saved_step = manifest.step
+        seed, rank, world_size = self._config.trainer.seed, self._coordinator.rank, self._coordinator.world_size
+        self._coordinator.everywhere(lambda: load_state(path, manifest, self._state, wanted, seed, rank, world_size))
+        self._holds_now(path, manifest.step)
         if self._coordinator.is_leader:
-            log.info("Resumed step %d from %s (%.1f MiB).", manifest.step, path, manifest.total_bytes / 2**20)
+            size = manifest.total_bytes + manifest.linked_bytes
+            log.info("Resumed step %d from %s (%.1f MiB).", manifest.step, path, size / 2**20)
             if manifest.world_size != world_size:
                 log.warning(
                     "It was saved by %d ranks and goes on with %d: the state is exact, the bits of further steps are not promised.",
                     manifest.world_size,
                     world_size,
                 )
-        return states[0]
+        return True
+
+    def _holds_now(self, path: Path, step: int) -> None:
+        """Note that the checkpoint `path` of `step` is equal to the live state."""
+        self._saved_step = step
+        if self._state.reference is not None:
+            self._reference_at = {self._state.reference.updated_at: path}
 
     def maybe_save(self, step: int, *, last: bool = False) -> SaveResult | None:
         """Save if the cadence says so, or if this is the run's `last` step."""
@@ -94,8 +109,10 @@ class Checkpointer:
         if step == self._saved_step:
             return None
         settings = self._config.checkpoint
+        reference = self._state.reference
+        reference_at = None if reference is None else self._reference_at.get(reference.updated_at)
         snapshot = take_snapshot(
-            step, settings.contents, self._roles, self._driver_state(), self._config_yaml, self._coordinator.rank
+            step, settings.contents, self._state, self._config_yaml, self._coordinator.rank, reference_at
         )
         try:
             result = write_checkpoint(snapshot, self._run_dir, self._identity, self._coordinator, settings.max_to_keep)
@@ -107,7 +124,7 @@ class Checkpointer:
             if error.unfixable:
                 raise UserError(f"{error} Mend it and run the same command again.") from error
             raise
-        self._saved_step = step
+        self._holds_now(result.path, step)
         if self._coordinator.is_leader:
             size = result.total_bytes / 2**20
             log.info(

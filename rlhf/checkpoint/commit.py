@@ -1,12 +1,15 @@
 """Publishing and removing whole directories, each by one rename, so that every kill leaves the old state or the new one."""
 
 import logging
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+from rlhf.checkpoint.errors import DamagedCheckpoint
 from rlhf.checkpoint.files import fsync_dir, replace_durably
 from rlhf.checkpoint.layout import POINTER, TEMPORARY, TRASH, fresh_name, scan, step_dir, step_of
-from rlhf.checkpoint.manifest import Manifest, write_manifest
+from rlhf.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from rlhf.events import announce
 
 log = logging.getLogger(__name__)
@@ -17,6 +20,27 @@ def begin(run_dir: Path, step: int) -> Path:
     temporary = run_dir / fresh_name(TEMPORARY, f"global_step_{step}")
     temporary.mkdir(parents=True)
     return temporary
+
+
+def link(temporary: Path, source: Path, folder: str) -> dict[str, dict[str, Any]] | None:
+    """Give the new checkpoint the files of `source`'s `folder` as hard links; returns their entries for the manifest.
+
+    None, with a line in the log and nothing left behind, where that cannot be: another file system, one without hard links, a source that
+    is gone. Two published checkpoints may share a file because nobody ever writes into one; the file system's link count keeps it for as
+    long as any checkpoint has it, whichever is removed first, so that retention needs to know nothing of it.
+    """
+    try:
+        files = read_manifest(source).in_folder(folder)
+        (temporary / folder).mkdir(parents=True)
+        for name in files:
+            announce("commit.link")
+            os.link(source / name, temporary / name)
+        return files
+    except (OSError, DamagedCheckpoint) as error:
+        log.warning("%s cannot be linked from %s and is written instead: %s", folder, source, error)
+        if (temporary / folder).exists():
+            shutil.rmtree(temporary / folder)
+        return None
 
 
 def publish(run_dir: Path, temporary: Path, manifest: Manifest) -> Path:
@@ -41,12 +65,15 @@ def publish(run_dir: Path, temporary: Path, manifest: Manifest) -> Path:
     return final
 
 
-def prune(run_dir: Path, max_to_keep: int | None) -> list[int]:
-    """Remove all but the newest `max_to_keep` published checkpoints; returns the removed steps. The newest always stays."""
+def prune(run_dir: Path, max_to_keep: int | None, step: int) -> list[int]:
+    """Remove all but the newest `max_to_keep` checkpoints up to that of `step`, the one just published; returns the removed steps.
+
+    A later one is there only when it could neither be read nor set aside: it must not push out those that are whole.
+    """
     if max_to_keep is None:
         return []
     removed = []
-    for path in scan(run_dir)[max_to_keep:]:
+    for path in [path for path in scan(run_dir) if (step_of(path) or 0) <= step][max_to_keep:]:
         announce("commit.prune")
         discard(path)
         removed.append(step_of(path) or 0)

@@ -1,6 +1,6 @@
 """What the driver knows beyond weights: where the run stands. It is part of the same commit as the weights."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -21,8 +21,6 @@ class DriverState:
     best_step: int | None = None
     wall_seconds: float = 0.0
     """Time spent in steps, over all attempts that counted."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """State of the prompt stream."""
 
     def finish_step(self, tokens: int, samples: int, seconds: float) -> None:
         """Count one step done."""
@@ -41,6 +39,6 @@ class DriverState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state; the run's identity and length are the run directory's and the configuration's word."""
-        for name, value in state.items():
-            if name not in ("run_id", "total_steps", "steps_per_epoch"):
-                setattr(self, name, value)
+        for field in fields(self):
+            if field.name not in ("run_id", "total_steps", "steps_per_epoch"):
+                setattr(self, field.name, state[field.name])

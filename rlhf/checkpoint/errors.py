@@ -4,6 +4,8 @@ import errno
 
 UNFIXABLE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
 """Conditions of the disk that a restart meets again: full, over quota or file size limit, not permitted, read-only."""
+UNREADABLE_ERRNOS = {errno.EIO, errno.EUCLEAN, errno.EBADMSG}
+"""What file systems answer when a disk has lost data: an input/output error, a broken structure, a checksum that does not match."""
 
 
 class DamagedCheckpoint(Exception):
@@ -26,3 +28,8 @@ def is_unfixable(error: BaseException) -> bool:
     if isinstance(error, SaveFailed):
         return error.unfixable
     return isinstance(error, OSError) and error.errno in UNFIXABLE_ERRNOS
+
+
+def is_unreadable(error: OSError) -> bool:
+    """Whether `error` says that what lies on the disk is lost, so that it is damage and no passing trouble."""
+    return error.errno in UNREADABLE_ERRNOS

@@ -7,6 +7,8 @@ from pathlib import Path
 POINTER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 DRIVER_STATE = "driver_state.json"
+CARRIED = "driver_state"
+REFERENCE = "ref/model"
 CONFIG = "config.yaml"
 RUN_FILE = "run.json"
 RESOLVED = "resolved.yaml"

@@ -7,16 +7,20 @@ from typing import Any
 
 import xxhash
 
-from rlhf.checkpoint.errors import DamagedCheckpoint
+from rlhf.checkpoint.errors import DamagedCheckpoint, is_unreadable
 from rlhf.checkpoint.files import WrittenFile, hash_file, write_file
 from rlhf.checkpoint.layout import MANIFEST
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. `files` maps each path to its size and hash; the manifest's own text carries a checksum of itself."""
+    """What a checkpoint holds. `files` maps each path to its size and hash; the manifest's own text carries a checksum of itself.
+
+    `fingerprints` are of the files that settings name (`model.path` and so on). `linked` maps each folder whose files this save did not
+    write to the checkpoint that it shares them with.
+    """
 
     step: int
     world_size: int
@@ -24,16 +28,26 @@ class Manifest:
     contents: list[str]
     roles: list[str]
     config_hash: str
-    model_fingerprint: str
+    fingerprints: dict[str, str]
     created: str
     versions: dict[str, str]
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    linked: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files but the manifest itself."""
-        return sum(entry["size"] for entry in self.files.values())
+        """Bytes that the save wrote, the manifest itself aside."""
+        return sum(entry["size"] for entry in self.files.values()) - self.linked_bytes
+
+    @property
+    def linked_bytes(self) -> int:
+        """Bytes of the files that it linked instead."""
+        return sum(entry["size"] for folder in self.linked for entry in self.in_folder(folder).values())
+
+    def in_folder(self, folder: str) -> dict[str, dict[str, Any]]:
+        """The part of `files` that lies in `folder`."""
+        return {name: entry for name, entry in self.files.items() if name.startswith(f"{folder}/")}
 
 
 def describe(files: list[WrittenFile]) -> dict[str, dict[str, Any]]:
@@ -59,6 +73,10 @@ def read_manifest(root: Path) -> Manifest:
         raw = path.read_bytes()
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise DamagedCheckpoint(f"{root} has no {MANIFEST}: it was never committed") from None
+    except OSError as error:
+        if is_unreadable(error):
+            raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+        raise
     try:
         payload = json.loads(raw)["payload"]
         # One text per content: comparing whole texts also catches a flip that JSON would forgive, such as one in white space.
@@ -81,16 +99,27 @@ def verify_files(root: Path, manifest: Manifest, names: list[str] | None = None)
     problems = []
     inside = root.resolve()
     for name in manifest.files if names is None else names:
-        entry, path = manifest.files[name], root / name
-        if not path.is_file():
-            problems.append(f"{name}: missing")
-        elif not path.resolve().is_relative_to(inside):
-            problems.append(f"{name}: a link that points outside the checkpoint")
-        elif path.stat().st_size != entry["size"]:
-            problems.append(f"{name}: {path.stat().st_size} bytes instead of {entry['size']}")
-        elif hash_file(path)[1] != entry["xxh3_128"]:
-            problems.append(f"{name}: content differs from its hash")
+        try:
+            problem = _problem(root / name, manifest.files[name], inside)
+        except OSError as error:
+            if not is_unreadable(error):
+                raise
+            problem = f"cannot be read: {error.strerror}"
+        if problem:
+            problems.append(f"{name}: {problem}")
     return problems
+
+
+def _problem(path: Path, entry: dict[str, Any], inside: Path) -> str | None:
+    if not path.is_file():
+        return "missing"
+    if not path.resolve().is_relative_to(inside):
+        return "a link that points outside the checkpoint"
+    if path.stat().st_size != entry["size"]:
+        return f"{path.stat().st_size} bytes instead of {entry['size']}"
+    if hash_file(path)[1] != entry["xxh3_128"]:
+        return "content differs from its hash"
+    return None
 
 
 def verify(root: Path) -> Manifest:

@@ -5,21 +5,22 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from safetensors.torch import load as load_safetensors
+from torch import Tensor
 
 from rlhf.checkpoint import commit
 from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.errors import DamagedCheckpoint
-from rlhf.checkpoint.layout import CONFIG, DRIVER_STATE, rank_file, scan, set_aside_dirs
+from rlhf.checkpoint.layout import CARRIED, CONFIG, DRIVER_STATE, REFERENCE, rank_file, scan, set_aside_dirs
 from rlhf.checkpoint.manifest import Manifest, read_manifest, share_of_files, verify_files
 from rlhf.checkpoint.rng import seed_everything, set_rng_state
-from rlhf.checkpoint.snapshot import HF_FOLDER, Role
-from rlhf.checkpoint.tensors import TensorReader
+from rlhf.checkpoint.snapshot import HF_FOLDER, Role, RunState
+from rlhf.checkpoint.tensors import INDEX, Pieces, TensorReader
 from rlhf.config import Config
 from rlhf.config.compare import check_resume
 from rlhf.config.files import from_yaml
+from rlhf.config.schema import SETTINGS
 from rlhf.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -31,25 +32,36 @@ def find_intact(run_dir: Path, coordinator: Coordinator, source: Path | None = N
     `source` is the checkpoint that the run was forked from, the last resort. Returns None only for a run directory that never held a
     checkpoint. Raises UserError when all there were are damaged: a run must never start again at step 0 silently.
     """
+    stuck = []
     for path in coordinator.on_leader(lambda: scan(run_dir)):
         try:
             return path, verify_together(path, coordinator)
         except DamagedCheckpoint as error:
-            kept = coordinator.on_leader(partial(commit.set_aside, path, "damaged"))
-            if coordinator.is_leader:
-                log.error("%s. It was set aside as %s; falling back to the checkpoint before it.", error, kept.name)
+            if not coordinator.on_leader(partial(_set_aside, path, error)):
+                stuck.append(path)
     if source is not None:
         try:
             return source, verify_together(source, coordinator)
         except DamagedCheckpoint as error:
             raise UserError(f"trainer.resume_from_path cannot be used: {error}. Name another checkpoint.") from error
-    if damaged := coordinator.on_leader(lambda: set_aside_dirs(run_dir, "damaged")):
+    if damaged := coordinator.on_leader(lambda: stuck + set_aside_dirs(run_dir, "damaged")):
         names = ", ".join(path.name for path in damaged)
         raise UserError(
             f"Every checkpoint in {run_dir} is damaged ({names}), and the run will not start again at step 0 by itself. "
             "Restore one from a backup, or start anew with trainer.overwrite=true or another trainer.experiment_name."
         )
     return None
+
+
+def _set_aside(path: Path, damage: DamagedCheckpoint) -> bool:
+    try:
+        kept = commit.set_aside(path, "damaged")
+    except OSError as error:
+        # On a disk that fails a rename may fail like the reads. What matters is that the older checkpoint is used.
+        log.error("%s. It cannot be set aside (%s); falling back to the checkpoint before it.", damage, error)
+        return False
+    log.error("%s. It was set aside as %s; falling back to the checkpoint before it.", damage, kept.name)
+    return True
 
 
 def verify_together(path: Path, coordinator: Coordinator) -> Manifest:
@@ -63,7 +75,13 @@ def verify_together(path: Path, coordinator: Coordinator) -> Manifest:
 
 
 def check_compatible(
-    path: Path, manifest: Manifest, config: Config, fingerprint: str, load_contents: list[str]
+    path: Path,
+    manifest: Manifest,
+    config: Config,
+    fingerprints: Mapping[str, str],
+    load_contents: list[str],
+    *,
+    moving_reference: bool,
 ) -> None:
     """Raise UserError unless `config` may continue from this checkpoint; harmless differences are logged."""
     if not {"model", "hf_model"} & set(load_contents):
@@ -77,8 +95,14 @@ def check_compatible(
             f"Set checkpoint.load_contents to a subset of that."
         )
     check_resume(from_yaml((path / CONFIG).read_text()), config)
-    if manifest.model_fingerprint != fingerprint:
-        text = f"model.path={config.model.path} holds other files than when {path} was saved"
+    if moving_reference and f"{REFERENCE}/{INDEX}" not in manifest.files:
+        raise UserError(
+            f"ref.update_freq={config.ref.update_freq} asks for a reference policy that moves, but {path} has none ({REFERENCE}): "
+            "it was saved by a run whose reference was frozen. Set ref.update_freq=null to continue that run, or start anew with "
+            "trainer.overwrite=true or another trainer.experiment_name."
+        )
+    if changes := _other_files(path, manifest, config, fingerprints):
+        text = "; ".join(changes)
         if not config.trainer.allow_config_change:
             raise UserError(
                 f"{text}. Restore them, or accept that the run changes with trainer.allow_config_change=true."
@@ -86,47 +110,93 @@ def check_compatible(
         log.warning("%s; going on because trainer.allow_config_change=true.", text)
 
 
+def _other_files(path: Path, manifest: Manifest, config: Config, fingerprints: Mapping[str, str]) -> list[str]:
+    """How the files that settings name differ from those of the checkpoint, one line per setting."""
+    lines = []
+    for setting in sorted(manifest.fingerprints.keys() | fingerprints.keys()):
+        stored, present = manifest.fingerprints.get(setting), fingerprints.get(setting)
+        if present is None:
+            lines.append(f"{setting} was in use when {path} was saved, and is not now")
+        elif stored != present:
+            difference = "was not in use" if stored is None else "holds other files than"
+            lines.append(f"{setting}={SETTINGS[setting].value(config)} {difference} when {path} was saved")
+    return lines
+
+
 def load_state(
-    path: Path, manifest: Manifest, roles: Mapping[str, Role], load_contents: list[str], seed: int, rank: int
-) -> dict[str, Any]:
-    """Fill every role from a verified checkpoint, restore this rank's RNG, and return the driver state."""
-    for name, role in roles.items():
+    path: Path,
+    manifest: Manifest,
+    state: RunState,
+    load_contents: list[str],
+    seed: int,
+    rank: int,
+    world_size: int,
+) -> None:
+    """Put everything of `state` and this rank's generators where a verified checkpoint has them; in place, so that it can be repeated.
+
+    Parts that the checkpoint does not know start at their beginning, with a warning.
+    """
+    for name, role in state.roles.items():
         if name not in manifest.roles:
             raise UserError(f"{path} has no {name}; it holds {', '.join(manifest.roles)}.")
-        if "model" in load_contents:
-            _load(TensorReader.of_component(path / name / "model"), role.model_pieces(), path, f"{name}'s weights")
-        elif "hf_model" in load_contents:
-            # By the manifest, not by what lies there: only those files were verified.
-            files = [f for f in map(PurePosixPath, manifest.files) if f.parent == PurePosixPath(name, HF_FOLDER)]
-            weights = [f.name for f in files if f.suffix == ".safetensors"]
-            reader = TensorReader.of_whole_tensors(path / name / HF_FOLDER, weights)
-            _load(reader, role.model_pieces(), path, f"{name}'s weights")
-        if "optimizer" in load_contents:
-            _load(
-                TensorReader.of_component(path / name / "optimizer"),
-                role.optimizer_pieces(),
-                path,
-                f"{name}'s optimizer",
-            )
-        if "extra" in load_contents:
-            role.load_extra_state(json.loads((path / name / "extra" / "lr_scheduler.json").read_text()))
+        _load_role(path, manifest, name, role, load_contents)
+    if state.reference is not None:
+        reader = TensorReader.of_component(path / REFERENCE)
+        _load(reader, state.reference.pieces(), path, "reference weights", "model.path")
+    if state.carried is not None:
+        state.carried.load_tensors(_carried(path, manifest, rank, world_size))
+    elif manifest.in_folder(CARRIED) and rank == 0:
+        log.warning("%s has samples carried over to later steps; this run does not carry any, they are dropped.", path)
+    saved = json.loads((path / DRIVER_STATE).read_text())
+    state.driver.load_state_dict(saved)
+    for name, part in state.parts.items():
+        if name not in saved and rank == 0:
+            log.warning("%s has no state of %s, which starts at its beginning.", path, name)
+        part.load_state_dict(saved[name] if name in saved else json.loads(state.initial_parts[name]))
+    # Last: nothing that is loaded may move the generators.
     if "extra" in load_contents:
         _load_rng(path, manifest, seed, rank)
-    return json.loads((path / DRIVER_STATE).read_text())
 
 
-def _load(reader: TensorReader, pieces: Any, path: Path, what: str) -> None:
+def _load_role(path: Path, manifest: Manifest, name: str, role: Role, load_contents: list[str]) -> None:
+    setting = "critic.path" if name == "critic" else "model.path"
+    if "model" in load_contents:
+        _load(TensorReader.of_component(path / name / "model"), role.model_pieces(), path, f"{name}'s weights", setting)
+    elif "hf_model" in load_contents:
+        # By the manifest, not by what lies there: only those files were verified.
+        files = [f for f in map(PurePosixPath, manifest.files) if f.parent == PurePosixPath(name, HF_FOLDER)]
+        weights = [f.name for f in files if f.suffix == ".safetensors"]
+        reader = TensorReader.of_whole_tensors(path / name / HF_FOLDER, weights)
+        _load(reader, role.model_pieces(), path, f"{name}'s weights", setting)
+    if "optimizer" in load_contents:
+        reader = TensorReader.of_component(path / name / "optimizer")
+        _load(reader, role.optimizer_pieces(), path, f"{name}'s optimizer", setting)
+    if "extra" in load_contents:
+        role.load_extra_state(json.loads((path / name / "extra" / "lr_scheduler.json").read_text()))
+
+
+def _load(reader: TensorReader, pieces: Pieces, path: Path, what: str, setting: str) -> None:
     if mismatches := reader.mismatches(pieces):
         shown = "; ".join(mismatches[:5]) + (f"; and {len(mismatches) - 5} more" if len(mismatches) > 5 else "")
-        raise UserError(f"{what} in {path} are of another architecture than model.path: {shown}.")
+        raise UserError(f"{what} in {path} are of another architecture than {setting}: {shown}.")
     reader.read_into(pieces)
+
+
+def _carried(path: Path, manifest: Manifest, rank: int, world_size: int) -> list[dict[str, Tensor]]:
+    """What this rank takes over of the tensors that the ranks of the save carried: its own, and at another world size every W-th."""
+    names = [f"{CARRIED}/{rank_file(saved)}" for saved in range(rank, manifest.world_size, world_size)]
+    return [_tensors(path / name) for name in names if name in manifest.files]
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    # From bytes: nothing keeps a view into a published file.
+    return {name: tensor.clone() for name, tensor in load_safetensors(path.read_bytes()).items()}
 
 
 def _load_rng(path: Path, manifest: Manifest, seed: int, rank: int) -> None:
     name = f"rng/{rank_file(rank)}"
     if name in manifest.files:
-        # load() copies out of the bytes; nothing keeps a view into a published file.
-        set_rng_state({key: tensor.clone() for key, tensor in load_safetensors((path / name).read_bytes()).items()})
+        set_rng_state(_tensors(path / name))
         return
     log.warning(
         "%s was saved by %d ranks and has no RNG state for rank %d; seeded afresh.", path, manifest.world_size, rank

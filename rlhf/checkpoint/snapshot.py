@@ -1,13 +1,15 @@
 """What one save writes, taken at one moment: after `take_snapshot` the training state may move on as far as the write is concerned."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from rlhf.checkpoint.layout import CONFIG, DRIVER_STATE, rank_file
+from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.layout import CARRIED, CONFIG, DRIVER_STATE, REFERENCE, rank_file
 from rlhf.checkpoint.rng import rng_state
 from rlhf.checkpoint.tensors import Pieces
 
@@ -37,10 +39,59 @@ class Role(Protocol):
         """The small files of a Hugging Face folder: config, generation config, tokenizer, chat template."""
 
 
+class Reference(Protocol):
+    """A reference policy that moves in the course of the run, as the checkpoint sees it: weights that few saves find changed."""
+
+    updated_at: int
+    """The step after which it last changed; 0 at the start. The same on every rank."""
+
+    def pieces(self) -> Pieces:
+        """Live views of this rank's weights, float32; loading writes into them."""
+
+
+class Stateful(Protocol):
+    """A part of the driver state: plain values, the same on every rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that its future depends on, JSON-able."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over `state_dict`."""
+
+
+class Carried(Protocol):
+    """Tensors that each rank holds for itself and takes along to later steps, such as what dynamic sampling carries over."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """This rank's, by name; empty when there are none."""
+
+    def load_tensors(self, saved: list[dict[str, Tensor]]) -> None:
+        """Take over the `tensors` of these ranks and forget all others: one entry per rank that had any, none to many of them."""
+
+
+@dataclass
+class RunState:
+    """Everything that a checkpoint saves and restores, as live objects.
+
+    `reference` is None unless it moves: a frozen one is the starting policy. `parts` are the driver state's beside `driver`, by name.
+    """
+
+    roles: Mapping[str, Role]
+    driver: DriverState
+    parts: Mapping[str, Stateful] = field(default_factory=dict)
+    reference: Reference | None = None
+    carried: Carried | None = None
+    initial_parts: dict[str, str] = field(init=False)
+    """The parts' states at the start, for a roll-back to a checkpoint that does not know them; as JSON, which no part can change."""
+
+    def __post_init__(self) -> None:
+        self.initial_parts = {name: json.dumps(part.state_dict()) for name, part in self.parts.items()}
+
+
 @dataclass
 class Snapshot:
     """This rank's part of a save. `files` and `whole_tensors` (path -> safetensors content) are written as they are; `components`
-    (folder -> pieces) get an index over all ranks."""
+    (folder -> pieces) get an index over all ranks. `unchanged` names components that a published checkpoint already has, bit for bit."""
 
     step: int
     contents: list[str]
@@ -48,20 +99,25 @@ class Snapshot:
     components: dict[str, Pieces] = field(default_factory=dict)
     whole_tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
+    unchanged: dict[str, Path] = field(default_factory=dict)
 
-    def nbytes(self) -> int:
-        """Bytes that this rank writes, headers aside."""
-        pieces = (p.local for component in self.components.values() for p in component.values() if p.owner)
+    def nbytes(self, linked: Collection[str] = ()) -> int:
+        """Bytes that this rank writes, headers aside, when the components `linked` need none."""
+        written = (component for folder, component in self.components.items() if folder not in linked)
+        pieces = (p.local for component in written for p in component.values() if p.owner)
         whole = (t for tensors in self.whole_tensors.values() for t in tensors.values())
         return sum(t.numel() * t.element_size() for t in [*pieces, *whole]) + sum(map(len, self.files.values()))
 
 
 def take_snapshot(
-    step: int, contents: list[str], roles: Mapping[str, Role], driver_state: dict[str, Any], config_yaml: str, rank: int
+    step: int, contents: list[str], state: RunState, config_yaml: str, rank: int, reference_at: Path | None = None
 ) -> Snapshot:
-    """Collect what `contents` asks for. Collective when `hf_model` is among it."""
-    snapshot = Snapshot(step, list(contents), sorted(roles))
-    for name, role in roles.items():
+    """Collect what `contents` asks for. Collective when `hf_model` is among it.
+
+    `reference_at` is a published checkpoint that holds the reference as it is now.
+    """
+    snapshot = Snapshot(step, list(contents), sorted(state.roles))
+    for name, role in state.roles.items():
         if "model" in contents:
             snapshot.components[f"{name}/model"] = role.model_pieces()
         if "optimizer" in contents:
@@ -72,8 +128,15 @@ def take_snapshot(
             _add_hf_model(snapshot, f"{name}/{HF_FOLDER}", role, rank)
     if "extra" in contents:
         snapshot.whole_tensors[f"rng/{rank_file(rank)}"] = rng_state()
+    if state.reference is not None and {"model", "hf_model"} & set(contents):
+        snapshot.components[REFERENCE] = state.reference.pieces()
+        if reference_at is not None:
+            snapshot.unchanged[REFERENCE] = reference_at
+    if state.carried is not None and (carried := state.carried.tensors()):
+        snapshot.whole_tensors[f"{CARRIED}/{rank_file(rank)}"] = dict(carried)
     if rank == 0:
-        snapshot.files[DRIVER_STATE] = _json(driver_state)
+        parts = {name: part.state_dict() for name, part in state.parts.items()}
+        snapshot.files[DRIVER_STATE] = _json(state.driver.state_dict() | parts)
         snapshot.files[CONFIG] = config_yaml.encode()
     return snapshot
 

@@ -13,10 +13,13 @@ log = logging.getLogger(__name__)
 
 
 class PromptStream:
-    """Walks over `prompts` for ever; the order of an epoch follows from (seed, epoch) alone."""
+    """Walks over `prompts` for ever; the order of an epoch follows from (seed, epoch) alone.
 
-    def __init__(self, prompts: PromptSet, seed: int, shuffle: bool):
-        self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
+    `allow_change` lets a saved state go on with other prompts than those that it was taken on.
+    """
+
+    def __init__(self, prompts: PromptSet, seed: int, shuffle: bool, *, allow_change: bool = False):
+        self._prompts, self._seed, self._shuffle, self._allow_change = prompts, seed, shuffle, allow_change
         self._consumed = 0
         self._order_epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
@@ -46,7 +49,7 @@ class PromptStream:
         """Everything that the future of the stream depends on, as plain JSON values."""
         return {"consumed": self._consumed, "fingerprint": self._prompts.fingerprint}
 
-    def load_state_dict(self, state: dict[str, Any], *, allow_change: bool = False) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
 
         Raises UserError if the prompts are not the ones that it was taken on, unless `allow_change`.
@@ -56,7 +59,7 @@ class PromptStream:
                 f"The training prompts (data.train_files or data.reasoning_gym) are not those of the checkpoint: "
                 f"fingerprint {self._prompts.fingerprint}, the checkpoint has {state['fingerprint']}."
             )
-            if not allow_change:
+            if not self._allow_change:
                 raise UserError(f"{message} Restore the data, or set trainer.allow_config_change=true to go on.")
             log.warning("%s Going on with the new prompts, as trainer.allow_config_change=true asks.", message)
         self._consumed = state["consumed"]

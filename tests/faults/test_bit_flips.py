@@ -1,12 +1,15 @@
 """200 random bit flips over all files of a real checkpoint: each one is detected, and a resume falls back to the one before."""
 
+import errno
 import logging
+import os
 import random
 import shutil
 from pathlib import Path
 
 import pytest
 
+from rlhf.checkpoint import manifest
 from rlhf.checkpoint.errors import DamagedCheckpoint
 from rlhf.checkpoint.layout import POINTER, scan, step_dir
 from rlhf.checkpoint.manifest import verify
@@ -19,6 +22,7 @@ from tests.checkpoint_helpers import (
     make_backend,
     make_checkpointer,
     make_config,
+    resume,
     whole_state,
     world_of_one,
 )
@@ -91,8 +95,8 @@ def test_resume_falls_back_to_the_one_before(original, config, caplog, name):
     before = path.read_bytes()
     backend = make_backend(2)
     with caplog.at_level(logging.INFO, logger="rlhf"):
-        driver = make_checkpointer(config, backend).resume()
-    assert driver["step"] == 2
+        step = resume(config, backend)
+    assert step == 2
     assert equal_bits(whole_state(backend), original[1][2])
     kept = config.run_dir / "global_step_4.damaged-1"
     assert (kept / name).read_bytes() == before
@@ -103,12 +107,12 @@ def test_resume_falls_back_to_the_one_before(original, config, caplog, name):
     assert "It was set aside as global_step_4.damaged-1; falling back" in report
     # The step can be reached and saved again beside the damaged one.
     make_checkpointer(config, backend, 4).save(4)
-    assert make_checkpointer(config, backend).resume()["step"] == 4
+    assert resume(config, backend) == 4
 
 
 def test_an_intact_run_resumes_from_the_newest_without_a_word_of_damage(original, config, caplog):
     backend = make_backend(2)
-    assert make_checkpointer(config, backend).resume()["step"] == 4
+    assert resume(config, backend) == 4
     assert equal_bits(whole_state(backend), original[1][4])
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
@@ -126,9 +130,41 @@ def test_all_damaged_is_an_error_at_every_start_never_a_fresh_run(config):
     assert equal_bits(whole_state(backend), state)
 
 
+@pytest.fixture
+def broken_disk(config, monkeypatch) -> Path:
+    """The newest checkpoint's optimizer answers with an input/output error, and its directory cannot be renamed any more."""
+    checkpoint = step_dir(config.run_dir, 4)
+    lost, hash_file, rename = checkpoint / "actor/optimizer/rank_00000.safetensors", manifest.hash_file, Path.rename
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(manifest, "hash_file", lambda path: fail(path) if path == lost else hash_file(path))
+    monkeypatch.setattr(Path, "rename", lambda path, to: fail(path) if path == checkpoint else rename(path, to))
+    return checkpoint
+
+
+def test_what_can_neither_be_read_nor_set_aside_is_passed_over(original, config, broken_disk, caplog):
+    backend = make_backend(2)
+    for _ in range(2):
+        caplog.clear()
+        assert resume(config, backend) == 2
+        assert equal_bits(whole_state(backend), original[1][2])
+        assert "rank_00000.safetensors: cannot be read: Input/output error. It cannot be set aside (" in caplog.text
+        assert "; falling back to the checkpoint before it." in caplog.text
+    assert [path.name for path in scan(config.run_dir)] == ["global_step_4", "global_step_2"]
+
+
+def test_when_it_was_the_last_one_nothing_starts_at_step_0(config, broken_disk):
+    shutil.rmtree(step_dir(config.run_dir, 2))
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"is damaged \(global_step_4\)"):
+            resume(config, make_backend(2))
+
+
 def test_a_wrong_or_missing_pointer_is_only_a_hint(config):
     for content in ("2\n", "900\n", "garbage", ""):
         (config.run_dir / POINTER).write_text(content)
-        assert make_checkpointer(config, make_backend(2)).resume()["step"] == 4
+        assert resume(config, make_backend(2)) == 4
     (config.run_dir / POINTER).unlink()
-    assert make_checkpointer(config, make_backend(2)).resume()["step"] == 4
+    assert resume(config, make_backend(2)) == 4

@@ -15,7 +15,7 @@ from rlhf.checkpoint.files import hash_file
 from rlhf.checkpoint.layout import step_dir
 from rlhf.checkpoint.manifest import _text, read_manifest
 from rlhf.errors import UserError
-from tests.checkpoint_helpers import PlainRole, files_of, make_checkpointer, make_config, save_steps
+from tests.checkpoint_helpers import PlainRole, files_of, make_checkpointer, make_config, resume, save_steps
 
 
 class Bomb:
@@ -95,7 +95,7 @@ def test_no_file_of_a_checkpoint_runs_code(tmp_path, bomb, kind, sealed):
             damaged.rename(checkpoint)
         (checkpoint / name).write_bytes(original[0])
         (checkpoint / "manifest.json").write_bytes(original[1])
-    assert make_checkpointer(config, PlainRole()).resume()["step"] == 3
+    assert resume(config, PlainRole()) == 3
 
 
 def test_pickles_that_lie_beside_the_files_are_not_touched(tmp_path, bomb):

@@ -21,7 +21,16 @@ from rlhf.checkpoint.run_dir import prepare
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.events import subscribe
-from tests.checkpoint_helpers import PlainRole, listening, make_checkpointer, make_config, run_ranks
+from tests.checkpoint_helpers import (
+    PlainReference,
+    PlainRole,
+    listening,
+    make_checkpointer,
+    make_config,
+    make_driver,
+    resume,
+    run_ranks,
+)
 
 FLOATS = 200_000  # 0.8 MB of weights and as much of moments over all ranks
 PROMPT_S = 10.0
@@ -70,7 +79,7 @@ def assert_whole(config: Config, *steps: int) -> None:
     prepare(config)
     assert leftovers(config) == []
     role = PlainRole(FLOATS)
-    assert make_checkpointer(config, role).resume()["step"] == max(steps)
+    assert resume(config, role) == max(steps)
     assert role.position == max(steps)
 
 
@@ -164,6 +173,25 @@ def test_too_little_room_is_refused_before_a_byte_is_written(mounted, ranks):
     assert_whole(mounted, 2, 4)
 
 
+def test_linked_bytes_need_no_room(mounted):
+    """A reference of 1 MB beside 1.6 MB of other state, and room for the latter only."""
+    driver, reference = make_driver(), PlainReference(250_000)
+    checkpointer = make_checkpointer(mounted, PlainRole(FLOATS), driver=driver, reference=reference)
+    checkpointer.save(2)
+    filler = mounted.run_dir / "filler"
+    stats = os.statvfs(mounted.run_dir)
+    room = 3_000_000  # of which a save leaves 1 MiB
+    filler.write_bytes(bytes(stats.f_bavail * stats.f_frsize - room))
+    mounted.checkpoint.max_to_keep = 1
+    reference.update(3)
+    with pytest.raises(UserError, match=r"the save needs 3\.\d MiB and the disk has 2\.9 MiB free"):
+        checkpointer.save(4)
+    assert leftovers(mounted) == []
+    assert checkpointer.resume()
+    assert checkpointer.save(4).path.name == "global_step_4"
+    assert verify(mounted.run_dir / "global_step_4").linked == {"ref/model": "global_step_2"}
+
+
 def fill_the_disk(config: Config) -> None:
     """A neighbour's file that leaves room for nothing."""
     with (config.run_dir / "filler").open("ab", buffering=0) as filler:
@@ -209,7 +237,7 @@ def test_a_disk_that_fills_up_in_a_window_of_the_commit(mounted, event, caplog):
         assert f"{POINTER} could not be written and is removed" in caplog.text
         assert not (mounted.run_dir / POINTER).exists()
         assert [step_of(path) for path in scan(mounted.run_dir)] == [4]
-        assert make_checkpointer(mounted, PlainRole(FLOATS)).resume()["step"] == 4
+        assert resume(mounted, PlainRole(FLOATS)) == 4
 
 
 def test_a_disk_that_turns_read_only(mounted):

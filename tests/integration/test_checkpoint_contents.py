@@ -12,6 +12,7 @@ from rlhf.checkpoint.layout import step_dir
 from rlhf.checkpoint.manifest import verify
 from rlhf.checkpoint.resume import load_state
 from rlhf.checkpoint.rng import rng_state, seed_everything
+from rlhf.checkpoint.snapshot import RunState
 from rlhf.config.checkpoint import CONTENTS
 from rlhf.errors import UserError
 from tests.checkpoint_helpers import (
@@ -22,6 +23,8 @@ from tests.checkpoint_helpers import (
     make_backend,
     make_checkpointer,
     make_config,
+    make_driver,
+    resume,
     whole_state,
     world_of_one,
 )
@@ -89,8 +92,9 @@ def test_loading_restores_exactly_what_it_is_asked_for(saved, load):
     seed_everything(77, 0)
     own, own_generators = whole_state(backend), rng_state()
     checkpoint = step_dir(config.run_dir, 3)
-    driver = load_state(checkpoint, verify(checkpoint), {"actor": backend}, load, seed=1, rank=0)
-    assert driver["step"] == 3  # where the run stands is no item of contents: it is always restored
+    live = RunState({"actor": backend}, make_driver())
+    load_state(checkpoint, verify(checkpoint), live, load, seed=1, rank=0, world_size=1)
+    assert live.driver.step == 3  # where the run stands is no item of contents: it is always restored
     expected = {
         "model": state["model"] if {"model", "hf_model"} & set(load) else own["model"],
         "optimizer": state["optimizer"] if "optimizer" in load else own["optimizer"],
@@ -111,7 +115,7 @@ def test_a_resume_reads_what_load_contents_names_and_refuses_to_go_on_without_we
             make_checkpointer(config, backend).resume()
         assert equal_bits(whole_state(backend), own)
         return
-    assert make_checkpointer(config, backend).resume()["step"] == 3
+    assert resume(config, backend) == 3
     after = whole_state(backend)
     assert equal_bits(after["model"], state["model"])
     for item in ("optimizer", "extra"):
@@ -133,7 +137,7 @@ def test_training_goes_on_from_a_resume_as_if_it_had_never_stopped(saved):
     make_checkpointer(config, resumed).resume()
     for backend in (resumed, undisturbed):
         for _ in range(2):
-            backend.backward(backend.model(input_ids=torch.arange(12).view(2, 6)).logits.square().mean())
+            backend.backward(backend.module(input_ids=torch.arange(12).view(2, 6)).logits.square().mean())
             backend.optimizer_step()
     assert equal_bits(whole_state(resumed), whole_state(undisturbed))
 
@@ -159,10 +163,8 @@ def test_asking_for_what_is_not_there_names_it(tmp_path, trained, item):
 def test_a_role_that_is_not_there_is_named(saved):
     config, _, _ = saved
     config.checkpoint.load_contents = None
-    checkpointer = make_checkpointer(config, make_backend(2))
-    checkpointer._roles = {"critic": PlainRole()}
     with pytest.raises(UserError, match="has no critic; it holds actor"):
-        checkpointer.resume()
+        resume(config, {"critic": PlainRole()})
 
 
 @pytest.mark.parametrize("item", ["model", "hf_model", "optimizer"])
@@ -171,34 +173,55 @@ def test_another_architecture_is_refused_with_names_and_shapes(tmp_path, item):
     config.checkpoint.contents = [item]
     make_checkpointer(config, PlainRole(), 3).save(3)
     checkpoint = step_dir(config.run_dir, 3)
+    state = RunState({"actor": make_backend(2)}, make_driver())
     with pytest.raises(
         UserError, match=r"of another architecture than model\.path: lm_head\.weight.* is not in the ch.*; and \d+ more"
     ):
-        load_state(checkpoint, verify(checkpoint), {"actor": make_backend(2)}, [item], seed=1, rank=0)
+        load_state(checkpoint, verify(checkpoint), state, [item], seed=1, rank=0, world_size=1)
+
+
+def test_another_configuration_is_told_from_a_harmless_one(saved):
+    config, _, _ = saved
+    changed = make_config(config.run_dir.parents[1])
+    changed.checkpoint.contents = list(CONTENTS)
+    changed.trainer.save_freq = 7
+    assert resume(changed, make_backend(2)) == 3
+    changed.actor.optim.lr = 0.5
+    with pytest.raises(UserError, match=r"actor\.optim\.lr.*\n.*trainer\.allow_config_change=true"):
+        resume(changed, make_backend(2))
+    changed.trainer.allow_config_change = True
+    assert resume(changed, make_backend(2)) == 3
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "refused"), [("fingerprint", "0" * 32, True), ("lr", 0.5, True), ("save_freq", 7, False)]
+    ("fingerprints", "said"),
+    [
+        ({"model.path": "0" * 32}, ["model.path={path} holds other files than when {checkpoint} was saved"]),
+        ({}, ["model.path was in use when {checkpoint} was saved, and is not now"]),
+        (
+            {"model.path": "f" * 32, "critic.path": "c" * 32},
+            ["critic.path=None was not in use when {checkpoint} was saved"],
+        ),
+        (
+            {"model.path": "0" * 32, "reward_model.path": "r" * 32},
+            ["model.path={path} holds other", "reward_model.path=None was not in use"],
+        ),
+    ],
 )
-def test_another_configuration_or_model_is_told_from_a_harmless_one(saved, field, value, refused):
+def test_the_setting_whose_files_differ_is_named(saved, caplog, fingerprints, said):
     config, _, _ = saved
-    config.checkpoint.load_contents = None
     changed = make_config(config.run_dir.parents[1])
     changed.checkpoint.contents = list(CONTENTS)
-    fingerprint = "f" * 32
-    if field == "fingerprint":
-        fingerprint = value
-    elif field == "lr":
-        changed.actor.optim.lr = value
-    else:
-        changed.trainer.save_freq = value
-    checkpointer = make_checkpointer(changed, make_backend(2), fingerprint=fingerprint)
-    if refused:
-        with pytest.raises(UserError, match=r"trainer\.allow_config_change=true"):
-            checkpointer.resume()
-        changed.trainer.allow_config_change = True
-        checkpointer = make_checkpointer(changed, make_backend(2), fingerprint=fingerprint)
-    assert checkpointer.resume()["step"] == 3
+    with pytest.raises(UserError, match=r"trainer\.allow_config_change=true") as caught:
+        resume(changed, make_backend(2), None, fingerprints)
+    changed.trainer.allow_config_change = True
+    assert resume(changed, make_backend(2), None, fingerprints) == 3
+    for line in said:
+        line = line.format(path=changed.model.path, checkpoint=step_dir(config.run_dir, 3))
+        assert line in str(caught.value)
+        assert line in caplog.text
+    both = str(caught.value).count("when ")
+    assert both == len(said)  # and no other setting
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -210,10 +233,10 @@ def test_the_export_opens_as_any_hugging_face_folder(tmp_path, tied):
     model, loading_info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert {key: list(value) for key, value in loading_info.items() if value} == {}
     ids = torch.arange(14).view(2, 7)
-    backend.model.eval()
+    backend.module.eval()
     with torch.no_grad():
-        assert torch.equal(model(input_ids=ids).logits, backend.model(input_ids=ids).logits)
-    assert model.generation_config.eos_token_id == backend.model.generation_config.eos_token_id
+        assert torch.equal(model(input_ids=ids).logits, backend.module(input_ids=ids).logits)
+    assert model.generation_config.eos_token_id == backend.module.generation_config.eos_token_id
     chat = [{"role": "user", "content": "12 + 34?"}]
     exported, own = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(TINY_POLICY)
     assert exported.apply_chat_template(chat) == own.apply_chat_template(chat)

@@ -7,7 +7,15 @@ import pytest
 
 from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.layout import step_dir
-from tests.checkpoint_helpers import PlainRole, files_of, flip_bit, make_config, save_steps
+from tests.checkpoint_helpers import (
+    PlainReference,
+    PlainRole,
+    files_of,
+    flip_bit,
+    make_checkpointer,
+    make_config,
+    save_steps,
+)
 
 
 @pytest.fixture
@@ -56,6 +64,24 @@ def test_inspect_shows_the_newest_in_detail(run_dir, command):
     ):
         assert part in out, part
     assert str(step_dir(run_dir, 9)) in command("inspect", step_dir(run_dir, 9))[1]
+
+
+def test_linked_files_are_told_from_written_ones(tmp_path, command):
+    config, reference = make_config(tmp_path), PlainReference(300_000)
+    checkpointer = make_checkpointer(config, PlainRole(), reference=reference)
+    for step in (1, 2):
+        checkpointer.save(step)
+    old, new = step_dir(config.run_dir, 1), step_dir(config.run_dir, 2)
+    newest, first = [line for line in command("list", config.run_dir)[1].splitlines() if "committed" in line]
+    assert "0.03 MiB and 1.14 MiB linked" in newest
+    assert "1.17 MiB" in first
+    assert "linked" not in first
+    assert "linked           nothing\n" in command("inspect", old)[1]
+    out = command("inspect", new)[1]
+    assert "size             0.03 MiB and 1.14 MiB linked in" in out
+    assert "linked           ref/model from global_step_1\n" in out
+    assert "ref/model: 1.14 MiB, 1 tensors" in out
+    assert command("verify", new)[1].endswith("0.03 MiB and 1.14 MiB linked in 10 files\n")
 
 
 def test_verify_reads_all_of_a_run_or_one(run_dir, command):

@@ -9,16 +9,17 @@ from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.files import write_file
 from rlhf.checkpoint.layout import POINTER, scan, set_aside_dirs, step_dir, step_of
 from rlhf.checkpoint.manifest import describe, verify
-from rlhf.checkpoint.snapshot import take_snapshot
+from rlhf.checkpoint.snapshot import RunState, take_snapshot
 from rlhf.checkpoint.writer import write_checkpoint
-from tests.checkpoint_helpers import IDENTITY, PlainRole, files_of, listening
+from tests.checkpoint_helpers import IDENTITY, PlainReference, PlainRole, files_of, listening, make_driver
 
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 
 
-def save(run_dir: Path, step: int, max_to_keep: int | None = None):
+def save(run_dir: Path, step: int, max_to_keep: int | None = None, reference=None, reference_at: Path | None = None):
     run_dir.mkdir(exist_ok=True)
-    snapshot = take_snapshot(step, CONTENTS, {"actor": PlainRole()}, {"step": step}, "", 0)
+    state = RunState({"actor": PlainRole()}, make_driver(step), reference=reference)
+    snapshot = take_snapshot(step, CONTENTS, state, "", 0, reference_at)
     return write_checkpoint(snapshot, run_dir, IDENTITY, Coordinator(), max_to_keep)
 
 
@@ -66,6 +67,23 @@ def test_each_window_of_a_save_leaves_the_old_state_or_the_new_one(tmp_path):
     ]
     assert [event for event, *_ in witness.seen].index("commit.manifest") == 20
     assert names(tmp_path) == {"global_step_4", POINTER}
+
+
+def test_a_link_is_made_in_the_temporary_directory_and_made_durable_with_it(tmp_path, monkeypatch):
+    reference = PlainReference()
+    save(tmp_path, 2, reference=reference)
+    fsynced = []
+    fsync = commit.fsync_dir
+    monkeypatch.setattr(commit, "fsync_dir", lambda path: (fsynced.append(path.name), fsync(path)))
+    witness = Witness(tmp_path)
+    with listening(witness):
+        save(tmp_path, 4, reference=reference, reference_at=step_dir(tmp_path, 2))
+    during = {"global_step_2", ".tmp", POINTER}, "2\n", False
+    links = [entry for entry in witness.seen if entry[0] == "commit.link"]
+    assert links == [("commit.link", *during)] * 2
+    assert witness.seen[:2] == links
+    assert {"ref", "model"} < set(fsynced)
+    assert verify(step_dir(tmp_path, 4)).linked == {"ref/model": "global_step_2"}
 
 
 def test_everything_is_durable_before_it_is_counted_on(tmp_path, monkeypatch):
@@ -124,11 +142,19 @@ def test_retention_keeps_the_newest_by_number_and_survives_restarts(tmp_path):
         assert save(tmp_path, step, max_to_keep=3).removed_steps == []
     assert save(tmp_path, 11, max_to_keep=3).removed_steps == [8]
     assert [step_of(path) for path in scan(tmp_path)] == [11, 10, 9]
-    assert prune(tmp_path, None) == []
-    assert prune(tmp_path, 1) == [10, 9]
-    assert prune(tmp_path, 1) == []
+    assert prune(tmp_path, None, 99) == []
+    assert prune(tmp_path, 1, 99) == [10, 9]
+    assert prune(tmp_path, 1, 99) == []
     assert names(tmp_path) == {"global_step_11", POINTER}
     assert pointer(tmp_path) == "11\n"
+
+
+def test_a_later_checkpoint_that_could_not_be_set_aside_pushes_nothing_out(tmp_path):
+    for step in (2, 4, 6):
+        save(tmp_path, step)
+    # 6 cannot be read: the run went back to 4 and has come to 5.
+    assert save(tmp_path, 5, max_to_keep=1).removed_steps == [4, 2]
+    assert [step_of(path) for path in scan(tmp_path)] == [6, 5]
 
 
 def test_retention_leaves_alone_what_is_no_published_checkpoint(tmp_path):
@@ -137,7 +163,7 @@ def test_retention_leaves_alone_what_is_no_published_checkpoint(tmp_path):
     for name in ("global_step_1.damaged-1", "global_step_x", "my_global_step_1", "best"):
         (tmp_path / name).mkdir()
     (tmp_path / "global_step_1").write_text("a file of that name is no checkpoint")
-    assert prune(tmp_path, 1) == [2]
+    assert prune(tmp_path, 1, 99) == [2]
     assert {"global_step_1.damaged-1", "global_step_x", "my_global_step_1", "best", "global_step_1"} < names(tmp_path)
 
 
@@ -147,7 +173,7 @@ def test_an_old_checkpoint_that_was_moved_and_linked_costs_only_the_link(tmp_pat
         save(run_dir, step)
     step_dir(run_dir, 2).rename(archive)
     step_dir(run_dir, 2).symlink_to(archive)
-    assert prune(run_dir, 1) == [2]
+    assert prune(run_dir, 1, 99) == [2]
     assert names(run_dir) == {"global_step_4", POINTER}
     assert verify(archive).step == 2
 
@@ -189,7 +215,7 @@ def test_the_pointer_never_names_what_is_not_there(tmp_path):
         patch.setattr(Path, "rename", watched)
         save(tmp_path, 8, max_to_keep=2)
         set_aside(step_dir(tmp_path, 8), "damaged")
-        prune(tmp_path, 1)
+        prune(tmp_path, 1, 99)
         set_aside(step_dir(tmp_path, 6), "damaged")
 
 

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -33,7 +35,18 @@ def checkpoint(tmp_path) -> Path:
 
 
 def make_manifest(files: dict) -> Manifest:
-    return Manifest(3, 1, "fsdp2", ["model"], ["actor"], "c", "f", "2026-01-01T00:00:00+00:00", {"rlhf": "0é"}, files)
+    return Manifest(
+        3,
+        1,
+        "fsdp2",
+        ["model"],
+        ["actor"],
+        "c",
+        {"model.path": "f"},
+        "2026-01-01T00:00:00+00:00",
+        {"rlhf": "0é"},
+        files,
+    )
 
 
 def test_round_trip(checkpoint):
@@ -138,6 +151,34 @@ def test_missing_cut_extended_and_changed_files_are_named(checkpoint, name):
         verify(checkpoint)
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN, errno.EBADMSG])
+def test_what_the_disk_has_lost_is_damage(checkpoint, monkeypatch, code):
+    """Only a broken disk answers so; here the call that reads the bytes does."""
+    lost = checkpoint / "actor/model/rank_00000.safetensors"
+
+    def hash_file(path: Path) -> tuple[int, str]:
+        if path == lost:
+            raise OSError(code, os.strerror(code), str(path))
+        return manifest_hash_file(path)
+
+    manifest_hash_file = manifest_module.hash_file
+    monkeypatch.setattr(manifest_module, "hash_file", hash_file)
+    with pytest.raises(DamagedCheckpoint, match=f"rank_00000.safetensors: cannot be read: {os.strerror(code)}"):
+        verify(checkpoint)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: hash_file(lost))
+    with pytest.raises(DamagedCheckpoint, match=f"manifest.json cannot be read: {os.strerror(code)}"):
+        read_manifest(checkpoint)
+
+
+def test_an_error_that_may_pass_is_no_damage(checkpoint, monkeypatch):
+    def hash_file(path: Path) -> tuple[int, str]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(manifest_module, "hash_file", hash_file)
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        verify(checkpoint)
+
+
 def test_all_damage_is_told_at_once(checkpoint):
     (checkpoint / "empty").unlink()
     flip_bit(checkpoint / "driver_state.json", 0)
@@ -148,10 +189,18 @@ def test_all_damage_is_told_at_once(checkpoint):
     )
 
 
+def test_linked_folders_count_as_linked_not_as_written(checkpoint):
+    files = {
+        name: {"size": size, "xxh3_128": ""} for name, size in (("ref/model/a", 5), ("ref/model2/a", 7), ("b", 11))
+    }
+    manifest = replace(make_manifest(files), linked={"ref/model": "global_step_2"})
+    assert (manifest.total_bytes, manifest.linked_bytes) == (18, 5)
+
+
 def test_another_format_number_is_refused_with_both(checkpoint):
     (checkpoint / "manifest.json").unlink()
-    write_manifest(checkpoint, replace(make_manifest({}), format=2))
-    with pytest.raises(DamagedCheckpoint, match="format 2 is not 1"):
+    write_manifest(checkpoint, replace(make_manifest({}), format=1))
+    with pytest.raises(DamagedCheckpoint, match="format 1 is not 2"):
         read_manifest(checkpoint)
 
 

@@ -9,7 +9,7 @@ from rlhf.checkpoint.layout import POINTER, scan, step_dir, step_of
 from rlhf.checkpoint.run_dir import finished_step, planned_steps, prepare, read_run_file, resume_source
 from rlhf.config import Config
 from rlhf.errors import UserError
-from tests.checkpoint_helpers import PlainRole, flip_bit, make_checkpointer, make_config, save_steps
+from tests.checkpoint_helpers import PlainRole, flip_bit, make_checkpointer, make_config, resume, save_steps
 
 
 @pytest.fixture
@@ -195,15 +195,15 @@ def test_the_forked_run_resumes_from_the_source_and_then_from_its_own(config, tm
     fork(config, step_dir(other.run_dir, 3))
     prepare(config)
     role = PlainRole()
-    assert make_checkpointer(config, role).resume()["step"] == 3
+    assert resume(config, role) == 3
     assert role.position == 3
     save_steps(config, PlainRole(seed=7), 7)
     prepare(config)
-    assert make_checkpointer(config, role).resume()["step"] == 7
+    assert resume(config, role) == 7
     assert role.position == 7
     # All its own are damaged: the source is the newest intact state, and nothing starts at step 0.
     (step_dir(config.run_dir, 7) / "manifest.json").unlink()
-    assert make_checkpointer(config, role).resume()["step"] == 3
+    assert resume(config, role) == 3
     assert "global_step_7.damaged-1" in names(config)
 
 

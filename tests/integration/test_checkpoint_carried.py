@@ -1,0 +1,99 @@
+"""Tensors that each rank takes along to later steps: part of every commit, and dealt out again at any number of ranks."""
+
+import logging
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.layout import step_dir
+from rlhf.checkpoint.manifest import verify
+from rlhf.config import Config
+from rlhf.config.checkpoint import CONTENTS
+from tests.checkpoint_helpers import (
+    PlainCarried,
+    PlainRole,
+    equal_bits,
+    files_of,
+    make_checkpointer,
+    make_config,
+    resume,
+    run_ranks,
+)
+
+DEADLINE_S = 90
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    def run(world_size: int, function, *arguments) -> list:
+        join = Path(tempfile.mkdtemp(dir=tmp_path))
+        return run_ranks(world_size, function, *arguments, deadline_s=DEADLINE_S, join=join)
+
+    return run
+
+
+def some(rank: int) -> dict[str, torch.Tensor]:
+    """What rank `rank` carries: of every type that samples have, of odd sizes, empty ones too."""
+    generator = torch.Generator().manual_seed(rank)
+    return {
+        "tokens": torch.randint(100, (rank + 1, 3), generator=generator),
+        "log_probs": torch.randn(rank, generator=generator),
+        "truncated": torch.arange(5) % 2 == 0,
+        "uid": torch.tensor(rank),
+    }
+
+
+def save(rank: int, config: Config, holders: list[int]) -> None:
+    carried = PlainCarried(some(rank) if rank in holders else None)
+    role = PlainRole(rank=rank, world_size=Coordinator().world_size)
+    make_checkpointer(config, role, 3, carried=carried).save(3)
+
+
+def load(rank: int, config: Config) -> list[dict[str, torch.Tensor]]:
+    """Resume while holding something; what is held then."""
+    carried = PlainCarried({"old": torch.ones(1)})
+    assert resume(config, PlainRole(rank=rank, world_size=Coordinator().world_size), carried=carried) == 3
+    return carried.held
+
+
+@pytest.mark.parametrize(
+    ("writers", "holders", "readers", "expected"),
+    [
+        (2, [0, 1], 2, [[0], [1]]),
+        (2, [1], 2, [[], [1]]),
+        (2, [], 2, [[], []]),
+        (1, [0], 1, [[0]]),
+        (2, [0, 1], 1, [[0, 1]]),
+        (1, [0], 2, [[0], []]),
+        (3, [0, 1, 2], 2, [[0, 2], [1]]),
+        (3, [0, 2], 2, [[0, 2], []]),
+    ],
+)
+def test_every_rank_gets_its_share_and_forgets_what_it_had(tmp_path, ranks, writers, holders, readers, expected):
+    config = make_config(tmp_path)
+    ranks(writers, save, config, holders)
+    files = {f"driver_state/rank_{rank:05d}.safetensors" for rank in holders}
+    assert {name for name in files_of(step_dir(config.run_dir, 3)) if name.startswith("driver_state/")} == files
+    assert files <= verify(step_dir(config.run_dir, 3)).files.keys()
+    for held, wanted in zip(ranks(readers, load, config), expected, strict=True):
+        assert len(held) == len(wanted)
+        assert all(equal_bits(tensors, some(rank)) for tensors, rank in zip(held, wanted, strict=True))
+
+
+@pytest.mark.parametrize("item", CONTENTS)
+def test_it_is_part_of_every_commit(tmp_path, item):
+    config = make_config(tmp_path)
+    config.checkpoint.contents = [item]
+    save(0, config, [0])
+    assert "driver_state/rank_00000.safetensors" in verify(step_dir(config.run_dir, 3)).files
+
+
+def test_a_run_that_carries_nothing_says_what_it_drops(tmp_path, caplog):
+    config = make_config(tmp_path)
+    make_checkpointer(config, PlainRole(), 3, carried=PlainCarried(some(0))).save(3)
+    with caplog.at_level(logging.WARNING, logger="rlhf"):
+        assert resume(config, PlainRole()) == 3
+    assert "has samples carried over to later steps" in caplog.text

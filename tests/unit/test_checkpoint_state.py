@@ -1,0 +1,149 @@
+"""What a checkpoint holds beside one role: further roles, and the parts of the driver state."""
+
+import itertools
+import json
+import logging
+
+import pytest
+
+from rlhf.checkpoint.layout import step_dir
+from rlhf.checkpoint.manifest import verify
+from rlhf.checkpoint.resume import load_state
+from rlhf.checkpoint.rng import rng_state, set_rng_state
+from rlhf.checkpoint.snapshot import RunState
+from rlhf.config import Config
+from rlhf.config.checkpoint import CONTENTS
+from rlhf.errors import UserError
+from tests.checkpoint_helpers import (
+    PlainPart,
+    PlainReference,
+    PlainRole,
+    equal_bits,
+    files_of,
+    flip_bit,
+    make_checkpointer,
+    make_config,
+    make_driver,
+    resume,
+)
+
+SUBSETS = [list(s) for n in range(1, 5) for s in itertools.combinations(CONTENTS, n)]
+
+
+@pytest.fixture(autouse=True)
+def own_generators():
+    before = rng_state()
+    yield
+    set_rng_state(before)
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    config = make_config(tmp_path)
+    config.checkpoint.contents = list(CONTENTS)
+    return config
+
+
+def two_roles(seed: int) -> dict[str, PlainRole]:
+    return {"actor": PlainRole(300, seed=seed), "critic": PlainRole(200, seed=seed + 1)}
+
+
+def state_of(role: PlainRole) -> dict:
+    return {"weight": role.weight.clone(), "moment": role.moment.clone(), "position": role.position}
+
+
+@pytest.mark.parametrize("contents", SUBSETS, ids="+".join)
+def test_every_role_has_what_contents_names(config, contents):
+    config.checkpoint.contents = contents
+    make_checkpointer(config, two_roles(1), 2).save(2)
+    files = {"actor": set(), "critic": set()}
+    for name in files_of(step_dir(config.run_dir, 2)):
+        role, _, rest = name.partition("/")
+        if role in files:
+            files[role].add(rest.partition("/")[0])
+    folders = {"huggingface" if item == "hf_model" else item for item in contents}
+    assert files == {"actor": folders, "critic": folders}
+    assert verify(step_dir(config.run_dir, 2)).roles == ["actor", "critic"]
+
+
+@pytest.mark.parametrize("load", SUBSETS, ids="+".join)
+def test_every_role_takes_back_what_load_names(config, load):
+    saved = two_roles(1)
+    make_checkpointer(config, saved, 2).save(2)
+    roles, path = two_roles(50), step_dir(config.run_dir, 2)
+    before = {name: state_of(role) for name, role in roles.items()}
+    load_state(path, verify(path), RunState(roles, make_driver()), load, seed=1, rank=0, world_size=1)
+    for name, role in roles.items():
+        source = {
+            "weight": saved[name] if {"model", "hf_model"} & set(load) else None,
+            "moment": saved[name] if "optimizer" in load else None,
+            "position": saved[name] if "extra" in load else None,
+        }
+        wanted = {key: before[name][key] if of is None else state_of(of)[key] for key, of in source.items()}
+        assert equal_bits(state_of(role), wanted)
+
+
+@pytest.mark.parametrize(
+    "name", ["actor/model", "critic/model", "critic/optimizer", "actor/extra", "critic/huggingface"]
+)
+def test_roles_never_come_from_different_checkpoints(config, name):
+    for step in (2, 4):
+        make_checkpointer(config, two_roles(step), step).save(step)
+    path = next((step_dir(config.run_dir, 4) / name).iterdir())
+    flip_bit(path, 8 * path.stat().st_size - 5)
+    roles = two_roles(50)
+    assert resume(config, roles) == 2
+    assert equal_bits(
+        {name: state_of(role) for name, role in roles.items()},
+        {name: state_of(role) for name, role in two_roles(2).items()},
+    )
+
+
+def test_another_architecture_of_the_critic_names_its_setting(config):
+    make_checkpointer(config, two_roles(1), 2).save(2)
+    with pytest.raises(
+        UserError, match=r"critic's weights in .* are of another architecture than critic\.path: weight"
+    ):
+        resume(config, {"actor": PlainRole(300), "critic": PlainRole(201)})
+
+
+def test_a_reference_of_another_architecture_is_refused(config):
+    make_checkpointer(config, PlainRole(), 2, reference=PlainReference(10)).save(2)
+    with pytest.raises(UserError, match=r"reference weights in .* are of another architecture than model\.path"):
+        resume(config, PlainRole(), reference=PlainReference(11))
+
+
+def test_the_driver_state_has_an_entry_per_part(config):
+    data, guards = PlainPart(7), PlainPart(9)
+    driver = make_driver(2)
+    driver.note_accuracy(0.1 + 0.2)
+    make_checkpointer(config, PlainRole(), driver=driver, parts={"data": data, "guards": guards}).save(2)
+    stored = json.loads((step_dir(config.run_dir, 2) / "driver_state.json").read_text())
+    assert stored == driver.state_dict() | {"data": {"count": 7}, "guards": {"count": 9}}
+    data, guards, other = PlainPart(), PlainPart(), make_driver()
+    assert make_checkpointer(config, PlainRole(), driver=other, parts={"data": data, "guards": guards}).resume()
+    assert (data.state, guards.state) == ({"count": 7}, {"count": 9})
+    assert other == driver
+
+
+def test_identity_and_length_of_the_run_are_not_the_checkpoints_word(config):
+    make_checkpointer(config, PlainRole(), 2).save(2)
+    driver = make_driver()
+    driver.run_id, driver.total_steps, driver.steps_per_epoch = "other", 99, 7.5
+    assert make_checkpointer(config, PlainRole(), driver=driver).resume()
+    assert (driver.run_id, driver.total_steps, driver.steps_per_epoch, driver.step) == ("other", 99, 7.5, 2)
+
+
+def test_a_part_that_the_checkpoint_does_not_know_starts_at_its_beginning(config, caplog):
+    make_checkpointer(config, PlainRole(), 2, parts={"data": PlainPart(7)}).save(2)
+    data, guards = PlainPart(), PlainPart(100)
+    checkpointer = make_checkpointer(config, PlainRole(), parts={"data": data, "guards": guards})
+    with caplog.at_level(logging.WARNING, logger="rlhf"):
+        checkpointer.resume()
+    assert (data.state, guards.state) == ({"count": 7}, {"count": 100})
+    [line] = caplog.messages
+    assert line == f"{step_dir(config.run_dir, 2)} has no state of guards, which starts at its beginning."
+    # Also on the way back to that checkpoint later on.
+    guards.state["count"] = 105
+    checkpointer.resume()
+    assert guards.state == {"count": 100}
