@@ -43,6 +43,7 @@ class Progress:
                 console=Console(stderr=True, force_terminal=True),
                 refresh_per_second=4,
             )
+            self._task = self._bar.add_task("", total=total_steps, text="")
 
     @classmethod
     def silent(cls) -> "Progress":
@@ -52,11 +53,13 @@ class Progress:
         return progress
 
     def start(self, step: int) -> None:
-        """Begin at `step` finished steps (0, or the resume step)."""
-        self._times = [(time.monotonic(), step)]
-        if self._bar is not None:
+        """Begin at `step` finished steps: 0, the resume step, or while it runs an earlier one that the run goes back to."""
+        self._times, self._shown, self._last_line = [(time.monotonic(), step)], {}, -math.inf
+        if self._bar is None:
+            return
+        self._bar.update(self._task, completed=step, text="")
+        if not self._bar.live.is_started:
             streams = (sys.stdout, sys.stderr)
-            self._task = self._bar.add_task("", total=self._total, completed=step, text="")
             self._bar.start()
             # The bar has replaced the standard streams by ones that print above it; log handlers hold the old ones.
             for handler in logging.getLogger().handlers:

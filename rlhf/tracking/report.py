@@ -54,6 +54,8 @@ def _summarize(records: list[Record], checkpoint: Path | None) -> dict[str, Any]
         "reward": _curve(records, "reward/mean"),
         "val_accuracy": accuracy,
         "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "skips": records[-1].get("guards/skips", 0) if records else 0,
+        "rollbacks": records[-1].get("guards/rollbacks", 0) if records else 0,
         "training_seconds": math.fsum(seconds for _, seconds in _curve(records, "perf/step_seconds")),
         "checkpoint": None if checkpoint is None else str(checkpoint),
     }
@@ -106,6 +108,8 @@ def _text(report: dict[str, Any], folder: Path) -> str:
         rows.append(("reward", f"{report['reward'][0][1]:.3f} first step, {report['reward'][-1][1]:.3f} last step"))
     if report["tokens_per_second"] is not None:
         rows.append(("tokens per second", f"{report['tokens_per_second']:,.0f}"))
+    if report["skips"] or report["rollbacks"]:
+        rows.append(("guards", f"batches skipped: {report['skips']}, roll-backs: {report['rollbacks']}"))
     rows.append(("checkpoint", report["checkpoint"] or "none"))
     rows.append(("reward curve", f"{folder / 'reward.png'} (numbers: report.json)"))
     return "\n".join(f"{label:<18} {value}" for label, value in rows)

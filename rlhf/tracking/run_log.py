@@ -19,6 +19,11 @@ class RunLog:
             self._tracker.start(step if resumed else None)
         self._progress.start(step)
 
+    def rewind(self, step: int) -> None:
+        """Go on after `step` again, as a resumed run would: what was said of later steps is cut off."""
+        self._pending = {}
+        self.start(step, resumed=True)
+
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Record the step, durably, and show it; nothing is recorded for empty `metrics`."""
         if self._tracker is None or not metrics:

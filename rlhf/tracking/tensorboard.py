@@ -17,6 +17,7 @@ class TensorBoard:
         """Purge from the first step that the event files lack, or else the one after the history, and refill."""
         from torch.utils.tensorboard import SummaryWriter
 
+        self.finish()
         shown = self._shown_steps()
         missing = [record["step"] for record in records if record["step"] not in shown]
         last = records[-1]["step"] if records else -1

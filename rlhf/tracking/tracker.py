@@ -23,7 +23,10 @@ class Sink(Protocol):
     """A tracker beside metrics.jsonl. Whatever it raises switches it off."""
 
     def start(self, records: list[Record]) -> None:
-        """Begin to write after `records`, the whole history so far; show what is missing of it."""
+        """Begin to write after `records`, the whole history so far; show what is missing of it.
+
+        Called again when the history was cut: closes what is open and goes on as a new process would.
+        """
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Show one step; steps come in ascending order."""
@@ -64,6 +67,8 @@ class Tracker:
 
     def start(self, resume_step: int | None) -> None:
         """Bring the history back to `resume_step` (None: a fresh run, empty) and the trackers to the history.
+
+        Called again, it goes on as a new process would, except that a tracker which is off stays off.
 
         Raises:
             UserError: metrics.jsonl is damaged.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ class Wandb:
 
         Online the server knows how far it got. It may be behind the history (a kill loses wandb's buffer) or ahead of
         it (steps that are now repeated): steps before the server's next one are never sent again. Offline each start
-        begins a new file, so the earlier ones are set aside and the new one gets the whole history.
+        begins a new file, so the earlier ones are set aside and the new one gets the whole history. A start in the middle of a
+        run, after a roll-back, ends what is open first.
 
         Raises:
             RuntimeError: nobody is logged in to wandb.
@@ -38,6 +40,7 @@ class Wandb:
         """
         import wandb
 
+        self.finish()
         mode: Any = self._config.tracking.wandb.mode
         wandb.setup(
             wandb.Settings(
@@ -87,7 +90,9 @@ class Wandb:
         superseded = self._run_dir / "wandb" / "superseded"
         for segment in sorted((self._run_dir / "wandb").glob(f"offline-run-*-{self._run_id}")):
             superseded.mkdir(exist_ok=True)
-            segment.rename(superseded / segment.name)
+            # Segments are named by the second they began in, and a roll-back can follow within it.
+            names = (superseded / f"{segment.name}.{n}" for n in count(1))
+            segment.rename(next(name for name in names if not name.exists()))
 
     @staticmethod
     def _on_stop_button() -> None:

@@ -51,6 +51,14 @@ def test_kills_leave_every_step_once_and_in_order(tmp_path: Path) -> None:
     assert scalars(tmp_path) == expected(range(21))
 
 
+def test_rewinds_within_one_process_show_every_step_once(tmp_path: Path) -> None:
+    assert launch(tmp_path, "none", "20", "12:10", "11:10", "14:0", "15:15") == 0
+    assert scalars(tmp_path) == expected(range(21))
+    assert launch(tmp_path, "20", "30", "27:22", "25") == -signal.SIGKILL
+    assert launch(tmp_path, "22", "30") == 0
+    assert scalars(tmp_path) == expected(range(31))
+
+
 def in_process(run_dir: Path, resume_step: int | None, last: int) -> list[Record]:
     config = Config()
     config.trainer.logger = ["tensorboard", "console", "jsonl"]

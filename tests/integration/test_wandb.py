@@ -55,6 +55,24 @@ def test_offline_run_is_one_file_with_every_step_after_kills(tmp_path: Path) -> 
         assert {name: value for name, value in item.items() if name[0] != "_"} == metrics(item["_step"])
 
 
+def test_rewinds_within_one_process_leave_one_offline_file(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    # Quick ones, so that segments begin within one second.
+    end = launch(run_dir, "offline", "none", "20", "12:10", "11:10", "14:0", "15:15")
+    assert end.returncode == 0
+    assert end.stdout == end.stderr == ""
+    (segment,) = (run_dir / "wandb").glob("offline-run-*")
+    assert len(list((run_dir / "wandb" / "superseded").iterdir())) == 4
+    items = read_offline(segment)
+    assert [item["_step"] for item in items] == list(range(21))
+    assert [item["reward/mean"] for item in items] == [step / 7 for step in range(21)]
+    # A crash after a roll-back.
+    assert launch(run_dir, "offline", "15", "23", "18:16", "19").returncode == EXIT_KILLED
+    assert launch(run_dir, "offline", "18", "23").returncode == 0
+    (segment,) = (run_dir / "wandb").glob("offline-run-*")
+    assert [item["_step"] for item in read_offline(segment)] == list(range(24))
+
+
 def test_offline_run_syncs_to_a_server(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert launch(run_dir, "offline", "none", "20", "12").returncode == EXIT_KILLED
@@ -85,6 +103,21 @@ def test_online_run_continues_where_the_server_is(tmp_path: Path) -> None:
         assert launch(run_dir, "online", "none", "22", url=url).returncode == 0
     assert server.steps == list(range(23))
     assert [json.loads(line)["reward/mean"] for line in server.history] == [step / 7 for step in range(23)]
+
+
+def test_a_rewound_online_run_is_not_sent_what_the_server_has(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with serve() as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        end = launch(run_dir, "online", "none", "20", "12:10", "11:4", "15:13", url=url)
+        assert (end.returncode, end.stderr) == (0, "")
+        assert server.steps == list(range(21))
+        # A crash in the steps that are repeated.
+        assert launch(run_dir, "online", "20", "30", "27:22", "25", url=url).returncode == EXIT_KILLED
+        assert launch(run_dir, "online", "22", "30", url=url).returncode == 0
+    assert server.steps == list(range(31))
+    assert [json.loads(line)["reward/mean"] for line in server.history] == [step / 7 for step in range(31)]
+    assert [record["step"] for record in History(run_dir / "metrics.jsonl").records()] == list(range(31))
 
 
 @pytest.mark.parametrize("trouble", ["no login", "no network"])

@@ -1,4 +1,4 @@
-"""Logs the steps of a run, may kill itself: RUN_DIR LOGGER MODE RESUME_STEP|none LAST_STEP [KILL_AT]."""
+"""Logs the steps of a run, may go back and may kill itself: RUN_DIR LOGGER MODE RESUME_STEP|none LAST_STEP [KILL_AT] [AT:BACK_TO ...]."""
 
 import os
 import signal
@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from rlhf.config import Config
-from rlhf.tracking import Tracker, wandb
+from rlhf.tracking import Progress, Tracker, wandb
+from rlhf.tracking.run_log import RunLog
 
 RUN_ID = "r4nd0m1d"
 
@@ -19,18 +20,23 @@ def metrics(step: int) -> dict[str, float]:
 
 def main() -> None:
     wandb.INIT_TIMEOUT_S = wandb.FINISH_TIMEOUT_S = 2.0
-    run_dir, logger, mode, resume_step, last, *kill_at = sys.argv[1:]
+    run_dir, logger, mode, resume_step, last, *events = sys.argv[1:]
+    rewinds = dict(tuple(map(int, event.split(":"))) for event in events if ":" in event)
     config = Config()
     config.trainer.logger = [logger]
     config.tracking.wandb.mode = mode
-    tracker = Tracker(config, Path(run_dir), RUN_ID)
-    first = 0 if resume_step == "none" else int(resume_step) + 1
-    tracker.start(None if resume_step == "none" else int(resume_step))
-    for step in range(first, int(last) + 1):
-        tracker.log(step, metrics(step))
-        if [str(step)] == kill_at:
+    config.tracking.progress = "plain"
+    run_log = RunLog(Tracker(config, Path(run_dir), RUN_ID), Progress(config, int(last)))
+    step = 0 if resume_step == "none" else int(resume_step) + 1
+    run_log.start(max(step - 1, 0), resumed=resume_step != "none")
+    while step <= int(last):
+        run_log.step(step, metrics(step))
+        if str(step) in events:
             os.kill(os.getpid(), signal.SIGKILL)
-    tracker.finish()
+        if step in rewinds:
+            run_log.rewind(step := rewinds.pop(step))
+        step += 1
+    run_log.close()
 
 
 if __name__ == "__main__":

@@ -73,6 +73,32 @@ def test_the_live_bar_shows_numbers_and_keeps_log_lines_whole(capsys: pytest.Cap
     assert "a line in between\n" in text
 
 
+def test_the_live_bar_goes_back_in_place(capsys: pytest.CaptureFixture) -> None:
+    import sys
+
+    handler = logging.StreamHandler(sys.stderr)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    before, streams = handler.stream, (sys.stdout, sys.stderr)
+    try:
+        shown = Progress(config("live"), 9)
+        shown.start(0)
+        shown.update(7, {"val/accuracy": 0.375})
+        shown.start(4)
+        during = handler.stream
+        shown.update(5, {"reward/mean": 0.25})
+        shown.close()
+    finally:
+        root.removeHandler(handler)
+    assert during is not before
+    assert handler.stream is before
+    assert (sys.stdout, sys.stderr) == streams
+    last_line = [line for line in capsys.readouterr().err.splitlines() if "step" in line][-1]
+    assert "5/9" in last_line
+    assert "reward 0.250" in last_line
+    assert "held-out" not in last_line  # it was that of a step that is undone
+
+
 def test_silent_shows_nothing(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         silent = Progress.silent()

@@ -33,12 +33,24 @@ def test_a_whole_run(tmp_path: Path) -> None:
         "reward": [[1, 0.25], [2, 0.5], [3, 0.75], [4, 1.0]],
         "val_accuracy": [[0, 0.4], [2, 0.95], [4, 0.9]],
         "tokens_per_second": 2.5,
+        "skips": 0,
+        "rollbacks": 0,
         "training_seconds": 10.0,
         "checkpoint": str(tmp_path / "global_step_4"),
     }
     assert "40.0% before, 90.0% after, 95.0% best" in text
     assert str(tmp_path / "global_step_4") in text
     assert "4 in 10 s" in text
+    assert "guards" not in text
+
+
+def test_events_of_the_guards_are_told(tmp_path: Path) -> None:
+    history = History(tmp_path / "metrics.jsonl")
+    history.append({"step": 1, "guards/skips": 0, "guards/rollbacks": 0})
+    history.append({"step": 2, "guards/skips": 0, "guards/rollbacks": 3})
+    text = write_report(tmp_path)
+    assert "batches skipped: 0, roll-backs: 3" in text
+    assert (report(tmp_path)["skips"], report(tmp_path)["rollbacks"]) == (0, 3)
 
 
 def test_twice_is_the_same(tmp_path: Path) -> None:
