@@ -25,9 +25,17 @@ class Batch:
     rollout_log_probs: Tensor
     """[N, R] float32: what the engine sampled with."""
     scores: Tensor
-    """[N] float32: the reward of each response."""
+    """[N] float32: the whole reward of each response, over-long punishment included."""
+    baselines: Tensor | None = None
+    """[N] float32: the whole reward of the greedy response to the same prompt; None when the estimator asks for none."""
+    token_rewards: Tensor | None = None
+    """[N, R] float32: what the estimator is given, the score on the last token and the KL in the reward taken off each."""
     advantages: Tensor | None = None
-    """[N] float32."""
+    """[N, R] float32, zero outside the mask."""
+    returns: Tensor | None = None
+    """[N, R] float32: what the critic is fitted to; None without one."""
+    values: Tensor | None = None
+    """[N, R] float32 by the critic before the update; None without one."""
     old_log_probs: Tensor | None = None
     """[N, R] float32 by the training engine before the first update; None when the update itself is the first look."""
     ref_log_probs: Tensor | None = None
@@ -41,6 +49,11 @@ class Batch:
         """[N, R] float32, 1 on response tokens."""
         columns = torch.arange(self.rollout_log_probs.shape[1], device=self.input_ids.device)
         return (columns < self.response_lengths[:, None]).float()
+
+    def scores_on_last_tokens(self) -> Tensor:
+        """[N, R] float32: `scores` on the last token of each response, zero elsewhere; a response without tokens gets none."""
+        columns = torch.arange(self.rollout_log_probs.shape[1], device=self.input_ids.device)
+        return torch.where(columns == self.response_lengths[:, None] - 1, self.scores[:, None], 0.0)
 
     def select(self, rows: Tensor | slice) -> "Batch":
         """The given rows, trimmed to their longest sequence and longest response."""

@@ -4,94 +4,85 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
-from rlhf.algorithms.table import ALGORITHMS
-from rlhf.backends.base import FrozenPolicy, TrainingBackend
-from rlhf.backends.update import compute_log_probs, needs_old_log_probs, update_policy
-from rlhf.batch import collate
 from rlhf.checkpoint.checkpointer import Checkpointer
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.driver_state import DriverState
 from rlhf.config import Config
-from rlhf.distributed import all_max, all_sum
-from rlhf.errors import Preempted
-from rlhf.evaluation import Evaluator
+from rlhf.errors import Preempted, UserError
 from rlhf.events import announce
-from rlhf.metrics import step_metrics
-from rlhf.policy_sampler import PolicySampler
-from rlhf.prompt_share import PromptShare
-from rlhf.reward import Reward, RewardItem
-from rlhf.rollout import SamplingParams
+from rlhf.experience.collector import Collector
+from rlhf.experience.evaluation import Evaluator
+from rlhf.learning.actor import Actor
+from rlhf.learning.advantages import Advantages
+from rlhf.learning.critic import Critic
+from rlhf.learning.guards import Guards
+from rlhf.learning.reference import Reference
+from rlhf.reward import Reward
 from rlhf.tracking.run_log import RunLog
 
 
 @dataclass
 class Parts:
-    """Everything that one rank trains with; built by the worker."""
+    """Everything that one rank trains with; built by `rlhf.build`."""
 
     config: Config
-    device: torch.device
-    tokenizer: PreTrainedTokenizerBase
-    coordinator: Coordinator
-    prompts: PromptShare
-    sampler: PolicySampler
-    params: SamplingParams
-    reward: Reward
-    actor: TrainingBackend
-    reference: FrozenPolicy | None
+    collector: Collector
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    advantages: Advantages
+    guards: Guards
     evaluator: Evaluator
     checkpointer: Checkpointer
     run_log: RunLog
     driver: DriverState
+    reward: Reward
+    resumed: bool
+    """Whether there was a checkpoint to go on from."""
     stop_requested: Callable[[], bool]
     """Whether any rank was asked to leave; collective."""
 
 
 def train(p: Parts) -> None:
     """Train from where `p.driver` stands to its last step. Collective; raises Preempted after a save when asked to stop."""
-    actor_config, algorithm, driver = p.config.actor, ALGORITHMS[p.config.algorithm.adv_estimator], p.driver
-    micro_batch_size = actor_config.ppo_micro_batch_size_per_gpu
-    if driver.step == 0:
+    driver, actor, size = p.driver, p.actor, p.config.actor.ppo_micro_batch_size_per_gpu
+    samples = p.config.data.train_batch_size * p.config.rollout.n
+    if not p.resumed:
         p.run_log.step(0, p.evaluator.before_training())
+        if p.config.guards.action == "rollback":  # there must be something to go back to
+            p.run_log.saved(p.checkpointer.save(0))
     while driver.step < driver.total_steps:
         step, started = driver.step + 1, time.monotonic()
         announce("step.begin")
-        prompts, requests = p.prompts.next()
-
-        announce("rollout.before")
-        samples = p.sampler.generate(requests, p.params, version=driver.step, step=step)
-        announce("rollout.after")
-        generated = time.monotonic()
-
-        texts = p.tokenizer.batch_decode([s.token_ids for s in samples], skip_special_tokens=True)
-        owners = [prompt for prompt in prompts for _ in range(p.params.n)]
-        items = [RewardItem(o.data_source, t, o.ground_truth, o.extra_info) for o, t in zip(owners, texts, strict=True)]
-        results = p.reward.score(items)
-        batch = collate(requests, samples, p.tokenizer.pad_token_id, p.device)
-        batch.scores = torch.tensor([r.score for r in results], dtype=torch.float32, device=p.device)
-        metrics, tokens = step_metrics(batch, results, p.params.max_tokens, p.coordinator)
-        rewarded = time.monotonic()
+        p.collector.leave_out(p.guards.skip_for(step))
+        batch, metrics, tokens = p.collector.collect(step)
+        collected = time.monotonic()
 
         announce("update.before")
+        p.guards.begin(step, metrics["reward/mean"])
         if p.reference is not None:
-            batch.ref_log_probs = compute_log_probs(p.reference, batch, micro_batch_size)
-        if needs_old_log_probs(actor_config, p.config.data.train_batch_size):
-            batch.old_log_probs = compute_log_probs(p.actor, batch, micro_batch_size)
-        batch.advantages = algorithm.advantages(batch.scores, p.params.n, p.config.algorithm)
-        metrics |= update_policy(p.actor, batch, actor_config, p.prompts.mini_batches, all_sum, all_max)
+            batch.ref_log_probs = p.reference.all_log_probs(batch, size)
+        if actor.moves_within_batch or p.advantages.uses_kl:
+            batch.old_log_probs = actor.all_log_probs(batch, size)
+        if p.critic is not None:
+            batch.values = p.critic.all_values(batch)
+        metrics |= p.advantages.fill(batch, p.guards)
+        if p.critic is not None:
+            metrics |= p.critic.update(batch, p.guards)
+        if step > p.config.trainer.critic_warmup:
+            metrics |= actor.update(batch, p.guards)
+        if p.guards.settle(step) == "rollback":
+            roll_back(p)
+            continue
+        if p.reference is not None:
+            p.reference.maybe_update(actor.backend, step)
         announce("update.after")
 
         seconds = time.monotonic() - started
-        driver.finish_step(tokens, len(samples) * p.coordinator.world_size, seconds)
-        metrics |= {
-            "data/epoch": p.prompts.epoch,
+        driver.finish_step(tokens, samples, seconds)
+        metrics |= p.guards.metrics() | {
             "tokens/total": driver.tokens,
             "perf/step_seconds": seconds,
-            "perf/rollout_seconds": generated - started,
-            "perf/reward_seconds": rewarded - generated,
-            "perf/update_seconds": started + seconds - rewarded,
+            "perf/update_seconds": started + seconds - collected,
             "perf/tokens_per_second": tokens / seconds,
         }
         last = step == driver.total_steps
@@ -103,3 +94,18 @@ def train(p: Parts) -> None:
         if p.stop_requested() and not last:
             p.run_log.saved(p.checkpointer.save(step))
             raise Preempted(f"Asked to stop: saved step {step} and left; the same command goes on from there.")
+
+
+def roll_back(p: Parts) -> None:
+    """Bring everything back to the newest checkpoint, to go on without the data of the step that the guards refused. Collective."""
+    announce("rollback.before")
+    memory = p.guards.remember(p.collector.prompts.position)
+    if not p.checkpointer.resume():
+        raise UserError(
+            f"guards.action=rollback: no checkpoint is left in {p.config.run_dir} to roll back to. Set guards.action=skip, or "
+            "checkpoint.on_save_error=stop, and start again."
+        )
+    p.guards.recall(memory)
+    p.collector.sampler.forget()
+    p.run_log.rewind(p.driver.step)
+    announce("rollback.after")

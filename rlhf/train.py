@@ -20,6 +20,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
+from rlhf.algorithms.table import check_algorithm
 from rlhf.config import Config
 from rlhf.config.files import to_yaml
 from rlhf.config.schema import SECTIONS, SETTINGS, did_you_mean, nearest, nearest_setting, setting_of
@@ -65,6 +66,7 @@ def _run(argv: list[str]) -> int:
         return EXIT_DONE
     config = compose_config(arguments.overrides, library)
     validate(config)
+    check_algorithm(config)
     if arguments.cfg:
         sys.stdout.write(to_yaml(config))
         return EXIT_DONE
@@ -75,7 +77,7 @@ def _run(argv: list[str]) -> int:
     from rlhf.tracking import check_trackers
 
     check_sources(config)
-    check_reward(config.reward)
+    check_reward(config)
     check_trackers(config)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from rlhf.worker import main_under_torchrun

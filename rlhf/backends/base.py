@@ -1,32 +1,38 @@
-"""The contract of a training engine: what the update, the rollouts and the checkpoint ask of it."""
+"""The contract of a training engine: what actor, critic and reference, the rollouts and the checkpoint ask of it."""
 
 from collections.abc import Iterator
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from rlhf.batch import Batch
 from rlhf.checkpoint.snapshot import Role
+from rlhf.checkpoint.tensors import Pieces
 
 
-class FrozenPolicy(Protocol):
-    """A policy that is only asked for log-probs, such as the reference."""
+class Model(Protocol):
+    """A model spread over all ranks, without an optimizer, such as the reference policy's."""
 
-    def log_probs(self, batch: Batch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (and entropies) of the response tokens at the rollout temperature, [N, R] float32, with gradients when enabled.
+    module: nn.Module
+    """What to call; collective: every rank passes as many rows."""
 
-        Collective: every rank passes a batch of as many rows.
-        """
+    def model_pieces(self) -> Pieces:
+        """Live views of this rank's weights and persistent buffers."""
 
 
-class TrainingBackend(FrozenPolicy, Role, Protocol):
-    """A policy in training, with its optimizer and schedule."""
+class TrainingBackend(Model, Role, Protocol):
+    """A model in training, with its optimizer and schedule."""
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`, the sum over all ranks of their losses, to the accumulated one. Collective."""
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, advance the schedule, clear gradients. Returns `grad_norm` (over all ranks, before clipping) and the `lr` used."""
+        """Clip, step, advance the schedule, clear gradients. Returns `grad_norm` (over all ranks, before clipping) and the `lr` used.
+
+        A gradient whose norm is not finite is cleared and nothing else happens: the caller looks at `grad_norm`.
+        """
+
+    def zero_grad(self) -> None:
+        """Forget the accumulated gradient."""
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight and persistent buffer, whole, on this rank's device. Collective."""

@@ -1,6 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state sharded by rows over all ranks, on CPU (gloo) and CUDA (NCCL), from 1 rank on."""
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -8,31 +9,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
-from rlhf.backends.log_probs import response_log_probs
-from rlhf.batch import Batch
 from rlhf.checkpoint.tensors import Piece, Pieces
 from rlhf.config import BackendConfig, OptimConfig
 
-
-class Fsdp2Policy:
-    """A causal LM sharded over all ranks, asked for log-probs."""
-
-    def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device, temperature: float) -> None:
-        self._temperature = temperature
-        self.model = shard(model, config, device)
-
-    def log_probs(self, batch: Batch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """See `FrozenPolicy.log_probs`."""
-        return response_log_probs(self.model, batch, self._temperature, with_entropy=with_entropy)
+# The hint is about outputs that are changed in place, which nothing here does; a head with a bias returns a view by its nature.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
-class Fsdp2Backend(Fsdp2Policy):
-    """The policy in training: AdamW in float32 and a learning-rate schedule over optimizer steps."""
+class Fsdp2Model:
+    """A model whose weights are sharded over all ranks."""
+
+    def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device) -> None:
+        self.module: nn.Module = shard(model, config, device)
+
+    def reshard(self) -> None:
+        """Put the shards in the place of gathered weights.
+
+        A forward pass without a backward one may leave those there (`reshard_after_forward=false`): what is written to them would be
+        lost, and what is read from them is no shard.
+        """
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters (tied ones once) and persistent buffers, by name, in a fixed order, each as this rank holds it."""
+        self.reshard()
+        yield from self.module.named_parameters()
+        persistent = self.module.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in persistent)
+
+    @torch.no_grad()
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainingBackend.full_tensors`."""
+        for name, tensor in self.named_state():
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+    def model_pieces(self) -> Pieces:
+        """See `Role.model_pieces`."""
+        return {name: piece_of(tensor) for name, tensor in self.named_state()}
+
+
+class Fsdp2Backend(Fsdp2Model):
+    """A model in training: AdamW in float32 and a learning-rate schedule over optimizer steps."""
 
     def __init__(
         self,
@@ -40,18 +64,17 @@ class Fsdp2Backend(Fsdp2Policy):
         config: BackendConfig,
         optim: OptimConfig,
         device: torch.device,
-        temperature: float,
         *,
         grad_clip: float,
         total_optimizer_steps: int,
         hf_files: Mapping[str, bytes],
     ) -> None:
-        super().__init__(model, config, device, temperature)
+        super().__init__(model, config, device)
         self._grad_clip, self._hf_files = grad_clip, hf_files
         # Without gradients no recomputation happens, so train mode costs the log-prob passes nothing; dropout is off (models/loading.py).
-        self.model.train()
+        self.module.train()
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            self.module.parameters(),
             lr=optim.lr,
             betas=(optim.betas[0], optim.betas[1]),
             eps=optim.eps,
@@ -63,7 +86,7 @@ class Fsdp2Backend(Fsdp2Policy):
     def _initialise_moments(self) -> None:
         # AdamW makes its state at the first step; a checkpoint must be readable into it before. Setting it here leaves the step count
         # alone, unlike a dummy step (pytorch issue 164929).
-        for parameter in self.model.parameters():
+        for parameter in self.module.parameters():
             self.optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32),
                 "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
@@ -76,34 +99,26 @@ class Fsdp2Backend(Fsdp2Policy):
 
     def optimizer_step(self) -> dict[str, float]:
         """See `TrainingBackend.optimizer_step`."""
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._grad_clip)
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._grad_clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not torch.isfinite(norm):
-            # Clipping has made every gradient NaN; a step would ruin the weights, and a save would make that last.
-            raise FloatingPointError(
-                f"the gradient's norm is {norm.item()}: the policy update diverged; lower actor.optim.lr"
-            )
         lr = self.scheduler.get_last_lr()[0]
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        # Clipping has made every gradient NaN then; a step would ruin the weights, and a save would make that last.
+        if torch.isfinite(norm):
+            self.optimizer.step()
+            self.scheduler.step()
+        self.zero_grad()
         return {"grad_norm": float(norm), "lr": float(lr)}
 
-    @torch.no_grad()
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainingBackend.full_tensors`."""
-        for name, tensor in named_state(self.model):
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-    def model_pieces(self) -> Pieces:
-        """See `Role.model_pieces`."""
-        return {name: piece_of(tensor) for name, tensor in named_state(self.model)}
+    def zero_grad(self) -> None:
+        """See `TrainingBackend.zero_grad`."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     def optimizer_pieces(self) -> Pieces:
         """See `Role.optimizer_pieces`."""
+        self.reshard()
         return {
             f"{name}.{key}": piece_of(value)
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in self.module.named_parameters()
             for key, value in self.optimizer.state[parameter].items()
         }
 
@@ -140,13 +155,6 @@ def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -
     fully_shard(model, **options)
     model.to(device)  # type: ignore[arg-type]
     return model
-
-
-def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters (tied ones once) and persistent buffers, by name, in a fixed order."""
-    yield from model.named_parameters()
-    persistent = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
 def piece_of(tensor: Tensor) -> Piece:

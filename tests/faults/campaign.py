@@ -1,4 +1,4 @@
-"""python -m tests.faults.campaign --kills N --seed S [--nproc R]: does any kill change the result?
+"""python -m tests.faults.campaign --kills N --seed S [--nproc R] [--profile NAME]: does any kill change the result?
 
 Trains once undisturbed. Trains again with N SIGKILLs of ranks and of the supervisor at named events, started again each time with the same
 command. Then compares weights, optimizer, RNG, driver state and metric history bit for bit, and reports which windows were hit. Exit code
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.checkpoint.layout import TEMPORARY, TRASH
@@ -32,13 +33,68 @@ ON_THE_LEADER = (
     "commit.prune",
     "commit.trash",
 )
-WINDOWS = ON_EVERY_RANK + ON_THE_LEADER
 SAVE_FREQ = 2
 LAUNCH_DEADLINE_S = 1800
 
 
-def overrides(folder: Path, name: str, steps: int, nproc: int) -> list[str]:
-    """A small run in which everything that a checkpoint holds matters: several epochs, mini-batches, a schedule, a reference."""
+@dataclass(frozen=True)
+class Profile:
+    """What is trained, and the windows that only this kind of run has; `spare` checkpoints' worth of steps for rare ones to come by."""
+
+    settings: tuple[str, ...]
+    on_every_rank: tuple[str, ...] = ()
+    on_the_leader: tuple[str, ...] = ()
+    spare: int = 4
+
+    @property
+    def windows(self) -> tuple[str, ...]:
+        return ON_EVERY_RANK + self.on_every_rank + ON_THE_LEADER + self.on_the_leader
+
+
+PROFILES = {
+    "grpo": Profile(("actor.use_kl_loss=true",)),
+    # A critic with its warm-up, and a coefficient that moves with every batch.
+    "ppo": Profile(
+        (
+            "algorithm=ppo",
+            "algorithm.lam=0.9",
+            "algorithm.kl_ctrl.type=adaptive",
+            "algorithm.kl_ctrl.kl_coef=0.05",
+            "algorithm.kl_ctrl.target_kl=0.01",
+            "algorithm.kl_ctrl.horizon=100",
+            "trainer.critic_warmup=2",
+            "critic.ppo_epochs=2",
+            "critic.optim.lr=1e-3",
+            "critic.optim.lr_scheduler_type=linear",
+        )
+    ),
+    # More prompts per generation than a batch takes, so that groups are carried over almost every step, to be trained on late.
+    "dapo": Profile(
+        (
+            "algorithm=dapo",
+            "data.gen_batch_size=6",
+            "reward.overlong_buffer.len=2",
+            "algorithm.rollout_correction.rollout_is=token",
+        )
+    ),
+    # Saves at 2, 4, 6 ... and the reference at 3, 6, 9 ...: some saves write the reference, others link it.
+    "ema": Profile(
+        ("actor.use_kl_loss=true", "actor.kl_loss_coef=0.1", "ref.update_freq=3", "ref.alpha=0.5"),
+        on_every_rank=("reference.update",),
+        on_the_leader=("commit.link",),
+        spare=12,
+    ),
+    # Batches far below the average reward are refused, which on so small batches happens now and then.
+    "rollback": Profile(
+        ("actor.use_kl_loss=true", "guards.action=rollback", "guards.max_reward_drop=0.12", "guards.max_events=100"),
+        on_every_rank=("rollback.before", "rollback.after"),
+        spare=16,
+    ),
+}
+
+
+def overrides(folder: Path, name: str, steps: int, nproc: int, profile: Profile) -> list[str]:
+    """A small run in which everything that a checkpoint holds matters: several epochs, mini-batches, a schedule."""
     return [
         f"trainer.default_local_dir={folder}",
         f"trainer.experiment_name={name}",
@@ -55,24 +111,24 @@ def overrides(folder: Path, name: str, steps: int, nproc: int) -> list[str]:
         "rollout.n=4",
         "actor.ppo_mini_batch_size=2",
         "actor.ppo_epochs=2",
-        "actor.use_kl_loss=true",
         "actor.optim.lr_scheduler_type=cosine",
         "actor.optim.lr_warmup_steps=3",
+        *profile.settings,
     ]
 
 
-def plan_kills(kills: int, seed: int, nproc: int, steps: int) -> list[dict]:
+def plan_kills(kills: int, seed: int, nproc: int, steps: int, profile: Profile) -> list[dict]:
     """Every window equally often, in random order, spread over the run; a quarter of the kills hit the supervisor."""
     rng = random.Random(seed)
-    events = [WINDOWS[i % len(WINDOWS)] for i in range(kills)]
+    events = [profile.windows[i % len(profile.windows)] for i in range(kills)]
     rng.shuffle(events)
     plan = []
     for number, event in enumerate(events):
-        observer = rng.randrange(nproc) if event in ON_EVERY_RANK else 0
+        observer = rng.randrange(nproc) if event in ON_EVERY_RANK + profile.on_every_rank else 0
         victim = "supervisor" if rng.random() < 0.25 else str(rng.randrange(nproc) if rng.random() < 0.3 else observer)
         # Retention has something to remove from the third checkpoint on.
         first = 2 * SAVE_FREQ if event in ("commit.prune", "commit.trash") else 0
-        after = max(first, int(number / kills * (steps - 4 * SAVE_FREQ)))
+        after = max(first, int(number / kills * (steps - profile.spare * SAVE_FREQ)))
         plan.append({"id": number, "event": event, "observer": observer, "victim": victim, "after_step": after})
     return plan
 
@@ -85,18 +141,18 @@ def launch(arguments: list[str], environment: dict[str, str], log: Path) -> int:
         ).returncode
 
 
-def run_campaign(folder: Path, kills: int, seed: int, nproc: int, more: list[str]) -> list[str]:
+def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profile, more: list[str]) -> list[str]:
     """Returns what is wrong, in lines; empty when no kill changed anything."""
     say = lambda text: sys.stdout.write(text + "\n") and sys.stdout.flush()  # noqa: E731
     # A kill lets the run get at most one checkpoint further, so that the last one still finds a run to hit.
-    steps = SAVE_FREQ * kills + 4 * SAVE_FREQ
+    steps = SAVE_FREQ * (kills + profile.spare)
     started = time.monotonic()
-    code = launch(overrides(folder, "undisturbed", steps, nproc) + more, {}, folder / "undisturbed.log")
+    code = launch(overrides(folder, "undisturbed", steps, nproc, profile) + more, {}, folder / "undisturbed.log")
     if code != 0:
         return [f"the undisturbed run ended with exit code {code}:\n{(folder / 'undisturbed.log').read_text()[-3000:]}"]
     say(f"undisturbed: {steps} steps on {nproc} rank(s) in {time.monotonic() - started:.0f} s")
 
-    plan = plan_kills(kills, seed, nproc, steps)
+    plan = plan_kills(kills, seed, nproc, steps, profile)
     run_dir = folder / "rlhf" / "killed"
     (folder / "plan.json").write_text(json.dumps(plan))
     (folder / "run_dir").write_text(str(run_dir))
@@ -106,7 +162,7 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, more: list[str
         f"trainer.max_restarts={kills}",
         f"trainer.max_failures_per_step={kills + 1}",
     ]
-    arguments = overrides(folder, "killed", steps, nproc) + endless + more
+    arguments = overrides(folder, "killed", steps, nproc, profile) + endless + more
     launches = 0
     while True:
         code = launch(arguments, environment, folder / "killed.log")
@@ -124,9 +180,9 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, more: list[str
     say(
         f"killed: {len(fired)} of {kills} kills hit ({dict(victims)}), {launches} start(s), {time.monotonic() - started:.0f} s in all"
     )
-    for window in WINDOWS:
+    for window in profile.windows:
         say(f"  {window:20} {hits[window]}")
-    problems = [f"window {window} was never hit" for window in WINDOWS if not hits[window]]
+    problems = [f"window {window} was never hit" for window in profile.windows if not hits[window]]
     if len(fired) < kills:
         problems.append(f"{kills - len(fired)} kills never fired")
     if launch(arguments, environment, folder / "killed.log") != 0:
@@ -138,19 +194,21 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, more: list[str
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.campaign", description=__doc__)
-    parser.add_argument(
-        "--kills", type=int, default=len(WINDOWS), help=f"at least {len(WINDOWS)}, the number of windows"
-    )
+    parser.add_argument("--kills", type=int, default=25, help="at least the number of windows")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nproc", type=int, default=1, help="ranks")
+    parser.add_argument("--profile", choices=PROFILES, default="grpo", help="what is trained")
     parser.add_argument("--keep", type=Path, help="work in this new folder and keep it")
     parser.add_argument("overrides", nargs="*", help="settings for both runs, as for rlhf.train")
     arguments = parser.parse_args()
-    if arguments.kills < len(WINDOWS):
-        parser.error(f"--kills={arguments.kills} cannot hit each of the {len(WINDOWS)} windows")
+    profile = PROFILES[arguments.profile]
+    if arguments.kills < len(profile.windows):
+        parser.error(f"--kills={arguments.kills} cannot hit each of the {len(profile.windows)} windows")
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="rlhf-campaign-"))
     folder.mkdir(parents=True, exist_ok=True)
-    problems = run_campaign(folder.absolute(), arguments.kills, arguments.seed, arguments.nproc, arguments.overrides)
+    problems = run_campaign(
+        folder.absolute(), arguments.kills, arguments.seed, arguments.nproc, profile, arguments.overrides
+    )
     for problem in problems:
         sys.stdout.write(f"FAILED: {problem}\n")
     if not problems:

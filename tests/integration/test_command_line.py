@@ -69,7 +69,7 @@ def test_the_plain_command_is_the_offline_recipe():
     assert config == compose("recipes=offline")
     assert config.model.path == str(ROOT / "rlhf" / "models" / "tiny_policy")
     assert config.data.train_files is None
-    assert config.reward.name == "reasoning_gym"
+    assert config.reward.functions == ["reasoning_gym"]
 
 
 def test_another_recipe_replaces_the_offline_one():
@@ -85,7 +85,7 @@ def test_the_command_line_wins_over_the_recipe_wins_over_groups():
     assert compose("rollout.n=4").rollout.n == 4
     assert compose("rollout.n=4", "recipes=offline", "rollout.n=2").rollout.n == 2
     config = compose("model=hf", "model.path=org/name", "reward=exact_match")
-    assert (config.model.path, config.reward.name) == ("org/name", "exact_match")
+    assert (config.model.path, config.reward.functions) == ("org/name", ["exact_match"])
 
 
 def test_values_of_many_shapes():
@@ -173,6 +173,10 @@ WRONG_COMMANDS = [
     ),
     (['trainer.experiment_name="${a"'], "trainer.experiment_name=${a: no viable alternative at input"),
     (["rollout.top_p=1.5"], "rollout.top_p=1.5: must be at most 1."),
+    (["rollout.n=1"], "rollout.n=1: grpo compares the samples of one prompt; set rollout.n to 2 or more."),
+    (["algorithm=dappo"], "algorithm=dappo: the group has no such entry. Did you mean dapo?"),
+    (["algorithm.adv_estimator=ppo"], "algorithm.adv_estimator=ppo: ppo is a whole algorithm; write algorithm=ppo."),
+    (["actor.policy_loss.loss_mode=my.py:f"], "actor.policy_loss.loss_mode=my.py:f: no file "),
     (["recipes=minimal", "model.path=a/b"], "data.train_files=[]: set a file, a glob or a Hub name"),
     (["--config-dir", "/nowhere"], "--config-dir /nowhere: there is no such folder."),
     (["--cfg", "hydra"], "argument --cfg: invalid choice: 'hydra'"),

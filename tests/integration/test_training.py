@@ -70,7 +70,7 @@ def ends(launches: ThreadPoolExecutor, undisturbed: Undisturbed, folder: Path, s
         "again": launches.submit(lambda: undisturbed.run_dir(1) and train(again)),
         "raises": start(
             "raises",
-            f"reward.function={folder}/rewards.py:poisoned",
+            f"reward.functions=[{folder}/rewards.py:poisoned]",
             "data.shuffle=false",
             "trainer.save_freq=1",
             "trainer.max_failures_per_step=2",
@@ -79,7 +79,7 @@ def ends(launches: ThreadPoolExecutor, undisturbed: Undisturbed, folder: Path, s
         ),
         "parquet": start(
             "parquet",
-            f"reward.function={folder}/rewards.py:detailed",
+            f"reward.functions=[{folder}/rewards.py:detailed]",
             "reward.timeout_s=2",
             f"data.val_files={folder}/verl.jsonl",
             "data.val_max_samples=4",

@@ -1,104 +1,220 @@
-"""The policy update as one would write it on a blackboard: one process, one sequence at a time, no padding, float64."""
+"""The updates as one would write them on a blackboard: one process, one sequence at a time, no padding, float64."""
 
 import copy
 import math
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from rlhf.batch import Batch
-from rlhf.config import ActorConfig
+from rlhf.config import ActorConfig, Config, CriticConfig
+
+Rows = list[list[Tensor]]
+MiniLoss = Callable[[nn.Module, range, dict[str, float]], Tensor]
 
 
-def plain_update(
-    model: nn.Module, reference: nn.Module, batch: Batch, config: ActorConfig, mini_batches: int, total_steps: int
-) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], dict[str, float]]:
-    """The weights after the update of `model` (left as it is), the gradient of every optimizer step, and the metrics."""
-    policy, reference = copy.deepcopy(model).double(), copy.deepcopy(reference).double()
-    parameters = dict(policy.named_parameters())
-    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in parameters.items()}
-    samples = range(len(batch))
+@dataclass
+class Plain:
+    """Weights after an update, the gradient of every optimizer step, and the means of the steps' figures."""
+
+    weights: dict[str, Tensor]
+    gradients: list[dict[str, Tensor]]
+    metrics: dict[str, float]
+
+
+@dataclass
+class Tokens:
+    """Figures of the tokens of a mini-batch, row by row."""
+
+    rows: defaultdict[str, Rows] = field(default_factory=lambda: defaultdict(list))
+
+    def add_row(self, *names: str) -> None:
+        for name in names:
+            self.rows[name].append([])
+
+    def add(self, **values: Tensor | float) -> None:
+        for name, value in values.items():
+            self.rows[name][-1].append(torch.as_tensor(value, dtype=torch.float64))
+
+    def mean(self, name: str) -> float:
+        return float(torch.stack([value for row in self.rows[name] for value in row]).mean().detach())
+
+
+def plain_actor(
+    model: nn.Module, reference: nn.Module, batch: Batch, config: Config, mini_batches: int, total_steps: int
+) -> Plain:
+    """The policy's update; `model` is left as it is."""
+    policy, frozen = copy.deepcopy(model).double(), copy.deepcopy(reference).double()
     with torch.no_grad():
-        old = [log_softmax_of(policy, batch, s)[0] for s in samples]
-        ref = [log_softmax_of(reference, batch, s)[0] for s in samples]
+        old = [log_softmax_of(policy, batch, s)[0] for s in range(len(batch))]
+        ref = [log_softmax_of(frozen, batch, s)[0] for s in range(len(batch))]
+
+    def loss_of(policy: nn.Module, mini: range, metrics: dict[str, float]) -> Tensor:
+        return actor_loss(policy, batch, mini, old, ref, config, metrics)
+
+    return walk(policy, config.actor, len(batch), mini_batches, total_steps, loss_of)
+
+
+def plain_critic(model: nn.Module, batch: Batch, config: Config, mini_batches: int, total_steps: int) -> Plain:
+    """The critic's update; the old values are those of `model`, which is left as it is."""
+    critic = copy.deepcopy(model).double()
+    with torch.no_grad():
+        old = [values_of(critic, batch, s) for s in range(len(batch))]
+
+    def loss_of(critic: nn.Module, mini: range, metrics: dict[str, float]) -> Tensor:
+        return critic_loss(critic, batch, mini, old, config, metrics)
+
+    return walk(critic, config.critic, len(batch), mini_batches, total_steps, loss_of)
+
+
+def walk(
+    model: nn.Module,
+    config: ActorConfig | CriticConfig,
+    samples: int,
+    mini_batches: int,
+    total_steps: int,
+    loss_of: MiniLoss,
+) -> Plain:
+    parameters = dict(model.named_parameters())
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in parameters.items()}
     gradients: list[dict[str, Tensor]] = []
     metrics: defaultdict[str, float] = defaultdict(float)
-    size = len(batch) // mini_batches
+    size = samples // mini_batches
     for _ in range(config.ppo_epochs):
-        for start in range(0, len(batch), size):
-            mini = samples[start : start + size]
-            loss = mini_batch_loss(policy, batch, mini, old, ref, config, metrics)
-            policy.zero_grad()
+        for start in range(0, samples, size):
+            loss = loss_of(model, range(start, start + size), metrics)
+            metrics["loss"] += float(loss.detach())
+            model.zero_grad()
             loss.backward()
             gradients.append({name: p.grad.clone() for name, p in parameters.items()})
-            metrics["actor/lr"] = learning_rate(config, len(gradients) - 1, total_steps)
-            metrics["actor/grad_norm"] += adamw_step(parameters, moments, config, len(gradients), metrics["actor/lr"])
-    for name in metrics.keys() - {"actor/lr", "rollout/logprob_diff_max"}:
-        metrics[name] /= len(gradients)
-    return {name: p.detach() for name, p in parameters.items()}, gradients, dict(metrics)
+            lr = learning_rate(config, len(gradients) - 1, total_steps)
+            metrics["grad_norm"] += adamw_step(parameters, moments, config, len(gradients), lr)
+    means = {name: value / len(gradients) for name, value in metrics.items()} | {"lr": lr}
+    return Plain({name: p.detach() for name, p in parameters.items()}, gradients, means)
 
 
 def log_softmax_of(model: nn.Module, batch: Batch, sample: int) -> tuple[Tensor, Tensor]:
     """Log-probs of the response tokens of one sample, and the entropies, at temperature 1."""
-    prompt, response = int(batch.prompt_lengths[sample]), int(batch.response_lengths[sample])
-    ids = batch.input_ids[sample, : prompt + response]
-    every = torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0].double(), dim=-1)
-    every = every[prompt - 1 : prompt + response - 1]
+    logits, ids, prompt, response = output_of(model, batch, sample)
+    every = torch.log_softmax(logits, dim=-1)
     return torch.stack([every[i, ids[prompt + i]] for i in range(response)]), -(every.exp() * every).sum(dim=-1)
 
 
-def mini_batch_loss(
+def values_of(model: nn.Module, batch: Batch, sample: int) -> Tensor:
+    """Values before each response token of one sample."""
+    return output_of(model, batch, sample)[0][:, 0]
+
+
+def output_of(model: nn.Module, batch: Batch, sample: int) -> tuple[Tensor, Tensor, int, int]:
+    prompt, response = int(batch.prompt_lengths[sample]), int(batch.response_lengths[sample])
+    ids = batch.input_ids[sample, : prompt + response]
+    logits = model(input_ids=ids[None], use_cache=False).logits[0].double()
+    return logits[prompt - 1 : prompt + response - 1], ids, prompt, response
+
+
+def actor_loss(
     policy: nn.Module,
     batch: Batch,
     mini: range,
     old: list[Tensor],
     ref: list[Tensor],
-    config: ActorConfig,
+    config: Config,
     metrics: dict[str, float],
 ) -> Tensor:
-    """The loss of one mini-batch; its figures are added to `metrics`."""
-    losses: dict[str, list[list[Tensor]]] = {"pg": [], "kl": [], "entropy": []}
-    clipped, differences = [], []
-    for sample in mini:
-        log_probs, entropies = log_softmax_of(policy, batch, sample)
-        for values in losses.values():
-            values.append([])
-        for token, log_prob in enumerate(log_probs):
-            advantage = batch.advantages[sample].double()
-            ratio = torch.exp(log_prob - old[sample][token])
-            bounded = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
-            losses["pg"][-1].append(torch.max(-advantage * ratio, -advantage * bounded))
-            clipped.append(float(-advantage * bounded > -advantage * ratio))
-            losses["kl"][-1].append(kl(log_prob - ref[sample][token], config.kl_loss_type))
-            losses["entropy"][-1].append(entropies[token])
-            differences.append(abs(float(old[sample][token]) - float(batch.rollout_log_probs[sample, token])))
-    totals = {name: aggregate(values, config.loss_agg_mode) for name, values in losses.items()}
-    loss = totals["pg"] - config.entropy_coeff * totals["entropy"]
-    if config.use_kl_loss:
-        loss = loss + config.kl_loss_coef * totals["kl"]
-        metrics["actor/kl_loss"] += float(totals["kl"].detach())
-    metrics["actor/loss"] += float(loss.detach())
-    metrics["actor/pg_loss"] += float(totals["pg"].detach())
-    metrics["actor/entropy"] += float(aggregate(losses["entropy"], "token-mean").detach())
-    metrics["actor/clip_frac"] += sum(clipped) / len(clipped)
-    metrics["rollout/logprob_diff_mean"] += sum(differences) / len(differences)
-    metrics["rollout/logprob_diff_max"] = max(metrics["rollout/logprob_diff_max"], *differences)
+    """The policy's loss of one mini-batch; its figures are added to `metrics`."""
+    actor, correction = config.actor, config.algorithm.rollout_correction
+    tokens = Tokens()
+    for s in mini:
+        log_probs, entropies = log_softmax_of(policy, batch, s)
+        tokens.add_row("pg", "kl_loss", "entropy", "kl", "ref_kl", "difference", "engine_kl", "weight", "truncated")
+        sequence = torch.stack([n - o for n, o in zip(log_probs, old[s], strict=True)]).mean()
+        engine = [float(o - batch.rollout_log_probs[s, t]) for t, o in enumerate(old[s])]
+        for t, log_prob in enumerate(log_probs):
+            loss = token_loss(log_prob, old[s][t], sequence, float(batch.advantages[s, t]), actor)
+            if correction.rollout_is is not None:
+                log_weight = sum(engine) if correction.rollout_is == "sequence" else engine[t]
+                weight = min(math.exp(log_weight), correction.rollout_is_threshold)
+                tokens.add(weight=weight, truncated=float(math.exp(log_weight) > weight))
+                loss = loss * weight
+            tokens.add(pg=loss, kl_loss=kl(log_prob - ref[s][t], actor.kl_loss_type), entropy=entropies[t])
+            tokens.add(kl=kl(old[s][t] - log_prob, "k3"), ref_kl=kl(log_prob - ref[s][t], "k3"))
+            tokens.add(difference=abs(engine[t]), engine_kl=kl(torch.tensor(-engine[t], dtype=torch.float64), "k3"))
+    pg_loss = aggregate(tokens.rows["pg"], actor.loss_agg_mode, config)
+    loss = pg_loss - actor.entropy_coeff * aggregate(tokens.rows["entropy"], actor.loss_agg_mode, config)
+    metrics["pg_loss"] += float(pg_loss.detach())
+    if actor.use_kl_loss:
+        kl_loss = aggregate(tokens.rows["kl_loss"], actor.loss_agg_mode, config)
+        loss = loss + actor.kl_loss_coef * kl_loss
+        metrics["kl_loss"] += float(kl_loss.detach())
+        metrics["ref_kl"] += tokens.mean("ref_kl")
+    for name in ("entropy", "kl"):
+        metrics[name] += tokens.mean(name)
+    metrics["rollout/logprob_diff_mean"] += tokens.mean("difference")
+    metrics["rollout/kl"] += tokens.mean("engine_kl")
+    if correction.rollout_is is not None:
+        metrics["rollout/is_mean"] += tokens.mean("weight")
+        metrics["rollout/is_truncated"] += tokens.mean("truncated")
     return loss
 
 
+def token_loss(log_prob: Tensor, old: Tensor, sequence: Tensor, advantage: float, config: ActorConfig) -> Tensor:
+    """PPO's (with the dual clip), GSPO's and CISPO's; `sequence` is the mean log-ratio of the row."""
+    low, high = 1 - config.clip_ratio_low, 1 + config.clip_ratio_high
+    ratio = torch.exp(log_prob - old)
+    if config.policy_loss.loss_mode == "cispo":
+        return -ratio.detach().clamp(low, high) * advantage * log_prob
+    if config.policy_loss.loss_mode == "gspo":
+        ratio = torch.exp(sequence)
+        # What GSPO differentiates when the advantage varies by token: the row's ratio, by the token's own log-prob.
+        ratio = ratio.detach() * torch.exp(log_prob - log_prob.detach())
+    loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(low, high))
+    if config.policy_loss.loss_mode == "vanilla" and advantage < 0:
+        loss = torch.min(loss, torch.tensor(-advantage * config.clip_ratio_c, dtype=torch.float64))
+    return loss
+
+
+def critic_loss(
+    critic: nn.Module, batch: Batch, mini: range, old: list[Tensor], config: Config, metrics: dict[str, float]
+) -> Tensor:
+    """The critic's loss of one mini-batch; its figures are added to `metrics`."""
+    tokens = Tokens()
+    bound = config.critic.cliprange_value
+    for s in mini:
+        tokens.add_row("loss", "clipped", "value")
+        for t, value in enumerate(values_of(critic, batch, s)):
+            target, before = float(batch.returns[s, t]), float(old[s][t])
+            near = value.clamp(before - bound, before + bound)
+            losses = 0.5 * (value - target) ** 2, 0.5 * (near - target) ** 2
+            tokens.add(loss=torch.max(*losses), clipped=float(losses[1] > losses[0]), value=value)
+    metrics["vf_clipfrac"] += tokens.mean("clipped")
+    metrics["value_mean"] += tokens.mean("value")
+    return aggregate(tokens.rows["loss"], config.critic.loss_agg_mode, config)
+
+
 def kl(difference: Tensor, kind: str) -> Tensor:
-    return {"k1": difference, "k2": difference**2 / 2, "k3": torch.exp(-difference) - 1 + difference}[kind]
+    k2 = difference**2 / 2
+    if kind.endswith("+"):
+        return k2 - k2.detach() + kl(difference, kind[:-1]).detach()
+    return {
+        "k1": difference,
+        "k2": k2,
+        "k3": (torch.exp(-difference) - 1 + difference).clamp(max=10),
+        "abs": difference.abs(),
+    }[kind]
 
 
-def aggregate(rows: list[list[Tensor]], mode: str) -> Tensor:
+def aggregate(rows: Rows, mode: str, config: Config) -> Tensor:
     if mode == "token-mean":
         return torch.stack([value for row in rows for value in row]).mean()
-    of_rows = [torch.stack(row).sum() / (len(row) if mode == "seq-mean-token-mean" else 1) for row in rows]
-    return torch.stack(of_rows).mean()
+    fixed = config.actor.loss_scale_factor or config.data.max_response_length
+    divisor = {"seq-mean-token-mean": None, "seq-mean-token-sum": 1, "seq-mean-token-sum-norm": fixed}[mode]
+    return torch.stack([torch.stack(row).sum() / (divisor or len(row)) for row in rows]).mean()
 
 
-def learning_rate(config: ActorConfig, step: int, total_steps: int) -> float:
+def learning_rate(config: ActorConfig | CriticConfig, step: int, total_steps: int) -> float:
     """The cosine schedule with warm-up; the only shape used here."""
     optim = config.optim
     if step < optim.lr_warmup_steps:
@@ -110,8 +226,8 @@ def learning_rate(config: ActorConfig, step: int, total_steps: int) -> float:
 
 def adamw_step(
     parameters: dict[str, nn.Parameter],
-    moments: dict[str, tuple[Tensor, Tensor]],
-    config: ActorConfig,
+    moments: dict[str, Sequence[Tensor]],
+    config: ActorConfig | CriticConfig,
     step: int,
     lr: float,
 ) -> float:

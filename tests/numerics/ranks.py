@@ -30,5 +30,7 @@ def single_rank() -> Iterator[None]:
     """This process as the only rank."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf.backends import log_probs as log_probs_module
-from rlhf.backends.fsdp2 import Fsdp2Policy
-from rlhf.backends.log_probs import response_log_probs
+from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.batch import Batch
 from rlhf.config import BackendConfig
+from rlhf.learning.log_probs import response_log_probs
+from rlhf.learning.policy import Policy
 from tests.numerics.ranks import single_rank
 from tests.numerics.tiny import VOCAB, random_batch, tiny_qwen2
 
@@ -128,9 +129,9 @@ def test_bfloat16_autocast_is_close_and_keeps_float32_at_both_ends():
     expected = expected_of(whole, batch, 1.0)
     expected_gradients = gradients_of(whole, *expected)
     with single_rank():
-        half = Fsdp2Policy(tiny_qwen2(), BackendConfig(autocast="bfloat16"), cpu, 1.0)
-        ours = half.log_probs(batch, with_entropy=True)
-        gradients = gradients_of(half.model, *ours)
+        half = Fsdp2Model(tiny_qwen2(), BackendConfig(autocast="bfloat16"), cpu)
+        ours = Policy(half, 1.0).log_probs(batch, with_entropy=True)
+        gradients = gradients_of(half.module, *ours)
     for value, reference in zip(ours, expected, strict=True):
         assert value.dtype == torch.float32
         assert 1e-4 < (value.double() - reference).abs().max() < 0.1

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.metrics import Summary, merge
+from rlhf.experience.metrics import Summary, merge
 from tests.numerics.ranks import run_ranks
 
 VALUES = [

@@ -2,7 +2,7 @@
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from rlhf.batch import Batch
 
@@ -26,10 +26,18 @@ def tiny_qwen2(seed: int = 0) -> PreTrainedModel:
     return Qwen2ForCausalLM(config).float().eval()
 
 
+def tiny_value_model(seed: int = 0) -> PreTrainedModel:
+    """The same trunk with a value head whose weights are not zero."""
+    config = tiny_qwen2().config
+    config.num_labels, config.classifier_dropout = 1, 0.0
+    torch.manual_seed(seed)
+    return Qwen2ForTokenClassification(config).float().eval()
+
+
 def random_batch(
     seed: int, samples: int, prompt: tuple[int, int] = (1, 7), response: tuple[int, int] = (1, 9)
 ) -> Batch:
-    """Samples with lengths uniform in the given bounds and random rollout log-probs, zero on padding; padded with token 0."""
+    """Samples with lengths uniform in the given bounds and random figures per token, zero on padding; padded with token 0."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(prompt[0], prompt[1] + 1, (samples,), generator=generator)
     responses = torch.randint(response[0], response[1] + 1, (samples,), generator=generator)
@@ -41,5 +49,10 @@ def random_batch(
         response_lengths=responses,
         rollout_log_probs=pad_sequence(log_probs, batch_first=True),
         scores=torch.randint(0, 2, (samples,), generator=generator).float(),
-        advantages=torch.randn(samples, generator=generator),
+        advantages=_padded(generator, responses),
+        returns=_padded(generator, responses),
     )
+
+
+def _padded(generator: torch.Generator, lengths: torch.Tensor) -> torch.Tensor:
+    return pad_sequence([torch.randn(int(n), generator=generator) for n in lengths], batch_first=True)

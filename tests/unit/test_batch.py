@@ -11,6 +11,7 @@ from rlhf.batch import Batch, collate
 from rlhf.rollout import Request, Sample
 
 PAD = 99
+PER_TOKEN = ("token_rewards", "advantages", "returns", "values", "old_log_probs", "ref_log_probs")
 CPU = torch.device("cpu")
 
 
@@ -32,9 +33,9 @@ def full_batch(seed: int) -> tuple[list[Request], list[Sample], Batch]:
     requests, samples = random_samples(seed)
     batch = collate(requests, samples, PAD, CPU)
     batch.scores = torch.arange(len(batch)).float()
-    batch.advantages = batch.scores * 10
-    batch.old_log_probs = batch.rollout_log_probs + 1000
-    batch.ref_log_probs = batch.rollout_log_probs + 2000
+    batch.baselines = batch.scores * 10
+    for number, name in enumerate(PER_TOKEN, 1):
+        setattr(batch, name, batch.rollout_log_probs + 1000 * number)
     return requests, samples, batch
 
 
@@ -48,9 +49,9 @@ def check_row(batch: Batch, row: int, number: int, prompt: list[int], sample: Sa
     expected = torch.tensor(sample.log_probs)
     assert torch.equal(batch.rollout_log_probs[row, :count], expected)
     assert not batch.rollout_log_probs[row, count:].any()
-    assert torch.equal(batch.old_log_probs[row, :count], expected + 1000)
-    assert torch.equal(batch.ref_log_probs[row, :count], expected + 2000)
-    assert (batch.scores[row], batch.advantages[row]) == (number, number * 10)
+    for place, name in enumerate(PER_TOKEN, 1):
+        assert torch.equal(getattr(batch, name)[row, :count], expected + 1000 * place)
+    assert (batch.scores[row], batch.baselines[row]) == (number, number * 10)
 
 
 def prompts_of(requests: list[Request]) -> dict[int, list[int]]:
@@ -60,7 +61,7 @@ def prompts_of(requests: list[Request]) -> dict[int, list[int]]:
 def check_trimmed(batch: Batch) -> None:
     responses = int(batch.response_lengths.max())
     assert batch.input_ids.shape[1] == int((batch.prompt_lengths + batch.response_lengths).max())
-    for tensor in (batch.rollout_log_probs, batch.old_log_probs, batch.ref_log_probs, batch.response_mask):
+    for tensor in (batch.rollout_log_probs, batch.response_mask, *(getattr(batch, name) for name in PER_TOKEN)):
         assert tensor.shape == (len(batch), responses)
 
 
@@ -107,5 +108,17 @@ def test_select_leaves_the_batch_alone_and_keeps_missing_tensors_missing():
     batch = collate(requests, samples, PAD, CPU)
     before = {f.name: v.clone() for f in fields(batch) if isinstance(v := getattr(batch, f.name), Tensor)}
     picked = batch.select(torch.tensor([0]))
-    assert (picked.advantages, picked.old_log_probs, picked.ref_log_probs) == (None, None, None)
+    assert [getattr(picked, name) for name in ("baselines", *PER_TOKEN)] == [None] * (1 + len(PER_TOKEN))
     assert all(torch.equal(getattr(batch, name), value) for name, value in before.items())
+
+
+def test_scores_lie_on_the_last_token_and_nowhere_without_tokens():
+    lengths, scores = [3, 0, 1, 4], [0.5, 7.0, -2.0, 0.0]
+    requests = [Request(uid, [1, 2]) for uid in range(4)]
+    samples = [Sample(uid, 0, [5] * length, [-1.0] * length, "stop") for uid, length in enumerate(lengths)]
+    batch = collate(requests, samples, PAD, CPU)
+    batch.scores = torch.tensor(scores)
+    rewards = batch.scores_on_last_tokens()
+    assert rewards.dtype == torch.float32
+    assert rewards.tolist() == [[0, 0, 0.5, 0], [0, 0, 0, 0], [-2, 0, 0, 0], [0, 0, 0, 0]]
+    assert not (rewards * (1 - batch.response_mask)).any()

@@ -27,11 +27,13 @@ def test_differences_are_sorted_by_their_meaning():
     ]
 
 
+@pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("key", ["total_training_steps", "total_epochs"])
-def test_a_longer_run_matters_only_to_a_decaying_rate(schedule, key):
+def test_a_longer_run_matters_only_to_a_decaying_rate(schedule, key, role):
     stored, present = Config(), Config()
-    stored.actor.optim.lr_scheduler_type = present.actor.optim.lr_scheduler_type = schedule
+    for config in (stored, present):
+        getattr(config, role).optim.lr_scheduler_type = schedule
     setattr(present.trainer, key, 7)
     diff = compare(stored, present)
     assert [c.key for c in diff.harmless] == ([f"trainer.{key}"] if schedule == "constant" else [])

@@ -43,6 +43,38 @@ ACCEPTED: dict[str, dict] = {
         "actor__optim__lr_warmup_steps": 19,
     },
     "several files": {"data__train_files": ["a.jsonl", "b/*.parquet"]},
+    "the policy's warm-up counts its own steps": {
+        "trainer__total_training_steps": 10,
+        "trainer__critic_warmup": 4,
+        "actor__optim__lr_warmup_steps": 5,
+        "critic__optim__lr_warmup_steps": 9,
+    },
+    "a critic with more epochs has more steps": {
+        "trainer__total_training_steps": 10,
+        "critic__ppo_epochs": 2,
+        "critic__optim__lr_warmup_steps": 19,
+    },
+    "no low clip": {"actor__clip_ratio_low": 1.0},
+    "a fixed length for the policy": {
+        "actor__loss_scale_factor": 100,
+        "actor__loss_agg_mode": "seq-mean-token-sum-norm",
+    },
+    "a fixed length for the critic": {
+        "actor__loss_scale_factor": 100,
+        "critic__loss_agg_mode": "seq-mean-token-sum-norm",
+    },
+    "punished length": {"reward__overlong_buffer__enable": True, "reward__overlong_buffer__len": 255},
+    "a buffer that is off": {"reward__overlong_buffer__len": 1000},
+    "KL in reward and loss": {"actor__use_kl_loss": True, "algorithm__use_kl_in_reward": True},
+    "an adaptive coefficient": {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"},
+    "dynamic sampling": {"algorithm__filter_groups__enable": True, "data__gen_batch_size": 7},
+    "rollback": {"guards__action": "rollback"},
+    "rollback with an export": {
+        "guards__action": "rollback",
+        "checkpoint__contents": ["hf_model", "extra", "optimizer", "model"],
+        "checkpoint__load_contents": ["model", "optimizer", "extra"],
+    },
+    "a reward model": {"reward__functions": ["exact_match", "reward_model"], "reward_model__path": "org/judge"},
 }
 
 
@@ -57,13 +89,15 @@ REFUSED: list[tuple[dict, str]] = [
     ({"actor__optim__lr": float("nan")}, "actor.optim.lr=nan: must be a finite number."),
     ({"trainer__seed": 2**32}, "trainer.seed=4294967296: must be at most 4294967295."),
     ({"rollout__top_p": 1.5}, "rollout.top_p=1.5: must be at most 1."),
-    ({"actor__kl_loss_type": "k33"}, "actor.kl_loss_type=k33: must be one of k1, k2, k3. Did you mean k3?"),
+    (
+        {"actor__kl_loss_type": "k33"},
+        "actor.kl_loss_type=k33: must be one of k1, k2, k3, abs, k1+, k3+, abs+. Did you mean k3?",
+    ),
     (
         {"actor__ppo_mini_batch_size": 48},
         "actor.ppo_mini_batch_size=48 must divide data.train_batch_size=64: "
         "set actor.ppo_mini_batch_size=16 or data.train_batch_size=96.",
     ),
-    ({"rollout__n": 1}, "rollout.n=1: grpo compares the samples of one prompt; set rollout.n to 2 or more."),
     ({"rollout__temperature": 0.0}, "rollout.temperature=0: the 8 samples"),
     ({"rollout__top_k": 1}, "rollout.top_k=1: the 8 samples"),
     ({"rollout__stop": [""]}, "rollout.stop=['']: an empty stop string"),
@@ -90,6 +124,71 @@ REFUSED: list[tuple[dict, str]] = [
     ({"trainer__default_local_dir": ""}, "trainer.default_local_dir='': name the folder"),
     ({"actor__optim__betas": [0.9]}, "actor.optim.betas=[0.9]: must be two numbers"),
     ({"actor__optim__betas": [0.9, 1.0]}, "actor.optim.betas=[0.9, 1.0]: must be two numbers"),
+    ({"critic__optim__betas": [0.9]}, "critic.optim.betas=[0.9]: must be two numbers"),
+    (
+        {"trainer__total_training_steps": 10, "trainer__critic_warmup": 4, "actor__optim__lr_warmup_steps": 6},
+        "actor.optim.lr_warmup_steps=6: the run has 6 optimizer steps",
+    ),
+    (
+        {"trainer__total_training_steps": 10, "critic__optim__lr_warmup_steps": 10},
+        "critic.optim.lr_warmup_steps=10: the run has 10 optimizer steps",
+    ),
+    (
+        {"trainer__total_training_steps": 10, "trainer__critic_warmup": 10},
+        "trainer.critic_warmup=10: the run has 10 steps",
+    ),
+    (
+        {"actor__loss_scale_factor": 100},
+        "actor.loss_scale_factor=100: has effect only with actor.loss_agg_mode=seq-mean-token-sum-norm (it is token-mean)",
+    ),
+    (
+        {"reward__overlong_buffer__enable": True, "reward__overlong_buffer__len": 256},
+        "reward.overlong_buffer.len=256: must be less than data.max_response_length=256, of which it is the end: "
+        "set reward.overlong_buffer.len=51, or",
+    ),
+    (
+        {"algorithm__kl_ctrl__type": "adaptive"},
+        "algorithm.kl_ctrl.type=adaptive: has effect only with algorithm.use_kl_in_reward=true.",
+    ),
+    (
+        {
+            "algorithm__use_kl_in_reward": True,
+            "algorithm__kl_ctrl__type": "adaptive",
+            "algorithm__kl_ctrl__kl_coef": 0.0,
+        },
+        "algorithm.kl_ctrl.kl_coef=0: an adaptive coefficient is multiplied at each step, so 0 stays 0",
+    ),
+    ({"data__gen_batch_size": 64}, "data.gen_batch_size=64: has effect only with algorithm.filter_groups.enable=true"),
+    (
+        {"algorithm__filter_groups__enable": True, "rollout__n": 1},
+        "rollout.n=1: algorithm.filter_groups.enable=true drops prompts whose samples agree",
+    ),
+    (
+        {
+            "algorithm__filter_groups__enable": True,
+            "data__gen_batch_size": 8,
+            "algorithm__filter_groups__max_num_gen_batches": 7,
+        },
+        "data.gen_batch_size=8: with algorithm.filter_groups.max_num_gen_batches=7 a step has at most 56 prompts",
+    ),
+    (
+        {"guards__action": "rollback", "checkpoint__contents": ["model", "hf_model"]},
+        "checkpoint.contents=['model', 'hf_model']: guards.action=rollback returns to a checkpoint as it was, which takes model, "
+        "optimizer and extra; add optimizer, extra, or set guards.action=skip.",
+    ),
+    (
+        {"guards__action": "rollback", "checkpoint__load_contents": ["model"]},
+        "checkpoint.load_contents=['model']: guards.action=rollback",
+    ),
+    (
+        {"guards__action": "rollback", "trainer__save_freq": 0},
+        "trainer.save_freq=0: guards.action=rollback would go back to the start",
+    ),
+    (
+        {"reward_model__path": "org/judge"},
+        "reward_model.path=org/judge: has effect only with reward_model among reward.functions (they are reasoning_gym).",
+    ),
+    ({"critic__path": ""}, "critic.path='': set a folder in Hugging Face format or a Hub name."),
     ({"data__train_files": []}, "data.train_files=[]: set a file, a glob or a Hub name"),
     ({"data__val_files": 3}, "data.val_files=3: set a file, a glob or a Hub name"),
     ({"model__path": ""}, "model.path='': set a folder in Hugging Face format or a Hub name."),
@@ -105,7 +204,7 @@ def test_refused(changes, message):
 
 
 def test_all_problems_at_once():
-    lines = problems(make(rollout__n=1, trainer__experiment_name="..", actor__optim__betas=[]))
+    lines = problems(make(rollout__top_k=1, trainer__experiment_name="..", actor__optim__betas=[]))
     assert len(lines) == 3
 
 
@@ -116,6 +215,10 @@ def test_ranks_must_divide_the_batches():
         "set data.train_batch_size=66.",
         "actor.ppo_mini_batch_size=64 must be divisible by the number of ranks (trainer.nproc=3): "
         "set actor.ppo_mini_batch_size=66.",
+    ]
+    filtering = make(trainer__nproc=2, algorithm__filter_groups__enable=True, data__gen_batch_size=95)
+    assert problems(filtering) == [
+        "data.gen_batch_size=95 must be divisible by the number of ranks (trainer.nproc=2): set data.gen_batch_size=96."
     ]
 
 
@@ -166,9 +269,19 @@ MODEL_PATHS: dict[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
+@pytest.mark.parametrize("key", ["model", "critic", "reward_model"])
 @pytest.mark.parametrize(("path", "message"), MODEL_PATHS.values(), ids=MODEL_PATHS.keys())
-def test_local_model_path(models, path, message):
-    (line,) = problems(make(model__path=str(path(models))))
+def test_local_model_path(models, path, message, key):
+    (line,) = problems(
+        make(
+            **{
+                "reward__functions": ["reward_model"],
+                "reward_model__path": "org/judge",
+                f"{key}__path": str(path(models)),
+            }
+        )
+    )
+    assert line.startswith(f"{key}.path={path(models)}: ")
     assert message.format(m=models) in line
 
 

@@ -169,10 +169,12 @@ def test_resume_equals_the_uninterrupted_stream(ten, taken):
 def test_changed_data_is_refused_unless_allowed(ten, tokenizer, caplog):
     stream = PromptStream(ten, seed=3, shuffle=True)
     stream.next(4)
-    other = PromptStream(prompt_set(tokenizer, "x", "y", "z"), seed=3, shuffle=True)
+    changed = prompt_set(tokenizer, "x", "y", "z")
+    other = PromptStream(changed, seed=3, shuffle=True)
     with pytest.raises(UserError, match=r"data\.train_files.*trainer\.allow_config_change=true"):
         other.load_state_dict(stream.state_dict())
     assert other.state_dict()["consumed"] == 0
-    other.load_state_dict(stream.state_dict(), allow_change=True)
+    other = PromptStream(changed, seed=3, shuffle=True, allow_change=True)
+    other.load_state_dict(stream.state_dict())
     assert "not those of the checkpoint" in caplog.text
     assert [uid for uid, _ in other.next(2)] == [4, 5]

@@ -11,7 +11,7 @@ import torch
 
 from rlhf.batch import Batch
 from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.metrics import Summary, merge, step_metrics
+from rlhf.experience.metrics import Summary, merge, step_metrics
 from rlhf.reward import RewardResult
 
 
@@ -49,14 +49,16 @@ def test_step_metrics():
         scores=torch.tensor(scores),
     )
     extras = [{"format": 1.0}, {"format": 0.0, "rare": 7.0}, {"format": 1.0}, {}]
-    results = [RewardResult(s, e, timed_out=i == 3) for i, (s, e) in enumerate(zip(scores, extras, strict=True))]
+    # Unlike the results' scores, the batch's have the over-long punishment.
+    results = [RewardResult(s + 1, {"maths": s, "style": 2 * s + 1}, e) for s, e in zip(scores, extras, strict=True)]
     metrics, tokens = step_metrics(batch, results, 8, Coordinator())
     assert tokens == sum(prompts) + sum(responses)
     assert metrics == pytest.approx(
         {
             "reward/mean": 1.5 / 4,
             "reward/std": math.sqrt((1 + 0.25) / 4 - (1.5 / 4) ** 2),
-            "reward/timeouts": 1,
+            "reward/maths": 1.5 / 4,
+            "reward/style": 7 / 4,
             "reward/format": 2 / 3,
             "reward/rare": 7,
             "response_length/mean": 5.5,

@@ -2,11 +2,10 @@
 
 import pytest
 
-from rlhf.config import ModelConfig
 from rlhf.data import PromptSet, PromptStream
 from rlhf.data.types import Row
-from rlhf.models.loading import load_tokenizer
-from rlhf.prompt_share import PromptShare
+from rlhf.experience.prompt_share import PromptShare
+from rlhf.models.loading import ModelSource, load_tokenizer
 from rlhf.train import PACKAGE
 
 BATCH, MINI, STEPS = 24, 8, 5
@@ -16,7 +15,9 @@ BATCH, MINI, STEPS = 24, 8, 5
 def prompts() -> PromptSet:
     folder = PACKAGE / "models" / "tiny_policy"
     rows = [Row(i, f"row {i}", [{"role": "user", "content": f"{i} + 1 ="}], "s", str(i + 1), {}) for i in range(50)]
-    return PromptSet(rows, load_tokenizer(ModelConfig(), folder), 64, "error", "data.train_files")
+    return PromptSet(
+        rows, load_tokenizer(ModelSource("model.path", str(folder)), folder), 64, "error", "data.train_files"
+    )
 
 
 def deal(prompts: PromptSet, world_size: int) -> list[list[list[list[int]]]]:
@@ -29,7 +30,7 @@ def deal(prompts: PromptSet, world_size: int) -> list[list[list[list[int]]]]:
     for _ in range(STEPS):
         dealt = [[request.uid for request in share.next()[1]] for share in shares]
         size = MINI // world_size
-        result.append([[uids[m * size : (m + 1) * size] for uids in dealt] for m in range(shares[0].mini_batches)])
+        result.append([[uids[m * size : (m + 1) * size] for uids in dealt] for m in range(BATCH // MINI)])
     return result
 
 
@@ -55,13 +56,42 @@ def test_prompts_and_requests_belong_together(prompts):
         assert [request.token_ids for request in requests] == [prompt.token_ids for prompt in mine]
 
 
-def test_state_is_the_stream_s_and_epochs_are_counted(prompts):
+@pytest.mark.parametrize("size", [1, 7, 8, 30])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_size_of_one_s_own_is_dealt_in_one_piece(prompts, world_size, size):
+    stream = PromptStream(prompts, seed=3, shuffle=True)
+    shares = [
+        PromptShare(PromptStream(prompts, seed=3, shuffle=True), BATCH, MINI, rank, world_size)
+        for rank in range(world_size)
+    ]
+    for _ in range(3):
+        drawn, parts = stream.next(size), [share.next(size) for share in shares]
+        assert [request.uid for _, requests in parts for request in requests] == [uid for uid, _ in drawn]
+        assert [prompt for mine, _ in parts for prompt in mine] == [prompt for _, prompt in drawn]
+        lengths = [len(requests) for _, requests in parts]
+        assert max(lengths) - min(lengths) <= 1
+
+
+def test_skipping_leaves_prompts_out_and_never_goes_back(prompts):
+    shares = [PromptShare(PromptStream(prompts, seed=3, shuffle=True), BATCH, MINI, rank, 2) for rank in (0, 1)]
+    for share in shares:
+        assert share.position == 0
+        share.next()
+        assert share.position == BATCH
+        share.skip_to(BATCH - 1)
+        assert share.position == BATCH
+        share.skip_to(60)
+        assert share.position == 60
+    dealt = [share.next() for share in shares]
+    assert sorted(request.uid for _, requests in dealt for request in requests) == list(range(60, 60 + BATCH))
+    expected = dict(PromptStream(prompts, seed=3, shuffle=True).next(60 + BATCH))
+    assert all(expected[r.uid] == p for mine, requests in dealt for p, r in zip(mine, requests, strict=True))
+
+
+def test_epochs_are_counted(prompts):
     share = PromptShare(PromptStream(prompts, seed=3, shuffle=True), BATCH, MINI, 0, 2)
     epochs = []
     for _ in range(5):
         share.next()
         epochs.append(share.epoch)
     assert epochs == [24 // 50, 48 // 50, 72 // 50, 96 // 50, 120 // 50]
-    stream = PromptStream(prompts, seed=3, shuffle=True)
-    stream.load_state_dict(share.state_dict())
-    assert PromptShare(stream, BATCH, MINI, 0, 2).next() == share.next()

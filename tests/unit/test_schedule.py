@@ -57,7 +57,7 @@ def test_warm_up_longer_than_the_run(shape):
 def backend_of(optim: OptimConfig) -> Fsdp2Backend:
     cpu = torch.device("cpu")
     return Fsdp2Backend(
-        tiny_qwen2(), BackendConfig(), optim, cpu, 1.0, grad_clip=1.0, total_optimizer_steps=TOTAL, hf_files={}
+        tiny_qwen2(), BackendConfig(), optim, cpu, grad_clip=1.0, total_optimizer_steps=TOTAL, hf_files={}
     )
 
 

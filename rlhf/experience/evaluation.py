@@ -8,15 +8,15 @@ from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.config import TrainerConfig
 from rlhf.data import PromptSet
 from rlhf.events import announce
-from rlhf.metrics import Summary, merge
-from rlhf.policy_sampler import PolicySampler
+from rlhf.experience.metrics import Summary, merge
+from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.reward import Reward, RewardItem
 from rlhf.rollout import Request, SamplingParams
 
 
 @dataclass
 class Evaluator:
-    """Scores the policy on the held-out prompts. A response with a score of at least 1 counts as right."""
+    """Scores the policy on the held-out prompts. A response that the first reward gives at least 1 counts as right."""
 
     prompts: PromptSet | None
     sampler: PolicySampler
@@ -44,11 +44,18 @@ class Evaluator:
         requests = [Request(prompt.index, prompt.token_ids) for prompt in mine]
         samples = self.sampler.generate(requests, self.params, version=step, step=step)
         owners = [prompt for prompt in mine for _ in range(self.params.n)]
-        texts = self.tokenizer.batch_decode([s.token_ids for s in samples], skip_special_tokens=True)
-        items = [RewardItem(o.data_source, t, o.ground_truth, o.extra_info) for o, t in zip(owners, texts, strict=True)]
-        scores = [result.score for result in self.reward.score(items)]
-        every = merge(
-            {"accuracy": Summary.of(float(s >= 1) for s in scores), "reward": Summary.of(scores)}, self.coordinator
-        )
+        ids = [s.token_ids for s in samples]
+        # The tokenizer makes one text out of no sequences.
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+        items = [
+            RewardItem(o.data_source, t, o.ground_truth, o.extra_info, o.messages)
+            for o, t in zip(owners, texts, strict=True)
+        ]
+        results = self.reward.score(items)
+        figures = {
+            "val/accuracy": Summary.of(float(r.correct) for r in results),
+            "val/reward": Summary.of(r.score for r in results),
+        }
+        every = merge(figures, self.coordinator)
         announce("evaluation.after")
-        return {"val/accuracy": every["accuracy"].mean, "val/reward": every["reward"].mean}
+        return {name: summary.mean for name, summary in every.items()}

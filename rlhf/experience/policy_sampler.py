@@ -22,3 +22,7 @@ class PolicySampler:
             self.engine.update_weights(self.actor.full_tensors(), version)
             self._version = version
         return self.engine.generate(requests, params, seed=self.seed, step=step)
+
+    def forget(self) -> None:
+        """Take the weights anew at the next call: after a roll-back a version that was seen before has other ones."""
+        self._version = None

@@ -57,28 +57,30 @@ def merge(mine: dict[str, Summary], coordinator: Coordinator) -> dict[str, Summa
 def step_metrics(
     batch: Batch, results: list[RewardResult], max_response_length: int, coordinator: Coordinator
 ) -> tuple[dict[str, float], int]:
-    """Reward and length metrics of a step over all ranks, and the step's prompt and response tokens. Collective."""
+    """Reward and length metrics of a batch over all ranks, and its prompt and response tokens. Collective.
+
+    `results` are the rewards of the batch's samples: the mean of each reward function's own score and of each further number is a metric.
+    """
     responses, prompts = batch.response_lengths.tolist(), batch.prompt_lengths.tolist()
     mine = {
         "reward": Summary.of(batch.scores.tolist()),
         "response_length": Summary.of(responses),
         "prompt_length": Summary.of(prompts),
         "clipped": Summary.of(float(n >= max_response_length) for n in responses),
-        "timed_out": Summary.of(float(r.timed_out) for r in results),
     }
-    for name in {name for result in results for name in result.extra}:
-        mine[f"reward/{name}"] = Summary.of(result.extra[name] for result in results if name in result.extra)
+    numbers = [result.extra | result.terms for result in results]
+    for name in {name for of_sample in numbers for name in of_sample}:
+        mine[f"reward/{name}"] = Summary.of(of_sample[name] for of_sample in numbers if name in of_sample)
     every = merge(mine, coordinator)
     reward, response, prompt = every["reward"], every["response_length"], every["prompt_length"]
-    metrics = {
+    metrics = {name: summary.mean for name, summary in every.items() if name.startswith("reward/")}
+    metrics |= {
         "reward/mean": reward.mean,
         "reward/std": reward.std,
-        "reward/timeouts": every["timed_out"].total,
         "response_length/mean": response.mean,
         "response_length/min": response.low,
         "response_length/max": response.high,
         "response_length/clip_ratio": every["clipped"].mean,
         "prompt_length/mean": prompt.mean,
     }
-    metrics |= {name: summary.mean for name, summary in every.items() if name.startswith("reward/")}
     return metrics, int(response.total + prompt.total)

@@ -1,0 +1,269 @@
+"""From prompts to a scored batch: rollouts, rewards, and DAPO's dynamic sampling with what it leaves for the next step."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.algorithms.shaping import overlong_penalty
+from rlhf.batch import Batch, collate
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.driver_state import DriverState
+from rlhf.config import Config
+from rlhf.data import Prompt
+from rlhf.errors import UserError
+from rlhf.events import announce
+from rlhf.experience.groups import Group, from_tensors, to_tensors
+from rlhf.experience.metrics import Summary, merge, step_metrics
+from rlhf.experience.policy_sampler import PolicySampler
+from rlhf.experience.prompt_share import PromptShare
+from rlhf.reward import Reward, RewardItem, RewardResult
+from rlhf.rollout import Request, Sample, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Tally:
+    """What one step cost this rank and what it saw, used for training or not."""
+
+    scores: list[float] = field(default_factory=list)
+    timeouts: int = 0
+    failures: int = 0
+    rollout_seconds: float = 0.0
+    reward_seconds: float = 0.0
+
+
+@dataclass
+class Collector:
+    """Collects the batch of each step. The groups that a step has left over are its state, on the rank that generated them.
+
+    With `algorithm.filter_groups` (DAPO, arXiv 2503.14476, section 3.2) groups whose samples all have the same reward, and so no
+    advantage, are dropped, and prompts are drawn until `data.train_batch_size` others are there. Those that are too many are trained on
+    in the next step, before newer ones.
+    """
+
+    config: Config
+    prompts: PromptShare
+    sampler: PolicySampler
+    params: SamplingParams
+    greedy_baseline: bool
+    reward: Reward
+    tokenizer: PreTrainedTokenizerBase
+    coordinator: Coordinator
+    driver: DriverState
+    device: torch.device
+    _carried: list[Group] = field(default_factory=list, init=False)
+
+    def collect(self, step: int) -> tuple[Batch, dict[str, float], int]:
+        """This rank's part of the batch of `step`, metrics over all ranks, and the batch's tokens on all ranks. Collective.
+
+        New samples are by the policy after `driver.step` steps, their noise keyed by `step`. Of each mini-batch every rank gets an
+        equal part, mini-batch after mini-batch; groups are contiguous.
+
+        Raises:
+            UserError: dynamic sampling can't fill the batch.
+        """
+        tally = _Tally()
+        if self.config.algorithm.filter_groups.enable:
+            groups, metrics = self._sample_dynamically(step, tally)
+        else:
+            groups, metrics = self._generate(step, *self.prompts.next(), tally), {}
+        samples, results = [s for g in groups for s in g.samples], [r for g in groups for r in g.results]
+        requests = [Request(group.uid, group.prompt_ids) for group in groups]
+        batch = collate(requests, samples, self.tokenizer.pad_token_id, self.device)
+        batch.scores = self._floats([score for group in groups for score in group.scores])
+        if self.greedy_baseline:
+            batch.baselines = self._floats([g.baseline for g in groups for _ in g.samples])
+        figures, tokens = step_metrics(batch, results, self.params.max_tokens, self.coordinator)
+        return batch, figures | metrics | self._further_metrics(groups, tally), tokens
+
+    def leave_out(self, position: int | None) -> None:
+        """Forget the prompts before the uid `position`, those carried over included; None leaves out nothing."""
+        if position is not None:
+            self.prompts.skip_to(position)
+            self._carried = []
+
+    def _floats(self, values: list[float | None]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self.device)
+
+    def _further_metrics(self, groups: list[Group], tally: _Tally) -> dict[str, float]:
+        """Figures of all that the step generated, and of how its batch was put together."""
+        mine = {
+            "timeouts": Summary.of([tally.timeouts]),
+            "failures": Summary.of([tally.failures]),
+            "generated": Summary.of(tally.scores),
+            "staleness": Summary.of(self.driver.step - group.version for group in groups),
+            "overlong": Summary.of(penalty for group in groups for penalty in group.penalties),
+        }
+        every = merge(mine, self.coordinator)
+        metrics = {
+            "data/epoch": self.prompts.epoch,
+            "reward/timeouts": every["timeouts"].total,
+            "reward/failures": every["failures"].total,
+            "perf/rollout_seconds": tally.rollout_seconds,
+            "perf/reward_seconds": tally.reward_seconds,
+        }
+        if self.config.reward.overlong_buffer.enable:
+            metrics["reward/overlong"] = every["overlong"].mean
+        if self.config.algorithm.filter_groups.enable:
+            metrics["sampling/staleness_mean"] = every["staleness"].mean
+            metrics["sampling/staleness_max"] = every["staleness"].high
+            if "generated" in every:
+                metrics["sampling/reward_mean"] = every["generated"].mean
+        return metrics
+
+    def _generate(self, step: int, prompts: list[Prompt], requests: list[Request], tally: _Tally) -> list[Group]:
+        """The scored group of each prompt of this rank. Collective."""
+        started, version = time.monotonic(), self.driver.step
+        announce("rollout.before")
+        samples = self.sampler.generate(requests, self.params, version=version, step=step)
+        greedy: list[Sample] = []
+        if self.greedy_baseline:
+            params = replace(self.params, n=1, temperature=0.0)
+            greedy = self.sampler.generate(requests, params, version=version, step=step)
+        announce("rollout.after")
+        tally.rollout_seconds += time.monotonic() - started
+        started, n = time.monotonic(), self.params.n
+        results = self._score([p for p in prompts for _ in range(n)] + prompts[: len(greedy)], samples + greedy)
+        penalties = self._penalties(samples + greedy)
+        tally.timeouts += sum(result.timeouts for result in results)
+        tally.failures += sum(result.failures for result in results)
+        groups = []
+        for i, request in enumerate(requests):
+            rows, last = slice(i * n, (i + 1) * n), len(samples) + i
+            baseline = results[last].score + penalties[last] if greedy else None
+            of_group = (samples[rows], results[rows], penalties[rows], version, baseline)
+            groups.append(Group(request.uid, request.token_ids, *of_group))
+        tally.scores += [score for group in groups for score in group.scores]
+        tally.reward_seconds += time.monotonic() - started
+        return groups
+
+    def _score(self, owners: list[Prompt], samples: list[Sample]) -> list[RewardResult]:
+        token_ids = [s.token_ids for s in samples]
+        # Of no sequences batch_decode makes one empty text.
+        texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True) if token_ids else []
+        return self.reward.score(
+            [
+                RewardItem(o.data_source, text, o.ground_truth, o.extra_info, o.messages)
+                for o, text in zip(owners, texts, strict=True)
+            ]
+        )
+
+    def _penalties(self, samples: list[Sample]) -> list[float]:
+        buffer = self.config.reward.overlong_buffer
+        if not buffer.enable:
+            return [0.0] * len(samples)
+        lengths = torch.tensor([len(s.token_ids) for s in samples], dtype=torch.int64)
+        return overlong_penalty(lengths, self.params.max_tokens, buffer.len, buffer.penalty_factor).tolist()
+
+    def _sample_dynamically(self, step: int, tally: _Tally) -> tuple[list[Group], dict[str, float]]:
+        """This rank's share of a full batch of groups with signal, and how it came about. Every rank takes the same decisions."""
+        settings, data = self.config.algorithm.filter_groups, self.config.data
+        wanted, drawn = data.train_batch_size, data.gen_batch_size or data.train_batch_size
+        kept, dropped, rounds = self._carried, list[Group](), 0
+        held = self._uids(kept)
+        carried = len(held)
+        while len(held) < wanted and rounds < settings.max_num_gen_batches:
+            rounds += 1
+            fresh = self._generate(step, *self.prompts.next(drawn), tally)
+            kept = kept + [group for group in fresh if group.has_signal(settings.metric)]
+            # No more than a whole batch of them, the newest, can be needed to fill up.
+            dropped = (dropped + [group for group in fresh if not group.has_signal(settings.metric)])[-wanted:]
+            held = self._uids(kept)
+        chosen = dict(sorted(held.items())[:wanted])
+        missing = wanted - len(chosen)
+        if missing:
+            spare = self._uids(dropped)
+            self._check_limit(step, len(held), len(spare), carried)
+            chosen |= dict(sorted(spare.items())[-missing:])
+        metrics: dict[str, float] = {
+            "sampling/gen_batches": rounds,
+            "sampling/groups_generated": rounds * drawn,
+            "sampling/groups_dropped": rounds * drawn - (len(held) - carried),
+            "sampling/groups_carried": len(held) - (wanted - missing),
+            "sampling/groups_filled": missing,
+        }
+        self._carried = [group for group in kept if group.uid not in chosen]
+        return self._share(kept + dropped, dict(sorted(chosen.items()))), metrics
+
+    def _uids(self, groups: list[Group]) -> dict[int, int]:
+        """The rank that has each group, by uid, over all ranks."""
+        uids = self.coordinator.gather([group.uid for group in groups])
+        return {uid: rank for rank, of_rank in enumerate(uids) for uid in of_rank}
+
+    def _check_limit(self, step: int, with_signal: int, without: int, carried: int) -> None:
+        settings, data = self.config.algorithm.filter_groups, self.config.data
+        wanted, drawn = data.train_batch_size, data.gen_batch_size or data.train_batch_size
+        facts = (
+            f"Step {step} needs data.train_batch_size={wanted} prompts whose samples differ in "
+            f"algorithm.filter_groups.metric={settings.metric}, and has {with_signal} ({carried} of them from earlier steps) after "
+            f"algorithm.filter_groups.max_num_gen_batches={settings.max_num_gen_batches} generations of {drawn} prompts"
+        )
+        if settings.on_limit == "stop":
+            raise UserError(
+                f"{facts}. Raise max_num_gen_batches, take prompts that the policy neither always nor never solves, or set "
+                "algorithm.filter_groups.on_limit=fill to train on prompts without signal, too."
+            )
+        if with_signal + without < wanted:
+            raise UserError(
+                f"{facts}; with the {without} others they are still too few to fill the batch. Raise max_num_gen_batches or "
+                f"data.gen_batch_size: their product must be at least {wanted}."
+            )
+
+    def _share(self, mine: list[Group], chosen: dict[int, int]) -> list[Group]:
+        """This rank's part of the `chosen` groups (uid -> rank that has it, in order); only groups that change ranks are sent."""
+        mini_size, rank = self.config.actor.ppo_mini_batch_size, self.coordinator.rank
+        takers = dict(
+            zip(chosen, equal_shares(list(chosen.values()), mini_size, self.coordinator.world_size), strict=True)
+        )
+        groups = {group.uid: group for group in mine}
+        if takers != chosen:
+            leaving = [groups[uid] for uid, owner in chosen.items() if owner == rank != takers[uid]]
+            groups |= {group.uid: group for part in self.coordinator.gather(leaving) for group in part}
+        return [groups[uid] for uid, taker in takers.items() if taker == rank]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's groups for the next step, exactly; empty when there are none."""
+        return to_tensors(self._carried)
+
+    def load_tensors(self, parts: Sequence[dict[str, Tensor]]) -> None:
+        """Hold the groups of several ranks' `tensors`, instead of those that are held now; groups that no longer fit are left out."""
+        groups = [group for part in parts for group in from_tensors(part)]
+        self._carried = sorted((g for g in groups if self._fits(g)), key=lambda group: group.uid)
+        if left_out := len(groups) - len(self._carried):
+            log.warning(
+                "Left out %d prompts with their samples that the checkpoint kept for the next step: rollout.n or "
+                "algorithm.adv_estimator is not what they were generated with.",
+                left_out,
+            )
+
+    def _fits(self, group: Group) -> bool:
+        return len(group.samples) == self.params.n and (group.baseline is not None) == self.greedy_baseline
+
+
+def equal_shares(owners: Sequence[int], mini_batch_size: int, world_size: int) -> list[int]:
+    """Which rank trains on each group so that every rank has the same number in each mini-batch.
+
+    Args:
+        owners: the rank that has each group; `mini_batch_size` consecutive ones are a mini-batch, a multiple of `world_size`.
+
+    Returns:
+        A rank for each group. A rank keeps its first ones; those beyond its share go, in order, to the lowest rank with room.
+    """
+    takers, share = list(owners), mini_batch_size // world_size
+    for start in range(0, len(owners), mini_batch_size):
+        room, surplus = [share] * world_size, []
+        for place in range(start, start + mini_batch_size):
+            if room[owners[place]]:
+                room[owners[place]] -= 1
+            else:
+                surplus.append(place)
+        free = (rank for rank in range(world_size) for _ in range(room[rank]))
+        for place, rank in zip(surplus, free, strict=True):
+            takers[place] = rank
+    return takers

@@ -1,0 +1,76 @@
+"""The policy in training."""
+
+from torch import Tensor
+
+from rlhf.algorithms.aggregation import loss_sum
+from rlhf.algorithms.correction import rollout_is_weights
+from rlhf.algorithms.kl import kl_estimate
+from rlhf.algorithms.table import load_policy_loss
+from rlhf.backends.base import TrainingBackend
+from rlhf.batch import Batch
+from rlhf.config import Config
+from rlhf.learning.guards import Guards
+from rlhf.learning.policy import Policy
+from rlhf.learning.update import Counts, Figures, Passes, Share, update
+
+
+class Actor(Policy):
+    """The policy with its loss. `mini_batches`: optimizer steps per pass over a batch."""
+
+    def __init__(self, backend: TrainingBackend, config: Config, mini_batches: int) -> None:
+        super().__init__(backend, config.rollout.temperature)
+        actor = config.actor
+        self.backend, self._config, self._correction = backend, actor, config.algorithm.rollout_correction
+        self._uses_kl_loss = actor.use_kl_loss and actor.kl_loss_coef > 0
+        self._policy_loss = load_policy_loss(actor.policy_loss.loss_mode)
+        self._scale = actor.loss_scale_factor or config.data.max_response_length
+        self._passes = Passes(actor.ppo_epochs, mini_batches, actor.ppo_micro_batch_size_per_gpu, actor.loss_agg_mode)
+        # With one optimizer step per batch the update's own pass sees the policy that the old log-probs are of.
+        self.moves_within_batch = actor.ppo_epochs * mini_batches > 1
+
+    def update(self, batch: Batch, guards: Guards) -> Figures:
+        """The optimizer steps on `batch`; returns `actor/...` and `rollout/...` figures. Collective.
+
+        Needs `advantages`, `ref_log_probs` when there is a reference, and `old_log_probs` when the policy moves within the batch.
+        """
+        figures = update(self.backend, batch, self._passes, self._share_of, guards, "actor")
+        return {name if "/" in name else f"actor/{name}": value for name, value in figures.items()}
+
+    def _share_of(self, micro: Batch, counts: Counts) -> Share:
+        assert micro.advantages is not None
+        config, mask = self._config, micro.response_mask
+
+        def aggregate(values: Tensor) -> Tensor:
+            return loss_sum(values, mask, config.loss_agg_mode, self._scale) / counts.loss
+
+        def token_mean(values: Tensor) -> Tensor:
+            return loss_sum(values.detach(), mask, "token-mean") / counts.tokens
+
+        log_probs, entropy = self.log_probs(micro, with_entropy=True)
+        assert entropy is not None
+        old = micro.old_log_probs if micro.old_log_probs is not None else log_probs.detach()
+        losses, figures = self._policy_loss(log_probs, old, micro.advantages, mask, config)
+        if self._correction.rollout_is is not None:
+            weights, truncated = rollout_is_weights(
+                old, micro.rollout_log_probs, mask, self._correction.rollout_is, self._correction.rollout_is_threshold
+            )
+            losses = losses * weights
+            figures = figures | {"rollout/is_mean": weights, "rollout/is_truncated": truncated}
+        pg_loss = aggregate(losses)
+        loss, terms = pg_loss, {"pg_loss": pg_loss}
+        if self._uses_kl_loss:
+            assert micro.ref_log_probs is not None
+            terms["kl_loss"] = aggregate(kl_estimate(log_probs, micro.ref_log_probs, config.kl_loss_type))
+            loss = loss + config.kl_loss_coef * terms["kl_loss"]
+        if config.entropy_coeff:
+            loss = loss - config.entropy_coeff * aggregate(entropy)
+        figures = figures | {"entropy": entropy, "kl": kl_estimate(old, log_probs, "k3")}
+        if micro.ref_log_probs is not None:
+            figures["ref_kl"] = kl_estimate(log_probs, micro.ref_log_probs, "k3")
+        mismatch = (old - micro.rollout_log_probs).abs() * mask
+        figures |= {
+            "rollout/logprob_diff_mean": mismatch,
+            "rollout/kl": kl_estimate(micro.rollout_log_probs, old, "k3"),
+        }
+        sums = {"loss": loss, **terms} | {name: token_mean(values) for name, values in figures.items()}
+        return Share(loss, sums, {"rollout/logprob_diff_max": mismatch.max()})

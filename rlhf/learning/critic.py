@@ -1,0 +1,69 @@
+"""The value function in training."""
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.algorithms.aggregation import loss_sum
+from rlhf.algorithms.losses import value_loss
+from rlhf.backends.base import TrainingBackend
+from rlhf.batch import Batch
+from rlhf.config import Config
+from rlhf.learning.guards import Guards
+from rlhf.learning.update import Counts, Figures, Passes, Share, update
+
+
+class Critic:
+    """A model with a value head: the return expected from each response token on, before that token is there."""
+
+    def __init__(self, backend: TrainingBackend, config: Config, mini_batches: int) -> None:
+        critic = config.critic
+        self.backend, self._config = backend, critic
+        self._scale = config.data.max_response_length
+        self._passes = Passes(
+            critic.ppo_epochs, mini_batches, critic.ppo_micro_batch_size_per_gpu, critic.loss_agg_mode
+        )
+
+    @torch.no_grad()
+    def all_values(self, batch: Batch) -> Tensor:
+        """Values at every response token of `batch`, [N, R] float32, zero on padding. Collective."""
+        result = torch.zeros_like(batch.rollout_log_probs)
+        for rows, micro in batch.micro_batches(self._passes.micro_batch_size):
+            values = response_values(self.backend.module, micro)
+            result[rows, : values.shape[1]] = values
+        return result
+
+    def update(self, batch: Batch, guards: Guards) -> Figures:
+        """The optimizer steps on `batch`, which needs `values` and `returns`; returns `critic/...` figures. Collective."""
+        figures = update(self.backend, batch, self._passes, self._share_of, guards, "critic")
+        if figures:
+            variance, error = figures.pop("return_square") - figures["return_mean"] ** 2, figures.pop("error_square")
+            figures["explained_variance"] = 1 - error / variance if variance > 0 else 0.0
+        return {f"critic/{name}": value for name, value in figures.items()}
+
+    def _share_of(self, micro: Batch, counts: Counts) -> Share:
+        assert micro.values is not None
+        assert micro.returns is not None
+        config, mask, returns = self._config, micro.response_mask, micro.returns
+        values = response_values(self.backend.module, micro)
+        losses, clipped = value_loss(values, micro.values, returns, config.cliprange_value)
+        loss = loss_sum(losses, mask, config.loss_agg_mode, self._scale) / counts.loss
+        figures = {
+            "vf_clipfrac": clipped,
+            "value_mean": values,
+            "return_mean": returns,
+            "return_square": returns.square(),
+            "error_square": (returns - micro.values).square(),
+        }
+        means = {name: loss_sum(v.detach(), mask, "token-mean") / counts.tokens for name, v in figures.items()}
+        return Share(loss, {"loss": loss} | means, {})
+
+
+def response_values(model: nn.Module, batch: Batch) -> Tensor:
+    """What `model`, with logits [N, L, 1], says before each response token, [N, R] float32; zero on padding.
+
+    Column t is read where token t is predicted, at sequence position prompt + t - 1.
+    """
+    mask = batch.response_mask
+    every = model(input_ids=batch.input_ids, use_cache=False).logits[..., 0].float()
+    index = batch.prompt_lengths[:, None] - 1 + torch.arange(mask.shape[1], device=mask.device)
+    return every.gather(1, index.clamp(max=every.shape[1] - 1)) * mask

@@ -1,0 +1,57 @@
+"""The reference policy: the starting weights, or an exponential moving average of the actor's."""
+
+from typing import Any
+
+import torch
+
+from rlhf.backends.base import Model, TrainingBackend
+from rlhf.checkpoint.tensors import Pieces
+from rlhf.config import RefConfig
+from rlhf.events import announce
+from rlhf.learning.policy import Policy
+
+
+class Reference(Policy):
+    """What the KL terms measure the distance to.
+
+    With `ref.update_freq` it moves every so many steps, ref = alpha * actor + (1 - alpha) * ref in float32 (TR-DPO, arXiv 2404.09656,
+    equation 4), and is then part of the run's state.
+    """
+
+    def __init__(self, model: Model, temperature: float, config: RefConfig) -> None:
+        super().__init__(model, temperature)
+        self._config = config
+        self.updated_at = 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether it ever departs from the starting weights."""
+        return self._config.update_freq is not None
+
+    def pieces(self) -> Pieces:
+        """Live views of this rank's weights."""
+        return self._model.model_pieces()
+
+    @torch.no_grad()
+    def maybe_update(self, actor: TrainingBackend, step: int) -> None:
+        """Move towards `actor` if `step` is on the cadence. Collective: the actor's tensors are gathered one by one."""
+        if self._config.update_freq is None or step % self._config.update_freq:
+            return
+        announce("reference.update")
+        pieces = self.pieces()
+        for name, whole in actor.full_tensors():
+            piece = pieces[name]
+            mine = whole.reshape(-1)[piece.start : piece.start + piece.local.numel()].view(piece.local.shape)
+            if mine.is_floating_point():
+                piece.local.lerp_(mine.to(piece.local.dtype), self._config.alpha)
+            else:
+                piece.local.copy_(mine)
+        self.updated_at = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """When it last moved; the weights are stored by the checkpoint subsystem."""
+        return {"updated_at": self.updated_at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over `state_dict`."""
+        self.updated_at = state["updated_at"]

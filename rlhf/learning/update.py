@@ -1,0 +1,104 @@
+"""The optimizer steps on one batch: epochs, mini-batches, micro-batches, denominators over all ranks, guards before each step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf.algorithms.aggregation import loss_count
+from rlhf.backends.base import TrainingBackend
+from rlhf.batch import Batch
+from rlhf.distributed import all_max, all_sum
+from rlhf.events import announce
+from rlhf.learning.guards import Guards
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a mini-batch divides by, over all ranks: `loss` for the aggregate of the loss, `tokens` for means over response tokens."""
+
+    loss: float
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Share:
+    """A micro-batch's part: its share of the loss with gradients, shares of figures that add up to the mini-batch's (`loss` is one, as
+    is every key that a guard looks at), and figures whose largest value counts."""
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    largest: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How a batch is walked: `epochs` times over `mini_batches` contiguous parts of equal size, one optimizer step each."""
+
+    epochs: int
+    mini_batches: int
+    micro_batch_size: int
+    loss_agg_mode: str
+
+
+def update(
+    backend: TrainingBackend,
+    batch: Batch,
+    passes: Passes,
+    share_of: Callable[[Batch, Counts], Share],
+    guards: Guards,
+    who: str,
+) -> Figures:
+    """Take the optimizer steps of `batch` and return the means of their figures (`lr`: the last one's). Collective.
+
+    The loss of a mini-batch is its aggregate over all ranks: the same number and gradient whatever the split into micro-batches and
+    ranks (up to rounding). A mini-batch that `guards` refuse ends the update: its gradient is thrown away, the steps before it stay.
+    Of a batch that they have refused already nothing is done.
+    """
+    if guards.refused is not None:
+        return {}
+    steps: list[Figures] = []
+    for _ in range(passes.epochs):
+        for rows in torch.arange(len(batch)).chunk(passes.mini_batches):
+            figures = _accumulate(backend, batch.select(rows.to(batch.input_ids.device)), passes, share_of)
+            steps.append(figures)
+            announce("update.mid")
+            if not guards.allows(who, **{name: figures[name] for name in ("loss", "kl", "ref_kl") if name in figures}):
+                backend.zero_grad()
+                return _means(steps)
+            figures |= backend.optimizer_step()
+            if not guards.allows(who, grad_norm=figures["grad_norm"]):
+                return _means(steps)
+    return _means(steps)
+
+
+def _accumulate(
+    backend: TrainingBackend, mini: Batch, passes: Passes, share_of: Callable[[Batch, Counts], Share]
+) -> Figures:
+    """The gradient of one mini-batch, and its figures over all ranks."""
+    mask = mini.response_mask
+    counts = all_sum(torch.stack([loss_count(mask, passes.loss_agg_mode), mask.sum()]).double()).clamp(min=1).tolist()
+    sums: dict[str, Tensor] = {}
+    largest: dict[str, Tensor] = {}
+    for _, micro in mini.micro_batches(passes.micro_batch_size):
+        share = share_of(micro, Counts(*counts))
+        backend.backward(share.loss)
+        for name, value in share.sums.items():
+            sums[name] = sums.get(name, 0.0) + value.detach().double()
+        for name, value in share.largest.items():
+            largest[name] = torch.maximum(largest.get(name, value), value)
+    figures = dict(zip(sums, all_sum(torch.stack(list(sums.values()))).tolist(), strict=True))
+    if largest:
+        figures |= dict(zip(largest, all_max(torch.stack(list(largest.values()))).tolist(), strict=True))
+    return figures
+
+
+def _means(steps: list[Figures]) -> Figures:
+    means = {}
+    for name in {name: None for step in steps for name in step}:
+        values = [step[name] for step in steps if name in step]
+        means[name] = values[-1] if name == "lr" else sum(values) / len(values)
+    return means

@@ -1,0 +1,102 @@
+"""Every entry of conf/algorithm and every recipe composes, passes the checks, and trains: two steps of a small job on one rank."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from rlhf import train
+from rlhf.algorithms.table import check_algorithm
+from rlhf.config.validate import validate
+from rlhf.errors import EXIT_DONE
+from rlhf.reward import check_reward
+from tests.launching import TINY_POLICY, ranks, records
+
+LIBRARY = train.Library.find(None)
+RECIPES, ALGORITHMS = LIBRARY.entries("recipes"), LIBRARY.entries("algorithm")
+
+
+def two_steps(folder: Path, sums: Path, *overrides: str) -> list[dict]:
+    """The metrics of two steps with small batches, two optimizer steps each."""
+    end = ranks(
+        folder / "log",
+        [
+            *overrides,
+            f"trainer.default_local_dir={folder}",
+            "trainer.experiment_name=two_steps",
+            "trainer.total_training_steps=2",
+            "trainer.save_freq=0",
+            "trainer.test_freq=0",
+            "trainer.val_before_train=false",
+            "trainer.device=cpu",
+            "trainer.threads_per_rank=1",
+            "data.train_batch_size=8",
+            "actor.ppo_mini_batch_size=4",
+            "rollout.n=4",
+        ],
+    )
+    assert end.code == EXIT_DONE, end.output
+    steps = [record for record in records(folder / "rlhf" / "two_steps") if "actor/pg_loss" in record]
+    assert len(steps) == 2
+    assert all(math.isfinite(value) for step in steps for value in step.values() if isinstance(value, float))
+    return steps
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_trains_two_steps(name, tmp_path, sums):
+    steps = two_steps(tmp_path, sums, f"algorithm={name}")
+    config = train.compose_config([f"algorithm={name}"], LIBRARY)
+    assert ("critic/loss" in steps[0]) == (config.algorithm.adv_estimator == "gae")
+    assert ("actor/kl_loss" in steps[0]) == config.actor.use_kl_loss
+    assert ("reward/kl" in steps[0]) == config.algorithm.use_kl_in_reward
+    assert ("reward/overlong" in steps[0]) == config.reward.overlong_buffer.enable
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["algorithm=grpo", "actor.kl_loss_coef=0"], ["algorithm=rloo", "algorithm.kl_ctrl.kl_coef=0"]],
+    ids=["loss", "reward"],
+)
+def test_a_kl_without_weight_needs_no_reference(overrides, tmp_path, sums):
+    steps = two_steps(tmp_path, sums, *overrides)
+    assert not any("actor/ref_kl" in step for step in steps)
+
+
+# What a recipe is about is kept; the model, the data and the sizes become those of a test on a CPU.
+SMALL = [
+    f"model.path={TINY_POLICY}",
+    "data.max_prompt_length=64",
+    "data.max_response_length=8",
+    "backend.autocast=none",
+]
+SMALL_RECIPES = {
+    "offline": [],
+    "minimal": [*SMALL, "data.train_files={sums}"],
+    "gsm8k_qwen_0.5b": [*SMALL, "data.train_files={sums}", "data.val_files=null", "data.prompt_key=prompt"],
+    "dapo_math": [
+        *SMALL,
+        "data.train_files={sums}",
+        "data.val_files=null",
+        "data.gen_batch_size=12",
+        "reward.overlong_buffer.len=2",
+        "actor.optim.lr_warmup_steps=2",
+    ],
+}
+
+
+def test_no_recipe_is_left_out():
+    assert set(SMALL_RECIPES) == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", SMALL_RECIPES)
+def test_a_recipe_trains_two_steps(name, tmp_path, sums):
+    two_steps(tmp_path, sums, f"recipes={name}", *(override.format(sums=sums) for override in SMALL_RECIPES[name]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_passes_the_checks_as_it_is(name):
+    to_be_set = ["model.path=org/name", "data.train_files=a.jsonl"] if name == "minimal" else []
+    config = train.compose_config([f"recipes={name}", *to_be_set], LIBRARY)
+    validate(config, {})
+    check_algorithm(config)
+    check_reward(config)

@@ -1,0 +1,240 @@
+"""The collector with the real engine and real ranks: each step is that of the plain way, and its state outlives a restart."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.errors import UserError
+from rlhf.experience.groups import Group, to_tensors
+from rlhf.reward import RewardResult
+from rlhf.rollout import Sample
+from tests.integration.plain_collect import (
+    BATCH,
+    DEFAULTS,
+    FILTERED,
+    MINI,
+    OVERLONG,
+    UNFILTERED,
+    N,
+    build,
+    new_driver,
+    plain_way,
+)
+from tests.numerics.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+# Steps, settings, and the step after which everything is built anew from what a checkpoint would hold.
+SCENARIOS: dict[str, tuple[int, dict[str, Any], int | None]] = {
+    "refilled": (4, {}, None),
+    "restarted": (3, {"drawn": 48}, 1),
+    "a rank without prompts": (1, {"drawn": 1, "filter_groups": replace(FILTERED, max_num_gen_batches=14)}, None),
+    "greedy baseline": (2, {"filter_groups": UNFILTERED, "greedy": True, "overlong": OVERLONG}, None),
+    "greedy baseline, refilled": (2, {"greedy": True, "drawn": 24}, 1),
+    "lengths make the difference": (
+        2,
+        {"filter_groups": replace(FILTERED, metric="seq_reward"), "overlong": OVERLONG, "answers": False},
+        None,
+    ),
+    "nothing makes a difference": (
+        2,
+        {"filter_groups": replace(FILTERED, max_num_gen_batches=2), "overlong": OVERLONG, "answers": False},
+        None,
+    ),
+    "filled in part": (2, {"filter_groups": replace(FILTERED, max_num_gen_batches=2)}, None),
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "stop": {"filter_groups": replace(FILTERED, max_num_gen_batches=1, on_limit="stop"), "answers": False},
+    "fill": {"filter_groups": replace(FILTERED, max_num_gen_batches=1)},
+}
+
+
+def walk(steps: int, settings: dict[str, Any], restart_after: int | None) -> list[dict[str, Any]]:
+    """What one rank got in each step, a group after the other. In a restart the last rank takes over the groups of all."""
+    driver, coordinator, records = new_driver(), Coordinator(), []
+    collector = build(driver, coordinator, **settings)
+    for step in range(1, steps + 1):
+        batch, metrics, tokens = collector.collect(step)
+        driver.finish_step(tokens, len(batch), 0.0)
+        prompts, responses = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
+        columns = {
+            "prompt": [ids[:p] for ids, p in zip(batch.input_ids.tolist(), prompts, strict=True)],
+            "responses": [
+                ids[p : p + r] for ids, p, r in zip(batch.input_ids.tolist(), prompts, responses, strict=True)
+            ],
+            "log_probs": [values[:r] for values, r in zip(batch.rollout_log_probs.tolist(), responses, strict=True)],
+            "scores": batch.scores.tolist(),
+            "baseline": [None] * len(batch) if batch.baselines is None else batch.baselines.tolist(),
+        }
+        groups = [{name: v[i : i + N] for name, v in columns.items()} for i in range(0, len(batch), N)]
+        records.append({"groups": groups, "metrics": metrics, "tokens": tokens})
+        if step == restart_after:
+            parts, position = coordinator.gather(collector.tensors()), collector.prompts.position
+            collector = build(driver, coordinator, **settings)
+            collector.load_tensors(parts if coordinator.rank == coordinator.world_size - 1 else [])
+            collector.prompts.skip_to(position)
+    return records
+
+
+def refusal(settings: dict[str, Any]) -> str:
+    try:
+        walk(1, settings, None)
+    except UserError as error:
+        return str(error)
+    return "not refused"
+
+
+def all_scenarios() -> dict[str, Any]:
+    """Everything on one rank."""
+    records: dict[str, Any] = {name: walk(*scenario) for name, scenario in SCENARIOS.items()}
+    return records | {name: refusal(settings) for name, settings in REFUSED.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[int, list[dict[str, Any]]]:
+    """What each rank of 1 and of 2 got."""
+    return {1: [all_scenarios()], 2: run_ranks(2, all_scenarios)}
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[dict[str, Any]]]:
+    """The plain way through each scenario; what a scenario is about must happen in it."""
+    found = {name: plain_way(steps, settings) for name, (steps, settings, _) in SCENARIOS.items()}
+
+    def total(name: str, metric: str) -> float:
+        return sum(step["metrics"].get(metric, 0) for step in found[name])
+
+    for name, (_, _, restart_after) in SCENARIOS.items():
+        assert restart_after is None or found[name][restart_after - 1]["metrics"]["sampling/groups_carried"] > 0
+    assert total("refilled", "sampling/staleness_max") > 0
+    assert total("refilled", "reward/failures") > 0
+    assert total("refilled", "reward/timeouts") > 0
+    assert 0 in [step["metrics"]["sampling/gen_batches"] for step in found["restarted"]]
+    assert total("lengths make the difference", "sampling/groups_filled") < 2 * BATCH
+    assert [s["metrics"]["sampling/groups_filled"] for s in found["nothing makes a difference"]] == [BATCH] * 2
+    assert 0 < total("filled in part", "sampling/groups_filled") < 2 * BATCH
+    assert len({group["baseline"] for step in found["greedy baseline"] for group in step["groups"]}) > 2
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_step_is_that_of_the_plain_way(ranks, plain, name, world_size):
+    share = MINI // world_size
+    for number, expected in enumerate(plain[name]):
+        parts = [rank[name][number] for rank in ranks[world_size]]
+        assert all(len(part["groups"]) == BATCH // world_size for part in parts)
+        place = {tuple(group["prompt"]): i for i, group in enumerate(expected["groups"])}
+        for start in range(0, BATCH // world_size, share):
+            # Of each mini-batch an equal part, in the order of the stream.
+            places = [[place[tuple(g["prompt"][0])] for g in part["groups"][start : start + share]] for part in parts]
+            assert places == [sorted(of_rank) for of_rank in places]
+            first = start * world_size
+            assert sorted(i for of_rank in places for i in of_rank) == list(range(first, first + MINI))
+        for group in (group for part in parts for group in part["groups"]):
+            same = expected["groups"][place[tuple(group["prompt"][0])]]
+            assert group["prompt"] == [same["prompt"]] * N
+            assert group["responses"] == same["responses"]
+            assert group["scores"] == pytest.approx(same["seq_reward"], abs=1e-6)
+            assert group["baseline"] == [same["baseline"] and pytest.approx(same["baseline"], abs=1e-6)] * N
+            for row, log_probs in zip(group["log_probs"], same["log_probs"], strict=True):
+                assert row == pytest.approx(log_probs, abs=1e-4)
+        for part in parts:
+            told = part["metrics"]
+            seconds = {key: told.pop(key) for key in ("perf/rollout_seconds", "perf/reward_seconds")}
+            assert (min(seconds.values()) > 0) == (told.get("sampling/gen_batches") != 0)
+            assert part["tokens"] == expected["tokens"]
+            assert {k: told[k] for k in expected["metrics"]} == pytest.approx(expected["metrics"], abs=1e-6)
+            rest = told.keys() - expected["metrics"].keys()
+            assert {key.split("/")[0] for key in rest} == {"reward", "response_length", "prompt_length"}
+            assert rest & {"reward/overlong", "sampling/reward_mean"} == set()
+
+
+@pytest.mark.parametrize("name", ["refilled", "lengths make the difference"])
+def test_groups_leave_a_rank_only_when_it_has_too_many(ranks, plain, name):
+    drawn = (DEFAULTS | SCENARIOS[name][1])["drawn"]
+    moved = 0
+    for number, expected in enumerate(plain[name]):
+        # Of each draw the first rank generated the first half.
+        owner = {tuple(g["prompt"]): int(g["uid"] % drawn >= drawn // 2) for g in expected["groups"]}
+        for start in range(0, BATCH, MINI):
+            owners = [owner[tuple(g["prompt"])] for g in expected["groups"][start : start + MINI]]
+            too_many = sum(max(0, owners.count(rank) - MINI // 2) for rank in (0, 1))
+            came = 0
+            for rank in (0, 1):
+                groups = ranks[2][rank][name][number]["groups"][start // 2 : (start + MINI) // 2]
+                came += sum(owner[tuple(group["prompt"][0])] != rank for group in groups)
+            assert came == too_many
+            moved += came
+    assert moved > 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_batch_that_cannot_be_filled_is_refused_with_figures(ranks, world_size):
+    for rank in ranks[world_size]:
+        assert "data.train_batch_size=8 prompts" in rank["stop"]
+        assert "has 0 (0 of them from earlier steps)" in rank["stop"]
+        assert "max_num_gen_batches=1 generations of 7 prompts" in rank["stop"]
+        assert "Raise max_num_gen_batches" in rank["stop"]
+        assert "algorithm.filter_groups.on_limit=fill" in rank["stop"]
+        assert "data.gen_batch_size: their product must be at least 8" in rank["fill"]
+
+
+def group(uid: int, n: int = N, baseline: float | None = None) -> Group:
+    samples = [Sample(uid, i, [7], [-0.5], "stop") for i in range(n)]
+    results = [RewardResult(float(i), {"sums": float(i)}) for i in range(n)]
+    return Group(uid, [3, uid], samples, results, [0.0] * n, version=0, baseline=baseline)
+
+
+def same_tensors(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_what_is_loaded_takes_the_place_of_what_was_held():
+    collector = build(new_driver(), Coordinator())
+    assert collector.tensors() == {}
+    collector.load_tensors([to_tensors([group(5), group(9)]), {}, to_tensors([group(2)])])
+    held = collector.tensors()
+    assert same_tensors(held, to_tensors([group(2), group(5), group(9)]))
+    collector.load_tensors([held])
+    assert same_tensors(collector.tensors(), held)
+    collector.load_tensors([])
+    assert collector.tensors() == {}
+
+
+@pytest.mark.parametrize(("greedy", "kept"), [(False, [1]), (True, [3])])
+def test_groups_of_other_settings_are_left_out_with_a_warning(greedy, kept, caplog):
+    collector = build(new_driver(), Coordinator(), greedy=greedy)
+    groups = {1: group(1), 2: group(2, n=N - 1), 3: group(3, baseline=0.5)}
+    collector.load_tensors([to_tensors(list(groups.values()))])
+    assert same_tensors(collector.tensors(), to_tensors([groups[uid] for uid in kept]))
+    assert "Left out 2 prompts" in caplog.text
+
+
+def test_what_is_left_out_is_neither_held_nor_drawn():
+    collector = build(new_driver(), Coordinator())
+    collector.load_tensors([to_tensors([group(5), group(9)])])
+    collector.leave_out(None)
+    assert collector.tensors() != {}
+    assert collector.prompts.position == 0
+    collector.leave_out(30)
+    assert collector.tensors() == {}
+    assert [request.uid for request in collector.prompts.next(2)[1]] == [30, 31]
+
+
+def test_weights_are_taken_once_per_version_unless_forgotten():
+    driver = new_driver()
+    collector = build(driver, Coordinator())
+    sampler, [_, requests] = collector.sampler, collector.prompts.next(4)
+
+    def samples() -> list[Sample]:
+        return sampler.generate(requests, collector.params, version=3, step=3)
+
+    first = samples()
+    driver.step = 20
+    assert samples() == first
+    sampler.forget()
+    assert samples() != first

@@ -1,0 +1,117 @@
+"""From scores to advantages with the KL in the reward: penalty per token, the controller, and independence of the number of ranks."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf.batch import Batch
+from rlhf.config import AlgorithmConfig, GuardsConfig, KlCtrlConfig
+from rlhf.learning.advantages import Advantages
+from rlhf.learning.guards import Guards
+from tests.numerics.ranks import run_ranks
+from tests.numerics.tiny import random_batch
+
+SAMPLES, GROUP, BETA, TARGET, HORIZON = 12, 3, 0.3, 0.5, 40
+
+
+def whole_batch(seed: int = 4) -> Batch:
+    batch = random_batch(seed=seed, samples=SAMPLES)
+    generator = torch.Generator().manual_seed(seed)
+    old, ref = (torch.randn(batch.rollout_log_probs.shape, generator=generator) for _ in range(2))
+    values = torch.randn(batch.rollout_log_probs.shape, generator=generator) * batch.response_mask
+    # Padding holds what must not be read.
+    outside = batch.response_mask == 0
+    return replace(
+        batch,
+        old_log_probs=old.masked_fill(outside, 50.0),
+        ref_log_probs=ref.masked_fill(outside, -50.0),
+        values=values,
+    )
+
+
+def guards() -> Guards:
+    every = Guards(GuardsConfig())
+    every.begin(1, 0.0)
+    return every
+
+
+def filled(estimator: str, kind: str = "adaptive") -> dict[str, Any]:
+    """Two batches one after the other on this process group; every rank has its part of the groups."""
+    control = KlCtrlConfig(kind, BETA, TARGET, HORIZON)
+    config = AlgorithmConfig(estimator, gamma=0.9, lam=0.8, use_kl_in_reward=True, kl_penalty="k2", kl_ctrl=control)
+    advantages = Advantages(config, GROUP)
+    results = []
+    for seed in (4, 5):
+        rows = torch.arange(SAMPLES).chunk(dist.get_world_size())[dist.get_rank()]
+        batch = whole_batch(seed).select(rows)
+        figures = advantages.fill(batch, guards())
+        rewards = torch.zeros(len(batch), whole_batch(seed).rollout_log_probs.shape[1])
+        rewards[:, : batch.token_rewards.shape[1]] = batch.token_rewards
+        results.append({"figures": figures, "token_rewards": rewards, "coef": advantages.kl_coef})
+    return {"results": results, "state": advantages.state_dict()}
+
+
+def adaptive_gae() -> dict[str, Any]:
+    return filled("gae")
+
+
+def fixed_grpo() -> dict[str, Any]:
+    return filled("grpo", "fixed")
+
+
+def by_hand(batch: Batch, beta: float) -> tuple[list[list[float]], float]:
+    """Token rewards and the mean over sequences of the mean KL."""
+    rows, means = [], []
+    for s in range(SAMPLES):
+        length = int(batch.response_lengths[s])
+        kls = [float(batch.old_log_probs[s, t] - batch.ref_log_probs[s, t]) ** 2 / 2 for t in range(length)]
+        rewards = [-beta * kl for kl in kls]
+        rewards[-1] += float(batch.scores[s])
+        rows.append(rewards)
+        means.append(sum(kls) / length)
+    return rows, sum(means) / SAMPLES
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_penalty_and_adaptive_coefficient(world_size):
+    ranks = run_ranks(world_size, adaptive_gae)
+    beta = BETA
+    for number, seed in enumerate((4, 5)):
+        rows, mean = by_hand(whole_batch(seed), beta)
+        rewards: Tensor = torch.cat([rank["results"][number]["token_rewards"] for rank in ranks])
+        for s, row in enumerate(rows):
+            torch.testing.assert_close(rewards[s, : len(row)].tolist(), row, rtol=1e-5, atol=1e-5)
+            assert not rewards[s, len(row) :].any()
+        for rank in ranks:
+            figures = rank["results"][number]["figures"]
+            assert math.isclose(figures["reward/kl"], mean, rel_tol=1e-5)
+            # The rewards used the coefficient before its update.
+            assert math.isclose(figures["reward/kl_coef"], beta, rel_tol=1e-6)
+        beta *= 1 + max(-0.2, min(0.2, mean / TARGET - 1)) * SAMPLES / HORIZON
+        assert beta != BETA
+        for rank in ranks:
+            assert math.isclose(rank["results"][number]["coef"], beta, rel_tol=1e-6)
+    assert all(math.isclose(rank["state"]["kl_coef"], beta, rel_tol=1e-6) for rank in ranks)
+
+
+def test_a_fixed_coefficient_stays():
+    (rank,) = run_ranks(1, fixed_grpo)
+    assert [result["coef"] for result in rank["results"]] == [BETA, BETA]
+
+
+def refused() -> list[float]:
+    config = AlgorithmConfig("grpo", use_kl_in_reward=True, kl_ctrl=KlCtrlConfig("adaptive", BETA, TARGET, HORIZON))
+    advantages, batch, watch = Advantages(config, GROUP), whole_batch(), guards()
+    batch.old_log_probs[0, 0] = math.nan
+    advantages.fill(batch, watch)
+    assert watch.refused is not None
+    return [advantages.kl_coef]
+
+
+def test_a_kl_that_is_not_finite_is_refused_and_does_not_reach_the_coefficient():
+    assert run_ranks(1, refused) == [[BETA]]
