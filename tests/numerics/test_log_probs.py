@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf.backends import log_probs as log_probs_module
 from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.batch import Batch
 from rlhf.config import BackendConfig
+from rlhf.learning import log_probs as log_probs_module
 from rlhf.learning.log_probs import response_log_probs
 from rlhf.learning.policy import Policy
 from tests.numerics.ranks import single_rank
