@@ -18,7 +18,7 @@ class Critic:
     def __init__(self, backend: TrainingBackend, config: Config, mini_batches: int) -> None:
         critic = config.critic
         self.backend, self._config = backend, critic
-        self._scale = config.data.max_response_length
+        self._scale = config.actor.loss_scale_factor or config.data.max_response_length
         self._passes = Passes(
             critic.ppo_epochs, mini_batches, critic.ppo_micro_batch_size_per_gpu, critic.loss_agg_mode
         )
