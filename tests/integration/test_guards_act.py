@@ -1,0 +1,85 @@
+"""What the guards do to real runs: skip, stop, roll back."""
+
+import pytest
+from safetensors.torch import load_file
+
+from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
+from tests.launching import TINY_POLICY, ranks, records, small
+
+# Two optimizer steps per batch: the first is always within the bound, because the policy has not moved yet; the second never.
+TIGHT = (
+    "trainer.total_training_steps=3",
+    "trainer.save_freq=3",
+    "actor.optim.lr_warmup_steps=0",
+    "actor.optim.lr_scheduler_type=constant",
+    "actor.optim.lr=1e-3",
+    "actor.ppo_mini_batch_size=8",
+    "actor.ppo_epochs=2",
+    "actor.use_kl_loss=false",
+    "guards.max_kl=1e-9",
+)
+
+
+def weights(run_dir, step):
+    return load_file(run_dir / f"global_step_{step}" / "actor" / "huggingface" / "model.safetensors")
+
+
+def test_skip_ends_the_update_of_a_batch_and_keeps_the_steps_before(tmp_path, sums):
+    hf = "checkpoint.contents=[model,optimizer,extra,hf_model]"
+    end = ranks(tmp_path / "log", small(tmp_path, "skip", sums, *TIGHT, hf))
+    assert end.code == EXIT_DONE, end.output
+    assert "actor kl" in end.output
+    run_dir = tmp_path / "rlhf" / "skip"
+    assert [(r["guards/refused"], r["guards/skips"]) for r in records(run_dir)[-3:]] == [(1, 1), (1, 2), (1, 3)]
+    # One optimizer step for each batch instead of two.
+    end = ranks(tmp_path / "log", small(tmp_path, "one", sums, *TIGHT, hf, "actor.ppo_epochs=1"))
+    assert end.code == EXIT_DONE, end.output
+    ours, expected = weights(run_dir, 3), weights(tmp_path / "rlhf" / "one", 3)
+    # Not bit for bit: with one epoch the update's own pass gives the old log-probs.
+    assert all(ours[name].allclose(expected[name], rtol=0, atol=1e-5) for name in expected)
+    start = load_file(TINY_POLICY / "model.safetensors")
+    assert any(not ours[name].allclose(start[name], rtol=0, atol=1e-4) for name in expected)
+
+
+def test_a_refused_reward_leaves_the_weights_alone(tmp_path, sums):
+    reward = tmp_path / "falling.py"
+    reward.write_text(
+        "import itertools\n"
+        "calls = itertools.count()\n\n"
+        "def falling(data_source, solution_str, ground_truth, extra_info):\n"
+        "    # The first step's 32 samples are worth something, all later ones nothing.\n"
+        "    number = next(calls)\n"
+        "    return float(number % 2) if number < 32 else -5.0\n"
+    )
+    overrides = (
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "trainer.test_freq=0",
+        "trainer.val_before_train=false",
+        f"reward.functions=[{reward}:falling]",
+        "reward.num_workers=1",
+        "guards.max_reward_drop=1",
+        "checkpoint.contents=[model,optimizer,extra,hf_model]",
+    )
+    end = ranks(tmp_path / "log", small(tmp_path, "fall", sums, *overrides))
+    assert end.code == EXIT_DONE, end.output
+    run_dir = tmp_path / "rlhf" / "fall"
+    assert [r["guards/refused"] for r in records(run_dir)] == [0, 1]
+    first, second = weights(run_dir, 1), weights(run_dir, 2)
+    assert all(first[name].equal(second[name]) for name in first)
+
+
+def test_stop_ends_the_run_with_the_evidence_and_no_restart(tmp_path, sums):
+    end = ranks(tmp_path / "log", small(tmp_path, "stop", sums, *TIGHT, "guards.action=stop"))
+    assert end.code == EXIT_USER_ERROR
+    assert "step 1: actor kl" in end.output
+    assert "guards.max_kl" in end.output
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_roll_backs_leave_out_the_data_and_end_when_they_do_not_help(tmp_path, sums, nproc):
+    overrides = (*TIGHT, "guards.action=rollback", "guards.max_events=3", "trainer.save_freq=1")
+    end = ranks(tmp_path / "log", small(tmp_path, "back", sums, *overrides), nproc=nproc)
+    assert end.code == EXIT_USER_ERROR, end.output
+    assert "4 batches in a row, more than guards.max_events=3" in end.output
+    assert end.output.count("Resumed step 0 from") == 3
