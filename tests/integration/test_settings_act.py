@@ -60,7 +60,7 @@ def test_modes_of_aggregation_give_other_losses_for_the_same_samples(runs):
 def test_several_epochs_over_mini_batches_meet_the_clip(runs):
     once, twice = runs(), runs("actor.ppo_epochs=3", "actor.clip_ratio_low=0.01", "actor.clip_ratio_high=0.01")
     assert once[0]["reward/mean"] == twice[0]["reward/mean"]
-    assert once[0]["actor/clip_frac"] < twice[0]["actor/clip_frac"]
+    assert once[0]["actor/pg_clipfrac"] < twice[0]["actor/pg_clipfrac"]
 
 
 def test_recomputed_activations_change_nothing_but_rounding(runs):

@@ -159,7 +159,7 @@ def test_parquet_with_verl_columns_a_function_with_details_and_one_that_hangs(en
     assert 1 <= first["reward/length"] <= 8
     assert initial["step"] == 0
     assert 0 <= initial["val/accuracy"] <= 0.75  # three of the four held-out rows can be scored
-    assert "A sample took longer than reward.timeout_s=2" in end.output
+    assert "took longer than reward.timeout_s=2 on a sample" in end.output
 
 
 def test_a_mistake_that_only_the_ranks_can_see_is_told_once_and_not_retried(ends, folder):
