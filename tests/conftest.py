@@ -1,5 +1,6 @@
 """Launches that several test files share: two runs that nothing disturbs, made side by side."""
 
+import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,16 @@ from tests.launching import Ended, small, train, write_sums
 # a core make all of them crawl.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 EXPORT = "checkpoint.contents=[model,optimizer,extra,hf_model]"
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """A test that sets up logging, as a start of training does, leaves it as it was."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
 
 
 @pytest.fixture(scope="session")
