@@ -82,10 +82,9 @@ def test_dapo_fills_its_batches_as_published():
 
 def test_the_page_has_a_row_for_each_algorithm():
     page = (ROOT / "docs" / "algorithms.md").read_text()
-    rows = [
-        [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")
-    ]
-    found = {row[0].split("`")[0]: tuple(row[1:5]) for row in rows if len(row) == 7}
+    lines = page[page.index("| Entry |") :].partition("\n\n")[0].splitlines()
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
+    found = {row[0].split("`")[0]: tuple(row[1:5]) for row in rows}
     assert found == {name: (a.adv_estimator, a.loss_mode, a.loss_agg_mode, a.kl) for name, a in ALGORITHMS.items()}
 
 
