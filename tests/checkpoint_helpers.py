@@ -1,5 +1,6 @@
 """What the tests of the checkpoint subsystem share: a plain role, a small policy under FSDP2, and real ranks on gloo."""
 
+import os
 import pickle
 import time
 import traceback
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -60,6 +62,9 @@ class PlainRole:
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
+
+    def after_load(self) -> None:
+        pass
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "weight", self.weight
@@ -237,6 +242,18 @@ def flip_bit(path: Path, bit: int) -> None:
         byte = file.read(1)[0]
         file.seek(bit // 8)
         file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def lose_on_disk(monkeypatch: pytest.MonkeyPatch, path: Path, code: int) -> None:
+    """Let reads of the file `path` fail with the error `code`, as only a broken disk does: here the call that reads the bytes."""
+    preadv = os.preadv
+
+    def failing(descriptor: int, *arguments: Any) -> int:
+        if Path(f"/proc/self/fd/{descriptor}").readlink() == path:
+            raise OSError(code, os.strerror(code))
+        return preadv(descriptor, *arguments)
+
+    monkeypatch.setattr(os, "preadv", failing)
 
 
 @contextmanager

@@ -3,15 +3,21 @@
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
 from rlhf.checkpoint.errors import DamagedCheckpoint
-from rlhf.checkpoint.layout import DRIVER_STATE, POINTER, scan, set_aside_dirs, step_of
+from rlhf.checkpoint.layout import CONFIG, DRIVER_STATE, POINTER, RESOLVED, scan, set_aside_dirs, step_of
 from rlhf.checkpoint.manifest import Manifest, read_manifest, verify, verify_files
+from rlhf.checkpoint.retention import NO_FIGURE, reasons
+from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_USER_ERROR, UserError
+
+RULES = ("max_to_keep", "keep_every", "keep_best", "best_metric")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,25 +59,58 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def list_checkpoints(path: Path, console: Console) -> int:
-    """Steps, sizes and contents from the manifests; the files themselves are not read."""
-    table = Table("step", "created (UTC)", "size", "ranks", "backend", "contents", "state")
-    damaged = 0
+    """Steps, sizes, contents and why each is kept, from the manifests and the run's settings; the files themselves are not read."""
+    found: dict[Path, Manifest | DamagedCheckpoint] = {}
     for checkpoint in checkpoints_at(path):
         try:
-            m = read_manifest(checkpoint)
+            found[checkpoint] = read_manifest(checkpoint)
         except DamagedCheckpoint as error:
-            damaged += 1
-            table.add_row(str(step_of(checkpoint)), "", "", "", "", "", f"damaged: {error}")
+            found[checkpoint] = error
+    settings = _settings(path, found)
+    metric = (settings or CheckpointConfig()).best_metric
+    figures = {
+        step_of(checkpoint) or 0: m.metrics.get(metric, NO_FIGURE) if isinstance(m, Manifest) else None
+        for checkpoint, m in found.items()
+    }
+    why = {} if settings is None else reasons(figures, settings)
+    table = Table("step", "created (UTC)", "size", "ranks", "backend", "contents", metric, "kept", "state")
+    for checkpoint, m in found.items():
+        step = step_of(checkpoint) or 0
+        kept = ", ".join(why[step]) or "may go" if step in why else ""
+        if isinstance(m, DamagedCheckpoint):
+            table.add_row(str(step), "", "", "", "", "", "", kept, f"damaged: {m}")
             continue
+        figure = f"{m.metrics[metric]:.4f}" if metric in m.metrics else ""
         contents = ", ".join(m.contents)
-        table.add_row(str(m.step), m.created, _sizes(m), str(m.world_size), m.backend, contents, "committed")
+        table.add_row(
+            str(m.step), m.created, _sizes(m), str(m.world_size), m.backend, contents, figure, kept, "committed"
+        )
     console.print(table)
     if (path / POINTER).is_file():
         console.print(f"{POINTER}: {(path / POINTER).read_text().strip()}")
     for reason in ("damaged", "superseded"):
         for directory in set_aside_dirs(path, reason):
             console.print(f"set aside as {reason}: {directory.name}")
-    return EXIT_CRASHED if damaged else EXIT_DONE
+    return EXIT_CRASHED if any(isinstance(m, DamagedCheckpoint) for m in found.values()) else EXIT_DONE
+
+
+def _settings(run_dir: Path, found: Mapping[Path, Manifest | DamagedCheckpoint]) -> CheckpointConfig | None:
+    """What decides on the checkpoints of a run directory: the settings of its newest start, or of its newest save; None if unknown."""
+    if not scan(run_dir):  # a single checkpoint, which knows nothing of its neighbours
+        return None
+    saved = (
+        p / CONFIG
+        for p, m in found.items()
+        if isinstance(m, Manifest) and CONFIG in m.files and not verify_files(p, m, [CONFIG])
+    )
+    for path in (run_dir / RESOLVED, *saved):
+        try:
+            stored = yaml.safe_load(path.read_text())["checkpoint"]
+            return CheckpointConfig(**{name: stored[name] for name in RULES})
+        except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+            # Of an older version, or no longer what was written.
+            continue
+    return None
 
 
 def inspect(path: Path, console: Console) -> int:

@@ -8,18 +8,19 @@ from typing import Any
 import xxhash
 
 from rlhf.checkpoint.errors import DamagedCheckpoint, is_unreadable
-from rlhf.checkpoint.files import WrittenFile, hash_file, write_file
+from rlhf.checkpoint.files import WrittenFile, write_file
 from rlhf.checkpoint.layout import MANIFEST
+from rlhf.checkpoint.reading import CheckedFiles
 
 FORMAT = 2
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. `files` maps each path to its size and hash; the manifest's own text carries a checksum of itself.
+    """What a checkpoint holds. `files` maps each path to its size and hashes; the manifest's own text carries a checksum of itself.
 
     `fingerprints` are of the files that settings name (`model.path` and so on). `linked` maps each folder whose files this save did not
-    write to the checkpoint that it shares them with.
+    write to the checkpoint that it shares them with. `metrics` are the figures of the step.
     """
 
     step: int
@@ -33,6 +34,7 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     linked: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -95,31 +97,16 @@ def read_manifest(root: Path) -> Manifest:
 
 
 def verify_files(root: Path, manifest: Manifest, names: list[str] | None = None) -> list[str]:
-    """Compare files with the manifest (all, or `names`) by size and hash; returns one line per damaged file, none when intact."""
+    """Compare files with the manifest (all, or `names`) by size and hashes; returns one line per damaged file, none when intact."""
+    files = CheckedFiles(root, manifest.files)
     problems = []
-    inside = root.resolve()
     for name in manifest.files if names is None else names:
         try:
-            problem = _problem(root / name, manifest.files[name], inside)
-        except OSError as error:
-            if not is_unreadable(error):
-                raise
-            problem = f"cannot be read: {error.strerror}"
-        if problem:
-            problems.append(f"{name}: {problem}")
+            files.check_entry(name)
+            files.prove(name, files.blocks(name))
+        except DamagedCheckpoint as problem:
+            problems.append(str(problem))
     return problems
-
-
-def _problem(path: Path, entry: dict[str, Any], inside: Path) -> str | None:
-    if not path.is_file():
-        return "missing"
-    if not path.resolve().is_relative_to(inside):
-        return "a link that points outside the checkpoint"
-    if path.stat().st_size != entry["size"]:
-        return f"{path.stat().st_size} bytes instead of {entry['size']}"
-    if hash_file(path)[1] != entry["xxh3_128"]:
-        return "content differs from its hash"
-    return None
 
 
 def verify(root: Path) -> Manifest:
@@ -128,15 +115,3 @@ def verify(root: Path) -> Manifest:
     if problems := verify_files(root, manifest):
         raise DamagedCheckpoint(f"{root} is damaged: " + "; ".join(problems))
     return manifest
-
-
-def share_of_files(manifest: Manifest, rank: int, world_size: int) -> list[str]:
-    """The files that `rank` verifies, so that all ranks together read each one once: largest first, dealt to the least loaded."""
-    loads = [0] * world_size
-    mine = []
-    for name, entry in sorted(manifest.files.items(), key=lambda item: (-item[1]["size"], item[0])):
-        owner = loads.index(min(loads))
-        loads[owner] += entry["size"] + 1
-        if owner == rank:
-            mine.append(name)
-    return mine

@@ -1,7 +1,8 @@
 """The logical format of tensors: a name, a global shape, and shards that are ranges of the flattened (row-major) tensor.
 
 FSDP2's rows, ZeRO's flat partitions and an unsharded tensor are all such ranges, so what one backend wrote at one world size any other
-reads at any other. Shards lie in safetensors files, one per rank, as 1-D tensors; `index.json` beside them says which range is where.
+reads at any other. Shards lie in safetensors files, one per rank, as 1-D tensors; `index.json` beside them says which range is where, down
+to the byte of the file.
 """
 
 import json
@@ -14,9 +15,12 @@ import torch
 from torch import Tensor
 
 from rlhf.checkpoint.errors import DamagedCheckpoint
-from rlhf.checkpoint.files import WrittenFile, write_file
+from rlhf.checkpoint.files import BLOCK, WrittenFile, write_file
+from rlhf.checkpoint.reading import CheckedFiles
 
 INDEX = "index.json"
+# Page-locked memory through which tensors reach another device.
+LANDING_BYTES = 16 * BLOCK
 # Names as in the safetensors specification.
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -59,18 +63,27 @@ def safetensors_chunks(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file, tensor by tensor, without a copy of CPU tensors: ready to be hashed and written."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
+    yield _header(tensors, metadata)[0]
     for tensor in tensors.values():
         if tensor.numel():
             yield as_bytes(tensor.cpu().contiguous())
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+    """What a safetensors file begins with, and where in the file each tensor begins."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    starts, end = {}, 0
+    for name, tensor in tensors.items():
+        starts[name], end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    content = len(text).to_bytes(8, "little") + text
+    return content, {name: len(content) + start for name, start in starts.items()}
 
 
 def write_pieces(root: Path, folder: str, file_name: str, pieces: Pieces) -> tuple[list[WrittenFile], dict[str, Any]]:
@@ -78,20 +91,18 @@ def write_pieces(root: Path, folder: str, file_name: str, pieces: Pieces) -> tup
 
     The share names every piece, owned or not, so that the merge sees a tensor that no rank owns.
     """
-    owned = {name: piece for name, piece in pieces.items() if piece.owner and piece.local.numel()}
-    index = {
-        name: {
+    flat = {name: p.local.detach().reshape(-1) for name, p in pieces.items() if p.owner and p.local.numel()}
+    offsets = _header(flat)[1]
+    index = {}
+    for name, piece in pieces.items():
+        shard = {"file": file_name, "start": piece.start, "stop": piece.start + piece.local.numel()}
+        index[name] = {
             "dtype": DTYPE_NAMES[piece.local.dtype],
             "shape": list(piece.shape),
-            "shards": [{"file": file_name, "start": piece.start, "stop": piece.start + piece.local.numel()}]
-            if name in owned
-            else [],
+            "shards": [shard | {"offset": offsets[name]}] if name in flat else [],
         }
-        for name, piece in pieces.items()
-    }
-    if not owned:
+    if not flat:
         return [], index
-    flat = {name: piece.local.detach().reshape(-1) for name, piece in owned.items()}
     return [write_file(root, f"{folder}/{file_name}", safetensors_chunks(flat))], index
 
 
@@ -126,35 +137,34 @@ def _numel(shape: list[int]) -> int:
 
 
 class TensorReader:
-    """Reads ranges of the tensors in one folder, whatever world size or backend wrote them."""
+    """Reads ranges of the tensors in one folder of a checkpoint, whatever world size or backend wrote them."""
 
-    def __init__(self, folder: Path, index: dict[str, Any]) -> None:
-        self._folder = folder
+    def __init__(self, files: CheckedFiles, folder: str, index: dict[str, Any]) -> None:
+        self._files, self._folder = files, folder
         self.index = index
-        self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
 
     @classmethod
-    def of_component(cls, folder: Path) -> "TensorReader":
+    def of_component(cls, files: CheckedFiles, folder: str) -> "TensorReader":
         """Over what `write_pieces` wrote."""
-        return cls(folder, json.loads((folder / INDEX).read_text()))
+        return cls(files, folder, json.loads(files.content(f"{folder}/{INDEX}")))
 
     @classmethod
-    def of_whole_tensors(cls, folder: Path, file_names: Iterable[str]) -> "TensorReader":
+    def of_whole_tensors(cls, files: CheckedFiles, folder: str, file_names: Iterable[str]) -> "TensorReader":
         """Over plain safetensors files of `folder`, such as a Hugging Face folder's, each tensor whole in one of them."""
-        reader = cls(folder, {})
+        index = {}
         for file_name in file_names:
-            for name, entry in reader._header(file_name)[1].items():
-                if name != "__metadata__":
-                    shard = {"file": file_name, "start": 0, "stop": _numel(entry["shape"])}
-                    reader.index[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "shards": [shard]}
-        return reader
-
-    def _header(self, file_name: str) -> tuple[int, dict[str, Any]]:
-        if file_name not in self._headers:
-            with (self._folder / file_name).open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                self._headers[file_name] = (8 + length, json.loads(file.read(length)))
-        return self._headers[file_name]
+            length = 8 + int.from_bytes(files.start(f"{folder}/{file_name}", 8), "little")
+            header = json.loads(files.start(f"{folder}/{file_name}", length)[8:])
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                shard = {"file": file_name, "start": 0, "stop": _numel(entry["shape"])}
+                offset = length + entry["data_offsets"][0]
+                index[name] = {
+                    "dtype": entry["dtype"],
+                    "shape": entry["shape"],
+                    "shards": [shard | {"offset": offset}],
+                }
+        return cls(files, folder, index)
 
     def mismatches(self, pieces: Pieces) -> list[str]:
         """How the stored names, shapes and types differ from those of `pieces`; empty when they are the same architecture."""
@@ -173,37 +183,57 @@ class TensorReader:
     @torch.no_grad()
     def read_into(self, pieces: Pieces) -> None:
         """Fill every piece's `local` with its range of the stored tensor. Call `mismatches` first."""
+        wanted: dict[str, list[tuple[int, Tensor]]] = {}
+        copies = []
         for name, piece in pieces.items():
-            if not piece.local.numel():
-                continue
-            buffer = (
-                piece.local.reshape(-1)
-                if piece.local.device.type == "cpu"
-                else torch.empty(piece.local.numel(), dtype=piece.local.dtype)
-            )
-            self._read_range(name, piece.start, buffer)
-            if buffer.data_ptr() != piece.local.data_ptr():
-                piece.local.copy_(buffer.view(piece.local.shape))
+            flat = piece.local.detach().reshape(-1)
+            if flat.numel():
+                self._locate(name, piece.start, flat, wanted)
+            if flat.data_ptr() != piece.local.data_ptr():  # not contiguous: the view is a copy
+                copies.append((piece.local, flat))
+        for file_name, parts in wanted.items():
+            self._read(f"{self._folder}/{file_name}", parts)
+        for local, flat in copies:
+            local.copy_(flat.view(local.shape))
 
-    def _read_range(self, name: str, start: int, into: Tensor) -> None:
-        stop, width, filled = start + into.numel(), into.element_size(), 0
-        memory = as_bytes(into)
+    def _locate(self, name: str, start: int, into: Tensor, wanted: dict[str, list[tuple[int, Tensor]]]) -> None:
+        """Add to `wanted` where in which files the elements of a tensor from `start` on lie, with the parts of `into` for them."""
+        stop, filled = start + into.numel(), 0
         for shard in self.index[name]["shards"]:
             low, high = max(start, shard["start"]), min(stop, shard["stop"])
-            if low >= high:
-                continue
-            base, header = self._header(shard["file"])
-            position = base + header[name]["data_offsets"][0] + (low - shard["start"]) * width
-            with (self._folder / shard["file"]).open("rb", buffering=0) as file:
-                file.seek(position)
-                view = memory[(low - start) * width : (high - start) * width]
-                while view:
-                    count = file.readinto(view)
-                    if not count:
-                        raise DamagedCheckpoint(f"{self._folder / shard['file']} ends inside {name}")
-                    view = view[count:]
-            filled += high - low
+            if low < high:
+                position = shard["offset"] + (low - shard["start"]) * into.element_size()
+                part = into[low - start : high - start].view(torch.uint8)
+                wanted.setdefault(shard["file"], []).append((position, part))
+                filled += high - low
         if filled != into.numel():
             raise DamagedCheckpoint(
-                f"{self._folder / INDEX} has {filled} of {into.numel()} elements of {name}[{start}:{stop}]"
+                f"{self._folder}/{INDEX}: has {filled} of {into.numel()} elements of {name}[{start}:{stop}]"
             )
+
+    def _read(self, name: str, wanted: list[tuple[int, Tensor]]) -> None:
+        """Fill the bytes of `wanted` from their positions in a file."""
+        self._files.read(name, [(start, as_bytes(part)) for start, part in wanted if part.device.type == "cpu"])
+        remote = [(start, part) for start, part in wanted if part.device.type != "cpu"]
+        if remote:
+            landing = torch.empty(LANDING_BYTES, dtype=torch.uint8, pin_memory=remote[0][1].device.type == "cuda")
+            read_through(landing, self._files, name, remote)
+
+
+def read_through(landing: Tensor, files: CheckedFiles, name: str, wanted: list[tuple[int, Tensor]]) -> None:
+    """Fill the bytes of `wanted` from their positions in a file, a window of the file at a time, by way of the CPU tensor `landing`.
+
+    Its size is a multiple of BLOCK, so that no block is read twice.
+    """
+    windows: dict[int, list[tuple[int, Tensor]]] = {}
+    for start, part in wanted:
+        while part.numel():
+            offset = start % len(landing)
+            length = min(len(landing) - offset, part.numel())
+            windows.setdefault(start // len(landing), []).append((offset, part[:length]))
+            start, part = start + length, part[length:]
+    for number, parts in windows.items():
+        places = [(offset, landing[offset : offset + part.numel()], part) for offset, part in parts]
+        files.read(name, [(number * len(landing) + offset, as_bytes(place)) for offset, place, _ in places])
+        for _, place, part in places:
+            part.copy_(place)

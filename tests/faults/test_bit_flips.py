@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint import manifest
 from rlhf.checkpoint.errors import DamagedCheckpoint
 from rlhf.checkpoint.layout import POINTER, scan, step_dir
 from rlhf.checkpoint.manifest import verify
@@ -19,6 +18,7 @@ from tests.checkpoint_helpers import (
     equal_bits,
     files_of,
     flip_bit,
+    lose_on_disk,
     make_backend,
     make_checkpointer,
     make_config,
@@ -120,27 +120,26 @@ def test_an_intact_run_resumes_from_the_newest_without_a_word_of_damage(original
 def test_all_damaged_is_an_error_at_every_start_never_a_fresh_run(config):
     for step in (2, 4):
         flip_bit(step_dir(config.run_dir, step) / "actor/model/rank_00000.safetensors", 8000)
-    backend = make_backend(2)
-    state = whole_state(backend)
     for _ in range(2):
         with pytest.raises(UserError) as caught:
-            make_checkpointer(config, backend).resume()
+            resume(config, make_backend(2))
         for part in ("global_step_2.damaged-1", "global_step_4.damaged-1", "step 0", "trainer.overwrite=true"):
             assert part in str(caught.value)
-    assert equal_bits(whole_state(backend), state)
 
 
 @pytest.fixture
 def broken_disk(config, monkeypatch) -> Path:
     """The newest checkpoint's optimizer answers with an input/output error, and its directory cannot be renamed any more."""
     checkpoint = step_dir(config.run_dir, 4)
-    lost, hash_file, rename = checkpoint / "actor/optimizer/rank_00000.safetensors", manifest.hash_file, Path.rename
+    rename = Path.rename
 
-    def fail(path: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+    def failing(path: Path, to: Path) -> Path:
+        if path == checkpoint:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return rename(path, to)
 
-    monkeypatch.setattr(manifest, "hash_file", lambda path: fail(path) if path == lost else hash_file(path))
-    monkeypatch.setattr(Path, "rename", lambda path, to: fail(path) if path == checkpoint else rename(path, to))
+    lose_on_disk(monkeypatch, checkpoint / "actor/optimizer/rank_00000.safetensors", errno.EIO)
+    monkeypatch.setattr(Path, "rename", failing)
     return checkpoint
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.layout import step_dir
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.files import to_yaml
 from tests.checkpoint_helpers import (
     PlainReference,
     PlainRole,
@@ -16,6 +18,7 @@ from tests.checkpoint_helpers import (
     make_config,
     save_steps,
 )
+from tests.published import publish
 
 
 @pytest.fixture
@@ -46,6 +49,39 @@ def test_list_of_a_run(run_dir, command):
     assert "latest_checkpointed_iteration.txt: 10" in out
     assert "set aside as damaged: global_step_4.damaged-1" in out
     assert "set aside as superseded: global_step_2.superseded-1" in out
+
+
+def test_list_says_why_each_is_kept(tmp_path, command):
+    config = make_config(tmp_path)
+    config.checkpoint = CheckpointConfig(max_to_keep=1, keep_every=6, keep_best=1)
+    for step, accuracy in ((2, 0.25), (4, 0.75), (6, 0.5), (8, None), (9, 0.5), (10, None)):
+        publish(config.run_dir, step, {} if accuracy is None else {"val/accuracy": accuracy})
+    flip_bit(step_dir(config.run_dir, 9) / "manifest.json", 100)
+
+    def column(*names: str) -> list[list[str]]:
+        heading, *rows = [
+            line.split("│" if "│" in line else "┃")
+            for line in command("list", config.run_dir)[1].splitlines()
+            if "│" in line or "step" in line
+        ]
+        places = [[cell.strip() for cell in heading].index(name) for name in names]
+        return [[row[place].strip() for place in places] for row in rows]
+
+    # Of no start and no save are settings known: figures, but no verdict.
+    figures = [["10", ""], ["9", ""], ["8", ""], ["6", "0.5000"], ["4", "0.7500"], ["2", "0.2500"]]
+    assert column("step", "val/accuracy") == figures
+    assert column("kept") == [[""]] * 6
+    (config.run_dir / "resolved.yaml").write_text(to_yaml(config))
+    assert column("kept") == [["newest"], ["unreadable"], ["may go"], ["for good"], ["best"], ["may go"]]
+    # A run under torchrun has the settings in its checkpoints only.
+    (config.run_dir / "resolved.yaml").write_text("broken: [")
+    publish(config.run_dir, 11, config=to_yaml(config))
+    verdicts = [["newest"], ["may go"], ["unreadable"], ["may go"], ["for good"], ["best"], ["may go"]]
+    assert column("kept") == verdicts
+    (step_dir(config.run_dir, 11) / "config.yaml").write_text("checkpoint: {max_to_keep: x}")
+    assert column("kept") == [[""]] * 7
+    # What one copy is kept for, it does not say itself.
+    assert "newest" not in command("list", step_dir(config.run_dir, 8))[1]
 
 
 def test_inspect_shows_the_newest_in_detail(run_dir, command):

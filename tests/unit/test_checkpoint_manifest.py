@@ -13,12 +13,11 @@ from rlhf.checkpoint.manifest import (
     Manifest,
     describe,
     read_manifest,
-    share_of_files,
     verify,
     verify_files,
     write_manifest,
 )
-from tests.checkpoint_helpers import flip_bit
+from tests.checkpoint_helpers import flip_bit, lose_on_disk
 
 
 @pytest.fixture
@@ -153,28 +152,21 @@ def test_missing_cut_extended_and_changed_files_are_named(checkpoint, name):
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN, errno.EBADMSG])
 def test_what_the_disk_has_lost_is_damage(checkpoint, monkeypatch, code):
-    """Only a broken disk answers so; here the call that reads the bytes does."""
     lost = checkpoint / "actor/model/rank_00000.safetensors"
-
-    def hash_file(path: Path) -> tuple[int, str]:
-        if path == lost:
-            raise OSError(code, os.strerror(code), str(path))
-        return manifest_hash_file(path)
-
-    manifest_hash_file = manifest_module.hash_file
-    monkeypatch.setattr(manifest_module, "hash_file", hash_file)
+    lose_on_disk(monkeypatch, lost, code)
     with pytest.raises(DamagedCheckpoint, match=f"rank_00000.safetensors: cannot be read: {os.strerror(code)}"):
         verify(checkpoint)
-    monkeypatch.setattr(Path, "read_bytes", lambda path: hash_file(lost))
+
+    def read_bytes(path: Path) -> bytes:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
     with pytest.raises(DamagedCheckpoint, match=f"manifest.json cannot be read: {os.strerror(code)}"):
         read_manifest(checkpoint)
 
 
 def test_an_error_that_may_pass_is_no_damage(checkpoint, monkeypatch):
-    def hash_file(path: Path) -> tuple[int, str]:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-
-    monkeypatch.setattr(manifest_module, "hash_file", hash_file)
+    lose_on_disk(monkeypatch, checkpoint / "driver_state.json", errno.ESTALE)
     with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
         verify(checkpoint)
 
@@ -210,15 +202,6 @@ def test_an_unknown_field_and_a_missing_one_are_damage(checkpoint):
         (checkpoint / "manifest.json").write_bytes(manifest_module._text(changed))
         with pytest.raises(DamagedCheckpoint):
             read_manifest(checkpoint)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_the_ranks_share_out_every_file_once_and_by_size(world_size):
-    files = {f"f{i}": {"size": size, "xxh3_128": ""} for i, size in enumerate([900, 500, 400, 0, 0, 30, 20, 10])}
-    shares = [share_of_files(make_manifest(files), rank, world_size) for rank in range(world_size)]
-    assert sorted(name for part in shares for name in part) == sorted(files)
-    loads = [sum(files[name]["size"] for name in part) for part in shares]
-    assert max(loads) == max(900, sum(loads) / world_size)
 
 
 def test_verifying_some_names_leaves_the_others_alone(checkpoint):

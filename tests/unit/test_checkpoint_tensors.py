@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from rlhf.checkpoint.errors import DamagedCheckpoint
-from rlhf.checkpoint.files import write_file, write_json
+from rlhf.checkpoint.files import hash_file, write_file, write_json
 from rlhf.checkpoint.layout import rank_file
+from rlhf.checkpoint.reading import CheckedFiles
 from rlhf.checkpoint.tensors import (
     DTYPE_NAMES,
     INDEX,
@@ -19,7 +20,7 @@ from rlhf.checkpoint.tensors import (
     safetensors_chunks,
     write_pieces,
 )
-from tests.checkpoint_helpers import equal_bits
+from tests.checkpoint_helpers import equal_bits, files_of
 
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 dtypes = st.sampled_from(list(DTYPE_NAMES))
@@ -47,6 +48,12 @@ def write_all(folder, ranks: list[dict[str, Piece]]) -> None:
     write_json(folder, f"model/{INDEX}", merge_indices(parts))
 
 
+def files_below(folder) -> CheckedFiles:
+    """All files of a folder, as a manifest would have them now."""
+    found = {name: hash_file(folder / name) for name in files_of(folder)}
+    return CheckedFiles(folder, {name: {"size": size, "xxh3_128": hashes} for name, (size, hashes) in found.items()})
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), tensors=st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=4), writers=st.integers(1, 4))
 def test_any_split_reads_back_as_any_other_split(tmp_path_factory, data, tensors, writers):
@@ -59,7 +66,7 @@ def test_any_split_reads_back_as_any_other_split(tmp_path_factory, data, tensors
             ranks[rank][name] = Piece(tuple(tensor.shape), start, flat[start:stop])
     write_all(folder, ranks)
 
-    reader = TensorReader.of_component(folder / "model")
+    reader = TensorReader.of_component(files_below(folder), "model")
     for name, tensor in whole.items():
         flat = tensor.reshape(-1)
         for start, stop in cuts(data, flat.numel(), data.draw(st.integers(1, 4))):
@@ -73,7 +80,7 @@ def test_any_split_reads_back_as_any_other_split(tmp_path_factory, data, tensors
 def test_a_local_part_of_many_dimensions_and_one_that_is_not_contiguous_are_filled_in_place(tmp_path):
     whole = torch.arange(24.0).view(6, 4)
     write_all(tmp_path, [{"w": Piece((6, 4), 0, whole)}])
-    reader = TensorReader.of_component(tmp_path / "model")
+    reader = TensorReader.of_component(files_below(tmp_path), "model")
     rows, transposed = torch.zeros(2, 4), torch.zeros(4, 6).T
     reader.read_into({"w": Piece((6, 4), 8, rows)})
     assert equal_bits(rows, whole[2:4])
@@ -108,11 +115,11 @@ def test_a_rank_that_owns_nothing_writes_no_file(tmp_path):
 def test_whole_tensors_are_read_by_safetensors_and_by_the_reader(tmp_path_factory, tensors):
     folder = tmp_path_factory.mktemp("whole")
     whole = {f"t{i}": random_tensor(shape, dtype, i) for i, (shape, dtype) in enumerate(tensors)}
-    write_file(folder, "model.safetensors", safetensors_chunks(whole, {"format": "pt"}))
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
+    write_file(folder, "hf/model.safetensors", safetensors_chunks(whole, {"format": "pt"}))
+    with safe_open(folder / "hf/model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert equal_bits({name: file.get_tensor(name) for name in file.keys()}, whole)  # noqa: SIM118
-    reader = TensorReader.of_whole_tensors(folder, ["model.safetensors"])
+    reader = TensorReader.of_whole_tensors(files_below(folder), "hf", ["model.safetensors"])
     pieces = {n: Piece(tuple(t.shape), 0, random_tensor(tuple(t.shape), t.dtype, 99)) for n, t in whole.items()}
     assert reader.mismatches(pieces) == []
     reader.read_into(pieces)
@@ -123,12 +130,12 @@ def test_whole_tensors_come_from_the_named_files_only(tmp_path):
     for name, value in (("a.safetensors", 1.0), ("b.safetensors", 2.0), ("z.safetensors", 9.0)):
         write_file(
             tmp_path,
-            name,
+            f"hf/{name}",
             safetensors_chunks(
                 {name[0]: torch.tensor([value]), **({"a": torch.tensor([8.0])} if name == "z.safetensors" else {})}
             ),
         )
-    reader = TensorReader.of_whole_tensors(tmp_path, ["a.safetensors", "b.safetensors"])
+    reader = TensorReader.of_whole_tensors(files_below(tmp_path), "hf", ["a.safetensors", "b.safetensors"])
     assert sorted(reader.index) == ["a", "b"]
     a = torch.zeros(1)
     reader.read_into({"a": Piece((1,), 0, a)})
@@ -177,7 +184,7 @@ def test_mismatches_are_told_in_words(tmp_path):
         "shape": torch.zeros(3, 2),
         "type": torch.zeros(4, dtype=torch.float16),
     }
-    reader = TensorReader.of_component(tmp_path / "model")
+    reader = TensorReader.of_component(files_below(tmp_path), "model")
     assert reader.mismatches({name: Piece(tuple(t.shape), 0, t) for name, t in here.items()}) == [
         "gone is only in the checkpoint",
         "new is not in the checkpoint",
@@ -191,11 +198,22 @@ def test_a_file_or_an_index_that_is_too_short_is_an_error_not_garbage(tmp_path):
     file, index = tmp_path / "model" / rank_file(0), tmp_path / "model" / INDEX
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
-    with pytest.raises(DamagedCheckpoint, match="ends inside w"):
-        TensorReader.of_component(tmp_path / "model").read_into({"w": Piece((8,), 0, torch.zeros(8))})
+    with pytest.raises(DamagedCheckpoint, match=r"model/rank_00000.safetensors: ends before byte \d+"):
+        TensorReader.of_component(files_below(tmp_path), "model").read_into({"w": Piece((8,), 0, torch.zeros(8))})
     file.write_bytes(whole)
     document = json.loads(index.read_text())
     document["w"]["shards"][0]["stop"] = 7
     index.write_text(json.dumps(document))
     with pytest.raises(DamagedCheckpoint, match=r"has 7 of 8 elements of w\[0:8\]"):
-        TensorReader.of_component(tmp_path / "model").read_into({"w": Piece((8,), 0, torch.zeros(8))})
+        TensorReader.of_component(files_below(tmp_path), "model").read_into({"w": Piece((8,), 0, torch.zeros(8))})
+
+
+def test_an_index_that_points_elsewhere_reaches_only_what_the_manifest_has(tmp_path):
+    write_all(tmp_path / "in", [{"w": Piece((8,), 0, torch.arange(8.0))}])
+    files = files_below(tmp_path / "in")
+    (tmp_path / "in/model" / rank_file(0)).rename(tmp_path / "out")
+    reader = TensorReader.of_component(files, "model")
+    for name in ("../../out", str(tmp_path / "out"), "out"):
+        reader.index["w"]["shards"][0]["file"] = name
+        with pytest.raises(DamagedCheckpoint, match="not in the manifest"):
+            reader.read_into({"w": Piece((8,), 0, torch.zeros(8))})

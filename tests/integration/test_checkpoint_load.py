@@ -1,0 +1,83 @@
+"""What a load reads, and what it says of it."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.files import BLOCK
+from rlhf.checkpoint.layout import step_dir
+from rlhf.checkpoint.load import LoadResult, Transfer, load_state
+from rlhf.checkpoint.manifest import read_manifest
+from rlhf.checkpoint.snapshot import RunState
+from rlhf.config import Config
+from tests.checkpoint_helpers import PlainReference, PlainRole, make_checkpointer, make_config, make_driver, run_ranks
+
+DEADLINE_S = 90
+SIZE = 3 << 20
+CONTENTS = ["model", "optimizer", "extra", "hf_model"]
+
+
+class WholeRole(PlainRole):
+    """A plain role whose Hugging Face folder has the whole weight, as a backend's has."""
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield "weight", PlainRole(SIZE).weight
+
+
+def save(rank: int, config: Config) -> None:
+    coordinator = Coordinator()
+    role = WholeRole(SIZE, rank, coordinator.world_size)
+    reference = PlainReference(SIZE, rank, coordinator.world_size)
+    make_checkpointer(config, role, 1, coordinator, reference=reference).save(1)
+
+
+def load(rank: int, config: Config, contents: list[str]) -> LoadResult:
+    coordinator, path = Coordinator(), step_dir(config.run_dir, 1)
+    world_size = coordinator.world_size
+    roles = {"actor": PlainRole(SIZE, rank, world_size, seed=5)}
+    state = RunState(roles, make_driver(), reference=PlainReference(SIZE, rank, world_size))
+    return load_state(path, read_manifest(path), state, contents, 1, coordinator)
+
+
+def in_folders(config: Config, *folders: str) -> int:
+    manifest = read_manifest(step_dir(config.run_dir, 1))
+    return sum(entry["size"] for folder in folders for entry in manifest.in_folder(folder).values())
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 2), (1, 2), (2, 1), (3, 2)])
+def test_each_rank_reads_what_it_needs_and_every_byte_is_read(tmp_path, writers, readers):
+    config = make_config(tmp_path)
+    config.checkpoint.contents = list(CONTENTS)
+    run_ranks(writers, save, config, deadline_s=DEADLINE_S, join=Path(tempfile.mkdtemp(dir=tmp_path)))
+    for contents, folders in (
+        (CONTENTS, ["actor/model", "actor/optimizer"]),
+        (["model"], ["actor/model"]),
+        (["optimizer", "hf_model"], ["actor/optimizer", "actor/huggingface"]),
+    ):
+        join = Path(tempfile.mkdtemp(dir=tmp_path))
+        result, *others = run_ranks(readers, load, config, contents, deadline_s=DEADLINE_S, join=join)
+        assert all(other.by_part == result.by_part for other in others)
+        assert set(result.by_part) == {"actor", "ref", "other"}
+        # A block that two ranks have a part of, and what lies before the tensors, is read by both.
+        twice = readers * len(folders) * 2 * BLOCK if readers != writers or "hf_model" in contents else readers * 1000
+        needed = in_folders(config, *folders)
+        assert result.by_part["actor"].bytes <= needed + twice
+        assert result.by_part["ref"].bytes <= in_folders(config, "ref/model") + readers * 2 * BLOCK
+        manifest = read_manifest(step_dir(config.run_dir, 1))
+        assert result.total_bytes >= sum(entry["size"] for entry in manifest.files.values())
+        assert all(0 < part.seconds <= result.seconds for part in result.by_part.values())
+
+
+def test_the_metrics_of_a_load():
+    parts = {"actor": Transfer(600, 2.0), "other": Transfer(40, 0.0)}
+    metrics = LoadResult(Path("x"), None, parts, 4.0).metrics()  # type: ignore[arg-type]
+    assert metrics["perf/load_seconds"] == 4.0
+    assert metrics["perf/load_bytes"] == 640
+    assert metrics["perf/load_bytes_per_second"] == 160
+    assert metrics["perf/load_bytes_per_second/actor"] == 300
+    assert metrics["perf/load_bytes/other"] == 40
+    assert len(metrics) == 9
