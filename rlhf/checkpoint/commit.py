@@ -80,13 +80,18 @@ def prune(run_dir: Path, max_to_keep: int | None, step: int) -> list[int]:
     return removed
 
 
-def discard(path: Path) -> None:
-    """Delete a directory so that no kill leaves half of it under its name: rename to trash first, then remove."""
+def to_trash(path: Path) -> Path:
+    """Take a directory's name away, so that no kill during its deletion leaves half of it there; returns what to delete."""
     trash = path.with_name(fresh_name(TRASH, path.name.lstrip(".")))
     path.rename(trash)
     fsync_dir(path.parent)
     announce("commit.trash")
-    _delete(trash)
+    return trash
+
+
+def discard(path: Path) -> None:
+    """Delete a directory: rename to trash first, then remove."""
+    delete(to_trash(path))
 
 
 def set_aside(path: Path, reason: str) -> Path:
@@ -104,11 +109,12 @@ def clean_leftovers(run_dir: Path) -> list[str]:
     """Remove what killed saves and removals left behind; only for a time when no save is in flight. Returns the names."""
     leftovers = [p for p in run_dir.iterdir() if p.name.startswith((TEMPORARY, TRASH))]
     for path in leftovers:
-        _delete(path)
+        delete(path)
     return [p.name for p in leftovers]
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path) -> None:
+    """Remove a directory with all that it holds, or a file or link."""
     # A user may have moved a checkpoint to other storage and left a link; of that, only the link is ours to delete.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -15,6 +15,8 @@ RESOLVED = "resolved.yaml"
 HISTORY = "metrics.jsonl"
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"
+PIN = ".upload-"
+"""Begins the name of a folder with hard links to the files of a checkpoint that is being copied to `checkpoint.remote`."""
 
 _STEP_DIR = re.compile(r"global_step_(\d+)")
 _SET_ASIDE = re.compile(r"global_step_\d+\.(damaged|superseded)-\d+")

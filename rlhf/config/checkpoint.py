@@ -3,6 +3,8 @@ from dataclasses import dataclass
 from rlhf.config.fields import setting
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
+REMOTES = {"s3": "s3fs", "gs": "gcsfs", "hdfs": "pyarrow", "file": "fsspec"}
+"""Schemes of `checkpoint.remote`, each with the package that speaks it."""
 
 
 @dataclass
@@ -11,8 +13,22 @@ class CheckpointConfig:
     """What a save writes: any of `model`, `optimizer`, `extra` (LR schedule and RNG), `hf_model` (a Hugging Face folder)."""
     load_contents: list[str] | None = setting(None, resume="harmless")
     """What a resume reads; null means `contents`."""
+    async_save: bool = setting(True, resume="harmless")
+    """Train on while a checkpoint is written, from a copy in memory; false waits for each save. The numbers of the run are the same."""
     max_to_keep: int | None = setting(3, ge=1, resume="harmless")
     """Newest checkpoints to keep; null keeps all."""
+    keep_every: int | None = setting(None, ge=1, resume="harmless")
+    """Keep checkpoints whose step is a multiple of this for good, beside the newest; null keeps none."""
+    keep_best: int = setting(0, ge=0, resume="harmless")
+    """Keep the best so many checkpoints by `best_metric`, beside the newest."""
+    best_metric: str = setting("val/accuracy", choices=("val/accuracy", "val/reward"), resume="harmless")
+    """What `keep_best` ranks by; higher is better. Only checkpoints of steps that were evaluated have it."""
+    remote: str | None = setting(None, resume="harmless")
+    """Copy each checkpoint there behind the training: `s3://...`, `gs://...`, `hdfs://...` or `file://...`; null copies nothing."""
+    remote_max_to_keep: int | None = setting(None, ge=1, resume="harmless")
+    """Newest checkpoints to keep there; null keeps all."""
+    journal: bool = setting(False, resume="harmless")
+    """Write finished samples of the step under way to disk, so that a crash does not generate them again."""
     timeout_s: float = setting(3600.0, gt=0, resume="harmless")
     """Longest wait for another rank's part of a save or a load, in seconds; then the attempt fails and restarts."""
     on_save_error: str = setting("stop", choices=("stop", "continue"), resume="harmless")

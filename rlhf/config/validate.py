@@ -3,10 +3,11 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
-from rlhf.config import Config
-from rlhf.config.checkpoint import CONTENTS
+from rlhf.config import BackendConfig, Config
+from rlhf.config.checkpoint_rules import checkpoint_problems
 from rlhf.config.schema import SETTINGS, Setting, did_you_mean, nearest
 from rlhf.errors import UserError
 
@@ -31,7 +32,8 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ) -> None:
             _rollout,
             _filter_groups,
             _data,
-            _checkpoint,
+            _backend,
+            checkpoint_problems,
             _rollback,
             _resume,
             _models,
@@ -193,33 +195,23 @@ def _data(config: Config) -> Iterator[str]:
             yield f"data.{key}={files!r}: set a file, a glob or a Hub name, or a list of these."
 
 
-def _checkpoint(config: Config) -> Iterator[str]:
-    saved, loaded = config.checkpoint.contents, config.checkpoint.load_contents
-    resumes = config.trainer.resume_mode != "disable"
-    for key, contents in (("contents", saved), ("load_contents", loaded or [])):
-        for name in contents:
-            if name not in CONTENTS:
-                near = did_you_mean(nearest(name, CONTENTS))
-                yield f"checkpoint.{key}={contents}: {name!r} is none of {', '.join(CONTENTS)}.{near}"
-        if len(set(contents)) < len(contents):
-            yield f"checkpoint.{key}={contents}: name each part once."
-    # Whatever trainer.save_freq says: a run that is asked to stop saves.
-    if not saved:
-        yield f"checkpoint.contents=[]: nothing to save; name any of {', '.join(CONTENTS)}."
-    elif resumes and not {"model", "hf_model"} & set(saved):
-        yield (
-            f"checkpoint.contents={saved}: without model or hf_model no run can resume; "
-            "add model, or set trainer.resume_mode=disable."
-        )
-    if loaded is None:
+def _backend(config: Config) -> Iterator[str]:
+    backend = config.backend
+    if backend.name != "deepspeed":
+        for key in ("zero_stage", "offload_optimizer"):
+            value = getattr(backend, key)
+            if value != getattr(BackendConfig(), key):
+                yield f"backend.{key}={value}: has effect only with backend=deepspeed (it is {backend.name})."
         return
-    if not {"model", "hf_model"} & set(loaded):
-        yield f"checkpoint.load_contents={loaded}: needs model or hf_model; null reads what checkpoint.contents names."
-    missing = [name for name in loaded if name in CONTENTS and name not in saved]
-    if resumes and missing:
+    spec = find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        yield "backend.name=deepspeed: DeepSpeed is not installed; run `pip install 'rlhf[deepspeed]'`, or set backend=fsdp2."
+    if backend.offload_optimizer and backend.zero_stage == 0:
+        yield "backend.offload_optimizer=true: needs ZeRO; set backend.zero_stage=1, 2 or 3."
+    if backend.offload_optimizer and config.trainer.device == "cpu":
         yield (
-            f"checkpoint.load_contents={loaded}: a resume would look for {', '.join(missing)}, which "
-            f"checkpoint.contents={saved} does not save; make the two agree."
+            "backend.offload_optimizer=true: moves optimizer state from a GPU to the CPU, but trainer.device=cpu; "
+            "set backend.offload_optimizer=false."
         )
 
 

@@ -35,6 +35,9 @@ ACCEPTED: dict[str, dict] = {
     "save only a model for others": {"checkpoint__contents": ["hf_model"]},
     "no resume, no model": {"trainer__resume_mode": "disable", "checkpoint__contents": ["optimizer"]},
     "load a part": {"checkpoint__load_contents": ["model"]},
+    "three rules of retention": {"checkpoint__keep_every": 100, "checkpoint__keep_best": 2},
+    "a remote folder": {"checkpoint__remote": "file:///backup", "checkpoint__remote_max_to_keep": 1},
+    "HDFS": {"checkpoint__remote": "hdfs://namenode:8020/backup"},
     "all trackers": {"trainer__logger": ["console", "jsonl", "wandb", "tensorboard"]},
     "warm-up of all but one step": {"trainer__total_training_steps": 10, "actor__optim__lr_warmup_steps": 9},
     "warm-up counts optimizer steps": {
@@ -106,6 +109,25 @@ REFUSED: list[tuple[dict, str]] = [
     ({"checkpoint__contents": ["model", "optimiser"]}, "Did you mean optimizer?"),
     ({"checkpoint__contents": ["model", "model"]}, "checkpoint.contents=['model', 'model']: name each part once."),
     ({"checkpoint__contents": ["optimizer", "extra"]}, "add model, or set trainer.resume_mode=disable."),
+    (
+        {"checkpoint__max_to_keep": None, "checkpoint__keep_every": 100},
+        "checkpoint.keep_every=100: has no effect with checkpoint.max_to_keep=null, which keeps all",
+    ),
+    (
+        {"checkpoint__max_to_keep": None, "checkpoint__keep_best": 1},
+        "checkpoint.keep_best=1: has no effect with checkpoint.max_to_keep=null, which keeps all",
+    ),
+    (
+        {"checkpoint__keep_best": 2, "trainer__test_freq": 0, "trainer__save_freq": 7},
+        "checkpoint.keep_best=2: needs evaluations to rank by; set trainer.test_freq=7.",
+    ),
+    ({"checkpoint__keep_best": 2, "data__train_files": "a.jsonl"}, "needs evaluations to rank by; set data.val_files."),
+    ({"checkpoint__best_metric": "val/acuracy"}, "Did you mean val/accuracy?"),
+    ({"checkpoint__remote_max_to_keep": 2}, "has effect only with checkpoint.remote (it is null)."),
+    ({"checkpoint__remote": "bucket/folder"}, "checkpoint.remote=bucket/folder: must begin with s3://, gs://, hdfs://"),
+    ({"checkpoint__remote": "gss://bucket"}, "must begin with s3://, gs://, hdfs://, file://. Did you mean gs?"),
+    ({"checkpoint__remote": "s3://"}, "must name a whole path, such as s3://bucket/folder."),
+    ({"checkpoint__remote": "file://folder"}, "must name a whole path, such as file:///folder."),
     ({"checkpoint__load_contents": ["extra"]}, "checkpoint.load_contents=['extra']: needs model or hf_model"),
     ({"checkpoint__load_contents": ["model", "modle"]}, "checkpoint.load_contents=['model', 'modle']: 'modle'"),
     ({"checkpoint__load_contents": ["hf_model"]}, "a resume would look for hf_model, which checkpoint.contents="),
@@ -241,6 +263,22 @@ def test_resume_path_must_exist(tmp_path: Path):
     right.trainer.overwrite = True
     (line,) = problems(right)
     assert line.startswith("trainer.overwrite=true with trainer.resume_mode=resume_path")
+
+
+def test_remote_copies_lie_outside_of_the_run_directory(tmp_path: Path):
+    config = make(trainer__default_local_dir=str(tmp_path / "runs"))
+    for folder in (tmp_path / "runs", config.run_dir, config.run_dir / "copies", tmp_path / "runs" / "x" / ".."):
+        config.checkpoint.remote = f"file://{folder}"
+        [line] = problems(config)
+        assert line.endswith(f"the copies would lie in the run directory, {config.run_dir}; name another folder.")
+    config.checkpoint.remote = f"file://{tmp_path}/copies"
+    validate(config, {})
+
+
+def test_a_remote_needs_its_package(monkeypatch):
+    monkeypatch.setattr("rlhf.config.checkpoint_rules.find_spec", lambda name: None)
+    [line] = problems(make(checkpoint__remote="s3://bucket/runs"))
+    assert line == "checkpoint.remote=s3://bucket/runs: needs the package s3fs: pip install s3fs"
 
 
 def test_the_source_of_a_run_that_exists_may_be_gone(tmp_path: Path):

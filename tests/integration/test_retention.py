@@ -1,0 +1,97 @@
+"""Retention and room as a run uses them: two real ranks and real saves, each from a new checkpointer, as if restarted in between."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.manifest import read_manifest, verify
+from rlhf.config import Config
+from rlhf.errors import UserError
+from tests.checkpoint_helpers import PlainRole, make_checkpointer, make_config, resume, run_ranks
+from tests.published import steps
+
+FLOATS = 200_000  # 0.8 MB of weights and as much of moments over all ranks
+DEADLINE_S = 60
+ACCURACY = {2: 0.5, 4: 0.9, 6: None, 8: 0.1, 10: 0.2}
+
+
+def save(rank: int, config: Config, *figures: tuple[int, float | None]) -> list[str | list[int | None]]:
+    """Save each step with its accuracy; after each the steps that are there, or the error."""
+    coordinator = Coordinator()
+    seen: list[str | list[int | None]] = []
+    for step, accuracy in figures:
+        role = PlainRole(FLOATS, rank, coordinator.world_size, seed=step)
+        checkpointer = make_checkpointer(config, role, step, coordinator)
+        try:
+            checkpointer.save(step, {} if accuracy is None else {"val/accuracy": accuracy})
+        except UserError as error:
+            seen.append(str(error))
+            continue
+        # Retention is the leader's work: once all are here, it is done.
+        coordinator.gather(None)
+        seen.append(steps(config.run_dir))
+        coordinator.gather(None)
+    return seen
+
+
+def test_the_rules_act_on_the_metrics_of_each_save(tmp_path):
+    config = make_config(tmp_path)
+    config.checkpoint.async_save = False
+    config.checkpoint.max_to_keep, config.checkpoint.keep_every, config.checkpoint.keep_best = 1, 6, 1
+    figures = ACCURACY.items()
+    one, other = run_ranks(2, save, config, *figures, deadline_s=DEADLINE_S, join=tmp_path / "join")
+    assert one == other == [[2], [4], [4, 6], [4, 6, 8], [4, 6, 10]]
+    assert read_manifest(config.run_dir / "global_step_4").metrics == {"val/accuracy": 0.9}
+    assert read_manifest(config.run_dir / "global_step_6").metrics == {}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A run directory on a disk of 6 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, text=True, check=False
+    )
+    if mount.returncode != 0:
+        pytest.skip(f"needs the right to mount a tmpfs: {mount.stderr.strip()}")
+    yield make_config(disk)
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def fill(config: Config, leave: int) -> Path:
+    """A neighbour's file that leaves `leave` bytes of the disk."""
+    filler = config.run_dir / "filler"
+    stats = os.statvfs(config.run_dir)
+    filler.write_bytes(bytes(stats.f_bavail * stats.f_frsize - leave))
+    return filler
+
+
+def test_a_save_that_does_not_fit_removes_what_may_go_or_says_what_it_lacks(small_disk, tmp_path):
+    small_disk.checkpoint.async_save = False
+    small_disk.checkpoint.max_to_keep = 2
+
+    def on_ranks(*figures: tuple[int, float | None]) -> list:
+        return run_ranks(2, save, small_disk, *figures, deadline_s=DEADLINE_S, join=tmp_path / f"join{figures[0][0]}")
+
+    assert on_ranks((2, None), (4, None)) == [[[2], [2, 4]]] * 2
+    # A save takes 1.6 MB, and as it reckons 2.6 MiB: what is free is not enough by itself, nor without step 2.
+    filler = fill(small_disk, leave=1_200_000)
+    assert on_ranks((6, None)) == [[[4, 6]]] * 2
+    # One more would do, but 6 is the newest; nothing is removed for nothing.
+    filler.unlink()
+    filler = fill(small_disk, leave=600_000)
+    for (message,) in on_ranks((8, None)):
+        assert (
+            "the save needs 2.6 MiB and the disk has 0.6 MiB free; removing global_step_4, which retention" in message
+        )
+        assert re.search(r"would free only 1\.\d MiB", message)
+    assert steps(small_disk.run_dir) == [4, 6]
+    filler.unlink()
+    assert on_ranks((10, None)) == [[[6, 10]]] * 2
+    assert [verify(small_disk.run_dir / f"global_step_{step}").step for step in (6, 10)] == [6, 10]
+    assert resume(small_disk, PlainRole(FLOATS)) == 10
