@@ -39,17 +39,25 @@ class Parts:
     resumed: bool
     """Whether there was a checkpoint to go on from."""
     stop_requested: Callable[[], bool]
-    """Whether any rank was asked to leave; collective."""
+    """Whether any rank was asked to leave, or has met a failed save; collective."""
 
 
 def train(p: Parts) -> None:
     """Train from where `p.driver` stands to its last step. Collective; raises Preempted after a save when asked to stop."""
+    with p.checkpointer.committing():
+        _train(p)
+
+
+def _train(p: Parts) -> None:
     driver, actor, size = p.driver, p.actor, p.config.actor.ppo_micro_batch_size_per_gpu
     samples = p.config.data.train_batch_size * p.config.rollout.n
-    if not p.resumed:
-        p.run_log.step(0, p.evaluator.before_training())
+    if p.resumed:
+        p.run_log.loaded(p.checkpointer.loaded)
+    else:
+        before = p.evaluator.before_training()
+        p.run_log.step(0, before)
         if p.config.guards.action == "rollback":  # there must be something to go back to
-            p.run_log.saved(p.checkpointer.save(0))
+            p.run_log.saved(p.checkpointer.save(0, before))
     while driver.step < driver.total_steps:
         step, started = driver.step + 1, time.monotonic()
         announce("step.begin")
@@ -90,9 +98,10 @@ def train(p: Parts) -> None:
         driver.note_accuracy(metrics.get("val/accuracy"))
         # Before the checkpoint: a record that is missing for a committed step could never be made up for.
         p.run_log.step(step, metrics)
-        p.run_log.saved(p.checkpointer.maybe_save(step, last=last))
+        p.run_log.saved(p.checkpointer.maybe_save(step, metrics, last=last))
         if p.stop_requested() and not last:
-            p.run_log.saved(p.checkpointer.save(step))
+            p.checkpointer.save(step, metrics)
+            p.checkpointer.finish()
             raise Preempted(f"Asked to stop: saved step {step} and left; the same command goes on from there.")
 
 
@@ -108,4 +117,5 @@ def roll_back(p: Parts) -> None:
     p.guards.recall(memory)
     p.collector.sampler.forget()
     p.run_log.rewind(p.driver.step)
+    p.run_log.loaded(p.checkpointer.loaded)
     announce("rollback.after")

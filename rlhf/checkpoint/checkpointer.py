@@ -2,30 +2,42 @@
 
 import logging
 import platform
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
 import xxhash
 
 import rlhf
+from rlhf.checkpoint.background import SaveInFlight
 from rlhf.checkpoint.commit import clean_leftovers
-from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.coordinator import Coordinator, LostPeer
 from rlhf.checkpoint.driver_state import DriverState
 from rlhf.checkpoint.errors import SaveFailed
-from rlhf.checkpoint.resume import check_compatible, find_intact, load_state
+from rlhf.checkpoint.load import LoadResult
+from rlhf.checkpoint.reaper import Reaper
+from rlhf.checkpoint.resume import restore
 from rlhf.checkpoint.run_dir import resume_source
-from rlhf.checkpoint.snapshot import Carried, Reference, Role, RunState, Stateful, take_snapshot
-from rlhf.checkpoint.writer import Identity, SaveResult, write_checkpoint
+from rlhf.checkpoint.snapshot import Carried, Reference, Role, RunState, Snapshot, Stateful, take_snapshot
+from rlhf.checkpoint.staging import Stager
+from rlhf.checkpoint.writer import Draft, Identity, SaveResult, begin_checkpoint, write_checkpoint
 from rlhf.config import Config
 from rlhf.config.files import to_yaml
 from rlhf.errors import UserError
+from rlhf.events import announce
 
 log = logging.getLogger(__name__)
 
 
 class Checkpointer:
     """Saves and restores a run. All methods are collective.
+
+    With `checkpoint.async_save` a save only copies the state; a thread writes and commits it, on a process group of its own, and at most
+    one such save is in flight. Its outcome is known, and an error raised, by the time of the next save, a resume or `finish`.
 
     `parts` are what the driver state holds beside `driver`, by name. `reference` is None unless the reference policy moves. `fingerprints`
     identify the files that settings name (`model.path`, ...).
@@ -56,6 +68,16 @@ class Checkpointer:
                 "python": platform.python_version(),
             },
         )
+        self._reaper = Reaper()
+        # Made here, where all ranks are together: the thread may not touch the training's groups.
+        self._behind = (
+            Coordinator(timedelta(seconds=config.checkpoint.timeout_s)) if config.checkpoint.async_save else None
+        )
+        self._stager = Stager()
+        self._in_flight: SaveInFlight | None = None
+        self._news: SaveResult | None = None
+        self.loaded: LoadResult | None = None
+        """What the newest resume read."""
         self._saved_step: int | None = None
         # Step of the reference's last change -> the newest checkpoint that holds it as it was then.
         self._reference_at: dict[int, Path] = {}
@@ -66,72 +88,161 @@ class Checkpointer:
         In a running process it is the way back to that checkpoint: everything is as it was after that save, or after the resume from it.
         Raises UserError when the checkpoint and the configuration do not fit, or when no intact checkpoint is left.
         """
+        self._settle()
+        timeout_s = self._config.checkpoint.timeout_s
         # Ranks may be restarted without a new set-up of the directory; no save is in flight here.
-        self._coordinator.on_leader(lambda: clean_leftovers(self._run_dir))
-        found = find_intact(
-            self._run_dir, self._coordinator, self._coordinator.on_leader(lambda: resume_source(self._config))
-        )
-        if found is None:
+        self._coordinator.on_leader(lambda: self._reaper.wait(timeout_s) and clean_leftovers(self._run_dir))
+        source = self._coordinator.on_leader(lambda: resume_source(self._config))
+        loaded = restore(self._config, self._state, self._identity, self._coordinator, source)
+        if loaded is None:
             return False
-        path, manifest = found
-        wanted = self._config.checkpoint.load_contents or self._config.checkpoint.contents
-        fingerprints, moving = self._identity.fingerprints, self._state.reference is not None
-        self._coordinator.on_leader(
-            lambda: check_compatible(path, manifest, self._config, fingerprints, wanted, moving_reference=moving)
-        )
-        seed, rank, world_size = self._config.trainer.seed, self._coordinator.rank, self._coordinator.world_size
-        self._coordinator.everywhere(lambda: load_state(path, manifest, self._state, wanted, seed, rank, world_size))
-        self._holds_now(path, manifest.step)
+        self.loaded, manifest = loaded, loaded.manifest
+        updated_at = None if self._state.reference is None else self._state.reference.updated_at
+        self._holds_now(loaded.path, manifest.step, updated_at)
         if self._coordinator.is_leader:
-            size = manifest.total_bytes + manifest.linked_bytes
-            log.info("Resumed step %d from %s (%.1f MiB).", manifest.step, path, size / 2**20)
-            if manifest.world_size != world_size:
+            size, seconds = loaded.total_bytes / 2**20, loaded.seconds
+            log.info("Resumed step %d from %s: %.1f MiB in %.2f s.", manifest.step, loaded.path, size, seconds)
+            if manifest.world_size != self._coordinator.world_size:
                 log.warning(
                     "It was saved by %d ranks and goes on with %d: the state is exact, the bits of further steps are not promised.",
                     manifest.world_size,
-                    world_size,
+                    self._coordinator.world_size,
                 )
         return True
 
-    def _holds_now(self, path: Path, step: int) -> None:
-        """Note that the checkpoint `path` of `step` is equal to the live state."""
+    def _holds_now(self, path: Path, step: int, reference_at: int | None) -> None:
+        """Note that the checkpoint `path` holds `step`, with the reference as it is since `reference_at`."""
         self._saved_step = step
-        if self._state.reference is not None:
-            self._reference_at = {self._state.reference.updated_at: path}
+        self._reference_at = {} if reference_at is None else {reference_at: path}
 
-    def maybe_save(self, step: int, *, last: bool = False) -> SaveResult | None:
-        """Save if the cadence says so, or if this is the run's `last` step."""
+    def maybe_save(self, step: int, metrics: Mapping[str, float], *, last: bool = False) -> SaveResult | None:
+        """Save if the cadence says so, or if this is the run's `last` step; returns like `save`."""
         every = self._config.trainer.save_freq
-        return self.save(step) if every and (last or step % every == 0) else None
+        if every and (last or step % every == 0):
+            return self.save(step, metrics)
+        if self._in_flight is not None and self._in_flight.over and not self.failed:
+            self._settle()
+        return self._tell()
 
-    def save(self, step: int) -> SaveResult | None:
-        """Save now, unless this step is saved already. A failure ends the run, or is reported, as `checkpoint.on_save_error` says."""
+    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> SaveResult | None:
+        """Save now, with the `metrics` of the step, unless it is saved already; first waits for the save before.
+
+        Returns the save whose outcome has become known since the last call. A failure ends the run, or is reported, as
+        `checkpoint.on_save_error` says.
+        """
+        asked = time.monotonic()
+        self._settle()
         if step == self._saved_step:
-            return None
-        settings = self._config.checkpoint
-        reference = self._state.reference
-        reference_at = None if reference is None else self._reference_at.get(reference.updated_at)
-        snapshot = take_snapshot(
-            step, settings.contents, self._state, self._config_yaml, self._coordinator.rank, reference_at
-        )
+            return self._tell()
+        announce("commit.snapshot")
+        started = time.monotonic()
+        reference, settings = self._state.reference, self._config.checkpoint
+        updated_at = None if reference is None else reference.updated_at
+        unchanged = None if updated_at is None else self._reference_at.get(updated_at)
+        rank = self._coordinator.rank
+        snapshot = take_snapshot(step, settings.contents, self._state, self._config_yaml, rank, unchanged, metrics)
+        save = SaveInFlight(step, updated_at, settings.timeout_s)
+        if self._behind is None:
+            save.run(lambda: self._write(snapshot, self._coordinator, asked, started))
+            self._in_flight = save
+            self._settle()
+            return self._tell()
         try:
-            result = write_checkpoint(snapshot, self._run_dir, self._identity, self._coordinator, settings.max_to_keep)
+            draft = begin_checkpoint(snapshot, self._run_dir, self._coordinator)
         except SaveFailed as error:
-            if settings.on_save_error == "continue":
-                if self._coordinator.is_leader:
-                    log.error("%s Training goes on (checkpoint.on_save_error=continue).", error)
-                return None
-            if error.unfixable:
-                raise UserError(f"{error} Mend it and run the same command again.") from error
-            raise
-        self._holds_now(result.path, step)
-        if self._coordinator.is_leader:
-            size = result.total_bytes / 2**20
+            self._end_or_go_on(error)
+            return self._tell()
+        behind, staged = self._behind, self._stager.copy(snapshot, draft.linked)
+        blocked = time.monotonic() - asked
+        save.start(lambda: self._write(staged, behind, asked, started, draft, blocked))
+        self._in_flight = save
+        return self._tell()
+
+    def _write(
+        self,
+        snapshot: Snapshot,
+        coordinator: Coordinator,
+        asked: float,
+        started: float,
+        draft: Draft | None = None,
+        blocked: float | None = None,
+    ) -> SaveResult:
+        result = write_checkpoint(
+            snapshot, self._run_dir, self._identity, coordinator, self._config.checkpoint, self._reaper, draft
+        )
+        now = time.monotonic()
+        result = replace(
+            result,
+            seconds=now - started,
+            blocked_seconds=now - asked if blocked is None else blocked,
+            wait_seconds=started - asked,
+        )
+        if coordinator.is_leader:
+            size, seconds = result.total_bytes / 2**20, max(result.seconds, 1e-9)
             log.info(
-                "Saved %s: %.1f MiB in %.2f s (%.0f MiB/s).",
+                "Saved %s: %.1f MiB in %.2f s (%.0f MiB/s); the training waited %.2f s.",
                 result.path,
                 size,
-                result.seconds,
-                size / max(result.seconds, 1e-9),
+                seconds,
+                size / seconds,
+                result.blocked_seconds,
             )
         return result
+
+    def finish(self) -> SaveResult | None:
+        """Wait until nothing is in flight any more, neither a save nor a removal; returns and fails like `save`."""
+        self._settle()
+        self._reaper.wait(self._config.checkpoint.timeout_s)
+        return self._tell()
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """Whoever leaves the block in order, a UserError included, leaves with the last save committed; a crash does not wait."""
+        try:
+            yield
+        except UserError:
+            try:
+                self.finish()
+            except Exception as error:
+                log.error("%s", error)  # must not hide why the run ends
+            raise
+        self.finish()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has failed on this rank such that the run must end; `save`, called on all ranks, then raises."""
+        error = None if self._in_flight is None else self._in_flight.error
+        return error is not None and not self._goes_on(error)
+
+    def _settle(self) -> None:
+        """Wait for the save in flight, if there is one, and take note of its outcome."""
+        if (save := self._in_flight) is None:
+            return
+        if not save.over and self._coordinator.is_leader:
+            log.info("Waiting for the checkpoint of step %d, which is still being written.", save.step)
+        try:
+            result = save.wait()
+        except SaveFailed as error:
+            self._in_flight = None
+            self._end_or_go_on(error)
+            return
+        self._in_flight, self._news = None, result
+        self._holds_now(result.path, save.step, save.reference_at)
+
+    def _goes_on(self, error: BaseException) -> bool:
+        # When the ranks have lost each other, no later save could succeed either.
+        lost = isinstance(error.__cause__, LostPeer)
+        return self._config.checkpoint.on_save_error == "continue" and isinstance(error, SaveFailed) and not lost
+
+    def _end_or_go_on(self, error: SaveFailed) -> None:
+        if self._goes_on(error):
+            if self._coordinator.is_leader:
+                log.error("%s Training goes on (checkpoint.on_save_error=continue).", error)
+            return
+        if error.unfixable:
+            raise UserError(f"{error} Mend it and run the same command again.") from error
+        raise error
+
+    def _tell(self) -> SaveResult | None:
+        news, self._news = self._news, None
+        return news

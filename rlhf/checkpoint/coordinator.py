@@ -1,7 +1,8 @@
 """How the ranks act as one on a shared directory: one leader touches it, and its outcome, good or bad, is everyone's outcome."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -14,6 +15,10 @@ class PeerError(RuntimeError):
     """An error that happened on other ranks; the text names them."""
 
 
+class LostPeer(RuntimeError):
+    """A collective call failed or took too long: the ranks can agree on nothing any more."""
+
+
 def _sendable(error: Exception) -> Exception:
     """`error` itself if it survives the way to another process and back, else its text."""
     try:
@@ -22,6 +27,14 @@ def _sendable(error: Exception) -> Exception:
         return error
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def _collective() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostPeer(f"a rank is gone, or did not answer in time: {error}") from error
 
 
 class Coordinator:
@@ -48,7 +61,8 @@ class Coordinator:
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        with _collective():
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def broadcast(self, value: T | None) -> T:
@@ -56,7 +70,8 @@ class Coordinator:
         if self._group is None:
             return value  # type: ignore[return-value]
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._group)
+        with _collective():
+            dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]  # type: ignore[return-value]
 
     def on_leader(self, action: Callable[[], T]) -> T:

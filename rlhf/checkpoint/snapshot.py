@@ -1,4 +1,4 @@
-"""What one save writes, taken at one moment: after `take_snapshot` the training state may move on as far as the write is concerned."""
+"""What one save writes, taken at one moment. The big tensors are live views until they are written, or copied (staging.py)."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -25,6 +25,9 @@ class Role(Protocol):
 
     def optimizer_pieces(self) -> Pieces:
         """Live views of this rank's optimizer moments and step counts, named `<parameter>.<moment>`."""
+
+    def after_load(self) -> None:
+        """What is to be done once a resume has written to the pieces, such as making other weights from them."""
 
     def extra_state(self) -> dict[str, Any]:
         """JSON-able rest: the LR schedule."""
@@ -90,8 +93,9 @@ class RunState:
 
 @dataclass
 class Snapshot:
-    """This rank's part of a save. `files` and `whole_tensors` (path -> safetensors content) are written as they are; `components`
-    (folder -> pieces) get an index over all ranks. `unchanged` names components that a published checkpoint already has, bit for bit."""
+    """This rank's part of a save. `files` and `whole_tensors` (path -> safetensors content) are its own and written as they are;
+    `components` (folder -> pieces) are live views and get an index over all ranks. `unchanged` names components that a published
+    checkpoint already has, bit for bit. `metrics` are the step's figures, for the manifest."""
 
     step: int
     contents: list[str]
@@ -100,6 +104,7 @@ class Snapshot:
     whole_tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     unchanged: dict[str, Path] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def nbytes(self, linked: Collection[str] = ()) -> int:
         """Bytes that this rank writes, headers aside, when the components `linked` need none."""
@@ -110,13 +115,19 @@ class Snapshot:
 
 
 def take_snapshot(
-    step: int, contents: list[str], state: RunState, config_yaml: str, rank: int, reference_at: Path | None = None
+    step: int,
+    contents: list[str],
+    state: RunState,
+    config_yaml: str,
+    rank: int,
+    reference_at: Path | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> Snapshot:
     """Collect what `contents` asks for. Collective when `hf_model` is among it.
 
     `reference_at` is a published checkpoint that holds the reference as it is now.
     """
-    snapshot = Snapshot(step, list(contents), sorted(state.roles))
+    snapshot = Snapshot(step, list(contents), sorted(state.roles), metrics=dict(metrics or {}))
     for name, role in state.roles.items():
         if "model" in contents:
             snapshot.components[f"{name}/model"] = role.model_pieces()
@@ -133,12 +144,19 @@ def take_snapshot(
         if reference_at is not None:
             snapshot.unchanged[REFERENCE] = reference_at
     if state.carried is not None and (carried := state.carried.tensors()):
-        snapshot.whole_tensors[f"{CARRIED}/{rank_file(rank)}"] = dict(carried)
+        snapshot.whole_tensors[f"{CARRIED}/{rank_file(rank)}"] = {
+            name: _own(tensor) for name, tensor in carried.items()
+        }
     if rank == 0:
         parts = {name: part.state_dict() for name, part in state.parts.items()}
         snapshot.files[DRIVER_STATE] = _json(state.driver.state_dict() | parts)
         snapshot.files[CONFIG] = config_yaml.encode()
     return snapshot
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy on the CPU."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _json(document: object) -> bytes:
@@ -156,7 +174,7 @@ def _add_hf_model(snapshot: Snapshot, folder: str, role: Role, rank: int) -> Non
         if shards[-1] and size + nbytes > HF_SHARD_BYTES:
             shards.append({})
             size = 0
-        shards[-1][name] = tensor.cpu()
+        shards[-1][name] = _own(tensor)
         size, total = size + nbytes, total + nbytes
     if rank != 0:
         return

@@ -1,5 +1,6 @@
 """What the loop says of itself: to the tracker and the progress display on the driver, to nobody on other ranks."""
 
+from rlhf.checkpoint.load import LoadResult
 from rlhf.checkpoint.writer import SaveResult
 from rlhf.events import announce
 from rlhf.tracking.progress import Progress
@@ -37,12 +38,12 @@ class RunLog:
     def saved(self, result: SaveResult | None) -> None:
         """Take the figures of a save into the next record: this step's is durable before its checkpoint is."""
         if result is not None:
-            bandwidth = result.total_bytes / max(result.seconds, 1e-9)
-            self._pending = {
-                "perf/save_seconds": result.seconds,
-                "perf/save_bytes": result.total_bytes,
-                "perf/save_bytes_per_second": bandwidth,
-            }
+            self._pending |= result.metrics()
+
+    def loaded(self, result: LoadResult | None) -> None:
+        """Take the figures of a resume into the next record."""
+        if result is not None:
+            self._pending |= result.metrics()
 
     def close(self) -> None:
         """End the display and flush the trackers."""

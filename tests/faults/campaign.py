@@ -2,7 +2,8 @@
 
 Trains once undisturbed. Trains again with N SIGKILLs of ranks and of the supervisor at named events, started again each time with the same
 command. Then compares weights, optimizer, RNG, driver state and metric history bit for bit, and reports which windows were hit. Exit code
-0 only when the runs are equal, every window was hit and nothing was left behind.
+0 only when the runs are equal, every window was hit and nothing was left behind. Saves run behind the training, as they do by default, and
+kills in their windows find the loop up to two steps further; `checkpoint.async_save=false` at the end of the command for the other mode.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.checkpoint.layout import TEMPORARY, TRASH
+from rlhf.checkpoint.layout import RESOLVED, TEMPORARY, TRASH
+from rlhf.config.files import load
 from rlhf.events import LISTENER_VARIABLE
 from tests.faults.compare_runs import differences
 from tests.faults.killer import PLAN_VARIABLE
@@ -34,6 +36,8 @@ ON_THE_LEADER = (
     "commit.trash",
 )
 SAVE_FREQ = 2
+# Events of the loop: about two steps, before it has to wait for the save.
+LONGEST_AHEAD = 16
 LAUNCH_DEADLINE_S = 1800
 
 
@@ -129,7 +133,8 @@ def plan_kills(kills: int, seed: int, nproc: int, steps: int, profile: Profile) 
         # Retention has something to remove from the third checkpoint on.
         first = 2 * SAVE_FREQ if event in ("commit.prune", "commit.trash") else 0
         after = max(first, int(number / kills * (steps - profile.spare * SAVE_FREQ)))
-        plan.append({"id": number, "event": event, "observer": observer, "victim": victim, "after_step": after})
+        kill = {"id": number, "event": event, "observer": observer, "victim": victim, "after_step": after}
+        plan.append(kill | {"ahead": number % LONGEST_AHEAD})
     return plan
 
 
@@ -182,9 +187,16 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
     )
     for window in profile.windows:
         say(f"  {window:20} {hits[window]}")
+    # What a kill in a save behind the training has noted.
+    ahead = [int(text) for kill in fired if (text := (folder / f"fired_{kill['id']:04d}").read_text())]
+    say(
+        f"  in a save behind the training: {len(ahead)}, the loop meanwhile up to {max(ahead, default=0)} events further"
+    )
     problems = [f"window {window} was never hit" for window in profile.windows if not hits[window]]
     if len(fired) < kills:
         problems.append(f"{kills - len(fired)} kills never fired")
+    if load(run_dir / RESOLVED).checkpoint.async_save and not any(ahead):
+        problems.append("no kill hit a save while the loop went on")
     if launch(arguments, environment, folder / "killed.log") != 0:
         problems.append("starting the finished run again did not end with exit code 0")
     leftovers = [path.name for path in run_dir.iterdir() if path.name.startswith((TEMPORARY, TRASH))]

@@ -1,0 +1,58 @@
+"""Copies of a snapshot's tensors: equal, apart from the live ones, and in memory that stays."""
+
+import torch
+
+from rlhf.checkpoint.snapshot import RunState, take_snapshot
+from rlhf.checkpoint.staging import ALIGNMENT, Stager
+from rlhf.checkpoint.tensors import Piece
+from tests.checkpoint_helpers import PlainReference, PlainRole, equal_bits, make_driver
+
+
+def snapshot_of(size: int):
+    """One rank's part of a save, with pieces of other types than float32, a scalar and one that another rank writes."""
+    role, reference = PlainRole(size), PlainReference(size)
+    snapshot = take_snapshot(
+        1, ["model", "optimizer"], RunState({"actor": role}, make_driver(), reference=reference), "", 0
+    )
+    snapshot.components["critic/model"] = {
+        "odd": Piece((7,), 0, torch.arange(7, dtype=torch.uint8)),
+        "half": Piece((size,), 0, torch.randn(size).bfloat16()),
+        "steps": Piece((), 0, torch.tensor(5.0)),
+        "empty": Piece((0, 4), 0, torch.empty(0, 4)),
+        "elsewhere": Piece((size,), 0, role.weight, owner=False),
+    }
+    return snapshot
+
+
+def addresses(snapshot) -> dict[str, int]:
+    """Where each tensor that the rank writes lies."""
+    found = {}
+    for folder, component in snapshot.components.items():
+        written = {name: piece.local for name, piece in component.items() if piece.owner and piece.local.numel()}
+        found |= {f"{folder}/{name}": tensor.data_ptr() for name, tensor in written.items()}
+    return found
+
+
+def test_copies_lie_in_the_same_memory_from_save_to_save():
+    stager, first = Stager(), None
+    for _ in range(3):
+        live = snapshot_of(1000)
+        staged = stager.copy(live, linked=("ref/model",))
+        for folder, component in live.components.items():
+            for name, piece in component.items():
+                copy = staged.components[folder][name]
+                assert (copy.shape, copy.start, copy.owner) == (piece.shape, piece.start, piece.owner)
+                assert equal_bits(copy.local, piece.local)
+        own = {name for name, address in addresses(staged).items() if address != addresses(live)[name]}
+        # What nobody reads is not copied.
+        assert own == addresses(live).keys() - {"ref/model/weight"}
+        elsewhere = [snapshot.components["critic/model"]["elsewhere"].local.data_ptr() for snapshot in (live, staged)]
+        assert elsewhere[0] == elsewhere[1]
+        assert all(addresses(staged)[name] % ALIGNMENT == 0 for name in own)
+        here = {name: addresses(staged)[name] for name in own}
+        first = first or here
+        assert here == first
+    # A save that needs more grows the memory once, and smaller ones stay in it.
+    large, small_again, large_again = (stager.copy(snapshot_of(size)) for size in (5000, 1000, 5000))
+    assert addresses(large) == addresses(large_again)
+    assert addresses(small_again)["actor/model/weight"] == addresses(large)["actor/model/weight"]
