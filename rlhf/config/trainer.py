@@ -56,3 +56,9 @@ class TrainerConfig:
     """Seconds from SIGTERM or SIGUSR1 within which the ranks finish their step and save, before they are killed."""
     collective_timeout_s: float = setting(600.0, gt=0, resume="harmless")
     """Longest wait for another rank in training, in seconds; then the attempt fails and restarts. Saves: `checkpoint.timeout_s`."""
+    watchdog: bool = setting(True, resume="harmless")
+    """End an attempt whose ranks make no progress, with their stacks as evidence, and restart it. Needs our supervisor (not torchrun)."""
+    watchdog_timeout_s: float | None = setting(None, gt=0, resume="harmless")
+    """Longest a rank may stay in one phase of the loop, in seconds; null learns: 5 times as long as any rank ever has, at least 300."""
+    watchdog_first_timeout_s: float = setting(3600.0, gt=0, resume="harmless")
+    """The same for start-up (imports, downloads, loading) and, while it is learned, for a phase that was seen fewer than 3 times."""

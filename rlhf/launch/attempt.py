@@ -24,7 +24,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Subproce
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
-from rlhf.launch.evidence import AttemptResult
+from rlhf.launch.evidence import AttemptResult, Hang
+from rlhf.launch.hangs import HangDetector
 from rlhf.launch.parent import SUPERVISOR_PID
 from rlhf.launch.preemption import StopRequest
 
@@ -41,20 +42,22 @@ class RankAgent(LocalElasticAgent):
     """Elastic's agent with our rule for ending ranks.
 
     A rank that crashed or met a user error gives its peers `PEER_GRACE_S`; a stop request, or a rank that left to be
-    requeued, gives all of them `grace_s`; then, or at a second signal, what is left is killed.
+    requeued, gives all of them `grace_s`; then, at a second signal, or when `detector` finds a hang, what is left is killed.
     """
 
-    def __init__(self, spec: WorkerSpec, stop: StopRequest, grace_s: float) -> None:
+    def __init__(self, spec: WorkerSpec, stop: StopRequest, grace_s: float, detector: HangDetector | None) -> None:
         # devnull keeps elastic from leaving a directory in /tmp per attempt; the ranks' output goes where ours goes.
         super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=os.devnull))
         self._stop = stop
         self._grace_s = grace_s
+        self._detector = detector
         self._deadline = float("inf")
         self._asked = False
         self._killed_at: float | None = None
         self.exits: dict[int, int] = {}
         self.first: tuple[int, ...] = ()
         self.killed: frozenset[int] = frozenset()
+        self.hang: Hang | None = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         context = self._pcontext
@@ -74,6 +77,10 @@ class RankAgent(LocalElasticAgent):
                 self._stop.signal_name,
                 self._grace_s,
             )
+        if self._detector is not None and alive and self._killed_at is None:
+            self.hang = self._detector.look({rank: ranks[rank].pid for rank in alive})
+            if self.hang is not None:
+                self._deadline = now
         if self._killed_at is None and (self._stop.kill or now >= self._deadline):
             self._killed_at = now
             self.killed = frozenset(alive)
@@ -107,9 +114,16 @@ def _kill_group(process: Popen[bytes]) -> None:
 
 
 def run_attempt(
-    command: Sequence[str], nproc: int, env: Mapping[str, str], stop: StopRequest, grace_s: float
+    command: Sequence[str],
+    nproc: int,
+    env: Mapping[str, str],
+    stop: StopRequest,
+    grace_s: float,
+    detector: HangDetector | None,
 ) -> AttemptResult:
     """Start `python *command` as `nproc` ranks and wait until all have ended. Call it from the main thread."""
+    if detector is not None:
+        detector.start(nproc)
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint="localhost:0",
@@ -127,7 +141,7 @@ def run_attempt(
         max_restarts=0,
         local_addr="localhost",
     )
-    agent = RankAgent(spec, stop, grace_s)
+    agent = RankAgent(spec, stop, grace_s, detector)
     # Elastic copies our environment into the ranks, and would put its own handlers over those of `stop` unless told of
     # no signal.
     with _environment({**env, SUPERVISOR_PID: str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}):
@@ -135,7 +149,7 @@ def run_attempt(
             agent.run()
         finally:
             spec.rdzv_handler.shutdown()
-    return AttemptResult(agent.exits, agent.first, agent.killed)
+    return AttemptResult(agent.exits, agent.first, agent.killed, agent.hang)
 
 
 @contextmanager

@@ -12,6 +12,20 @@ _TRACEBACK_LINES = 15
 
 
 @dataclass(frozen=True)
+class Hang:
+    """Why the watchdog ended an attempt."""
+
+    rank: int
+    """The rank that the others wait for."""
+    what: str
+    """The phase that it does not get out of, the time, the deadline."""
+    where: dict[int, list[str]]
+    """The innermost frames of each rank that was asked, or a line on why it did not answer."""
+    dumps: list[Path]
+    """The stacks of all threads, a file for each rank."""
+
+
+@dataclass(frozen=True)
 class AttemptResult:
     """How each rank ended."""
 
@@ -21,7 +35,8 @@ class AttemptResult:
     first: tuple[int, ...]
     """The ranks that failed first: those of one look, 0.1 s apart from the next."""
     killed: frozenset[int]
-    """Ranks that the supervisor killed, after a peer's failure or at the end of the grace."""
+    """Ranks that the supervisor killed, after a peer's failure, at the end of the grace or in a hang."""
+    hang: Hang | None = None
 
 
 class Ending(Enum):
@@ -49,7 +64,7 @@ def classify(attempt: AttemptResult, nproc: int, stop_requested: bool) -> Ending
 
 
 def first_cause(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> int | None:
-    """The rank whose death brought down the others.
+    """The rank whose death, or whose hang, brought down the others.
 
     Of ranks that ended within one look, one killed by a signal comes first (its peers' exceptions followed from the
     lost connection), then the earliest error on file. None when no rank failed by itself.
@@ -59,6 +74,8 @@ def first_cause(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> int 
         status = statuses.get(rank)
         return attempt.exits[rank] > 0, status.time if status and status.error else float("inf")
 
+    if attempt.hang is not None:
+        return attempt.hang.rank
     return min(attempt.first, key=order, default=None)
 
 
@@ -90,7 +107,10 @@ def describe_exit(code: int) -> str:
 
 def describe_rank(rank: int, attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
     """One line: how the rank ended and where it was."""
-    if rank in attempt.killed:
+    if attempt.hang is not None and rank == attempt.hang.rank:
+        ended = "and was killed" if rank in attempt.exits else "and SIGKILL does not end it: it is stuck in the kernel"
+        how = f"hung, {attempt.hang.what}, {ended}"
+    elif rank in attempt.killed:
         how = "killed by the supervisor"
     elif rank in attempt.exits:
         how = describe_exit(attempt.exits[rank])
@@ -115,8 +135,20 @@ def report(attempt: AttemptResult, nproc: int, statuses: dict[int, RankStatus], 
         rank, error = found
         lines.append(f"  rank {rank}'s error: {error.message}")
         lines += [f"    {line}" for line in error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]]
+    if attempt.hang is not None:
+        lines += _stacks(attempt.hang)
     lines.append(f"  {next_start(checkpoint)}")
     return "\n".join(lines)
+
+
+def _stacks(hang: Hang) -> list[str]:
+    lines = []
+    for rank, where in sorted(hang.where.items(), key=lambda entry: entry[0] != hang.rank):
+        lines.append(f"  rank {rank} {'hangs' if rank == hang.rank else 'is'} here:")
+        lines += [f"    {line}" for line in where]
+    if hang.dumps:
+        lines.append(f"  The stacks of all threads: {', '.join(map(str, hang.dumps))}")
+    return lines
 
 
 def _first_error(cause: int | None, statuses: dict[int, RankStatus]) -> tuple[int, RankError] | None:

@@ -78,13 +78,15 @@ def run_attempts(config: Config, command: Sequence[str], stop: StopRequest) -> i
     """Start `python *command` as `trainer.nproc` ranks, again after each crash; returns the exit code of the run."""
     from rlhf.checkpoint.layout import scan
     from rlhf.launch.attempt import run_attempt
+    from rlhf.launch.hangs import HangDetector
 
     t = config.trainer
     run_dir = config.run_dir
     policy = RestartPolicy(t)
+    detector = HangDetector(config) if t.watchdog else None
     while True:
         clear_statuses(run_dir)
-        attempt = run_attempt(command, t.nproc, _rank_environment(config), stop, t.preempt_grace_s)
+        attempt = run_attempt(command, t.nproc, _rank_environment(config), stop, t.preempt_grace_s, detector)
         statuses = read_statuses(run_dir)
         checkpoint = next(iter(scan(run_dir)), None)
         ending = evidence.classify(attempt, t.nproc, stop.signal_name is not None)
@@ -104,7 +106,7 @@ def run_attempts(config: Config, command: Sequence[str], stop: StopRequest) -> i
         cause = evidence.first_cause(attempt, statuses)
         what = "a rank could not be ended" if cause is None else evidence.describe_rank(cause, attempt, statuses)
         log.warning("Crash: %s. Restart %d of %d in %g s.", what, decision.number, t.max_restarts, decision.wait_s)
-        if cause is not None and cause in statuses and statuses[cause].error:
+        if attempt.hang or (cause is not None and cause in statuses and statuses[cause].error):
             log.warning("How it happened:\n%s", evidence.report(attempt, t.nproc, statuses, checkpoint))
         stop.wait(decision.wait_s)
         if stop.signal_name is not None:

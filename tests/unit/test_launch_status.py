@@ -14,8 +14,15 @@ def test_events_and_errors_come_back(tmp_path):
     assert (statuses[0].step, statuses[0].event, statuses[0].error) == (3, "rollout.before", None)
     assert (statuses[1].step, statuses[1].event) == (4, "commit.rename")
     assert statuses[1].error == RankError("crash", "boom", "Traceback ...")
-    assert sorted(json.loads((tmp_path / "status/rank_1.json").read_text())) == ["error", "event", "step", "time"]
-    assert sorted(p.name for p in (tmp_path / "status").iterdir()) == ["rank_0.json", "rank_1.json"]
+    assert sorted(json.loads((tmp_path / "status/rank_1.json").read_text())) == [
+        "error",
+        "event",
+        "save",
+        "step",
+        "thread",
+        "time",
+    ]
+    assert sorted(p.name for p in (tmp_path / "status").glob("rank_*")) == ["rank_0.json", "rank_1.json"]
 
 
 def test_a_rank_shows_up_from_its_start_and_is_forgotten_on_request(tmp_path):

@@ -1,0 +1,116 @@
+"""When ranks that make no progress count as hung: a state machine without processes, files or clocks.
+
+A phase is what follows an event of the loop (`rollout.before`: the generation), up to the next one. Its deadline is set, or learned from
+the longest time that any rank has spent in it.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from rlhf.config.trainer import TrainerConfig
+
+LEARN_AFTER = 3
+FACTOR = 5.0
+SHORTEST_S = 300.0
+# Between two looks no more than this counts: when the supervisor did not run (Ctrl-Z, a paused machine), nor did the ranks.
+LONGEST_LOOK_S = 5.0
+STARTING = "start"
+SAVES = ("commit.", "rollback.")
+"""Events of saves and loads, whose deadline is `checkpoint.timeout_s`."""
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """A rank that has been in `phase` for `seconds`, longer than `deadline_s`, which `origin` explains (a setting, or how it was
+    learned); `save`: not its loop, but the save behind it."""
+
+    rank: int
+    phase: str
+    seconds: float
+    deadline_s: float
+    origin: str
+    save: bool
+
+
+@dataclass
+class _Place:
+    event: str
+    stamp: float
+    since: float
+
+
+class Watchdog:
+    """Follows every rank through the phases of its loop, and through those of a save that runs behind it.
+
+    What it has learned stays over restarts. All times are seconds of one monotonic clock, which the caller reads.
+    """
+
+    def __init__(self, trainer: TrainerConfig, save_timeout_s: float) -> None:
+        self._trainer, self._save_timeout_s = trainer, save_timeout_s
+        self._longest: dict[str, float] = {}
+        self._seen: Counter[str] = Counter()
+        self._loops: dict[int, _Place] = {}
+        self._saves: dict[int, _Place] = {}
+        self._watched = 0.0
+        self._last_look: float | None = None
+
+    def start(self, ranks: Collection[int]) -> None:
+        """A new attempt: `ranks` start now."""
+        self._last_look = None
+        self._loops = {rank: _Place(STARTING, 0.0, self._watched) for rank in ranks}
+        self._saves = {}
+
+    def observe(self, rank: int, event: str, stamp: float, now: float) -> None:
+        """The newest event of a rank's loop; `stamp`, the rank's own time of it, tells it from an earlier one of the same name."""
+        self._advance(now)
+        place = self._loops[rank]
+        if (event, stamp) == (place.event, place.stamp):
+            return
+        self._seen[place.event] += 1
+        self._longest[place.event] = max(self._longest.get(place.event, 0.0), self._watched - place.since)
+        self._loops[rank] = _Place(event, stamp, self._watched)
+
+    def observe_save(self, rank: int, event: str | None, stamp: float, now: float) -> None:
+        """The newest event of the save behind a rank's loop; None when there is no such save."""
+        self._advance(now)
+        place = self._saves.get(rank)
+        if event is None:
+            self._saves.pop(rank, None)
+        elif place is None or (event, stamp) != (place.event, place.stamp):
+            self._saves[rank] = _Place(event, stamp, self._watched)
+
+    def overdue(self, now: float, alive: Collection[int]) -> list[Overdue]:
+        """All ranks' overdue phases, the one entered first at the head; empty while any rank is in its time.
+
+        One rank alone is not enough: it may wait for another one, whose phase may take longer. A rank that hangs makes the others wait
+        for it, until they are overdue as well. Loops and saves behind them are looked at apart.
+        """
+        self._advance(now)
+        for save, places in ((False, self._loops), (True, self._saves)):
+            here = {rank: place for rank, place in places.items() if rank in alive}
+            found = [late for rank, place in here.items() if (late := self._late(rank, place, save=save))]
+            if found and len(found) == len(here):
+                return sorted(found, key=lambda late: here[late.rank].stamp)
+        return []
+
+    def _advance(self, now: float) -> None:
+        if self._last_look is not None:
+            self._watched += min(now - self._last_look, LONGEST_LOOK_S)
+        self._last_look = now
+
+    def _late(self, rank: int, place: _Place, *, save: bool) -> Overdue | None:
+        deadline_s, origin = self._deadline(place.event)
+        seconds = self._watched - place.since
+        return Overdue(rank, place.event, seconds, deadline_s, origin, save) if seconds > deadline_s else None
+
+    def _deadline(self, event: str) -> tuple[float, str]:
+        t = self._trainer
+        if event.startswith(SAVES):
+            return self._save_timeout_s, "checkpoint.timeout_s"
+        if event != STARTING and t.watchdog_timeout_s is not None:
+            return t.watchdog_timeout_s, "trainer.watchdog_timeout_s"
+        if event == STARTING or self._seen[event] < LEARN_AFTER:
+            return t.watchdog_first_timeout_s, "trainer.watchdog_first_timeout_s"
+        longest = self._longest[event]
+        return max(SHORTEST_S, FACTOR * longest), f"learned: it took {longest:.3g} s at most"
