@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from rlhf.data import Prompt
 from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.experience.groups import Group, from_tensors, to_tensors
+from rlhf.experience.journal import Journal, combined, digests
 from rlhf.experience.metrics import Summary, merge, step_metrics
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.prompt_share import PromptShare
@@ -25,6 +27,7 @@ from rlhf.reward import Reward, RewardItem, RewardResult
 from rlhf.rollout import Request, Sample, SamplingParams
 
 log = logging.getLogger(__name__)
+T = TypeVar("T", Sample, RewardResult)
 
 
 @dataclass
@@ -32,6 +35,8 @@ class _Tally:
     """What one step cost this rank and what it saw, used for training or not."""
 
     scores: list[float] = field(default_factory=list)
+    journaled: list[bool] = field(default_factory=list)
+    """Of each sample, whether it came from the journal."""
     timeouts: int = 0
     failures: int = 0
     rollout_seconds: float = 0.0
@@ -45,6 +50,8 @@ class Collector:
     With `algorithm.filter_groups` (DAPO, arXiv 2503.14476, section 3.2) groups whose samples all have the same reward, and so no
     advantage, are dropped, and prompts are drawn until `data.train_batch_size` others are there. Those that are too many are trained on
     in the next step, before newer ones.
+
+    With a `journal` (`checkpoint.journal`) nothing is generated or scored that is in it.
     """
 
     config: Config
@@ -57,7 +64,10 @@ class Collector:
     coordinator: Coordinator
     driver: DriverState
     device: torch.device
+    journal: Journal | None = None
     _carried: list[Group] = field(default_factory=list, init=False)
+    # The last step of this process, and a hash of its batch over all ranks.
+    _trained: tuple[int, str] | None = field(default=None, init=False)
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float], int]:
         """This rank's part of the batch of `step`, metrics over all ranks, and the batch's tokens on all ranks. Collective.
@@ -69,10 +79,15 @@ class Collector:
             UserError: dynamic sampling can't fill the batch.
         """
         tally = _Tally()
+        if self.journal is not None:
+            before = self._trained[1] if self._trained is not None and self._trained[0] == step - 1 else None
+            self.journal.begin(step, self.driver.step, before)
         if self.config.algorithm.filter_groups.enable:
             groups, metrics = self._sample_dynamically(step, tally)
         else:
             groups, metrics = self._generate(step, *self.prompts.next(), tally), {}
+        if self.journal is not None:
+            self._trained = (step, combined(self.coordinator.gather(digests(groups))))
         samples, results = [s for g in groups for s in g.samples], [r for g in groups for r in g.results]
         requests = [Request(group.uid, group.prompt_ids) for group in groups]
         batch = collate(requests, samples, self.tokenizer.pad_token_id, self.device)
@@ -99,6 +114,8 @@ class Collector:
             "generated": Summary.of(tally.scores),
             "staleness": Summary.of(self.driver.step - group.version for group in groups),
             "overlong": Summary.of(penalty for group in groups for penalty in group.penalties),
+            "journal_samples": Summary.of(tally.journaled),
+            "journal_bytes": Summary.of([0 if self.journal is None else self.journal.written]),
         }
         every = merge(mine, self.coordinator)
         metrics = {
@@ -108,6 +125,10 @@ class Collector:
             "perf/rollout_seconds": tally.rollout_seconds,
             "perf/reward_seconds": tally.reward_seconds,
         }
+        if self.journal is not None:
+            metrics["perf/journal_bytes"] = every["journal_bytes"].total
+            if "journal_samples" in every:
+                metrics["perf/journal_samples"] = every["journal_samples"].mean
         if self.config.reward.overlong_buffer.enable:
             metrics["reward/overlong"] = every["overlong"].mean
         if self.config.algorithm.filter_groups.enable:
@@ -119,29 +140,65 @@ class Collector:
 
     def _generate(self, step: int, prompts: list[Prompt], requests: list[Request], tally: _Tally) -> list[Group]:
         """The scored group of each prompt of this rank. Collective."""
-        started, version = time.monotonic(), self.driver.step
-        announce("rollout.before")
-        samples = self.sampler.generate(requests, self.params, version=version, step=step)
-        greedy: list[Sample] = []
-        if self.greedy_baseline:
-            params = replace(self.params, n=1, temperature=0.0)
-            greedy = self.sampler.generate(requests, params, version=version, step=step)
+        started, version, n = time.monotonic(), self.driver.step, self.params.n
+        samples = self._samples(step, requests, tally)
         announce("rollout.after")
         tally.rollout_seconds += time.monotonic() - started
-        started, n = time.monotonic(), self.params.n
-        results = self._score([p for p in prompts for _ in range(n)] + prompts[: len(greedy)], samples + greedy)
-        penalties = self._penalties(samples + greedy)
+        started = time.monotonic()
+        results = self._results(prompts, requests, samples)
+        penalties = self._penalties(samples)
         tally.timeouts += sum(result.timeouts for result in results)
         tally.failures += sum(result.failures for result in results)
         groups = []
         for i, request in enumerate(requests):
-            rows, last = slice(i * n, (i + 1) * n), len(samples) + i
-            baseline = results[last].score + penalties[last] if greedy else None
+            rows, last = slice(i * n, (i + 1) * n), n * len(requests) + i
+            baseline = results[last].score + penalties[last] if self.greedy_baseline else None
             of_group = (samples[rows], results[rows], penalties[rows], version, baseline)
             groups.append(Group(request.uid, request.token_ids, *of_group))
         tally.scores += [score for group in groups for score in group.scores]
         tally.reward_seconds += time.monotonic() - started
         return groups
+
+    def _samples(self, step: int, requests: list[Request], tally: _Tally) -> list[Sample]:
+        """The samples of all requests and then, for the baseline, the greedy ones; from the journal if they are there. Collective."""
+        known = None if self.journal is None else self.journal.samples([request.uid for request in requests])
+        tally.journaled += [known is not None] * (len(requests) * self.params.n)
+        # The weights reach the engine by a collective call: either every rank makes it or none does.
+        if self.journal is not None and all(self.coordinator.gather(known is not None)):
+            assert known is not None
+            return self._flat(known)
+        # All of a rank's requests or none: the bits of log-probs depend on what is in the batch with them.
+        asked, version = requests if known is None else [], self.driver.step
+        announce("rollout.before")
+        samples = self.sampler.generate(asked, self.params, version=version, step=step)
+        if self.greedy_baseline:
+            params = replace(self.params, n=1, temperature=0.0)
+            samples = samples + self.sampler.generate(asked, params, version=version, step=step)
+        if self.journal is not None and known is None:
+            self.journal.add_samples(self._by_prompt(requests, samples))
+        return samples if known is None else self._flat(known)
+
+    def _results(self, prompts: list[Prompt], requests: list[Request], samples: list[Sample]) -> list[RewardResult]:
+        """The rewards of `_samples`' samples, in their order; from the journal if they are there. Collective."""
+        known = None if self.journal is None else self.journal.results([request.uid for request in requests])
+        if known is not None:
+            self._score([], [])  # collective with a reward model
+            return self._flat(known)
+        owners = [p for p in prompts for _ in range(self.params.n)] + (prompts if self.greedy_baseline else [])
+        results = self._score(owners, samples)
+        if self.journal is not None:
+            self.journal.add_results(self._by_prompt(requests, results))
+        return results
+
+    def _by_prompt(self, requests: list[Request], values: list[T]) -> dict[int, list[T]]:
+        """What belongs to each request, by its uid: to its samples, and last to the greedy one."""
+        n, greedy = self.params.n, values[self.params.n * len(requests) :]
+        return {r.uid: values[i * n : (i + 1) * n] + greedy[i : i + 1] for i, r in enumerate(requests)}
+
+    def _flat(self, by_prompt: list[list[T]]) -> list[T]:
+        """`_by_prompt`'s lists in the order that they were made from."""
+        n = self.params.n
+        return [v for values in by_prompt for v in values[:n]] + [v for values in by_prompt for v in values[n:]]
 
     def _score(self, owners: list[Prompt], samples: list[Sample]) -> list[RewardResult]:
         token_ids = [s.token_ids for s in samples]

@@ -1,0 +1,245 @@
+"""The rollout journal: a step's samples and rewards on disk before they are trained on, so that no crash makes them come again."""
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+import rlhf
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.files import fsync_dir
+from rlhf.checkpoint.layout import scan, step_of
+from rlhf.config import Config
+from rlhf.config.schema import SETTINGS
+from rlhf.events import announce
+from rlhf.experience import journal_records as records
+from rlhf.experience.groups import Group
+from rlhf.reward import RewardResult
+from rlhf.rollout import Sample
+from rlhf.user_functions import split_spec
+
+log = logging.getLogger(__name__)
+FOLDER = "journal"
+FORMAT = 1
+_NAME = re.compile(r"step_(\d+)\.rank_(\d+)")
+
+
+@dataclass
+class _Entry:
+    """What is known of one prompt."""
+
+    samples: list[Sample]
+    results: list[RewardResult] | None = None
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    step: int
+    rank: int
+
+
+class Journal:
+    """What this rank has generated and scored since the newest checkpoint, and what any rank had before a crash.
+
+    One file per step and rank, `journal/step_N.rank_RRRRR`, only ever appended to. Its first record says what the samples depend on: the
+    run, its settings, model files, prompts and functions, the number of steps that the policy had done, and the batch that it was
+    trained on last. Where any of that differs the file is dropped, with those of later steps. So neither a roll-back nor other rewards
+    let the samples of other weights in. For the first step after a resume the checkpoint stands in for the batch. Rewards are
+    known again only if the files of the reward functions are the same, too.
+
+    A rank looks after the files of its number and, where there were more ranks before, of every number that leaves its own as the
+    remainder; it reads the others' when it misses samples. It makes no collective calls. A journal that can't be written is a warning:
+    it is needed only after a crash.
+
+    Args:
+        config: the run's configuration.
+        run_id: the run's identity.
+        fingerprints: hashes of what settings only name: model files, prompts.
+        coordinator: gives rank and world size.
+    """
+
+    def __init__(self, config: Config, run_id: str, fingerprints: Mapping[str, str], coordinator: Coordinator) -> None:
+        self._run_dir, self._folder = config.run_dir, config.run_dir / FOLDER
+        self._rank, self._world_size = coordinator.rank, coordinator.world_size
+        self._fingerprint = _fingerprint(config, run_id, fingerprints)
+        self._scored_by = _hash_of_files(config.reward.functions)
+        self._header: dict[str, Any] = {}
+        self._known: dict[int, _Entry] = {}
+        self._unread: list[_File] = []
+        self._writable = True
+        self.written = 0
+        """Bytes written since `begin`."""
+
+    def begin(self, step: int, version: int, after: str | None) -> None:
+        """Turn to `step`, whose samples are by the policy after `version` steps; drop what no resume needs any more.
+
+        Args:
+            after: a hash of the batch of the step before, the same on every rank; None if this process did not train on it.
+        """
+        self._header = {"format": FORMAT, "run": self._fingerprint, "step": step, "version": version, "after": after}
+        self._known, self._unread, self._writable, self.written = {}, [], True, 0
+        self.drop_published(up_to=version)
+        try:
+            files = [file for file in self._files() if file.step == step]
+            # This rank's last: where a prompt is in several files the last one counts.
+            for file in sorted(filter(self._is_mine, files), key=lambda file: file.rank == self._rank):
+                self._known |= self._read(file)
+            self._unread = [file for file in files if not self._is_mine(file)]
+        except OSError as error:
+            self._known, self._writable = {}, False
+            log.warning("The rollout journal does without step %d, for its files can't be used: %s", step, error)
+
+    def samples(self, uids: Sequence[int]) -> list[list[Sample]] | None:
+        """The samples of each prompt as they were added, or None unless all are known."""
+        while self._unread and not self._knows(uids):  # another rank's, if their number has changed
+            file = self._unread.pop()
+            try:
+                self._known = self._read(file) | self._known
+            except OSError as error:
+                log.warning("%s can't be read, its samples are generated again: %s", file.path, error)
+        return [self._known[uid].samples for uid in uids] if self._knows(uids) else None
+
+    def results(self, uids: Sequence[int]) -> list[list[RewardResult]] | None:
+        """The rewards of all that `samples` returned for the same `uids`, or None unless all are known."""
+        found = [self._known[uid].results for uid in uids if uid in self._known]
+        known = [results for results in found if results is not None]
+        return known if len(known) == len(uids) else None
+
+    def add_samples(self, samples: Mapping[int, Sequence[Sample]]) -> None:
+        """Make the samples of prompts, by uid, durable."""
+        self._append([records.samples_payload(uid, of_prompt) for uid, of_prompt in samples.items()])
+
+    def add_results(self, results: Mapping[int, Sequence[RewardResult]]) -> None:
+        """Make the rewards of samples that are in the journal durable."""
+        self._append([records.results_payload(uid, self._scored_by, rewards) for uid, rewards in results.items()])
+
+    def drop_published(self, up_to: int) -> None:
+        """Remove the files of the steps up to the newest published checkpoint's, and to `up_to`."""
+        try:
+            newest = max((step_of(path) or 0 for path in scan(self._run_dir)), default=0)
+            self._drop([file for file in self._files() if file.step <= min(newest, up_to)])
+        except OSError as error:
+            log.warning("A needless file of the rollout journal can't be removed: %s", error)
+
+    def _drop(self, files: Iterable[_File]) -> None:
+        for file in filter(self._is_mine, files):
+            file.path.unlink(missing_ok=True)
+
+    def _knows(self, uids: Sequence[int]) -> bool:
+        return all(uid in self._known for uid in uids)
+
+    def _is_mine(self, file: _File) -> bool:
+        return file.rank % self._world_size == self._rank
+
+    def _files(self) -> list[_File]:
+        if not self._folder.is_dir():
+            return []
+        found = [(path, match) for path in self._folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return [_File(path, int(match[1]), int(match[2])) for path, match in found]
+
+    def _read(self, file: _File) -> dict[int, _Entry]:
+        """What is known from a file of this step."""
+        content = file.path.read_bytes()
+        payloads, whole = records.payloads(content)
+        if None in payloads or whole < len(content):
+            log.warning("%s has a damaged or torn record; what it held is generated again.", file.path)
+        if self._is_mine(file) and whole < len(content):
+            os.truncate(file.path, whole)  # what is appended to a torn record can't be read
+        first = payloads[0] if payloads else None
+        if first is None:
+            self._drop([file])
+            return {}
+        if not self._fits(records.from_payload(first)[0]):
+            if self._is_mine(file):
+                log.info(
+                    "%s belongs to another course of the run, and is dropped with those of later steps.", file.path
+                )
+            self._drop(other for other in self._files() if other.rank == file.rank and other.step >= file.step)
+            return {}
+        known: dict[int, _Entry] = {}
+        for document, tail in (records.from_payload(payload) for payload in payloads[1:] if payload is not None):
+            uid = document["uid"]
+            if "samples" in document:
+                known[uid] = _Entry(records.samples_of(document, tail))
+            elif uid in known and document["scored_by"] == self._scored_by:
+                known[uid].results = records.results_of(document)
+        return known
+
+    def _fits(self, header: dict[str, Any]) -> bool:
+        ours = self._header
+        # Of the batch before the first step of a process nothing is known but that it led to the checkpoint.
+        return header == ours | ({"after": header["after"]} if ours["after"] is None else {})
+
+    def _append(self, payloads: list[bytes]) -> None:
+        if not payloads or not self._writable:
+            return
+        path = self._folder / f"step_{self._header['step']}.rank_{self._rank:05d}"
+        try:
+            fresh = not path.exists()
+            if fresh:
+                self._make_folder()
+                payloads = [records.to_payload(self._header), *payloads]
+            content = b"".join(map(records.frame, payloads))
+            announce("journal.append")
+            with path.open("ab") as file:
+                file.write(content)
+                file.flush()
+                announce("journal.fsync")
+                os.fsync(file.fileno())
+            if fresh:
+                fsync_dir(self._folder)
+            self.written += len(content)
+        except OSError as error:
+            self._writable = False
+            log.warning("%s can't be written; a crash would generate its samples again: %s", path, error)
+
+    def _make_folder(self) -> None:
+        if not self._folder.is_dir():
+            self._folder.mkdir(exist_ok=True)
+            fsync_dir(self._run_dir)
+
+
+def digests(groups: Iterable[Group]) -> dict[int, str]:
+    """By uid a hash of each group: of all that an update learns from it, to the last bit."""
+    found = {}
+    for group in groups:
+        digest = xxhash.xxh3_128(repr((group.prompt_ids, group.scores, group.baseline)).encode())
+        for sample in group.samples:
+            digest.update(np.array([len(sample.token_ids), *sample.token_ids], "<i8").tobytes())
+            digest.update(np.array(sample.log_probs, "<f8").tobytes())
+        found[group.uid] = digest.hexdigest()
+    return found
+
+
+def combined(parts: Iterable[Mapping[int, str]]) -> str:
+    """One hash of the `digests` of all ranks, however the groups lie on them."""
+    every = sorted((uid, digest) for part in parts for uid, digest in part.items())
+    return xxhash.xxh3_128_hexdigest(repr(every).encode())
+
+
+def _fingerprint(config: Config, run_id: str, fingerprints: Mapping[str, str]) -> str:
+    """A hash of what makes the weights of a step what they are, but for the rewards; the number of ranks is no part of it."""
+    facts = {
+        "rlhf": rlhf.__version__,
+        "run_id": run_id,
+        "settings": {s.key: s.value(config) for s in SETTINGS.values() if s.metadata["resume"] == "trajectory"},
+        # What a resume leaves out (say, the optimizer's moments) changes the weights of every later step.
+        "contents": sorted(config.checkpoint.load_contents or config.checkpoint.contents),
+        "files": dict(fingerprints),
+        "functions": _hash_of_files([config.algorithm.adv_estimator, config.actor.policy_loss.loss_mode]),
+    }
+    return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
+
+
+def _hash_of_files(functions: Sequence[str]) -> str:
+    """A hash of the files that hold the user's functions among `functions`; what these files import is not looked at."""
+    paths = [split_spec("functions", function)[0] for function in functions if ".py:" in function]
+    return xxhash.xxh3_128_hexdigest(b"".join(xxhash.xxh3_128_digest(path.read_bytes()) for path in paths))

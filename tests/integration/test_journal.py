@@ -1,0 +1,284 @@
+"""The rollout journal with the real engine and real ranks: what it gives back is what generation gave, and nothing is generated twice."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.batch import Batch
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.experience.collector import Collector
+from rlhf.experience.journal import FOLDER, Journal
+from rlhf.experience.journal_records import frame, payloads
+from rlhf.reward import RewardItem, Verdict
+from rlhf.rollout import Request, Sample, SamplingParams
+from tests.integration.plain_collect import BATCH, FILTERED, OVERLONG, UNFILTERED, N, Sums, build, new_driver
+from tests.launching import flip_a_byte
+from tests.numerics.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+STEPS = 3
+SETTINGS: dict[str, dict[str, Any]] = {
+    "refilled": {"drawn": 7, "greedy": True},
+    "a rank without prompts": {"drawn": 1, "filter_groups": replace(FILTERED, max_num_gen_batches=14)},
+    "every prompt": {"filter_groups": UNFILTERED, "greedy": True, "overlong": OVERLONG},
+}
+
+
+class Counted:
+    """The real engine, and what was asked of it."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.generated = self.updates = 0
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.updates += 1
+        self._engine.update_weights(named_tensors, version)
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[Sample]:
+        self.generated += len(requests) * params.n
+        return self._engine.generate(requests, params, seed=seed, step=step)
+
+
+class Counting(Sums):
+    """The reward, and how many samples it was asked for; it fails at the call number `fails_at`."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.scored, self._calls, self._fails_at = 0, 0, fails_at
+
+    def score(self, items: Sequence[RewardItem]) -> list[Verdict]:
+        self._calls += 1
+        if self._calls == self._fails_at:
+            raise RuntimeError("a function of the user's")
+        self.scored += len(items)
+        return super().score(items)
+
+
+def start(folder: Path | None, name: str, fails_at: int | None = None) -> Collector:
+    """A rank at the beginning of a run whose journal, if it has one, lies in `folder`."""
+    driver, coordinator = new_driver(), Coordinator()
+    collector = build(driver, coordinator, **SETTINGS[name])
+    collector.sampler.engine = Counted(collector.sampler.engine)
+    [term] = collector.reward._terms
+    collector.reward._terms = [replace(term, scorer=Counting(fails_at))]
+    if folder is not None:
+        collector.config.trainer.default_local_dir = str(folder / name.replace(" ", "_"))
+        collector.config.run_dir.mkdir(parents=True, exist_ok=True)
+        collector.journal = Journal(collector.config, "run", {}, coordinator)
+    return collector
+
+
+def walk(collector: Collector, last: int = STEPS) -> list[dict[str, Any]]:
+    """What this rank got in each step, and what it cost."""
+    records = []
+    for step in range(collector.driver.step + 1, last + 1):
+        engine, [term] = collector.sampler.engine, collector.reward._terms
+        engine.generated = engine.updates = term.scorer.scored = 0
+        batch, metrics, tokens = collector.collect(step)
+        collector.driver.finish_step(tokens, len(batch), 0.0)
+        records.append(
+            {
+                "batch": {f.name: getattr(batch, f.name) for f in fields(Batch)},
+                "metrics": {name: value for name, value in metrics.items() if not name.startswith("perf/")},
+                "perf": {name: value for name, value in metrics.items() if name.startswith("perf/journal")},
+                "tokens": tokens,
+                "generated": engine.generated,
+                "updates": engine.updates,
+                "scored": term.scorer.scored,
+            }
+        )
+    return records
+
+
+def files(collector: Collector, step: int) -> list[Path]:
+    return sorted((collector.config.run_dir / FOLDER).glob(f"step_{step}.*"))
+
+
+def on_leader(action: Any) -> None:
+    Coordinator().on_leader(action)
+
+
+def forget_rewards(path: Path) -> None:
+    """As if the run had been killed while it computed the rewards."""
+    found, _ = payloads(path.read_bytes())
+    path.write_bytes(b"".join(frame(p) for p in found if p is not None and b'"results"' not in p.split(b"\n")[0]))
+
+
+def go_back(collector: Collector, step: int, position: int) -> None:
+    """What a roll-back to the checkpoint of `step` does."""
+    collector.driver.step = step
+    collector.sampler.forget()
+    stream = collector.prompts._stream
+    stream.load_state_dict(stream.state_dict() | {"consumed": position})
+
+
+def all_scenarios(folder: Path) -> dict[str, Any]:
+    """Everything on one rank, in an order: each scenario finds the journal of those before."""
+    found: dict[str, Any] = {}
+    for name in SETTINGS:
+        steps = found[name] = {
+            "without": walk(start(None, name)),
+            "first": walk(start(folder, name)),
+            "again": walk(start(folder, name)),
+        }
+        collector = start(folder, name)
+        on_leader(lambda c=collector: flip_a_byte(files(c, 2)[-1]))
+        steps["flipped"] = walk(collector)
+        steps["mended"] = walk(start(folder, name))
+        on_leader(lambda c=collector: forget_rewards(files(c, 2)[0]))
+        steps["no rewards"] = walk(start(folder, name))
+
+    name = "every prompt"
+    # A function of the user's that fails at the second step; then it is put right.
+    failing = start(folder / "failing", name, fails_at=2)
+    steps = found["failing"] = {"first": walk(failing, 1)}
+    with pytest.raises(RuntimeError, match="of the user's"):
+        walk(failing)
+    steps["again"] = walk(start(folder / "failing", name))
+
+    # Back to the checkpoint of step 1; the third step is refused and then draws others.
+    collector = start(folder / "rollback", name)
+    walk(collector, 1)
+    position = collector.prompts.position
+    steps = found["rollback"] = {"first": walk(collector)}
+    refused_until = collector.prompts.position
+    go_back(collector, 1, position)
+    steps["second"] = walk(collector, 2)
+    collector.leave_out(refused_until)
+    steps["other data"] = walk(collector, 5)
+    # A crash that forgets the roll-back, and a step that is not refused this time.
+    steps["not refused"] = walk(start(folder / "rollback", name), 5)
+    return found
+
+
+def sizes_changed(folder: Path) -> dict[str, Any]:
+    """With the journal that another number of ranks has left."""
+    return {name: walk(start(folder, name)) for name in SETTINGS}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
+    """What each rank of 1 and of 2 got; and of 1 and 2 with the journal of 2 and 1."""
+    folders = {size: tmp_path_factory.mktemp(f"of_{size}") for size in (1, 2)}
+    return {
+        1: [all_scenarios(folders[1])],
+        2: run_ranks(2, partial(all_scenarios, folders[2])),
+        "2 to 1": [sizes_changed(folders[2])],
+        "1 to 2": run_ranks(2, partial(sizes_changed, folders[1])),
+    }
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    return left == right
+
+
+def assert_equal(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> None:
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        assert all(same(one[what], other[what]) for what in ("batch", "metrics", "tokens"))
+
+
+def cost(records: list[dict[str, Any]], what: str) -> list[int]:
+    return [record[what] for record in records]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("after", ["first", "again", "flipped", "mended", "no rewards"])
+def test_the_journal_changes_no_bit(ranks, size, name, after):
+    for rank in ranks[size]:
+        assert_equal(rank[name][after], rank[name]["without"])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_in_the_journal_is_neither_generated_nor_scored(ranks, size, name):
+    for rank in ranks[size]:
+        first, again = rank[name]["first"], rank[name]["again"]
+        assert cost(first, "generated") == cost(rank[name]["without"], "generated")
+        for what in ("generated", "scored", "updates"):
+            assert cost(again, what) == [0] * STEPS
+        for one, other in zip(first, again, strict=True):
+            drawn = one["metrics"].get("sampling/gen_batches", 1) > 0
+            assert one["perf"].get("perf/journal_samples") == (0 if drawn else None)
+            assert other["perf"].get("perf/journal_samples") == (1 if drawn else None)
+            assert (one["perf"]["perf/journal_bytes"] > 0) == drawn
+            assert other["perf"]["perf/journal_bytes"] == 0
+    assert sum(sum(cost(rank[name]["first"], "generated")) for rank in ranks[size]) > STEPS * BATCH * N / 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_only_what_is_damaged_is_made_again(ranks, size, name):
+    damaged, whole = ranks[size][-1][name], ranks[size][:-1]
+    generated, scored = cost(damaged["flipped"], "generated"), cost(damaged["flipped"], "scored")
+    assert generated[0] == generated[2] == scored[0] == scored[2] == 0
+    assert scored[1] > 0
+    for rank in whole:
+        assert cost(rank[name]["flipped"], "generated") == [0] * STEPS
+        assert cost(rank[name]["flipped"], "scored") == [0] * STEPS
+    for rank in ranks[size]:
+        assert cost(rank[name]["mended"], "scored") == [0] * STEPS
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rewards_alone_are_computed_again(ranks, size, name):
+    first_of_file = next(rank for rank in ranks[size] if rank[name]["first"][1]["scored"])
+    for rank in ranks[size]:
+        expected = rank[name]["first"][1]["scored"] if rank is first_of_file else 0
+        assert cost(rank[name]["no rewards"], "generated") == [0] * STEPS
+        assert cost(rank[name]["no rewards"], "scored") == [0, expected, 0]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_function_that_fails_costs_no_samples(ranks, size):
+    for rank in ranks[size]:
+        again = rank["failing"]["again"]
+        assert_equal(again, rank["every prompt"]["without"])
+        assert [n > 0 for n in cost(again, "generated")] == [False, False, True]
+        assert [n > 0 for n in cost(again, "scored")] == [False, True, True]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_rollback_repeats_from_the_journal_and_draws_anew(ranks, size):
+    for rank in ranks[size]:
+        found = rank["rollback"]
+        assert_equal(found["second"], found["first"][:1])
+        assert cost(found["second"], "generated") == [0]
+        assert all(cost(found["other data"], "generated"))
+        # The third step is that of before its refusal. What was made after other data is not used.
+        assert [n > 0 for n in cost(found["not refused"], "generated")] == [False, False, False, True, True]
+        assert_equal(found["not refused"][1:3], found["first"])
+
+
+@pytest.mark.parametrize("change", ["2 to 1", "1 to 2"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_another_number_of_ranks_generates_nothing_either(ranks, change, name):
+    size = int(change[0])
+
+    def rows(parts: list[dict[str, Any]], step: int) -> list[str]:
+        found = []
+        for part in parts:
+            batch = part[step]["batch"]
+            for i, (p, r) in enumerate(zip(batch["prompt_lengths"], batch["response_lengths"], strict=True)):
+                of_sample = (batch["input_ids"][i, : p + r], batch["rollout_log_probs"][i, :r], batch["scores"][i])
+                found.append(repr([column.tolist() for column in of_sample]))
+        return sorted(found)
+
+    before, now = [rank[name]["without"] for rank in ranks[size]], [rank[name] for rank in ranks[change]]
+    for step in range(STEPS):
+        assert rows(now, step) == rows(before, step)
+    for rank in now:
+        for what in ("generated", "scored", "updates"):
+            assert cost(rank, what) == [0] * STEPS

@@ -1,0 +1,305 @@
+"""The rollout journal: what it gives back, to whom, and what it drops."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.config import (
+    ActorConfig,
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    RewardConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from rlhf.experience.groups import Group
+from rlhf.experience.journal import FOLDER, Journal, combined, digests
+from rlhf.reward import RewardResult
+from rlhf.rollout import Sample
+from tests.launching import flip_a_byte
+
+UIDS = [4, 5]
+FILES = {"model.path": "a", "prompts": "b"}
+
+
+def samples_of(uid: int) -> list[Sample]:
+    return [Sample(uid, i, [7, uid], [-0.5, -uid / 3], "stop") for i in range(2)]
+
+
+def results_of(uid: int) -> list[RewardResult]:
+    return [RewardResult(uid / 7 + i, {"sums": float(i)}) for i in range(2)]
+
+
+SAMPLES, RESULTS = {uid: samples_of(uid) for uid in UIDS}, {uid: results_of(uid) for uid in UIDS}
+
+
+class Runs:
+    """Makes journals as the ranks of a run would have them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+        self.config = Config(trainer=TrainerConfig(default_local_dir=self.folder))
+        self.config.run_dir.mkdir(parents=True)
+
+    def journal(self, *, run_id: str = "run", files: dict[str, str] = FILES, rank: int = 0, ranks: int = 1) -> Journal:
+        coordinator = Coordinator()
+        coordinator.rank, coordinator.world_size = rank, ranks
+        return Journal(self.config, run_id, files, coordinator)
+
+    def at(self, step: int, after: str | None = None, **settings: Any) -> Journal:
+        journal = self.journal(**settings)
+        journal.begin(step, step - 1, after)
+        return journal
+
+    def file(self, step: int, rank: int = 0) -> Path:
+        return self.config.run_dir / FOLDER / f"step_{step}.rank_{rank:05d}"
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in (self.config.run_dir / FOLDER).iterdir())
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
+
+
+def fill(journal: Journal) -> None:
+    journal.add_samples(SAMPLES)
+    journal.add_results(RESULTS)
+
+
+def knows_all(journal: Journal) -> bool:
+    return (journal.samples(UIDS), journal.results(UIDS)) == (list(SAMPLES.values()), list(RESULTS.values()))
+
+
+def test_what_was_added_is_known_after_a_restart_and_not_before(runs):
+    journal = runs.at(3)
+    assert journal.samples(UIDS) is None
+    assert journal.written == 0
+    fill(journal)
+    assert journal.written == runs.file(3).stat().st_size > 0
+    again = runs.at(3)
+    assert knows_all(again)
+    assert again.written == 0
+    assert again.samples([5]) == [SAMPLES[5]]
+    assert again.results([5]) == [RESULTS[5]]
+    assert again.samples([4, 5, 6]) is None
+    assert again.results([4, 5, 6]) is None
+    assert runs.at(4).samples(UIDS) is None
+    # No prompts are known always, by a rank that has none.
+    assert (runs.at(4).samples([]), runs.at(4).results([])) == ([], [])
+
+
+def test_samples_without_rewards_are_known_without_rewards(runs):
+    runs.at(3).add_samples(SAMPLES)
+    again = runs.at(3)
+    assert again.samples(UIDS) == list(SAMPLES.values())
+    assert again.results(UIDS) is None
+    again.add_results(RESULTS)
+    assert knows_all(runs.at(3))
+
+
+def test_rewards_belong_to_the_samples_before_them(runs):
+    fill(runs.at(3))
+    runs.at(3).add_samples({4: samples_of(4)})
+    assert runs.at(3).results([4]) is None
+    assert runs.at(3).results([5]) == [RESULTS[5]]
+
+
+OTHERS: dict[str, Callable[[Runs], Journal]] = {
+    "run": lambda runs: runs.at(3, run_id="other"),
+    "model files": lambda runs: runs.at(3, files=FILES | {"model.path": "c"}),
+    "version": lambda runs: runs.journal(),
+    "sampling": lambda runs: changed(runs, rollout=RolloutConfig(temperature=0.9)),
+    "seed": lambda runs: changed(runs, trainer=TrainerConfig(default_local_dir=runs.folder, seed=2)),
+    "updates": lambda runs: changed(runs, actor=ActorConfig(ppo_epochs=2)),
+    "what is loaded": lambda runs: changed(runs, checkpoint=CheckpointConfig(load_contents=["model"])),
+}
+
+
+def changed(runs: Runs, **sections: Any) -> Journal:
+    runs.config = Config(**({"trainer": runs.config.trainer} | sections))
+    return runs.at(3)
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_samples_of_another_course_are_dropped_with_all_later_ones(runs, what):
+    for step in (2, 3, 4):
+        fill(runs.at(step))
+    other = OTHERS[what](runs)
+    if what == "version":
+        other.begin(3, 1, None)
+    assert other.samples(UIDS) is None
+    assert runs.names() == [runs.file(2).name]
+
+
+def test_harmless_settings_change_nothing(runs):
+    fill(runs.at(3))
+    trainer = TrainerConfig(default_local_dir=runs.folder, nproc=2, save_freq=7, threads_per_rank=1)
+    assert knows_all(changed(runs, trainer=trainer, checkpoint=CheckpointConfig(max_to_keep=9, journal=True)))
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "known"),
+    [
+        ("x", "x", True),
+        ("x", "y", False),
+        # The process has just resumed: its checkpoint was written by the one that trained on x.
+        ("x", None, True),
+        (None, None, True),
+        # It was generated from a checkpoint that this process has not come from.
+        (None, "x", False),
+    ],
+)
+def test_samples_are_those_of_the_batch_before(runs, written, read, known):
+    fill(runs.at(3, after=written))
+    assert knows_all(runs.at(3, after=read)) == known
+    assert runs.file(3).exists() == known
+
+
+def test_batches_are_told_apart_to_the_last_bit():
+    def group(uid: int = 1, **changes: Any) -> Group:
+        facts: dict[str, Any] = {
+            "samples": samples_of(1),
+            "results": results_of(1),
+            "penalties": [0.0, 0.0],
+            "baseline": None,
+        }
+        return Group(uid, [3], version=0, **(facts | changes))  # type: ignore[arg-type]
+
+    def hashed(*groups: Group) -> str:
+        return combined([digests(groups)])
+
+    other_sample = [Sample(1, 0, [7, 1], [-0.5, -1 / 3 + 1e-16], "stop"), *samples_of(1)[1:]]
+    shifted = [Sample(1, 0, [7], [-0.5], "stop"), Sample(1, 1, [1, 7, 1], [-1 / 3, -0.5, -1 / 3], "stop")]
+    different = [
+        group(),
+        group(2),
+        group(samples=other_sample),
+        group(samples=shifted),
+        group(results=results_of(2)),
+        group(penalties=[0.0, -0.1]),
+        group(baseline=0.0),
+    ]
+    assert len({hashed(one) for one in different}) == len(different)
+    # Numbers that are only logged, and the ranks on which groups lie, make no difference.
+    logged = [RewardResult(r.score, r.terms, {"seconds": 0.1}, timeouts=1) for r in results_of(1)]
+    assert hashed(group(results=logged)) == hashed(group())
+    assert combined([digests([group(2)]), digests([group(1)])]) == hashed(group(1), group(2))
+
+
+@pytest.mark.parametrize("which", ["reward", "estimator", "loss"])
+def test_functions_of_the_user_s_count_with_their_files(runs, tmp_path, which):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(): ...\n")
+    spec = f"{file}:f"
+    runs.config.reward = RewardConfig(functions=["exact_match", spec] if which == "reward" else ["exact_match"])
+    runs.config.algorithm = AlgorithmConfig(adv_estimator=spec if which == "estimator" else "grpo")
+    runs.config.actor.policy_loss.loss_mode = spec if which == "loss" else "vanilla"
+    fill(runs.at(3))
+    assert knows_all(runs.at(3))
+    file.write_text("def f(): return 1\n")
+    again = runs.at(3)
+    # Other rewards make other weights only from the next step on.
+    assert again.samples(UIDS) == (list(SAMPLES.values()) if which == "reward" else None)
+    assert again.results(UIDS) is None
+
+
+def test_only_steps_that_a_published_checkpoint_has_are_dropped(runs):
+    for step in range(1, 7):
+        fill(runs.at(step))
+    (runs.config.run_dir / "global_step_4").mkdir()
+    (runs.config.run_dir / ".tmp-global_step_6-x").mkdir()
+    assert knows_all(runs.at(5))
+    assert runs.names() == [runs.file(5).name, runs.file(6).name]
+    # A later checkpoint that could not be used: the steps are done again.
+    (runs.config.run_dir / "global_step_9").mkdir()
+    assert knows_all(runs.at(5))
+    runs.journal().drop_published(up_to=9)
+    assert runs.names() == []
+
+
+def damage(path: Path, what: str) -> None:
+    if what == "flipped":
+        flip_a_byte(path)
+    elif what == "torn":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif what == "header":
+        path.write_bytes(b"\x00" + path.read_bytes()[1:])
+    else:
+        path.write_bytes(path.read_bytes()[:10])
+
+
+@pytest.mark.parametrize("what", ["flipped", "torn", "header", "only a part of the header"])
+def test_damage_costs_the_damaged_and_is_mended(runs, what, caplog):
+    fill(runs.at(3))
+    damage(runs.file(3), what)
+    again = runs.at(3)
+    assert caplog.text.count("damaged or torn") == 1
+    assert not knows_all(again)
+    fill(again)
+    assert knows_all(runs.at(3))
+
+
+def test_another_number_of_ranks_finds_every_sample(runs):
+    for rank, uid in enumerate(UIDS):
+        journal = runs.at(3, rank=rank, ranks=2)
+        journal.add_samples({uid: SAMPLES[uid]})
+        journal.add_results({uid: RESULTS[uid]})
+    assert knows_all(runs.at(3))
+    for rank in range(3):
+        assert knows_all(runs.at(3, rank=rank, ranks=3))
+    # Each file is looked after by one rank.
+    (runs.config.run_dir / "global_step_3").mkdir()
+    runs.at(4, rank=1, ranks=2)
+    assert runs.names() == [runs.file(3, 0).name]
+    shutil.copy(runs.file(3, 0), runs.file(3, 2))
+    runs.at(4, rank=0, ranks=2)
+    assert runs.names() == []
+
+
+def test_another_rank_s_damage_is_not_mended_but_passed_over(runs, caplog):
+    fill(runs.at(3, rank=0, ranks=2))
+    content = runs.file(3).read_bytes()[:-1]
+    runs.file(3).write_bytes(content)
+    other = runs.at(3, rank=1, ranks=2)
+    assert other.samples(UIDS) == list(SAMPLES.values())
+    assert other.results(UIDS) is None
+    assert runs.file(3).read_bytes() == content
+    assert "damaged or torn" in caplog.text
+
+
+def test_a_journal_that_cannot_be_written_is_a_warning(runs, caplog):
+    (runs.config.run_dir / FOLDER).write_text("in the way")
+    journal = runs.at(3)
+    fill(journal)
+    assert journal.written == 0
+    assert caplog.text.count("can't be written") == 1
+    (runs.config.run_dir / FOLDER).unlink()
+    journal.begin(4, 3, None)
+    fill(journal)
+    assert knows_all(runs.at(4))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_journal_that_cannot_be_read_is_a_warning(runs, ranks, caplog):
+    runs.file(3).mkdir(parents=True)
+    journal = runs.at(3, rank=ranks - 1, ranks=ranks)
+    assert journal.samples(UIDS) is None
+    assert caplog.text.count("can't be") == 1
+    fill(journal)
+    # What lies in the way of this rank's own file is not written to.
+    assert (journal.written > 0) == (ranks == 2)
+
+
+def test_a_file_that_cannot_be_removed_is_a_warning(runs, caplog):
+    runs.file(2).mkdir(parents=True)
+    (runs.config.run_dir / "global_step_2").mkdir()
+    fill(runs.at(3))
+    assert knows_all(runs.at(3))
+    assert "can't be removed" in caplog.text
