@@ -1,0 +1,151 @@
+"""Calls over a network that may fail, hang or be away for hours: tried again with growing waits, in threads that never hold up an exit."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+FIRST_WAIT_S = 1.0
+LONGEST_WAIT_S = 60.0
+POLL_S = 0.5
+
+
+class Stopped(Exception):
+    """The work was asked to end before it was done."""
+
+
+class Retries:
+    """Tries calls until they succeed. All threads that talk to one place share one: it is away for all of them or for none.
+
+    The wait after a failure begins at FIRST_WAIT_S, doubles with each further one up to LONGEST_WAIT_S, and begins again after a success;
+    there is one line in the log for each wait. A call without a `beat` for `stalled_s` seconds counts as failed; its thread, a daemon, is
+    left behind. With `give_up_s` the error is raised once nothing has succeeded for so many seconds.
+    """
+
+    def __init__(self, place: str, *, stalled_s: float, give_up_s: float | None = None) -> None:
+        self.failures = 0
+        """Failed calls so far."""
+        self._place, self._stalled_s, self._give_up_s = place, stalled_s, give_up_s
+        self._changed = threading.Condition()
+        self._in_a_row, self._next_try, self._worked = 0, 0.0, time.monotonic()
+        self._beats = 0
+        self._stopped = False
+
+    def call(self, what: str, action: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T:
+        """The result of `action`, which may run several times. Raises Stopped after `stop`, and what is of a type in `final` at once."""
+        while True:
+            self._wait()
+            try:
+                result = self._watch(what, action)
+            except Exception as error:
+                if isinstance(error, (Stopped, *final)):
+                    raise
+                self._failed(what, error)
+            else:
+                with self._changed:
+                    self._in_a_row, self._worked = 0, time.monotonic()
+                return result
+
+    def beat(self) -> None:
+        """To be called by an action that moves on; raises Stopped after `stop`."""
+        self._beats += 1
+        if self._stopped:
+            raise Stopped
+
+    def hurry(self) -> None:
+        """End the present wait: the next try is now."""
+        with self._changed:
+            self._next_try = 0.0
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Make every call, under way or to come, raise Stopped soon."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _wait(self) -> None:
+        with self._changed:
+            while not self._stopped and (left := self._next_try - time.monotonic()) > 0:
+                self._changed.wait(left)
+        self.beat()
+
+    def _watch(self, what: str, action: Callable[[], T]) -> T:
+        """Run `action` in a thread of its own, so that a connection that hangs takes no one along."""
+        outcome: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        threading.Thread(target=_report, args=(action, outcome), name=f"remote: {what}", daemon=True).start()
+        seen, since = self._beats, time.monotonic()
+        while True:
+            try:
+                result, error = outcome.get(timeout=min(POLL_S, self._stalled_s))
+            except Empty:
+                now = time.monotonic()
+                if self._stopped:
+                    raise Stopped from None
+                if self._beats != seen:
+                    seen, since = self._beats, now
+                elif now - since >= self._stalled_s:
+                    raise TimeoutError(f"nothing moved for {self._stalled_s:g} s") from None
+                continue
+            if error is not None:
+                raise error
+            return result
+
+    def _failed(self, what: str, error: Exception) -> None:
+        with self._changed:
+            self._beats += 1
+            self.failures += 1
+            now = time.monotonic()
+            if self._give_up_s is not None and now - self._worked >= self._give_up_s:
+                raise error
+            if now < self._next_try:  # another thread has said so
+                return
+            self._in_a_row += 1
+            wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(self._in_a_row - 1, 30))
+            self._next_try, number = now + wait_s, self._in_a_row
+        log.warning(
+            "%s: %s failed (%d in a row): %s. Next try in %g s.", self._place, what, number, told(error), wait_s
+        )
+
+
+def told(error: Exception) -> str:
+    """One line for a log: some clients' errors have pages."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _report(action: Callable[[], Any], outcome: SimpleQueue) -> None:
+    try:
+        outcome.put((action(), None))
+    except BaseException as error:  # raised again by the one who waits
+        outcome.put((None, error))
+
+
+def in_threads(jobs: Iterable[Callable[[], None]], threads: int) -> None:
+    """Run `jobs`, `threads` at a time and in their order, in daemon threads; after an error no further one begins, and it is raised."""
+    todo: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    errors: list[BaseException] = []
+    for job in jobs:
+        todo.put(job)
+
+    def work() -> None:
+        while not errors:
+            try:
+                job = todo.get_nowait()
+            except Empty:
+                return
+            try:
+                job()
+            except BaseException as error:  # raised again below
+                errors.append(error)
+
+    workers = [threading.Thread(target=work, name="remote", daemon=True) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if errors:
+        raise errors[0]

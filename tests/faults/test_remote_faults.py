@@ -1,0 +1,285 @@
+"""A remote that fails, hangs, dies and comes back, and kills: nothing is lost here, nothing half done looks complete there."""
+
+import errno
+import re
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoint import remote, remote_start, retries
+from rlhf.checkpoint.layout import MANIFEST, PIN, scan, step_dir
+from rlhf.checkpoint.manifest import verify
+from rlhf.checkpoint.remote import RemoteCopies
+from rlhf.checkpoint.remote_start import open_remote
+from rlhf.checkpoint.remote_store import RemoteStore
+from rlhf.config import Config
+from rlhf.errors import UserError
+from tests.checkpoint_helpers import run_ranks
+from tests.remote_helpers import (
+    DEADLINE_S,
+    WEATHER,
+    assert_same_files,
+    complete_steps,
+    copy_all,
+    make_run,
+    on_empty_disk,
+    save,
+    start_there,
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retries, "LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr(retries, "POLL_S", 0.02)
+    WEATHER.__init__()
+
+
+@pytest.fixture
+def url(tmp_path) -> str:
+    return f"faulty://{tmp_path}/remote"
+
+
+def there(tmp_path: Path, step: int) -> Path:
+    return tmp_path / "remote/rlhf/default" / f"global_step_{step}"
+
+
+def assert_intact(config: Config, tmp_path: Path, *steps: int) -> None:
+    """The remote folder holds exactly these steps, each equal to the local checkpoint."""
+    assert complete_steps(config) == RemoteStore(config).steps() == list(steps)
+    for step in steps:
+        verify(there(tmp_path, step))
+        assert (there(tmp_path, step) / MANIFEST).read_bytes() == (
+            step_dir(config.run_dir, step) / MANIFEST
+        ).read_bytes()
+
+
+# A file takes three calls: open, write, look at its size. Fewer could never succeed.
+@pytest.mark.parametrize("k", [4, 5, 7, 11])
+def test_every_kth_call_fails(tmp_path, url, k):
+    config = make_run(tmp_path / "a", 2, 4, 6, remote=url)
+    config.checkpoint.remote_max_to_keep = 2
+    WEATHER.fail_every(k)
+    copies = RemoteCopies(config)
+    copies.start()
+    assert copies.finish(DEADLINE_S) == []
+    assert copies.metrics()["perf/remote_failures"] >= 5
+    other = on_empty_disk(config, tmp_path / "b")
+    store = RemoteStore(other)
+    assert remote_start.restore(store, other, None) == 6
+    WEATHER.__init__()
+    assert_intact(config, tmp_path, 6, 4)
+    assert_same_files(step_dir(config.run_dir, 6), step_dir(other.run_dir, 6))
+
+
+def test_a_remote_that_dies_for_a_while(tmp_path, url, caplog):
+    """It goes away in the middle of a file; training goes on saving; it is back, and so is everything that retention keeps here."""
+    config = make_run(tmp_path / "a", 2, remote=url)
+    config.checkpoint.max_to_keep = 2
+    away = threading.Event()
+
+    def before(number: int, call: str, path: str) -> None:
+        if call == "write" and "actor/model" in path:
+            away.set()
+        if away.is_set() and not back.is_set():
+            raise ConnectionError("no route to host")
+
+    back = threading.Event()
+    WEATHER.before = before
+    copies = RemoteCopies(config)
+    copies.start()
+    assert away.wait(DEADLINE_S)
+    for step in (4, 6, 8):
+        save(config, step)
+        copies.published(step_dir(config.run_dir, step))
+    for _ in range(500):
+        if len(re.findall(r"in a row", caplog.text)) >= 5:
+            break
+        time.sleep(0.02)
+    assert copies.metrics()["perf/remote_pending"] == 4
+    # Retention was not held up, and every local checkpoint is whole.
+    assert [verify(path).step for path in scan(config.run_dir)] == [8, 6]
+    rows = [int(n) for n in re.findall(r"failed \((\d+) in a row\)", caplog.text)]
+    assert rows[:5] == [1, 2, 3, 4, 5], "one line for each wait, whatever the number of threads"
+    assert copies.metrics()["perf/remote_failures"] >= len(rows)
+
+    back.set()
+    assert copies.finish(DEADLINE_S) == []
+    # Step 2 was under way and is kept by its links, step 4 was gone before its turn.
+    assert complete_steps(config) == [8, 6, 2]
+    for step in (8, 6, 2):
+        verify(there(tmp_path, step))
+    assert not list(config.run_dir.glob(f"{PIN}*"))
+
+
+def test_the_end_of_the_training_does_not_wait_for_a_dead_remote(tmp_path, url, caplog):
+    config = make_run(tmp_path / "a", 2, 4, remote=url)
+
+    def before(number: int, call: str, path: str) -> None:
+        raise ConnectionError("no route to host")
+
+    WEATHER.before = before
+    started = time.monotonic()
+    assert copy_all(config, deadline_s=0.5) == [4, 2]
+    assert time.monotonic() - started < 10
+    assert "Not copied to" in caplog.text
+    assert "global_step_4, global_step_2. The next start goes on with it." in caplog.text
+    WEATHER.__init__()
+    assert copy_all(config) == []
+    assert_intact(config, tmp_path, 4, 2)
+
+
+def test_a_connection_that_hangs(tmp_path, url, caplog, monkeypatch):
+    """It holds up neither the end of the process nor, after a while, the copies."""
+    config = make_run(tmp_path / "a", 2, remote=url)
+    release = threading.Event()
+
+    def hang_once(number: int, call: str, path: str) -> None:
+        if call == "write" and "actor/model" in path and not hung.is_set():
+            hung.set()
+            release.wait(60)
+            raise ConnectionError("the hung call ends at last")
+
+    hung = threading.Event()
+    WEATHER.before = hang_once
+    started = time.monotonic()
+    assert copy_all(config, deadline_s=1.0) == [2]
+    assert hung.is_set()
+    assert time.monotonic() - started < 10
+
+    hung.clear()
+    monkeypatch.setattr(remote, "STALLED_S", 0.5)
+    assert copy_all(config) == []
+    assert hung.is_set()
+    assert "nothing moved for 0.5 s" in caplog.text
+    assert_intact(config, tmp_path, 2)
+    release.set()
+
+
+def test_a_remote_that_is_away_at_the_start(tmp_path, url, monkeypatch, caplog):
+    monkeypatch.setattr(remote_start, "CHECK_S", 0.2)
+    monkeypatch.setattr(remote_start, "DOWNLOAD_S", 0.2)
+    config = make_run(tmp_path / "a", 2, remote=url)
+    other = on_empty_disk(config, tmp_path / "b")
+    copy_all(config)
+
+    def before(number: int, call: str, path: str) -> None:
+        raise ConnectionError("no route to host")
+
+    WEATHER.before = before
+    assert open_remote(config) is None
+    assert "does not answer" in caplog.text
+    # What it may hold decides where this one begins.
+    with pytest.raises(UserError, match="a small file cannot be written"):
+        open_remote(other)
+    WEATHER.__init__()
+    store = open_remote(other)
+    assert store is not None
+    WEATHER.before = before
+    with pytest.raises(UserError, match="may hold checkpoints of this run and cannot be read"):
+        remote_start.restore(store, other, None)
+    assert scan(other.run_dir) == []
+
+
+def test_listing_that_fails_is_not_an_empty_folder(tmp_path, url):
+    config = make_run(tmp_path / "a", 2, remote=url)
+    copy_all(config)
+    WEATHER.fail_every(1)
+    with pytest.raises(OSError, match="asked for by the test"):
+        RemoteStore(config).steps()
+    with pytest.raises(OSError, match="asked for by the test"):
+        RemoteStore(config).copy(2)
+
+
+def test_a_full_disk_while_fetching_is_told_and_leaves_nothing(tmp_path, url):
+    config = make_run(tmp_path / "a", 2, remote=url)
+    copy_all(config)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", disk], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        other = on_empty_disk(config, disk)
+        with pytest.raises(UserError, match="No space left on device"):
+            start_there(other)
+        assert list(other.run_dir.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def copy_and_die(rank: int, config: Config, n: int, keep: int | None) -> int:
+    """One start of the copies that is killed at its `n`th call; returns the number of calls when it gets to its end before."""
+    config.checkpoint.remote_max_to_keep = keep
+    WEATHER.kill_at(n)
+    assert copy_all(config) == []
+    return len(WEATHER.calls)
+
+
+@pytest.mark.slow
+def test_killed_at_every_call_of_a_copy(tmp_path, url):
+    """From the first call to the last: what looks complete is, the old copy stays until the new one is there, the next start ends it."""
+    config = make_run(tmp_path / "a", 2, remote=url)
+    copy_all(config)
+    save(config, 4)
+    shutil.copytree(tmp_path / "remote", tmp_path / "before")
+    seen: set[tuple[int, ...]] = set()
+    total = run_ranks(1, copy_and_die, config, 10**9, 1, deadline_s=DEADLINE_S, join=tmp_path / "join")[0]
+    for n in range(1, total + 1, 3):
+        shutil.rmtree(tmp_path / "remote")
+        shutil.copytree(tmp_path / "before", tmp_path / "remote")
+        outcome = run_ranks(1, copy_and_die, config, n, 1, deadline_s=DEADLINE_S, join=tmp_path / f"join_{n}")
+        assert outcome == ["died"]
+        left = complete_steps(config)
+        seen.add(tuple(left))
+        assert left, "there is a whole copy at every moment"
+        for step in left:
+            verify(there(tmp_path, step))
+        assert [verify(path).step for path in scan(config.run_dir)] == [4, 2]
+        config.checkpoint.remote_max_to_keep = 1
+        assert copy_all(config) == []
+        assert_intact(config, tmp_path, 4)
+        assert not list(config.run_dir.glob(f"{PIN}*"))
+    assert seen == {(2,), (4, 2), (4,)}
+
+
+def restore_and_die(rank: int, config: Config, n: int) -> int:
+    WEATHER.kill_at(n)
+    start_there(config)
+    return len(WEATHER.calls)
+
+
+@pytest.mark.slow
+def test_killed_while_fetching(tmp_path, url):
+    """A start that is killed at any call of the way back leaves no checkpoint; the next one fetches it whole."""
+    config = make_run(tmp_path / "a", 2, 4, remote=url)
+    copy_all(config)
+    total = run_ranks(
+        1, restore_and_die, on_empty_disk(config, tmp_path / "z"), 10**9, deadline_s=DEADLINE_S, join=tmp_path / "join"
+    )[0]
+    for n in range(1, total, 5):
+        other = on_empty_disk(config, tmp_path / f"disk_{n}")
+        outcome = run_ranks(1, restore_and_die, other, n, deadline_s=DEADLINE_S, join=tmp_path / f"join_{n}")
+        assert outcome == ["died"]
+        assert scan(other.run_dir) == [] or verify(step_dir(other.run_dir, 4))
+        start_there(other)
+        assert_same_files(step_dir(config.run_dir, 4), step_dir(other.run_dir, 4))
+
+
+def test_a_missing_permission_is_told_at_once(tmp_path, url):
+    config = make_run(tmp_path / "a", 2, remote=url)
+
+    def before(number: int, call: str, path: str) -> None:
+        raise PermissionError(errno.EACCES, "Forbidden", path)
+
+    WEATHER.before = before
+    with pytest.raises(UserError, match="Forbidden"):
+        open_remote(config)
+    assert len(WEATHER.calls) == 1

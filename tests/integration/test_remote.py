@@ -1,0 +1,477 @@
+"""Copies of checkpoints in a remote folder, and the way back from there onto an empty disk."""
+
+import json
+import logging
+import shutil
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from rlhf.checkpoint import remote_start, retries
+from rlhf.checkpoint.errors import DamagedCheckpoint
+from rlhf.checkpoint.layout import HISTORY, MANIFEST, PIN, RUN_FILE, scan, step_dir
+from rlhf.checkpoint.manifest import read_manifest, verify, write_manifest
+from rlhf.checkpoint.remote import RemoteCopies
+from rlhf.checkpoint.remote_start import claim, open_remote
+from rlhf.checkpoint.remote_store import COPY, RemoteStore
+from rlhf.errors import UserError
+from tests.checkpoint_helpers import PlainReference, PlainRole, equal_bits, files_of, make_checkpointer, resume
+from tests.conftest import EXPORT
+from tests.faults.compare_runs import differences
+from tests.launching import flip_a_byte, small, train
+from tests.remote_helpers import (
+    DEADLINE_S,
+    WEATHER,
+    assert_same_files,
+    complete_steps,
+    copy_all,
+    identify,
+    kill_once_copied,
+    make_run,
+    on_empty_disk,
+    patient,
+    save,
+    start_there,
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retries, "LONGEST_WAIT_S", 0.05)
+    WEATHER.__init__()
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, tmp_path) -> str:
+    return f"memory://{uuid.uuid4().hex}" if request.param == "memory" else f"file://{tmp_path}/remote"
+
+
+@pytest.fixture
+def folder_url(tmp_path) -> str:
+    return f"file://{tmp_path}/remote"
+
+
+def remote_dir(tmp_path: Path, step: int) -> Path:
+    return tmp_path / "remote" / "rlhf" / "default" / f"global_step_{step}"
+
+
+def test_a_copy_comes_back_as_it_was(tmp_path, url):
+    config = make_run(tmp_path / "a", 2, 4, remote=url)
+    save(config, 6)
+    assert copy_all(config) == []
+    assert complete_steps(config) == [6, 4, 2]
+
+    other = on_empty_disk(config, tmp_path / "b")
+    assert start_there(other) == 6
+    assert [path.name for path in scan(other.run_dir)] == ["global_step_6"]
+    assert_same_files(step_dir(config.run_dir, 6), step_dir(other.run_dir, 6))
+    for name in (RUN_FILE, HISTORY):
+        assert (other.run_dir / name).read_bytes() == (config.run_dir / name).read_bytes()
+    role = PlainRole()
+    assert resume(other, role) == 6
+    assert equal_bits(role.weight, PlainRole(seed=6).weight)
+
+
+def test_what_lies_there(tmp_path, folder_url):
+    config = make_run(tmp_path / "a", 2, remote=folder_url)
+    save(config, 4)
+    copy_all(config)
+    there = remote_dir(tmp_path, 2)
+    ours = {"run/run.json", "run/metrics.jsonl", COPY}
+    assert files_of(there) == files_of(step_dir(config.run_dir, 2)) | ours
+    # A tool that knows nothing of remote copies can use the folder as it is.
+    assert verify(there).step == 2
+    assert [json.loads(line)["step"] for line in (there / "run" / HISTORY).read_text().splitlines()] == [1, 2]
+    assert sorted(path.name for path in there.parent.iterdir()) == ["global_step_2", "global_step_4", RUN_FILE]
+
+
+def test_the_newest_goes_first_and_the_manifest_last(tmp_path):
+    config = make_run(tmp_path / "a", 2, 4, remote=f"faulty://{tmp_path}/remote")
+    assert copy_all(config) == []
+    written = [path.partition("default/")[2] for call, path in WEATHER.calls if call == "open wb"]
+    assert written[0] == RUN_FILE
+    steps = [name.partition("/")[0] for name in written[1:]]
+    assert steps == sorted(steps, key=lambda name: name != "global_step_4")
+    for step in ("global_step_4", "global_step_2"):
+        of_step = [name for name in written if name.startswith(step)]
+        assert of_step[-2:] == [f"{step}/{COPY}", f"{step}/{MANIFEST}"]
+        assert len(of_step) == len(set(of_step))
+
+
+def test_only_what_is_missing_is_copied(tmp_path):
+    config = make_run(tmp_path / "a", 2, remote=f"faulty://{tmp_path}/remote")
+    copy_all(config)
+    WEATHER.__init__()
+    save(config, 4)
+    assert copy_all(config) == []
+    written = {path.partition("default/")[2].partition("/")[0] for call, path in WEATHER.calls if call == "open wb"}
+    assert written == {"global_step_4"}
+
+
+def test_a_published_checkpoint_is_copied_in_the_running_process(tmp_path, folder_url):
+    config = make_run(tmp_path / "a", remote=folder_url)
+    copies = RemoteCopies(config)
+    copies.start()
+    for step in (2, 4):
+        save(config, step)
+        copies.published(step_dir(config.run_dir, step))
+    assert copies.finish(DEADLINE_S) == []
+    assert complete_steps(config) == [4, 2]
+    figures = copies.metrics()
+    assert figures["perf/remote_pending"] == figures["perf/remote_failures"] == 0
+    sizes = [path.stat().st_size for step in (2, 4) for path in remote_dir(tmp_path, step).rglob("*") if path.is_file()]
+    overhead = sum((remote_dir(tmp_path, step) / name).stat().st_size for step in (2, 4) for name in (COPY, MANIFEST))
+    assert figures["perf/remote_bytes"] == sum(sizes) - overhead
+    assert figures["perf/remote_seconds"] > 0
+    assert copies.metrics().keys() == {"perf/remote_pending", "perf/remote_failures"}
+
+
+def test_remote_retention_is_apart_from_the_local_one(tmp_path, url):
+    config = make_run(tmp_path / "a", 2, 4, 6, 8, remote=url)
+    config.checkpoint.remote_max_to_keep = 2
+    assert copy_all(config) == []
+    assert complete_steps(config) == RemoteStore(config).steps() == [8, 6]
+    assert len(scan(config.run_dir)) == 4
+
+    config.checkpoint.max_to_keep = 1
+    save(config, 10)
+    assert copy_all(config) == []
+    assert complete_steps(config) == RemoteStore(config).steps() == [10, 8]
+    assert [path.name for path in scan(config.run_dir)] == ["global_step_10"]
+
+
+def test_the_manifest_is_removed_first(tmp_path):
+    config = make_run(tmp_path / "a", 2, remote=f"faulty://{tmp_path}/remote")
+    copy_all(config)
+    config.checkpoint.remote_max_to_keep = 1
+    WEATHER.__init__()
+    save(config, 4)
+    assert copy_all(config) == []
+    calls = [(call, path.partition("default/")[2]) for call, path in WEATHER.calls]
+    removals = [path for call, path in calls if call == "rm_file" and path.startswith("global_step_2/")]
+    assert removals[0] == f"global_step_2/{MANIFEST}"
+    # Nothing of the old one goes before the new one is complete.
+    assert calls.index(("open wb", f"global_step_4/{MANIFEST}")) < calls.index(("rm_file", removals[0]))
+
+
+def test_local_retention_cannot_take_the_files_away(tmp_path, caplog):
+    config = make_run(tmp_path / "a", 2, remote=f"faulty://{tmp_path}/remote")
+
+    def remove_it(number: int, call: str, path: str) -> None:
+        if call == "write" and "global_step_2" in path:
+            assert list(config.run_dir.glob(f"{PIN}*"))
+            shutil.rmtree(step_dir(config.run_dir, 2), ignore_errors=True)
+
+    WEATHER.before = remove_it
+    assert copy_all(config) == []
+    assert scan(config.run_dir) == []
+    assert complete_steps(config) == [2]
+    verify(remote_dir(tmp_path, 2))
+    assert not list(config.run_dir.glob(f"{PIN}*"))
+
+
+def test_a_checkpoint_that_is_gone_before_its_turn_is_passed_over(tmp_path, folder_url, caplog):
+    caplog.set_level(logging.INFO)
+    config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
+    copies = RemoteCopies(config)
+    copies.published(step_dir(config.run_dir, 2))
+    shutil.rmtree(step_dir(config.run_dir, 2))
+    copies.start()
+    assert copies.finish(DEADLINE_S) == []
+    assert complete_steps(config) == [4]
+    assert "global_step_2 was removed before its turn" in caplog.text
+
+
+def test_room_for_a_save_goes_before_a_copy_that_nothing_else_keeps(tmp_path, caplog):
+    config = make_run(tmp_path / "a", 2, remote=f"faulty://{tmp_path}/remote")
+    copies = RemoteCopies(config)
+
+    def short_of_room(number: int, call: str, path: str) -> None:
+        if call == "open wb" and "global_step_2" in path:
+            copies.make_way()
+            assert list(config.run_dir.glob(f"{PIN}*")), "it still has a name in the run directory"
+            shutil.rmtree(step_dir(config.run_dir, 2), ignore_errors=True)
+            copies.make_way()
+            assert not list(config.run_dir.glob(f"{PIN}*"))
+            WEATHER.before = lambda number, call, path: None
+
+    WEATHER.before = short_of_room
+    copies.start()
+    assert copies.finish(DEADLINE_S) == []
+    assert complete_steps(config) == RemoteStore(config).steps() == []
+    assert "a save needs its room" in caplog.text
+
+
+def test_a_damaged_local_checkpoint_never_becomes_a_complete_copy(tmp_path, folder_url, caplog):
+    config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
+    flip_a_byte(step_dir(config.run_dir, 4) / "actor/model/rank_00000.safetensors")
+    assert copy_all(config) == []
+    assert complete_steps(config) == RemoteStore(config).steps() == [2]
+    assert "differs from its hash" in caplog.text
+
+
+def test_a_reference_that_two_checkpoints_share_is_whole_in_each_copy(tmp_path, folder_url):
+    config = make_run(tmp_path / "a", remote=folder_url)
+    reference = PlainReference()
+    checkpointer = make_checkpointer(config, PlainRole(), reference=reference)
+    for step in (2, 4):
+        assert checkpointer.save(step) is not None
+    assert copy_all(config) == []
+    shutil.rmtree(config.run_dir)
+    config.checkpoint.remote_max_to_keep = 1
+    assert start_there(config) == 4
+    assert verify(step_dir(config.run_dir, 4)).linked == {"ref/model": "global_step_2"}
+    assert resume(config, PlainRole(), reference=PlainReference()) is not None
+
+
+def test_the_same_step_of_another_course_is_replaced(tmp_path, folder_url):
+    config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
+    copy_all(config)
+    (remote_dir(tmp_path, 4) / "actor/model/rank_00007.safetensors").write_bytes(b"of more ranks")
+    shutil.rmtree(step_dir(config.run_dir, 4))
+    make_checkpointer(config, PlainRole(seed=99), 4).save(4)
+    assert copy_all(config) == []
+    there, here = remote_dir(tmp_path, 4), step_dir(config.run_dir, 4)
+    assert (there / MANIFEST).read_bytes() == (here / MANIFEST).read_bytes()
+    assert files_of(there) - files_of(here) == {"run/run.json", "run/metrics.jsonl", COPY}
+    verify(there)
+
+
+def torn(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+DAMAGES = {
+    "a flipped bit": lambda there: flip_a_byte(there / "actor/optimizer/rank_00000.safetensors"),
+    "a missing file": lambda there: (there / "driver_state.json").unlink(),
+    "a torn file": lambda there: torn(there / "actor/model/rank_00000.safetensors"),
+    "a torn manifest": lambda there: torn(there / MANIFEST),
+    "no manifest": lambda there: (there / MANIFEST).unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_copy_is_passed_over_for_the_one_before(tmp_path, folder_url, damage):
+    config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
+    copy_all(config)
+    damage(remote_dir(tmp_path, 4))
+    other = on_empty_disk(config, tmp_path / "b")
+    assert start_there(other) == 2
+    assert_same_files(step_dir(config.run_dir, 2), step_dir(other.run_dir, 2))
+    assert [json.loads(line)["step"] for line in (other.run_dir / HISTORY).read_text().splitlines()] == [1, 2]
+    assert [path.name for path in other.run_dir.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_run_does_not_start_at_zero_when_all_copies_are_damaged(tmp_path, folder_url):
+    config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
+    copy_all(config)
+    for step in (2, 4):
+        DAMAGES["a flipped bit"](remote_dir(tmp_path, step))
+    with pytest.raises(UserError, match="will not start again at step 0 by itself"):
+        start_there(on_empty_disk(config, tmp_path / "b"))
+
+
+def test_copies_of_another_format_are_neither_used_nor_removed(tmp_path, folder_url, caplog):
+    """After a change of version nothing that an older one committed is lost."""
+    config = make_run(tmp_path / "a", 2, remote=folder_url)
+    copy_all(config)
+    manifest = read_manifest(remote_dir(tmp_path, 2))
+    (remote_dir(tmp_path, 2) / MANIFEST).unlink()
+    write_manifest(remote_dir(tmp_path, 2), replace(manifest, format=1))
+    with pytest.raises(UserError, match="Every checkpoint in"):
+        start_there(on_empty_disk(config, tmp_path / "b"))
+    shutil.rmtree(step_dir(config.run_dir, 2))
+    save(config, 4)
+    assert copy_all(config) == []
+    assert RemoteStore(config).steps() == [4, 2]
+    assert "holds 1 checkpoints of other runs or versions" in caplog.text
+
+
+def test_a_lost_run_file_there_does_not_hide_the_copies(tmp_path, folder_url):
+    config = make_run(tmp_path / "a", 2, remote=folder_url)
+    copy_all(config)
+    (remote_dir(tmp_path, 2).parent / RUN_FILE).write_text("{")
+    other = on_empty_disk(config, tmp_path / "b")
+    assert start_there(other) == 2
+    assert json.loads((remote_dir(tmp_path, 2).parent / RUN_FILE).read_text()) == {"run_id": "run-a"}
+
+
+def test_a_damaged_history_costs_the_history_only(tmp_path, folder_url, caplog):
+    config = make_run(tmp_path / "a", 2, remote=folder_url)
+    copy_all(config)
+    flip_a_byte(remote_dir(tmp_path, 2) / "run" / HISTORY)
+    other = on_empty_disk(config, tmp_path / "b")
+    assert start_there(other) == 2
+    assert not (other.run_dir / HISTORY).exists()
+    assert "metrics.jsonl of step 2 is damaged or missing" in caplog.text
+
+
+def test_a_manifest_that_points_outside_is_no_copy(tmp_path, folder_url):
+    config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
+    copy_all(config)
+    evil = read_manifest(remote_dir(tmp_path, 4))
+    (remote_dir(tmp_path, 4) / MANIFEST).unlink()
+    write_manifest(
+        remote_dir(tmp_path, 4), replace(evil, files=evil.files | {"../../escaped": {"size": 1, "xxh3_128": "0"}})
+    )
+    assert start_there(on_empty_disk(config, tmp_path / "b")) == 2
+    with pytest.raises(DamagedCheckpoint):
+        verify(remote_dir(tmp_path, 4))
+
+
+def test_a_directory_with_checkpoints_is_left_alone(tmp_path, folder_url):
+    config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
+    copy_all(config)
+    shutil.rmtree(step_dir(config.run_dir, 4))
+    assert start_there(config) is None
+    assert [path.name for path in scan(config.run_dir)] == ["global_step_2"]
+
+
+def test_another_runs_folder_is_refused(tmp_path, folder_url):
+    copy_all(make_run(tmp_path / "a", 2, 4, remote=folder_url))
+    config = make_run(tmp_path / "b", 2, remote=folder_url, run_id="run-b")
+    before = (remote_dir(tmp_path, 2) / MANIFEST).read_bytes()
+    with pytest.raises(UserError, match=r"another run, up to step 4(.|\n)*experiment_name(.|\n)*overwrite=true"):
+        start_there(config)
+    # A start whose check could not be made comes to the same end behind the training.
+    assert copy_all(config) == [2]
+    assert (remote_dir(tmp_path, 2) / MANIFEST).read_bytes() == before
+
+
+@pytest.mark.parametrize("way", ["overwrite", "fork"])
+def test_another_runs_folder_is_taken_over_when_asked_for(tmp_path, folder_url, way, caplog):
+    first = make_run(tmp_path / "a", 2, 9, remote=folder_url)
+    copy_all(first)
+    config = on_empty_disk(first, tmp_path / "b")
+    source = None
+    if way == "overwrite":
+        config.trainer.overwrite = True
+        assert start_there(config) is None
+    else:
+        source = tmp_path / "elsewhere" / "global_step_1"
+        config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", str(source)
+        store = RemoteStore(config)
+        assert remote_start.restore(store, config, source) is None
+        identify(config, "run-new", resumed_from=str(source))
+        claim(store, config, patient())
+    config.checkpoint.remote_max_to_keep = 1
+    save(config, 2, 4)
+    assert copy_all(config) == []
+    assert complete_steps(config) == [9, 4, 2]
+    assert "holds 2 checkpoints of other runs or versions" in caplog.text
+
+    # On an empty disk the new run counts, though the old one got further.
+    again = on_empty_disk(config, tmp_path / "c")
+    again.trainer.resume_mode = config.trainer.resume_mode
+    assert start_there(again, source) == 4
+    assert json.loads((again.run_dir / RUN_FILE).read_text())["run_id"] == "run-new"
+
+
+@pytest.mark.parametrize("setting", ["disable", "overwrite"])
+def test_a_run_that_is_to_start_anew_fetches_nothing(tmp_path, folder_url, setting):
+    config = make_run(tmp_path / "a", 2, remote=folder_url)
+    copy_all(config)
+    other = on_empty_disk(config, tmp_path / "b")
+    if setting == "disable":
+        other.trainer.resume_mode = "disable"
+        with pytest.raises(UserError, match="holds checkpoints of another run"):
+            start_there(other)
+    else:
+        other.trainer.overwrite = True
+        assert start_there(other) is None
+    assert scan(other.run_dir) == []
+
+
+def test_the_check_leaves_nothing_behind(tmp_path, folder_url):
+    config = make_run(tmp_path / "a", remote=folder_url)
+    assert open_remote(config) is not None
+    assert list((tmp_path / "remote/rlhf/default").iterdir()) == []
+    config.checkpoint.remote = None
+    assert open_remote(config) is None
+
+
+def test_a_remote_that_cannot_be_written_is_refused_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = make_run(tmp_path / "a", 2, remote=f"file://{tmp_path}/file/folder")
+    with pytest.raises(UserError, match=r"checkpoint.remote=file://\S+: a small file cannot be written"):
+        open_remote(config)
+
+
+@pytest.mark.parametrize("below", ["", "/rlhf/default"])
+def test_copies_in_the_run_directory_itself_are_refused(tmp_path, below):
+    config = make_run(tmp_path, 2, remote=f"file://{tmp_path}{below}")
+    with pytest.raises(UserError, match="in the run directory"):
+        open_remote(config)
+    verify(step_dir(config.run_dir, 2))
+
+
+@pytest.mark.slow
+def test_from_the_command_line_onto_an_empty_disk(tmp_path, sums, undisturbed):
+    """Killed hard, its disk lost, started by the same command on another machine: the run ends as the undisturbed one, bit for bit."""
+    settings = [f"checkpoint.remote=file://{tmp_path}/remote", "checkpoint.remote_max_to_keep=1"]
+    there = tmp_path / "remote/rlhf/far"
+
+    def start(disk: str, environment: dict[str, str] | None = None):
+        return train([*small(tmp_path / disk, "far", sums), *settings, EXPORT], environment)
+
+    killed = start("first", kill_once_copied(there / "global_step_3", "metrics.before", 5))
+    assert killed.code == -9, killed.output
+    assert [path.name for path in scan(there)] == ["global_step_3"], killed.output
+    verify(there / "global_step_3")
+
+    done = start("second")
+    assert done.code == 0, done.output
+    assert "Fetching step 3" in done.output
+    assert differences(tmp_path / "second/rlhf/far", undisturbed.run_dir(1)) == []
+    run_ids = [
+        json.loads((tmp_path / disk / "rlhf/far" / RUN_FILE).read_text())["run_id"] for disk in ("first", "second")
+    ]
+    assert run_ids[0] == run_ids[1]
+    assert [path.name for path in scan(there)] == ["global_step_7"]
+
+    # A finished run brings what its end did not get to, and comes back whole as well.
+    shutil.rmtree(there)
+    assert start("second").code == 0
+    assert [path.name for path in scan(there)] == ["global_step_7"]
+    done = start("third")
+    assert done.code == 0, done.output
+    assert "is finished at step 7" in done.output
+    assert differences(tmp_path / "third/rlhf/far", undisturbed.run_dir(1)) == []
+
+
+def test_s3_over_http(tmp_path, s3):
+    """The same against a server that speaks S3's protocol."""
+    config = make_run(tmp_path / "a", 2, 4, 6, remote="s3://bucket/backup")
+    config.checkpoint.remote_max_to_keep = 2
+    assert open_remote(config) is not None
+    assert copy_all(config) == []
+    assert complete_steps(config) == RemoteStore(config).steps() == [6, 4]
+    other = on_empty_disk(config, tmp_path / "b")
+    assert start_there(other) == 6
+    assert_same_files(step_dir(config.run_dir, 6), step_dir(other.run_dir, 6))
+    config.checkpoint.remote = "s3://no-such-bucket/backup"
+    with pytest.raises(UserError, match="a small file cannot be written"):
+        open_remote(config)
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    pytest.importorskip("s3fs", reason="needs s3fs")
+    server = pytest.importorskip("moto.server", reason="needs moto[s3,server]")
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", "test"),
+        ("AWS_SECRET_ACCESS_KEY", "test"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(name, value)
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    running.start()
+    host, port = running.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
+    yield
+    running.stop()

@@ -1,0 +1,136 @@
+import re
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from rlhf.checkpoint import retries
+from rlhf.checkpoint.retries import Retries, Stopped, in_threads
+
+DEADLINE_S = 30.0
+
+
+def failing(times: int) -> Callable[[], str]:
+    """An action that succeeds after so many failures."""
+    left = [times]
+
+    def action() -> str:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise ConnectionError("no route to host\nand much more")
+        return "done"
+
+    return action
+
+
+@pytest.fixture(autouse=True)
+def waits(monkeypatch, caplog) -> Callable[[], list[tuple[int, float]]]:
+    """Every wait so far: failures in a row, seconds."""
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(retries, "LONGEST_WAIT_S", 0.004)
+    found = r"failed \((\d+) in a row\): ConnectionError: no route to host. Next try in (\S+) s"
+    return lambda: [(int(row), float(wait)) for row, wait in re.findall(found, caplog.text)]
+
+
+def test_waits_double_up_to_the_longest_and_begin_again_after_a_success(waits):
+    there = Retries("there", stalled_s=DEADLINE_S)
+    assert there.call("a", failing(5)) == there.call("b", failing(1)) == "done"
+    assert waits() == [(1, 0.001), (2, 0.002), (3, 0.004), (4, 0.004), (5, 0.004), (1, 0.001)]
+    assert there.failures == 6
+
+
+def test_one_wait_for_all_threads_that_fail_together(waits, monkeypatch):
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 3600.0)
+    monkeypatch.setattr(retries, "LONGEST_WAIT_S", 3600.0)
+    there, together = Retries("there", stalled_s=DEADLINE_S), threading.Barrier(4)
+
+    def action() -> None:
+        together.wait(DEADLINE_S)
+        raise ConnectionError("no route to host")
+
+    def run() -> None:
+        with pytest.raises(Stopped):
+            in_threads([lambda: there.call("a", action)] * 4, 4)
+
+    runner = threading.Thread(target=run)
+    runner.start()
+    end = time.monotonic() + DEADLINE_S
+    while there.failures < 4 and time.monotonic() < end:
+        time.sleep(0.01)
+    there.stop()
+    runner.join(DEADLINE_S)
+    assert not runner.is_alive()
+    assert waits() == [(1, 3600.0)]
+
+
+def test_hurry_ends_a_wait(monkeypatch):
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 3600.0)
+    monkeypatch.setattr(retries, "LONGEST_WAIT_S", 3600.0)
+    there, results = Retries("there", stalled_s=DEADLINE_S), []
+    runner = threading.Thread(target=lambda: results.append(there.call("a", failing(1))), daemon=True)
+    runner.start()
+    end = time.monotonic() + DEADLINE_S
+    while not results and time.monotonic() < end:
+        there.hurry()
+        time.sleep(0.01)
+    assert results == ["done"]
+
+
+def test_what_is_final_is_raised_at_once(waits):
+    there = Retries("there", stalled_s=DEADLINE_S)
+    with pytest.raises(ConnectionError):
+        there.call("a", failing(1), final=(OSError,))
+    assert there.failures == 0
+
+
+def test_giving_up_after_so_long_without_a_success():
+    there = Retries("there", stalled_s=DEADLINE_S, give_up_s=0.05)
+    with pytest.raises(ConnectionError):
+        there.call("a", failing(10**9))
+    assert there.failures > 1
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_call_that_hangs_has_failed_and_one_that_moves_has_not(moves, monkeypatch):
+    monkeypatch.setattr(retries, "POLL_S", 0.01)
+    there, release = Retries("there", stalled_s=1.0), threading.Event()
+    calls = []
+
+    def action() -> str:
+        calls.append(1)
+        for _ in range(10):
+            if len(calls) > 1 or release.wait(0.15):
+                return "done"
+            if moves:
+                there.beat()
+        return "done" if moves else str(release.wait(DEADLINE_S))
+
+    assert there.call("a", action) == "done"
+    release.set()
+    assert there.failures == (0 if moves else 1)
+
+
+def test_stop_ends_a_call_that_hangs():
+    there, begun, release = Retries("there", stalled_s=3600.0), threading.Event(), threading.Event()
+    threading.Thread(target=lambda: begun.wait(DEADLINE_S) and there.stop(), daemon=True).start()
+    with pytest.raises(Stopped):
+        there.call("a", lambda: (begun.set(), release.wait(DEADLINE_S)))
+    with pytest.raises(Stopped):
+        there.call("b", failing(0))
+    release.set()
+
+
+def test_jobs_in_threads_end_at_the_first_error():
+    done: list[int] = []
+
+    def job(number: int) -> None:
+        done.append(number)
+        if number == 3:
+            raise ValueError("the third")
+
+    with pytest.raises(ValueError, match="the third"):
+        in_threads([lambda n=n: job(n) for n in range(10)], 1)  # type: ignore[misc]
+    assert done == [0, 1, 2, 3]
+    in_threads([lambda n=n: job(n) for n in range(4, 8)], 3)  # type: ignore[misc]
+    assert sorted(done[4:]) == [4, 5, 6, 7]
