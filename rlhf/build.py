@@ -11,8 +11,9 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from rlhf import distributed
 from rlhf.algorithms.table import needs_critic, needs_greedy_baseline, needs_reference
+from rlhf.backends import build_backend, check_backend
 from rlhf.backends.base import TrainingBackend
-from rlhf.backends.fsdp2 import Fsdp2Backend, Fsdp2Model, shard
+from rlhf.backends.fsdp2 import Fsdp2Model, shard
 from rlhf.checkpoint.checkpointer import Checkpointer, Stateful
 from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.driver_state import DriverState
@@ -58,6 +59,7 @@ class Found:
 
 def build(config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter) -> Parts:
     """Every component of this rank, brought to the newest checkpoint. Collective."""
+    check_backend(config.backend, device)
     seed_everything(config.trainer.seed, coordinator.rank)
     preemption = PreemptionFlag()
     models = _find_models(config, coordinator)
@@ -208,14 +210,14 @@ def _backend(
     model: PreTrainedModel,
     device: torch.device,
     steps_per_pass: int,
-) -> Fsdp2Backend:
+) -> TrainingBackend:
     """`model` in training; `steps_per_pass`: the run's optimizer steps if each batch is walked once."""
     if config.model.enable_gradient_checkpointing:
         # Renamed in transformers 5.2x, where the old name warns.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     generation: Any = getattr(model, "generation_config", None)
-    return Fsdp2Backend(
+    return build_backend(
         model,
         config.backend,
         role.optim,

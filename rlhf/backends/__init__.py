@@ -1,1 +1,51 @@
 """Training engines behind one interface (`base.py`). The checkpoint subsystem is handed their state, never the engine itself."""
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from rlhf.backends.base import TrainingBackend
+from rlhf.backends.deepspeed import DeepSpeedBackend, import_deepspeed
+from rlhf.backends.fsdp2 import Fsdp2Backend
+from rlhf.config import BackendConfig, OptimConfig
+from rlhf.errors import UserError
+
+
+def check_backend(config: BackendConfig, device: torch.device) -> None:
+    """Refuse what can't work on `device`, before any model is loaded.
+
+    Raises:
+        UserError: DeepSpeed can't be imported, or there is no GPU whose memory could be relieved.
+    """
+    if config.name != "deepspeed":
+        return
+    if config.offload_optimizer and device.type == "cpu":
+        raise UserError(
+            "backend.offload_optimizer=true: moves optimizer state from the GPU to the CPU, but this run has no GPU; "
+            "set backend.offload_optimizer=false."
+        )
+    import_deepspeed(device)
+
+
+def build_backend(
+    model: PreTrainedModel,
+    config: BackendConfig,
+    optim: OptimConfig,
+    device: torch.device,
+    *,
+    grad_clip: float,
+    total_optimizer_steps: int,
+    hf_files: Mapping[str, bytes],
+) -> TrainingBackend:
+    """`model` in training, in the engine that `config.name` names. Collective."""
+    kind = DeepSpeedBackend if config.name == "deepspeed" else Fsdp2Backend
+    return kind(
+        model,
+        config,
+        optim,
+        device,
+        grad_clip=grad_clip,
+        total_optimizer_steps=total_optimizer_steps,
+        hf_files=hf_files,
+    )

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
+from rlhf.backends.training import Scheduled, adamw_options, empty_moments
 from rlhf.checkpoint.tensors import Piece, Pieces
 from rlhf.config import BackendConfig, OptimConfig
 
@@ -55,7 +55,7 @@ class Fsdp2Model:
         return {name: piece_of(tensor) for name, tensor in self.named_state()}
 
 
-class Fsdp2Backend(Fsdp2Model):
+class Fsdp2Backend(Fsdp2Model, Scheduled):
     """A model in training: AdamW in float32 and a learning-rate schedule over optimizer steps."""
 
     def __init__(
@@ -69,29 +69,14 @@ class Fsdp2Backend(Fsdp2Model):
         total_optimizer_steps: int,
         hf_files: Mapping[str, bytes],
     ) -> None:
-        super().__init__(model, config, device)
-        self._grad_clip, self._hf_files = grad_clip, hf_files
+        Fsdp2Model.__init__(self, model, config, device)
         # Without gradients no recomputation happens, so train mode costs the log-prob passes nothing; dropout is off (models/loading.py).
         self.module.train()
-        self.optimizer = torch.optim.AdamW(
-            self.module.parameters(),
-            lr=optim.lr,
-            betas=(optim.betas[0], optim.betas[1]),
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-        )
-        self.scheduler = LambdaLR(self.optimizer, lambda step: learning_rate_factor(optim, step, total_optimizer_steps))
-        self._initialise_moments()
-
-    def _initialise_moments(self) -> None:
-        # AdamW makes its state at the first step; a checkpoint must be readable into it before. Setting it here leaves the step count
-        # alone, unlike a dummy step (pytorch issue 164929).
+        optimizer = torch.optim.AdamW(self.module.parameters(), **adamw_options(optim))
+        Scheduled.__init__(self, optimizer, optim, total_optimizer_steps, hf_files)
+        self._grad_clip = grad_clip
         for parameter in self.module.parameters():
-            self.optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
+            optimizer.state[parameter] = empty_moments(parameter)
 
     def backward(self, loss: Tensor) -> None:
         """See `TrainingBackend.backward`. FSDP averages gradients over the ranks; the caller's loss is a share of a sum."""
@@ -122,19 +107,8 @@ class Fsdp2Backend(Fsdp2Model):
             for key, value in self.optimizer.state[parameter].items()
         }
 
-    def extra_state(self) -> dict[str, Any]:
-        """See `Role.extra_state`."""
-        return {"lr_scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}}
-
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        """See `Role.load_extra_state`. The shape of the schedule stays the present configuration's; its position is restored."""
-        self.scheduler.load_state_dict({**state["lr_scheduler"], "lr_lambdas": [None]})
-        for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
-            group["lr"] = lr
-
-    def hf_files(self) -> Mapping[str, bytes]:
-        """See `Role.hf_files`."""
-        return self._hf_files
+    def after_load(self) -> None:
+        """See `Role.after_load`. Nothing to do: what was written to is what the module holds."""
 
 
 def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -> PreTrainedModel:
@@ -166,14 +140,3 @@ def piece_of(tensor: Tensor) -> Piece:
     rows = math.ceil(tensor.shape[0] / dist.get_world_size())
     start = min(dist.get_rank() * rows, tensor.shape[0]) * math.prod(tensor.shape[1:])
     return Piece(tuple(tensor.shape), start, local)
-
-
-def learning_rate_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
-    """The share of `optim.lr` at optimizer step `step` (0 is the first): linear warm-up, then constant, linear or cosine decay."""
-    if step < optim.lr_warmup_steps:
-        return (step + 1) / optim.lr_warmup_steps
-    if optim.lr_scheduler_type == "constant":
-        return 1.0
-    progress = min(1.0, (step - optim.lr_warmup_steps) / max(1, total_steps - optim.lr_warmup_steps))
-    shape = 1 - progress if optim.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * shape

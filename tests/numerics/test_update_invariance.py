@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlhf import events
-from rlhf.backends.fsdp2 import Fsdp2Backend, Fsdp2Model
+from rlhf.backends import build_backend
+from rlhf.backends.base import TrainingBackend
+from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.batch import Batch
 from rlhf.config import (
     ActorConfig,
@@ -169,10 +171,10 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def engine(model: Any, config: ActorConfig | CriticConfig) -> Fsdp2Backend:
-    return Fsdp2Backend(
+def engine(model: Any, config: ActorConfig | CriticConfig, backend: BackendConfig) -> TrainingBackend:
+    return build_backend(
         model,
-        BackendConfig(),
+        backend,
         config.optim,
         CPU,
         grad_clip=config.grad_clip,
@@ -181,8 +183,11 @@ def engine(model: Any, config: ActorConfig | CriticConfig) -> Fsdp2Backend:
     )
 
 
-def run_update(case: str, micro_batch_size: int, extra_columns: int) -> dict[str, Any]:
-    """Weights, gradients of every optimizer step, and metrics of one update on this process group."""
+def run_update(
+    case: str, micro_batch_size: int, extra_columns: int, backend: BackendConfig | None = None
+) -> dict[str, Any]:
+    """Weights, gradients of every optimizer step (FSDP2's only), and metrics of one update on this process group."""
+    backend = backend or BackendConfig()
     mini_batches, config = CASES[case]
     settings = {"optim": OPTIM, "ppo_micro_batch_size_per_gpu": micro_batch_size}
     config = replace(config, actor=replace(config.actor, **settings), critic=replace(config.critic, **settings))
@@ -192,20 +197,21 @@ def run_update(case: str, micro_batch_size: int, extra_columns: int) -> dict[str
     role: Actor | Critic
     if case in ACTOR_CASES:
         policy, frozen = start_policies()
-        role = Actor(engine(policy, config.actor), config, mini_batches)
+        role = Actor(engine(policy, config.actor, backend), config, mini_batches)
         if config.actor.use_kl_loss:
             reference = Policy(Fsdp2Model(frozen.requires_grad_(False), BackendConfig(), CPU), 1.0)
             batch.ref_log_probs = reference.all_log_probs(batch, micro_batch_size)
         if role.moves_within_batch:
             batch.old_log_probs = role.all_log_probs(batch, micro_batch_size)
     else:
-        role = Critic(engine(tiny_value_model(), config.critic), config, mini_batches)
+        role = Critic(engine(tiny_value_model(), config.critic, backend), config, mini_batches)
         batch.values = role.all_values(batch)
     gradients: list[dict[str, Tensor]] = []
 
     def keep_gradients(event: str) -> None:
         if event == "update.mid":
-            gradients.append({name: whole(p.grad) for name, p in role.backend.module.named_parameters()})
+            named = role.backend.module.named_parameters()
+            gradients.append({name: whole(p.grad) for name, p in named if p.grad is not None})
 
     events._listeners[:] = [keep_gradients]
     metrics = {name.removeprefix("actor/").removeprefix("critic/"): v for name, v in role.update(batch, guards).items()}

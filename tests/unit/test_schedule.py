@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from rlhf.backends.fsdp2 import Fsdp2Backend, learning_rate_factor
+from rlhf.backends.fsdp2 import Fsdp2Backend
+from rlhf.backends.training import learning_rate_factor
 from rlhf.config import BackendConfig, OptimConfig
 from tests.numerics.ranks import single_rank
 from tests.numerics.tiny import tiny_qwen2

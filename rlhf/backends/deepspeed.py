@@ -1,0 +1,215 @@
+"""DeepSpeed: ZeRO stages 0 to 3 on CPU (gloo) and CUDA (NCCL), from 1 rank on. Its own checkpoints are never used: the state is handed out
+as pieces."""
+
+import contextlib
+import functools
+import importlib
+import io
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf.backends.training import Scheduled, adamw_options
+from rlhf.backends.zero import ZeroState
+from rlhf.checkpoint.tensors import Piece, Pieces
+from rlhf.config import BackendConfig, OptimConfig
+from rlhf.errors import UserError
+
+LARGEST_BUCKET = 500_000_000
+"""Elements of a buffer that gradients are reduced in."""
+LARGEST_PERSISTENT = 100_000
+"""Elements of a weight that ZeRO 3 does not release between uses."""
+
+
+class DeepSpeedBackend(Scheduled):
+    """A model in training: float32 master weights, AdamW in float32 and a learning-rate schedule over optimizer steps.
+
+    With `autocast=bfloat16` the module is bfloat16 and its gradients are summed over micro-batches and ranks in float32; at stage 0 those
+    of one rank are summed in bfloat16.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: BackendConfig,
+        optim: OptimConfig,
+        device: torch.device,
+        *,
+        grad_clip: float,
+        total_optimizer_steps: int,
+        hf_files: Mapping[str, bytes],
+    ) -> None:
+        deepspeed = import_deepspeed(device)
+        exact: dict[str, Tensor] = {}
+        if (
+            config.autocast == "bfloat16"
+        ):  # DeepSpeed would make the master weights from what its cast leaves of the model's
+            exact = {name: parameter.data for name, parameter in model.named_parameters()}
+        optimizer: torch.optim.AdamW
+        if config.zero_stage == 0:
+            optimizer = ClippedAdamW(model.parameters(), grad_clip, **adamw_options(optim))
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), **adamw_options(optim))
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        settings = _settings(config, grad_clip, numel)
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints how much memory is in use
+            self._engine, *_ = deepspeed.initialize(model=model.train(), optimizer=optimizer, config=settings)
+        self.module: nn.Module = _with_signature(self._engine, model)
+        super().__init__(optimizer, optim, total_optimizer_steps, hf_files)
+        # Whether every rank has the module's weights whole, and exact.
+        self._whole = config.zero_stage < 3 and config.autocast == "none"
+        self._state = ZeroState(self._engine, optimizer)
+        if exact:
+            for name, piece in self._state.weights():
+                piece.local.copy_(exact[name].view(-1)[piece.start : piece.start + piece.local.numel()])
+            self._state.refresh()
+
+    def backward(self, loss: Tensor) -> None:
+        """See `TrainingBackend.backward`. DeepSpeed averages gradients over the ranks; the caller's loss is a share of a sum."""
+        self._engine.backward(loss * dist.get_world_size())
+
+    def optimizer_step(self) -> dict[str, float]:
+        """See `TrainingBackend.optimizer_step`."""
+        lr = self.scheduler.get_last_lr()[0]
+        clipped = self.optimizer if isinstance(self.optimizer, ClippedAdamW) else None
+        if clipped is not None:
+            clipped.grad_norm = math.inf
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm() if clipped is None else clipped.grad_norm)
+        if math.isfinite(norm):
+            self.scheduler.step()
+            self._state.stepped()
+        return {"grad_norm": norm, "lr": float(lr)}
+
+    def zero_grad(self) -> None:
+        """See `TrainingBackend.zero_grad`."""
+        self._state.forget_gradients()
+
+    def model_pieces(self) -> Pieces:
+        """See `Role.model_pieces`. Views of the float32 master weights."""
+        owner = dist.get_rank() == 0
+        buffers = {name: Piece(tuple(b.shape), 0, b.detach(), owner) for name, b in self._persistent_buffers()}
+        return dict(self._state.weights()) | buffers
+
+    def optimizer_pieces(self) -> Pieces:
+        """See `Role.optimizer_pieces`."""
+        return dict(self._state.moments())
+
+    def after_load(self) -> None:
+        """See `Role.after_load`. The module's weights are made from the master weights."""
+        self._state.refresh()
+
+    @torch.no_grad()
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainingBackend.full_tensors`. The float32 master weights."""
+        if self._whole:
+            yield from ((name, parameter.detach()) for name, parameter in self._engine.module.named_parameters())
+        else:
+            yield from ((name, self._gathered(piece)) for name, piece in self._state.weights())
+        yield from ((name, buffer.detach()) for name, buffer in self._persistent_buffers())
+
+    def _gathered(self, piece: Piece) -> Tensor:
+        whole = torch.zeros(math.prod(piece.shape), dtype=torch.float32, device=self._engine.device)
+        if piece.owner:
+            whole[piece.start : piece.start + piece.local.numel()] = piece.local
+        # As bits: a sum of floats has no negative zero.
+        dist.all_reduce(whole.view(torch.int32))
+        return whole.view(piece.shape)
+
+    def _persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        persistent = self._engine.module.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self._engine.module.named_buffers() if name in persistent)
+
+
+class ClippedAdamW(torch.optim.AdamW):
+    """AdamW for stage 0: it clips before a step, and does not step when the norm is not finite, which the other stages do themselves."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter], grad_clip: float, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self._grad_clip = grad_clip
+        self.grad_norm: float | Tensor = math.inf
+        """Of the last step, before clipping."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Clip and step."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.grad_norm = nn.utils.clip_grad_norm_(parameters, self._grad_clip)
+        if torch.isfinite(self.grad_norm):
+            super().step(closure)
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """The library, ready for an engine on `device`.
+
+    Raises:
+        UserError: it is not installed, or can't be imported.
+    """
+    os.environ["DS_ACCELERATOR"] = device.type  # read once, at the import
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    try:
+        deepspeed: Any = importlib.import_module("deepspeed")
+        groups: Any = importlib.import_module("deepspeed.utils.groups")
+    except Exception as error:
+        raise UserError(
+            f"backend.name=deepspeed: DeepSpeed can't be imported ({type(error).__name__}: {error}). Install it with "
+            "`pip install 'rlhf[deepspeed]'`, or set backend=fsdp2."
+        ) from error
+    logging.getLogger("DeepSpeed").addFilter(_worth_saying)
+    warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
+    # The one operation that it would compile on a CPU, which takes ninja, a C++ compiler and half a minute, is for inference.
+    deepspeed.ops.__compatible_ops__ = {}
+    # Otherwise it makes a copy of the group, which does not have trainer.collective_timeout_s.
+    groups._WORLD_GROUP = dist.group.WORLD
+    return deepspeed
+
+
+def _worth_saying(record: logging.LogRecord) -> bool:
+    return "untested optimizer" not in record.getMessage()  # torch's AdamW, at each start
+
+
+def _settings(config: BackendConfig, grad_clip: float, numel: int) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": config.zero_stage,
+        # No larger than the model needs.
+        "reduce_bucket_size": min(LARGEST_BUCKET, numel),
+        "stage3_param_persistence_threshold": min(LARGEST_PERSISTENT, numel // 100),
+    }
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # only reported
+        "gradient_accumulation_steps": 1,
+        # A step is when `optimizer_step` says so, however many backward passes came before.
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": grad_clip if config.zero_stage else 0.0,
+        "communication_data_type": "fp32",
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "timers": {"throughput": {"enabled": False}},
+    }
+    if config.autocast == "bfloat16":
+        settings["bf16"] = {"enabled": True}
+        if config.zero_stage:  # stage 0 knows no other type than the weights'
+            settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
+
+
+def _with_signature(engine: Any, model: nn.Module) -> nn.Module:
+    """`engine`, whose `forward` says that it takes what `model` takes."""
+    forward = engine.forward
+
+    @functools.wraps(model.forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    engine.forward = wrapped
+    return engine

@@ -1,0 +1,74 @@
+"""What the backends share when a model is in training: AdamW's settings and empty moments, the learning-rate schedule."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from rlhf.config import OptimConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps per weight, beside its step count."""
+
+
+class Scheduled:
+    """AdamW with a learning-rate schedule over optimizer steps, and the part of a role (see `rlhf.checkpoint.snapshot.Role`) that is no
+    tensor."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optim: OptimConfig,
+        total_optimizer_steps: int,
+        hf_files: Mapping[str, bytes],
+    ) -> None:
+        self.optimizer, self._hf_files = optimizer, hf_files
+        self.scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(optim, step, total_optimizer_steps))
+
+    def extra_state(self) -> dict[str, Any]:
+        """See `Role.extra_state`."""
+        return {"lr_scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """See `Role.load_extra_state`. The shape of the schedule stays the present configuration's; its position is restored."""
+        self.scheduler.load_state_dict({**state["lr_scheduler"], "lr_lambdas": [None]})
+        for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr
+
+    def hf_files(self) -> Mapping[str, bytes]:
+        """See `Role.hf_files`."""
+        return self._hf_files
+
+
+def adamw_options(optim: OptimConfig) -> dict[str, Any]:
+    """What `torch.optim.AdamW` takes beside the parameters."""
+    return {
+        "lr": optim.lr,
+        "betas": (optim.betas[0], optim.betas[1]),
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+    }
+
+
+def empty_moments(parameter: Tensor) -> dict[str, Tensor]:
+    """AdamW's state of a parameter before its first step.
+
+    AdamW would make it at that step; a checkpoint must be readable into it before. Setting it leaves the step count alone, unlike a
+    dummy step (pytorch issue 164929).
+    """
+    zeros = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS}
+    return {"step": torch.zeros((), dtype=torch.float32), **zeros}
+
+
+def learning_rate_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
+    """The share of `optim.lr` at optimizer step `step` (0 is the first): linear warm-up, then constant, linear or cosine decay."""
+    if step < optim.lr_warmup_steps:
+        return (step + 1) / optim.lr_warmup_steps
+    if optim.lr_scheduler_type == "constant":
+        return 1.0
+    progress = min(1.0, (step - optim.lr_warmup_steps) / max(1, total_steps - optim.lr_warmup_steps))
+    shape = 1 - progress if optim.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * shape

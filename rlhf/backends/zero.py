@@ -1,0 +1,121 @@
+"""Where DeepSpeed keeps float32 weights, moments and gradients at each ZeRO stage. All knowledge of its insides is here."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf.backends.training import MOMENTS, empty_moments
+from rlhf.checkpoint.tensors import Piece
+
+
+@dataclass(frozen=True)
+class Range:
+    """This rank's part of a parameter: elements [start, start + numel) of the flattened parameter are the ones from `offset` on of
+    `flat`, a float32 tensor that AdamW steps and that may hold parts of many parameters, and padding."""
+
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    flat: Tensor
+    offset: int
+
+    def piece(self, tensor: Tensor, *, owner: bool) -> Piece:
+        """The part of `tensor`, which is `flat` or laid out like it."""
+        return Piece(self.shape, self.start, tensor.detach().view(-1)[self.offset : self.offset + self.numel], owner)
+
+
+class ZeroState:
+    """The state of an engine with one parameter group under a plain `torch.optim.AdamW`, as named ranges."""
+
+    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._engine, self._optimizer = engine, optimizer
+        self._stage: int = engine.zero_optimization_stage()
+        self._ranges = dict(_ranges(engine, optimizer, self._stage))
+        # At stage 0 every rank has everything.
+        self._owner = self._stage > 0 or dist.get_rank() == 0
+        flats = {id(held.flat): held.flat for held in self._ranges.values()}.values()
+        for flat in flats:
+            optimizer.state[flat] = empty_moments(flat)
+        # The parameters of a flat tensor have one step count between them, a checkpoint has one for each.
+        self._steps = {name: torch.zeros(()) for name in self._ranges}
+
+    def weights(self) -> Iterator[tuple[str, Piece]]:
+        """Views of the float32 weights."""
+        for name, held in self._ranges.items():
+            yield name, held.piece(held.flat, owner=self._owner)
+
+    def moments(self) -> Iterator[tuple[str, Piece]]:
+        """Views of the moments, and the step counts."""
+        for name, held in self._ranges.items():
+            yield f"{name}.step", Piece((), 0, self._steps[name], owner=dist.get_rank() == 0)
+            for moment in MOMENTS:
+                yield f"{name}.{moment}", held.piece(self._optimizer.state[held.flat][moment], owner=self._owner)
+
+    def stepped(self) -> None:
+        """Read the step counts anew."""
+        for name, held in self._ranges.items():
+            self._steps[name].copy_(self._optimizer.state[held.flat]["step"])
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring all that follows from weights and step counts in line with them. Collective."""
+        counts: dict[int, float] = {}
+        for name, held in self._ranges.items():
+            # Of a parameter that no loss has ever reached FSDP2 counts no steps; its moments are zero at any count.
+            counts[id(held.flat)] = max(counts.get(id(held.flat), 0.0), float(self._steps[name]))
+            self._optimizer.state[held.flat]["step"].fill_(counts[id(held.flat)])
+        self.stepped()
+        zero = self._engine.optimizer
+        if self._stage == 0:
+            for parameter, held in zip(self._engine.module.parameters(), self._ranges.values(), strict=True):
+                parameter.copy_(held.flat)
+        elif self._stage < 3:
+            zero.update_lp_params()
+        else:
+            zero._partition_all_parameters()
+            for group in range(len(zero.fp32_partitioned_groups_flat)):
+                zero._reassign_or_swap_out_partitioned_parameters(group)
+            if zero.persistent_parameters:
+                zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+    def forget_gradients(self) -> None:
+        """Throw away what has been accumulated since the last step."""
+        zero = self._engine.optimizer
+        zero.zero_grad()
+        if self._stage == 3:
+            zero.grad_partitions_flat_buffer.zero_()
+            zero._offload_boundary_param_ids.clear()
+        elif hasattr(zero, "averaged_gradients"):  # not BF16_Optimizer, which is ZeRO 1 in bfloat16
+            for group in range(len(zero.bit16_groups)):
+                zero.averaged_gradients[group] = zero.all_grad_tensors[group] = None
+            zero.micro_step_id = -1
+            if zero.cpu_offload:
+                zero._offload_accumulated_param_ids.clear()
+                zero.reset_cpu_buffers()
+
+
+def _ranges(engine: Any, optimizer: torch.optim.Optimizer, stage: int) -> Iterator[tuple[str, Range]]:
+    zero, named = engine.optimizer, engine.module.named_parameters()
+    if stage == 0:  # the parameters themselves, or float32 copies of them
+        for (name, parameter), flat in zip(named, optimizer.param_groups[0]["params"], strict=True):
+            yield name, Range(tuple(parameter.shape), 0, parameter.numel(), flat, 0)
+    elif stage < 3:  # one tensor of all parameters, cut into equal parts
+        flat = optimizer.param_groups[0]["params"][0]
+        for name, parameter in named:
+            shape, mapping = tuple(parameter.shape), parameter._hp_mapping
+            if mapping is None:
+                yield name, Range(shape, 0, 0, flat, 0)
+            else:
+                part, at = mapping.lp_fragment_address, mapping.hp_fragment_address
+                yield name, Range(shape, part.start, part.numel, flat, at.start)
+    else:  # every parameter cut into equal parts, the last ones padded or empty
+        for name, parameter in named:
+            group, offset, numel = zero.grad_position[parameter.ds_id]
+            start = min(dist.get_rank() * numel, math.prod(parameter.ds_shape))
+            held = min(numel, math.prod(parameter.ds_shape) - start)
+            yield name, Range(tuple(parameter.ds_shape), start, held, zero.fp32_partitioned_groups_flat[group], offset)

@@ -1,0 +1,237 @@
+"""DeepSpeed at every ZeRO stage and precision on real ranks: the same updates as FSDP2's, and all that the contract of a backend says."""
+
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf.backends import build_backend
+from rlhf.backends.base import TrainingBackend
+from rlhf.backends.fsdp2 import Fsdp2Model
+from rlhf.config import Config, RefConfig
+from rlhf.learning.reference import Reference
+from tests.checkpoint_helpers import equal_bits, make_checkpointer, make_config, resume, run_ranks
+from tests.integration.engines import (
+    CPU,
+    ENGINES,
+    NEEDS_DEEPSPEED,
+    OPTIM,
+    accumulate,
+    gathered,
+    logits_of,
+    make_engine,
+    state_of,
+    tokens,
+    train,
+)
+from tests.numerics.test_update_invariance import run_update
+from tests.numerics.tiny import tiny_qwen2
+
+pytestmark = [pytest.mark.slow, NEEDS_DEEPSPEED]
+
+STAGES = [f"zero{stage}" for stage in range(4)]
+ZERO = [*STAGES, *(f"{stage}-bfloat16" for stage in STAGES)]
+ALL = ["fsdp2", "fsdp2-bfloat16", *ZERO]
+CASES = ["token-mean_k3_clipped_norm", "gspo_straight_through", "critic_clipped_values"]
+EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
+LOADED = [["model"], ["model", "optimizer"], ["hf_model", "optimizer"], ["hf_model", "extra"]]
+DEADLINE_S = 500
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1_rank", "2_ranks"])
+def found(request, tmp_path_factory) -> dict[str, Any]:
+    """What `work` returned on so many ranks; the same on all of them."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    first, *others = run_ranks(request.param, work, str(folder), deadline_s=DEADLINE_S, join=folder / "join")
+    assert all(equal_bits(first, other) for other in others)
+    return first
+
+
+def work(rank: int, folder: str) -> dict[str, dict[str, Any]]:
+    torch.use_deterministic_algorithms(True)  # as in a run on the CPU; it also fills fresh memory with NaN
+    result = {kind: life_of_two_engines(kind, Path(folder, kind)) for kind in ALL}
+    for kind in ["fsdp2", *STAGES]:
+        result[kind]["updates"] = {case: run_update(case, 3, 0, ENGINES[kind]) for case in CASES}
+        result[kind]["recomputed"] = recomputed(kind)
+    return result
+
+
+def life_of_two_engines(kind: str, folder: Path) -> dict[str, Any]:
+    """The first one trains, saves and trains on; the other one resumes from that, is disturbed, and trains on."""
+    through, other = make_engine(kind, seed=1), make_engine(kind, seed=2)
+    said: dict[str, Any] = {"spread": spread(through), "whole_tensors": whole_tensors(other)}
+    throw_away(other)
+    config = config_of(folder, kind)
+    said["first_steps"] = train(through, 0, 1)
+    said["reference"] = followed(through, kind)
+    make_checkpointer(config, through, 2).save(2)
+    said["saved"] = look_at(through)
+    train(other, 7, 8)  # so that it is never at the position of what it loads
+    said["loaded"] = {"+".join(items): load_only(items, other, config) for items in LOADED}
+
+    config.checkpoint.load_contents = None
+    assert resume(config, other) == 2
+    said["resumed"] = look_at(other)
+    said["skipped"] = [skipped_step(other, bad) for bad in (math.nan, math.inf)]
+    throw_away(other)
+    said["ends"] = []
+    for backend in (through, other):
+        figures = train(backend, 2)
+        throw_away(other)
+        said["ends"].append({"figures": figures + train(backend, 3), **look_at(backend)})
+    return said
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_resumed_run_has_the_same_bits(found, kind):
+    """Also when steps were skipped and gradients thrown away after the resume."""
+    run = found[kind]
+    assert equal_bits(run["resumed"], run["saved"])
+    assert not equal_bits(run["ends"][0]["logits"], run["saved"]["logits"])
+    assert equal_bits(run["ends"][0], run["ends"][1])
+
+
+def throw_away(backend: TrainingBackend) -> None:
+    """Gradients of several micro-batches that must not reach the next step."""
+    accumulate(backend, 5, scale=3.0)
+    backend.zero_grad()
+    accumulate(backend, 6)
+    accumulate(backend, 7, scale=math.nan)
+    backend.zero_grad()
+
+
+def skipped_step(backend: TrainingBackend, bad: float) -> dict[str, Any]:
+    """A step on a gradient that is not finite on one rank."""
+    accumulate(backend, 4, scale=bad if dist.get_rank() == dist.get_world_size() - 1 else 1.0)
+    return {"figures": backend.optimizer_step(), **look_at(backend)}
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_norm_that_is_not_finite_moves_nothing(found, kind):
+    for step in found[kind]["skipped"]:
+        figures = step.pop("figures")
+        assert not math.isfinite(figures["grad_norm"])
+        assert figures["lr"] == found[kind]["ends"][0]["figures"][0]["lr"]
+        assert equal_bits(step, found[kind]["resumed"])
+
+
+def load_only(items: list[str], backend: TrainingBackend, config: Config) -> dict[str, Any]:
+    """The engine before and after it took over some of a checkpoint."""
+    train(backend, 9)
+    before = look_at(backend)
+    config.checkpoint.load_contents = list(items)
+    resume(config, backend)
+    return {"before": before, "after": look_at(backend)}
+
+
+@pytest.mark.parametrize("items", ["+".join(items) for items in LOADED])
+@pytest.mark.parametrize("kind", ALL)
+def test_only_what_load_contents_names_is_loaded(found, kind, items):
+    saved, before, after = found[kind]["saved"], *found[kind]["loaded"][items].values()
+    assert not any(equal_bits(before[key], saved[key]) for key in saved)
+    for key in ("model", "logits"):
+        assert equal_bits(after[key], saved[key])
+    for key in ("optimizer", "extra"):
+        assert equal_bits(after[key], (saved if key in items else before)[key])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_update_equals_fsdp2s(found, stage, case):
+    mine, theirs = found[stage]["updates"][case], found["fsdp2"]["updates"][case]
+    for key in ("weights", "metrics"):
+        torch.testing.assert_close(mine[key], theirs[key], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bfloat16_computes_as_fsdp2s_does(found, stage):
+    """At stage 0 a rank's gradients are added up in bfloat16, in the others in float32."""
+    mine, theirs, exact = (found[kind] for kind in (f"{stage}-bfloat16", "fsdp2-bfloat16", stage))
+    tolerance = 5e-3 if stage == "zero0" else 1e-6
+    options = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(mine["saved"]["model"], theirs["saved"]["model"], **options)
+    torch.testing.assert_close(mine["first_steps"], theirs["first_steps"], **options)
+    assert mine["first_steps"][0]["grad_norm"] != pytest.approx(exact["first_steps"][0]["grad_norm"], rel=1e-5)
+
+
+def whole_tensors(backend: TrainingBackend) -> dict[str, Any]:
+    """With a negative zero in each, which a sum over ranks would lose."""
+    for piece in backend.model_pieces().values():
+        if piece.start == 0:
+            piece.local.view(-1)[:1] = -0.0
+    backend.after_load()
+    return {
+        "full": {name: tensor.clone() for name, tensor in backend.full_tensors()},
+        "pieces": gathered(backend.model_pieces()),
+        "signature": str(inspect.signature(backend.module.forward)),
+    }
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_full_tensors_are_the_float32_weights_bit_for_bit(found, kind):
+    run = found[kind]["whole_tensors"]
+    assert equal_bits(run["full"], run["pieces"])
+    assert equal_bits(run["full"], found["fsdp2"]["whole_tensors"]["full"])
+    assert list(run["full"]) == list(found["fsdp2"]["whole_tensors"]["full"])
+    assert all(tensor.dtype == torch.float32 for tensor in run["full"].values())
+    assert all(torch.signbit(tensor.view(-1)[0]) for tensor in run["full"].values())
+    assert "logits_to_keep" in run["signature"]
+
+
+def followed(backend: TrainingBackend, kind: str) -> dict[str, Tensor]:
+    """A reference policy of other weights after a step towards the actor."""
+    frozen = Fsdp2Model(tiny_qwen2(3).requires_grad_(False), ENGINES[kind], CPU)
+    average = Reference(frozen, 1.0, RefConfig(update_freq=1, alpha=0.3))
+    average.maybe_update(backend, 1)
+    return gathered(average.pieces())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_reference_follows_the_actor(found, stage):
+    torch.testing.assert_close(found[stage]["reference"], found["fsdp2"]["reference"], rtol=1e-6, atol=1e-6)
+
+
+def recomputed(kind: str) -> list[dict[str, float]]:
+    """The first two steps of `life_of_two_engines` with gradient checkpointing."""
+    model = tiny_qwen2(1)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    backend = build_backend(model, ENGINES[kind], OPTIM, CPU, grad_clip=0.5, total_optimizer_steps=20, hf_files={})
+    return train(backend, 0, 1)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", *STAGES])
+def test_gradient_checkpointing_changes_nothing(found, kind):
+    torch.testing.assert_close(found[kind]["recomputed"], found[kind]["first_steps"], rtol=1e-6, atol=1e-6)
+
+
+def spread(backend: TrainingBackend) -> list[int]:
+    """How many elements of weights each rank saves."""
+    counts: list[int] = [0] * dist.get_world_size()
+    pieces = backend.model_pieces().values()
+    dist.all_gather_object(counts, sum(piece.local.numel() for piece in pieces if piece.owner))
+    return counts
+
+
+@pytest.mark.parametrize("kind", ZERO)
+def test_the_ranks_share_what_is_saved(found, kind):
+    counts = found[kind]["spread"]
+    assert sum(counts) == sum(found["fsdp2"]["spread"])
+    assert counts[0] == sum(counts) if kind.startswith("zero0") else max(counts) < 1.1 * sum(counts) / len(counts)
+
+
+def config_of(folder: Path, kind: str) -> Config:
+    config = make_config(folder)
+    config.backend = ENGINES[kind]
+    config.checkpoint.contents = list(EVERYTHING)
+    return config
+
+
+@torch.no_grad()
+def look_at(backend: TrainingBackend) -> dict[str, Any]:
+    """The state, and what the module makes of its own copy of the weights."""
+    return state_of(backend) | {"logits": logits_of(backend, tokens(10)).clone()}

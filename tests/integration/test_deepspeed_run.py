@@ -1,0 +1,54 @@
+"""`python -m rlhf.train backend=deepspeed` as a user starts it: a rank dies, the run ends as if none had; and the engine may be changed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoint.manifest import read_manifest
+from rlhf.events import LISTENER_VARIABLE
+from tests.faults.compare_runs import differences
+from tests.faults.killer import PLAN_VARIABLE
+from tests.integration.engines import NEEDS_DEEPSPEED
+from tests.launching import copy_run, records, saved_steps, small, train, write_sums
+
+pytestmark = [pytest.mark.slow, NEEDS_DEEPSPEED]
+
+PPO = ["trainer.nproc=2", "algorithm=ppo", "actor.ppo_epochs=2", "ref.update_freq=2", "critic.optim.lr=1e-3"]
+
+
+@pytest.mark.parametrize(("stage", "autocast"), [(2, "none"), (3, "bfloat16")])
+def test_a_killed_rank_changes_nothing(tmp_path, stage, autocast):
+    sums = write_sums(tmp_path / "sums.jsonl")
+    settings = [*PPO, "backend=deepspeed", f"backend.zero_stage={stage}", f"backend.autocast={autocast}"]
+    calm = train(small(tmp_path, "calm", sums, *settings))
+    assert calm.code == 0, calm.output
+
+    plan = tmp_path / "plan" / "kills.json"
+    plan.parent.mkdir()
+    plan.write_text(json.dumps([{"id": 0, "event": "update.mid", "observer": 1, "victim": "1", "after_step": 3}]))
+    plan.with_name("run_dir").write_text(str(run_dir(tmp_path, "killed")))
+    environment = {LISTENER_VARIABLE: "tests.faults.killer:on_event", PLAN_VARIABLE: str(plan)}
+    killed = train(small(tmp_path, "killed", sums, *settings), environment)
+    assert killed.code == 0, killed.output
+    assert plan.with_name("fired_0000").exists()
+    assert differences(run_dir(tmp_path, "calm"), run_dir(tmp_path, "killed")) == []
+
+
+def test_a_run_goes_on_in_another_engine(tmp_path):
+    """The last of seven steps under FSDP2 on one rank instead of ZeRO 2 on two: almost the metrics of the run that never changed."""
+    sums = write_sums(tmp_path / "sums.jsonl")
+    whole = train(small(tmp_path, "whole", sums, "backend=deepspeed", "trainer.nproc=2"))
+    assert whole.code == 0, whole.output
+    runs = [run_dir(tmp_path, name) for name in ("whole", "changed")]
+    copy_run(*runs, last_step=6)
+    changed = train(small(tmp_path, "changed", sums))
+    assert changed.code == 0, changed.output
+    assert [saved_steps(run)[0] for run in runs] == [7, 7]
+    assert [read_manifest(run / "global_step_7").backend for run in runs] == ["deepspeed", "fsdp2"]
+    last = [records(run)[-1] for run in runs]
+    assert last[1]["actor/grad_norm"] == pytest.approx(last[0]["actor/grad_norm"], rel=1e-3)
+
+
+def run_dir(folder: Path, name: str) -> Path:
+    return folder / "rlhf" / name

@@ -1,0 +1,61 @@
+"""What the settings of a backend have to fit, before anything is loaded."""
+
+import sys
+
+import pytest
+import torch
+
+from rlhf.backends import check_backend
+from rlhf.config import BackendConfig, Config
+from rlhf.config.validate import validate
+from rlhf.errors import UserError
+
+
+def config_of(device: str = "auto", **backend) -> Config:
+    config = Config(backend=BackendConfig(**backend))
+    config.model.path = "org/name"
+    config.data.train_files = "org/name"
+    config.trainer.device = device
+    return config
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(UserError) as refused:
+        validate(config, {})
+    return str(refused.value)
+
+
+def test_deepspeed_settings_without_deepspeed():
+    assert "backend.zero_stage=3: has effect only with backend=deepspeed" in refusal(config_of(zero_stage=3))
+    assert "backend.offload_optimizer=True: has effect only" in refusal(config_of(offload_optimizer=True))
+
+
+def test_stages():
+    assert "backend.zero_stage=4" in refusal(config_of(name="deepspeed", zero_stage=4))
+    message = refusal(config_of(name="deepspeed", zero_stage=0, offload_optimizer=True))
+    assert "backend.offload_optimizer=true: needs ZeRO; set backend.zero_stage=1, 2 or 3" in message
+
+
+def test_offload_without_a_gpu():
+    message = refusal(config_of(device="cpu", name="deepspeed", offload_optimizer=True))
+    assert "trainer.device=cpu; set backend.offload_optimizer=false" in message
+    with pytest.raises(UserError, match=r"has no GPU; set backend\.offload_optimizer=false"):
+        check_backend(BackendConfig(name="deepspeed", offload_optimizer=True), torch.device("cpu"))
+
+
+def test_deepspeed_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    message = refusal(config_of(name="deepspeed"))
+    assert "backend.name=deepspeed: DeepSpeed is not installed; run `pip install 'rlhf[deepspeed]'`" in message
+    with pytest.raises(UserError, match=r"DeepSpeed can't be imported .*pip install 'rlhf\[deepspeed\]'"):
+        check_backend(BackendConfig(name="deepspeed"), torch.device("cpu"))
+
+
+def test_deepspeed_is_broken(monkeypatch, tmp_path):
+    (tmp_path / "deepspeed.py").write_text("raise RuntimeError('CUDA_HOME does not exist')\n")
+    for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"RuntimeError: CUDA_HOME does not exist.* or set backend=fsdp2"):
+        check_backend(BackendConfig(name="deepspeed"), torch.device("cpu"))
+    check_backend(BackendConfig(), torch.device("cpu"))
