@@ -1,0 +1,221 @@
+"""python -m benchmarks.checkpoint: what saves and loads cost beside what the disk and the memory allow, as ratios.
+
+All ways save and load the same state in turn, on every rank at once; a time is the slowest rank's. A figure is the median of the runs, a
+ratio the median of the ratios of paired runs. Loads from the disk begin with an empty page cache, those from tmpfs are from memory.
+
+`asynchronous` compares the time for which a save behind the training stops it with a copy of the state into memory that is there already.
+The steps after it (matrix products of about 20 ms on every rank) run until the checkpoint is published; `next steps` says how much slower.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks.checkpoint_ways import State, make_checkpointer, ways
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.layout import step_dir
+
+STEP_S = 0.02
+Times = dict[str, list[float]]
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds until every rank is done, from when every rank is ready."""
+    dist.barrier()
+    started = time.perf_counter()
+    action()
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Let the next read of what lies in `folder` come from the disk; all of it must be there by fsync. Does nothing on tmpfs."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def save_and_load(root: Path, nbytes: int, repeats: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds of the saves and of the loads in `root` by way; the first round is not counted."""
+    found = ways(State(nbytes))
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in found}
+    for repeat in range(repeats + 1):
+        for name, way in found.items():
+            folder = root / f"{name}-{repeat}".replace(" ", "_")
+            if dist.get_rank() == 0:
+                folder.mkdir()
+            dist.barrier()
+            way.prepare(folder)
+            save = timed(lambda way=way, folder=folder: way.save(folder))
+            if dist.get_rank() == 0:
+                drop_from_cache(folder)
+            load = timed(lambda way=way, folder=folder: way.load(folder))
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder)
+            if repeat:
+                times[name][0].append(save)
+                times[name][1].append(load)
+    return times
+
+
+def steps_until(done: Callable[[], bool], work: Callable[[], None], deadline_s: float = 600.0) -> list[float]:
+    """Seconds of each step of `work` until `done`."""
+    seconds, end = [], time.perf_counter() + deadline_s
+    while not seconds or not done():
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+        if time.perf_counter() > end:
+            raise TimeoutError("the save does not end")
+    return seconds
+
+
+def make_work() -> Callable[[], None]:
+    """A step of training for this rank, of about STEP_S when nothing else runs."""
+    a = torch.randn(384, 384)
+    started, count = time.perf_counter(), 50
+    for _ in range(count):
+        a @ a
+    products = max(1, round(STEP_S * count / (time.perf_counter() - started)))
+
+    def work() -> None:
+        for _ in range(products):
+            a @ a
+
+    return work
+
+
+def asynchronous(root: Path, nbytes: int, repeats: int) -> Times:
+    """Seconds of a copy, of the stall, until the commit; steps meanwhile, and how much slower. The first round is not counted."""
+    state, coordinator = State(nbytes), Coordinator()
+    live = state.tensors
+    copies = [torch.zeros_like(tensor) for tensor in live]
+    checkpointer = make_checkpointer(root, state, coordinator, async_save=True)
+    work = make_work()
+    names = ("copy", "stall", "commit", "steps", "slower")
+    times: Times = {name: [] for name in names}
+    for step in range(1, repeats + 2):
+        published = step_dir(root / "rlhf" / "default", step)
+        quiet = statistics.median(_once(work) for _ in range(5))
+        copy = timed(lambda: [c.copy_(t) for c, t in zip(copies, live, strict=True)])
+        dist.barrier()
+        began = time.perf_counter()
+        checkpointer.save(step)
+        stall = time.perf_counter() - began
+        busy = steps_until(published.exists, work)
+        commit = time.perf_counter() - began
+        checkpointer.finish()
+        figures = (copy, stall, commit, len(busy), statistics.mean(busy) / quiet)
+        if step > 1:
+            for name, figure in zip(names, figures, strict=True):
+                times[name].append(_slowest(figure))
+    return times
+
+
+def _once(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _slowest(figure: float) -> float:
+    """The largest of all ranks'."""
+    tensor = torch.tensor(figure, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def measure(rank: int, world_size: int, join: str, arguments: argparse.Namespace) -> None:
+    """One rank; the driver prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{join}/store", rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
+    )
+    rows: dict[str, list[str]] = {"save and load": [], "asynchronous": []}
+    for storage, parent in (("disk", arguments.disk), ("tmpfs", arguments.tmpfs)):
+        for size in arguments.sizes:
+            shared = [tempfile.mkdtemp(prefix="rlhf-benchmark-", dir=parent)] if rank == 0 else [""]
+            dist.broadcast_object_list(shared)
+            root = Path(shared[0])
+            try:
+                nbytes = int(size * 1e6)
+                where = f"{storage} | {size:g} MB"
+                rows["save and load"] += table_of_ways(where, save_and_load(root, nbytes, arguments.repeats))
+                rows["asynchronous"] += table_of_async(where, asynchronous(root, nbytes, arguments.repeats))
+            finally:
+                dist.barrier()
+                if rank == 0:
+                    shutil.rmtree(root)
+    if rank == 0:
+        title = f"\n## {world_size} rank{'s' if world_size > 1 else ''}, {arguments.repeats} runs each\n\n"
+        first = "| storage | state | way | save | to raw | load | to raw |\n|---|---|---|---|---|---|---|\n"
+        second = "\n| storage | state | copy | stall | to copy | until published | next steps |\n|---|---|---|---|---|---|---|\n"
+        sys.stdout.write(title + first + "".join(rows["save and load"]) + second + "".join(rows["asynchronous"]))
+        sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+def table_of_ways(where: str, times: dict[str, tuple[list[float], list[float]]]) -> list[str]:
+    """A row for each way."""
+    limit = next(iter(times.values()))
+    rows = []
+    for name, (saves, loads) in times.items():
+        cells = [
+            cell
+            for seconds, base in zip((saves, loads), limit, strict=True)
+            for cell in (f"{statistics.median(seconds):.3f} s", f"{ratio(seconds, base):.2f}")
+        ]
+        rows.append(f"| {where} | {name} | {' | '.join(cells)} |\n")
+    return rows
+
+
+def table_of_async(where: str, times: Times) -> list[str]:
+    """One row."""
+    copy, stall, commit, steps, slower = (statistics.median(times[name]) for name in times)
+    return [
+        f"| {where} | {copy:.3f} s | {stall:.3f} s | {ratio(times['stall'], times['copy']):.2f} | {commit:.2f} s, {steps:.0f} steps "
+        f"| {slower:.2f} |\n"
+    ]
+
+
+def ratio(seconds: list[float], base: list[float]) -> float:
+    """The median of the ratios of paired runs."""
+    return statistics.median(a / b for a, b in zip(seconds, base, strict=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.checkpoint",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--sizes", type=float, nargs="+", default=[10, 100], help="of the state of all ranks, in MB")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--disk", default=tempfile.gettempdir(), help="a folder on the disk to measure")
+    parser.add_argument("--tmpfs", default="/dev/shm", help="a folder in memory")
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    sys.stdout.write(f"{os.cpu_count()} cores, load {load:.1f} at the start\n")
+    sys.stdout.flush()
+    for world_size in arguments.ranks:
+        with tempfile.TemporaryDirectory() as join:
+            mp.spawn(measure, (world_size, join, arguments), nprocs=world_size)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

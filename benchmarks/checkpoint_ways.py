@@ -1,0 +1,218 @@
+"""Ways to save and load the same state, each on every rank: raw files, this package's, and those of other libraries."""
+
+import os
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from rlhf.checkpoint.checkpointer import Checkpointer
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.tensors import Piece, Pieces, as_bytes
+from rlhf.config import Config
+
+LAYER = 4 << 20
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+class State:
+    """A model in training as a checkpoint sees it: float32 weights and two moments of `nbytes` in all ranks together.
+
+    Each rank has an even range of rows of every tensor, as under FSDP2: layers of 16 MiB, and a small tensor for each.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        numel = nbytes // 4 // len(KINDS)
+        sizes = [LAYER] * (numel // LAYER) + [numel % LAYER // (2 * self.world_size) * 2 * self.world_size]
+        self.shapes: dict[str, tuple[int, int]] = {}
+        for number, size in enumerate(sizes):
+            if size:
+                self.shapes[f"layers.{number}.weight"] = (size // 2, 2)
+                self.shapes[f"layers.{number}.norm"] = (64 * self.world_size, 2)
+        torch.manual_seed(self.rank)
+        self.local = {
+            (name, kind): torch.randn(rows // self.world_size, columns)
+            for kind in KINDS
+            for name, (rows, columns) in self.shapes.items()
+        }
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """This rank's."""
+        return list(self.local.values())
+
+    def _pieces(self, kind: str) -> dict[str, Piece]:
+        pieces = {}
+        for name, shape in self.shapes.items():
+            local = self.local[name, kind]
+            pieces[name if kind == "weight" else f"{name}.{kind}"] = Piece(shape, local.numel() * self.rank, local)
+        return pieces
+
+    def model_pieces(self) -> Pieces:
+        return self._pieces("weight")
+
+    def optimizer_pieces(self) -> Pieces:
+        return self._pieces("exp_avg") | self._pieces("exp_avg_sq")
+
+    def extra_state(self) -> dict[str, Any]:
+        return {}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        pass
+
+    def after_load(self) -> None:
+        pass
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        raise NotImplementedError("hf_model is not among the contents")
+
+    def hf_files(self) -> Mapping[str, bytes]:
+        return {}
+
+
+class Way:
+    """A way to save the state into an empty folder that all ranks see, and to bring it back from there. All is collective."""
+
+    def prepare(self, folder: Path) -> None:
+        """What a run does once, before any save."""
+
+    def save(self, folder: Path) -> None:
+        """Done when everything is durable."""
+        raise NotImplementedError
+
+    def load(self, folder: Path) -> None:
+        """Into the live tensors."""
+        raise NotImplementedError
+
+
+class Raw(Way):
+    """The limit: the bytes and nothing else, one file for each rank, fsynced."""
+
+    def __init__(self, state: State) -> None:
+        self._views = [as_bytes(tensor) for tensor in state.tensors]
+        self._name = f"rank_{state.rank}"
+
+    def save(self, folder: Path) -> None:
+        with (folder / self._name).open("xb", buffering=0) as file:
+            for view in self._views:
+                while view:
+                    view = view[file.write(view) :]
+            os.fsync(file.fileno())
+
+    def load(self, folder: Path) -> None:
+        with (folder / self._name).open("rb", buffering=0) as file:
+            for view in self._views:
+                while view:
+                    view = view[file.readinto(view) :]
+
+
+class Ours(Way):
+    """`Checkpointer` with synchronous saves; a load is a whole resume."""
+
+    def __init__(self, state: State) -> None:
+        self._state, self._coordinator = state, Coordinator()
+
+    def prepare(self, folder: Path) -> None:
+        self._checkpointer = make_checkpointer(folder, self._state, self._coordinator, async_save=False)
+
+    def save(self, folder: Path) -> None:
+        self._checkpointer.save(1)
+
+    def load(self, folder: Path) -> None:
+        assert self._checkpointer.resume()
+
+
+class TorchSave(Way):
+    """torch.save of each rank's tensors, with the fsync that it leaves out; torch.load and a copy into place."""
+
+    def __init__(self, state: State) -> None:
+        self._tensors = {f"{name}.{kind}": tensor for (name, kind), tensor in state.local.items()}
+        self._name = f"rank_{state.rank}.pt"
+
+    def save(self, folder: Path) -> None:
+        with (folder / self._name).open("xb") as file:
+            torch.save(self._tensors, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def load(self, folder: Path) -> None:
+        for name, tensor in torch.load(folder / self._name, weights_only=True).items():
+            self._tensors[name].copy_(tensor)
+
+
+class Dcp(Way):
+    """torch.distributed.checkpoint of sharded DTensors, which go and come in place."""
+
+    def __init__(self, state: State) -> None:
+        mesh = init_device_mesh("cpu", (state.world_size,))
+        self._tensors = {
+            f"{name}.{kind}": DTensor.from_local(tensor, mesh, [Shard(0)])
+            for (name, kind), tensor in state.local.items()
+        }
+
+    def save(self, folder: Path) -> None:
+        dcp.save(self._tensors, checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        dcp.load(self._tensors, checkpoint_id=folder)
+
+
+class DeepSpeed(Way):
+    """An engine of ZeRO stage 2 with as many weights and moments, and its own save and load."""
+
+    def __init__(self, state: State) -> None:
+        from rlhf.backends.deepspeed import import_deepspeed
+
+        deepspeed = import_deepspeed(torch.device("cpu"))
+        model = nn.ParameterDict({name.replace(".", "_"): torch.zeros(shape) for name, shape in state.shapes.items()})
+        settings = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 2},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        optimizer = torch.optim.AdamW(model.parameters())
+        self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        # The moments come with the first step.
+        self._engine.backward(sum(parameter.sum() for parameter in model.parameters()))
+        self._engine.step()
+
+    def save(self, folder: Path) -> None:
+        self._engine.save_checkpoint(str(folder), tag="1")
+
+    def load(self, folder: Path) -> None:
+        path, _ = self._engine.load_checkpoint(str(folder), tag="1")
+        assert path is not None
+
+
+def ways(state: State) -> dict[str, Way]:
+    """Every way that is installed, the limit first."""
+    found: dict[str, Way] = {
+        "raw write and fsync": Raw(state),
+        "rlhf": Ours(state),
+        "torch.distributed.checkpoint": Dcp(state),
+        "torch.save, fsync": TorchSave(state),
+    }
+    if find_spec("deepspeed") is not None:
+        found["DeepSpeed, ZeRO 2"] = DeepSpeed(state)
+    return found
+
+
+def make_checkpointer(folder: Path, state: State, coordinator: Coordinator, *, async_save: bool) -> Checkpointer:
+    """The checkpointer of a run in `folder` whose only role is `state`."""
+    config = Config()
+    config.model.path = "none"
+    config.trainer.default_local_dir = str(folder)
+    config.checkpoint.async_save = async_save
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    driver = DriverState("benchmark", 10, 1.0, step=1)
+    return Checkpointer(config, coordinator, {"actor": state}, driver, {}, None, {}, None)
