@@ -43,7 +43,7 @@ from rlhf.rollout import SamplingParams, build_embedded_engine, check_lengths
 from rlhf.tracking import Progress, Tracker
 from rlhf.tracking.run_log import RunLog
 
-AFTER_THE_STEP = ("evaluation.", "metrics.", "commit.")
+AFTER_THE_STEP = ("evaluation.", "metrics.", "commit.", "end.")
 """Events once the driver has counted the step done."""
 
 

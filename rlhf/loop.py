@@ -87,12 +87,16 @@ def _train(p: Parts) -> None:
 
         seconds = time.monotonic() - started
         driver.finish_step(tokens, samples, seconds)
-        metrics |= p.guards.metrics() | {
-            "tokens/total": driver.tokens,
-            "perf/step_seconds": seconds,
-            "perf/update_seconds": started + seconds - collected,
-            "perf/tokens_per_second": tokens / seconds,
-        }
+        metrics |= (
+            p.guards.metrics()
+            | p.checkpointer.metrics()
+            | {
+                "tokens/total": driver.tokens,
+                "perf/step_seconds": seconds,
+                "perf/update_seconds": started + seconds - collected,
+                "perf/tokens_per_second": tokens / seconds,
+            }
+        )
         last = step == driver.total_steps
         metrics |= p.evaluator.maybe_evaluate(step, last=last)
         driver.note_accuracy(metrics.get("val/accuracy"))

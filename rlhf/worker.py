@@ -23,11 +23,12 @@ from rlhf.build import build
 from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.errors import is_unfixable
 from rlhf.checkpoint.layout import RESOLVED
+from rlhf.checkpoint.remote import copy_pending
 from rlhf.checkpoint.run_dir import finished_step, prepare
 from rlhf.config import Config
 from rlhf.config.files import from_yaml, to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Preempted, UserError
-from rlhf.events import subscribe_from_environment
+from rlhf.events import announce, subscribe_from_environment
 from rlhf.launch.lock import hold_rank_lock, run_lock
 from rlhf.launch.logs import configure_logging
 from rlhf.launch.status import StatusWriter
@@ -43,6 +44,7 @@ def run(config: Config, device: torch.device, coordinator: Coordinator, status: 
     try:
         train(parts)
     finally:
+        announce("end.before")
         parts.run_log.close()
         parts.reward.close()
 
@@ -74,6 +76,7 @@ def main_under_torchrun(config: Config) -> int:
             if finished is None:
                 run(agreed, device, coordinator, status)
             elif coordinator.is_leader:
+                copy_pending(agreed)
                 log.info("The run in %s is finished at step %d.", agreed.run_dir, finished)
             if coordinator.is_leader:
                 log.info("Done.\n%s", write_report(agreed.run_dir))

@@ -129,8 +129,9 @@ def even_range(size: int, rank: int, world_size: int, seed: int) -> tuple[Tensor
 
 
 def make_config(folder: Path) -> Config:
-    """A configuration whose run directory is `folder`/rlhf/default."""
+    """A configuration whose run directory is `folder`/rlhf/default; a save is committed when it returns."""
     config = Config()
+    config.checkpoint.async_save = False
     config.model.path = str(TINY_POLICY)
     config.trainer.default_local_dir = str(folder)
     config.trainer.total_training_steps = 10

@@ -20,6 +20,7 @@ from rlhf.checkpoint.driver_state import DriverState
 from rlhf.checkpoint.errors import SaveFailed
 from rlhf.checkpoint.load import LoadResult
 from rlhf.checkpoint.reaper import Reaper
+from rlhf.checkpoint.remote import RemoteCopies
 from rlhf.checkpoint.resume import restore
 from rlhf.checkpoint.run_dir import resume_source
 from rlhf.checkpoint.snapshot import Carried, Reference, Role, RunState, Snapshot, Stateful, take_snapshot
@@ -27,7 +28,7 @@ from rlhf.checkpoint.staging import Stager
 from rlhf.checkpoint.writer import Draft, Identity, SaveResult, begin_checkpoint, write_checkpoint
 from rlhf.config import Config
 from rlhf.config.files import to_yaml
-from rlhf.errors import UserError
+from rlhf.errors import Preempted, UserError
 from rlhf.events import announce
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class Checkpointer:
             },
         )
         self._reaper = Reaper()
+        leads, remote = coordinator.is_leader, config.checkpoint.remote
+        self._copies = RemoteCopies(config) if leads and remote is not None else None
         # Made here, where all ranks are together: the thread may not touch the training's groups.
         self._behind = (
             Coordinator(timedelta(seconds=config.checkpoint.timeout_s)) if config.checkpoint.async_save else None
@@ -94,6 +97,8 @@ class Checkpointer:
         self._coordinator.on_leader(lambda: self._reaper.wait(timeout_s) and clean_leftovers(self._run_dir))
         source = self._coordinator.on_leader(lambda: resume_source(self._config))
         loaded = restore(self._config, self._state, self._identity, self._coordinator, source)
+        if self._copies is not None:
+            self._copies.start()  # now that no checkpoint can be set aside under its hands
         if loaded is None:
             return False
         self.loaded, manifest = loaded, loaded.manifest
@@ -168,7 +173,14 @@ class Checkpointer:
         blocked: float | None = None,
     ) -> SaveResult:
         result = write_checkpoint(
-            snapshot, self._run_dir, self._identity, coordinator, self._config.checkpoint, self._reaper, draft
+            snapshot,
+            self._run_dir,
+            self._identity,
+            coordinator,
+            self._config.checkpoint,
+            self._reaper,
+            draft,
+            make_way=(lambda: None) if self._copies is None else self._copies.make_way,
         )
         now = time.monotonic()
         result = replace(
@@ -187,7 +199,13 @@ class Checkpointer:
                 size / seconds,
                 result.blocked_seconds,
             )
+        if self._copies is not None:
+            self._copies.published(result.path)
         return result
+
+    def metrics(self) -> dict[str, float]:
+        """How the copies to `checkpoint.remote` stand; empty without any."""
+        return {} if self._copies is None else self._copies.metrics()
 
     def finish(self) -> SaveResult | None:
         """Wait until nothing is in flight any more, neither a save nor a removal; returns and fails like `save`."""
@@ -197,16 +215,30 @@ class Checkpointer:
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Whoever leaves the block in order, a UserError included, leaves with the last save committed; a crash does not wait."""
+        """Whoever leaves the block in order, a UserError included, leaves with the last save committed; a crash does not wait.
+
+        Copies to the remote are waited for as well: at a run's end for `checkpoint.timeout_s`, else for a part of the grace.
+        """
+        copies_s = self._config.trainer.preempt_grace_s / 4
         try:
-            yield
-        except UserError:
             try:
-                self.finish()
-            except Exception as error:
-                log.error("%s", error)  # must not hide why the run ends
+                yield
+            except UserError:
+                try:
+                    self.finish()
+                except Exception as error:
+                    log.error("%s", error)  # must not hide why the run ends
+                raise
+            self.finish()
+            copies_s = self._config.checkpoint.timeout_s
+        except (UserError, Preempted):
             raise
-        self.finish()
+        except BaseException:
+            copies_s = 0.0
+            raise
+        finally:
+            if self._copies is not None:
+                self._copies.finish(copies_s)
 
     @property
     def failed(self) -> bool:

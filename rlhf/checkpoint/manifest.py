@@ -87,7 +87,9 @@ def read_manifest(root: Path) -> Manifest:
         if payload["format"] != FORMAT:
             raise ValueError(f"format {payload['format']} is not {FORMAT}")
         manifest = Manifest(**payload)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if not all(isinstance(figure, int | float) for figure in manifest.metrics.values()):
+            raise ValueError("its metrics are not all numbers")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
     for name in manifest.files:
         pure = PurePosixPath(name)

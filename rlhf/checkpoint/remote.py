@@ -31,6 +31,7 @@ from rlhf.checkpoint.remote_store import (
 from rlhf.checkpoint.retries import Retries, Stopped, in_threads
 from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.events import announce
 
 log = logging.getLogger(__name__)
 STALLED_S = 300.0
@@ -49,13 +50,16 @@ class RemoteCopies:
         self._changed = threading.Condition()
         self._pending: set[int] = set()
         self._busy = True  # until the first look at what is there
-        self._over = False
+        self._started = self._over = False
         self._pin: Path | None = None
         self._complete: dict[int, str] = {}  # step -> hash of its manifest; this run's only
         self._bytes, self._seconds = 0, 0.0
 
     def start(self) -> None:
-        """Begin with what an earlier start left to do; returns at once."""
+        """Begin with what an earlier start left to do, unless it has begun; returns at once."""
+        if self._started:
+            return
+        self._started = True
         remove_pins(self._run_dir)
         self._pending.update(step for path in scan(self._run_dir) if (step := step_of(path)) is not None)
         threading.Thread(target=self._work, name="remote-copies", daemon=True).start()
@@ -91,13 +95,16 @@ class RemoteCopies:
     def finish(self, deadline_s: float) -> list[int]:
         """End the copying: wait for what is pending, at most `deadline_s` seconds; returns the steps that are left, newest first."""
         self._retries.hurry()
+        end = time.monotonic() + deadline_s
         with self._changed:
-            self._changed.wait_for(lambda: self._over or not (self._pending or self._busy), deadline_s)
+            while self._started and not self._over and (self._pending or self._busy) and time.monotonic() < end:
+                announce("commit.remote")  # this rank waits, it does not hang
+                self._changed.wait(min(1.0, max(0.0, end - time.monotonic())))
             left = sorted(self._pending, reverse=True)
         self._retries.stop()
         with self._changed:
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._over, 1.0)
+            self._changed.wait_for(lambda: self._over or not self._started, 1.0)
         if left:
             names = ", ".join(step_dir(Path(), step).name for step in left)
             log.warning(
@@ -261,13 +268,13 @@ class RemoteCopies:
             del self._complete[step]
 
 
-def copy_pending(config: Config, deadline_s: float) -> list[int]:
-    """Copy what a finished run still has to copy, within `deadline_s` seconds; returns the steps that are not complete."""
+def copy_pending(config: Config) -> list[int]:
+    """Copy what a finished run still has to copy, within `checkpoint.timeout_s`; returns the steps that are not complete."""
     if config.checkpoint.remote is None:
         return []
     copies = RemoteCopies(config)
     copies.start()
-    return copies.finish(deadline_s)
+    return copies.finish(config.checkpoint.timeout_s)
 
 
 def remove_pins(run_dir: Path) -> None:

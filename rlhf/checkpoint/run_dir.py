@@ -13,6 +13,8 @@ from rlhf.checkpoint.errors import DamagedCheckpoint
 from rlhf.checkpoint.files import fsync_dir, replace_durably
 from rlhf.checkpoint.layout import DRIVER_STATE, POINTER, RUN_FILE, scan, step_of
 from rlhf.checkpoint.manifest import read_manifest, verify_files
+from rlhf.checkpoint.remote import remove_pins
+from rlhf.checkpoint.remote_start import claim_at_start, open_remote, restore
 from rlhf.config import Config
 from rlhf.errors import UserError
 
@@ -46,10 +48,16 @@ def prepare(config: Config) -> None:
             f"trainer.resume_mode=disable, but {run_dir} holds checkpoints up to step {step_of(existing[0])}. Set trainer.overwrite=true "
             "to delete them, trainer.experiment_name to something new, or trainer.resume_mode=auto to continue."
         )
+    remove_pins(run_dir)
+    store = open_remote(config)
+    if store is not None:
+        restore(store, config, resume_source(config))
     run = read_run_file(run_dir) or {"run_id": _newest_driver_state(run_dir).get("run_id", _new_run_id())}
     if trainer.resume_mode == "resume_path":
         run |= _fork(run_dir, _resume_path(config), run.get("resumed_from"))
     replace_durably(run_dir / RUN_FILE, json.dumps(run) + "\n")
+    if store is not None:
+        claim_at_start(store, config)
 
 
 def _remove(path: Path) -> None:

@@ -6,6 +6,7 @@ Needs only the snapshot, the directory and a coordinator, so it can run beside t
 import logging
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -103,6 +104,7 @@ def write_checkpoint(
     settings: CheckpointConfig,
     reaper: Reaper,
     draft: Draft | None = None,
+    make_way: Callable[[], None] = lambda: None,
 ) -> SaveResult:
     """Commit `snapshot` (begun as `draft`) as `run_dir/global_step_N` and apply retention. Collective.
 
@@ -113,7 +115,7 @@ def write_checkpoint(
     root, linked = draft.root, draft.linked
     try:
         needed = sum(coordinator.gather(snapshot.nbytes(linked))) + SLACK_BYTES
-        early = coordinator.on_leader(lambda: _make_room(run_dir, needed, snapshot, settings, reaper))
+        early = coordinator.on_leader(lambda: _make_room(run_dir, needed, snapshot, settings, reaper, make_way))
         ranks = coordinator.everywhere(lambda: _write_part(root, snapshot, linked, coordinator.rank))
         manifest = coordinator.on_leader(lambda: _publish(run_dir, root, snapshot, identity, linked, ranks))
     except Exception as error:
@@ -140,9 +142,16 @@ def _discard(temporary: Path) -> None:
         log.warning("%s could not be removed (%s); the next start does it.", temporary, error)
 
 
-def _make_room(run_dir: Path, needed: int, snapshot: Snapshot, settings: CheckpointConfig, reaper: Reaper) -> list[int]:
+def _make_room(
+    run_dir: Path,
+    needed: int,
+    snapshot: Snapshot,
+    settings: CheckpointConfig,
+    reaper: Reaper,
+    make_way: Callable[[], None],
+) -> list[int]:
     may_go = partial(retention.victims, run_dir, settings, snapshot.step, snapshot.metrics)
-    return make_room(run_dir, needed, may_go, reaper, settings.timeout_s)
+    return make_room(run_dir, needed, may_go, reaper, settings.timeout_s / 2, make_way)
 
 
 def _link(root: Path, unchanged: dict[str, Path]) -> Linked:

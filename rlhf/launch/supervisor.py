@@ -48,6 +48,7 @@ def supervise(config: Config) -> int:
 def _supervise_locked(config: Config, run_dir: Path) -> int:
     # Slow imports, after the lock: a second run is refused at once.
     from rlhf.checkpoint.files import replace_durably
+    from rlhf.checkpoint.remote import copy_pending
     from rlhf.checkpoint.run_dir import finished_step, prepare, read_run_file
     from rlhf.tracking import Tracker, write_report
 
@@ -64,6 +65,7 @@ def _supervise_locked(config: Config, run_dir: Path) -> int:
         tracker = Tracker(config, run_dir, read_run_file(run_dir)["run_id"])
         tracker.start(step)
         tracker.finish()
+        copy_pending(config)
         log.info("Done.\n%s", write_report(run_dir))
         return EXIT_DONE
     replace_durably(run_dir / RESOLVED, to_yaml(config))

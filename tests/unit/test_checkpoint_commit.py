@@ -24,7 +24,11 @@ def save(run_dir: Path, step: int, max_to_keep: int | None = None, reference=Non
     run_dir.mkdir(exist_ok=True)
     state = RunState({"actor": PlainRole()}, make_driver(step), reference=reference)
     snapshot = take_snapshot(step, CONTENTS, state, "", 0, reference_at)
-    return write_checkpoint(snapshot, run_dir, IDENTITY, Coordinator(), max_to_keep)
+    settings, reaper = CheckpointConfig(max_to_keep=max_to_keep), Reaper()
+    try:
+        return write_checkpoint(snapshot, run_dir, IDENTITY, Coordinator(), settings, reaper)
+    finally:
+        assert reaper.wait(30)
 
 
 def names(run_dir: Path) -> set[str]:
