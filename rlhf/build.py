@@ -25,6 +25,7 @@ from rlhf.errors import UserError
 from rlhf.events import subscribe
 from rlhf.experience.collector import Collector
 from rlhf.experience.evaluation import Evaluator
+from rlhf.experience.journal import Journal
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.launch.preemption import PreemptionFlag
@@ -103,6 +104,10 @@ def build(config: Config, device: torch.device, coordinator: Coordinator, status
     )
     val_params = SamplingParams(greedy.n, greedy.temperature, greedy.top_p, greedy.top_k, longest, stop)
     sampler = PolicySampler(engine, backend, config.trainer.seed)
+    fingerprints = {name: coordinator.on_leader(partial(loading.fingerprint, m.folder)) for name, m in models.items()}
+    journal = None
+    if config.checkpoint.journal:
+        journal = Journal(config, driver.run_id, fingerprints | {"prompts": train_set.fingerprint}, coordinator)
     collector = Collector(
         config,
         prompts,
@@ -114,6 +119,7 @@ def build(config: Config, device: torch.device, coordinator: Coordinator, status
         coordinator,
         driver,
         device,
+        journal,
     )
     advantages, guards = Advantages(config.algorithm, rollout.n), Guards(config.guards, quiet=not coordinator.is_leader)
     parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards}
@@ -127,9 +133,7 @@ def build(config: Config, device: torch.device, coordinator: Coordinator, status
         driver,
         parts,
         reference=moving,
-        fingerprints={
-            name: coordinator.on_leader(partial(loading.fingerprint, m.folder)) for name, m in models.items()
-        },
+        fingerprints=fingerprints,
         carried=collector if config.algorithm.filter_groups.enable else None,
     )
     resumed = checkpointer.resume()

@@ -46,6 +46,7 @@ def train(p: Parts) -> None:
     """Train from where `p.driver` stands to its last step. Collective; raises Preempted after a save when asked to stop."""
     with p.checkpointer.committing():
         _train(p)
+    p.collector.finish()
 
 
 def _train(p: Parts) -> None:

@@ -12,7 +12,7 @@ from rlhf.checkpoint.files import WrittenFile, write_file
 from rlhf.checkpoint.layout import MANIFEST
 from rlhf.checkpoint.reading import CheckedFiles
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.experience.groups import Group, from_tensors, to_tensors
 from rlhf.experience.journal import Journal, combined, digests
-from rlhf.experience.metrics import Summary, merge, step_metrics
+from rlhf.experience.metrics import Summary, merge, slowest, step_metrics
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.reward import Reward, RewardItem, RewardResult
+from rlhf.reward.settings import REWARD_MODEL
 from rlhf.rollout import Request, Sample, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Collector:
         Raises:
             UserError: dynamic sampling can't fill the batch.
         """
-        tally = _Tally()
+        tally, generated_before = _Tally(), self.sampler.seconds
         if self.journal is not None:
             before = self._trained[1] if self._trained is not None and self._trained[0] == step - 1 else None
             self.journal.begin(step, self.driver.step, before)
@@ -95,7 +96,16 @@ class Collector:
         if self.greedy_baseline:
             batch.baselines = self._floats([g.baseline for g in groups for _ in g.samples])
         figures, tokens = step_metrics(batch, results, self.params.max_tokens, self.coordinator)
+        own_seconds = self.sampler.seconds - generated_before
+        if REWARD_MODEL not in self.config.reward.functions:  # for which ranks wait for each other
+            own_seconds += tally.reward_seconds
+        metrics |= slowest(self.coordinator.gather(own_seconds))
         return batch, figures | metrics | self._further_metrics(groups, tally), tokens
+
+    def finish(self) -> None:
+        """Remove what only a crash would still have needed, now that the run's last step is saved."""
+        if self.journal is not None:
+            self.journal.drop_published(up_to=self.driver.step)
 
     def leave_out(self, position: int | None) -> None:
         """Forget the prompts before the uid `position`, those carried over included; None leaves out nothing."""

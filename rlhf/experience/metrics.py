@@ -1,8 +1,9 @@
 """Figures of one step over all ranks, from what each rank saw."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 from rlhf.batch import Batch
 from rlhf.checkpoint.coordinator import Coordinator
@@ -52,6 +53,18 @@ def merge(mine: dict[str, Summary], coordinator: Coordinator) -> dict[str, Summa
         for name, summary in part.items():
             merged[name] = merged[name] + summary if name in merged else summary
     return {name: merged[name] for name in sorted(merged) if merged[name].count}
+
+
+def slowest(seconds: Sequence[float]) -> dict[str, float]:
+    """The rank that worked longest, and how many times as long as the median rank; nothing for one rank alone.
+
+    Args:
+        seconds: of each rank what it did by itself, without waiting for others.
+    """
+    if len(seconds) == 1 or not (typical := median_low(seconds)):
+        return {}
+    longest = max(seconds)
+    return {"perf/slowest_rank": seconds.index(longest), "perf/slowest_rank_ratio": longest / typical}
 
 
 def step_metrics(

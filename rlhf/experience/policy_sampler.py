@@ -1,5 +1,6 @@
 """The policy as something to sample from: the engine always holds the weights of the step it is asked for."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ class PolicySampler:
     engine: RolloutEngine
     actor: TrainingBackend
     seed: int
+    seconds: float = field(default=0.0, init=False)
+    """What generation has taken on this rank, so far, without the weights, for which ranks wait for each other."""
     _version: int | None = field(default=None, init=False)
 
     def generate(self, requests: Sequence[Request], params: SamplingParams, *, version: int, step: int) -> list[Sample]:
@@ -21,7 +24,10 @@ class PolicySampler:
         if version != self._version:
             self.engine.update_weights(self.actor.full_tensors(), version)
             self._version = version
-        return self.engine.generate(requests, params, seed=self.seed, step=step)
+        started = time.monotonic()
+        samples = self.engine.generate(requests, params, seed=self.seed, step=step)
+        self.seconds += time.monotonic() - started
+        return samples
 
     def forget(self) -> None:
         """Take the weights anew at the next call: after a roll-back a version that was seen before has other ones."""

@@ -18,6 +18,7 @@ from typing import Any
 import rlhf
 from rlhf.config.reward import RewardConfig
 from rlhf.errors import UserError
+from rlhf.events import announce
 from rlhf.reward.failures import FailurePolicy
 from rlhf.reward.types import RewardError, RewardItem, Verdict
 
@@ -165,7 +166,11 @@ class ProcessPool:
         Unless the policy forgives it: RewardError if the function raises or dies twice on one item, UserError if it
         returns no number. Whatever the policy: either of them if the process cannot start.
         """
-        return list(self._threads.map(self._score_one, items))
+        verdicts = []
+        for verdict in self._threads.map(self._score_one, items):
+            verdicts.append(verdict)
+            announce("reward.scored")
+        return verdicts
 
     def _score_one(self, item: RewardItem) -> Verdict:
         process = self._idle.get()

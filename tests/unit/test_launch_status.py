@@ -1,8 +1,10 @@
 import json
+import threading
+import time
 
 import pytest
 
-from rlhf.launch.status import RankError, StatusWriter, clear_statuses, read_statuses
+from rlhf.launch.status import SCORED, RankError, StatusWriter, clear_statuses, read_statuses
 
 
 def test_events_and_errors_come_back(tmp_path):
@@ -52,3 +54,20 @@ def test_a_long_error_is_cut_to_the_page_and_keeps_what_matters(tmp_path, messag
     else:
         assert len(error.message) == kept
         assert error.traceback.endswith("middle\nlast line\n")
+
+
+def test_samples_that_another_thread_scores_show_that_the_loop_moves(tmp_path):
+    writer = StatusWriter(tmp_path, 0)
+    writer.event(3, "rollout.after")
+    before = read_statuses(tmp_path)[0]
+
+    def score(event: str) -> None:
+        time.sleep(0.15)
+        writer.event(3, event)
+
+    for event, moves in (("reward.other", False), (SCORED, True)):
+        thread = threading.Thread(target=score, args=[event])
+        thread.start()
+        thread.join()
+        after = read_statuses(tmp_path)[0]
+        assert (after.event, after.time > before.time) == ("rollout.after", moves)

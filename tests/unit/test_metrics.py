@@ -11,7 +11,7 @@ import torch
 
 from rlhf.batch import Batch
 from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.experience.metrics import Summary, merge, step_metrics
+from rlhf.experience.metrics import Summary, merge, slowest, step_metrics
 from rlhf.reward import RewardResult
 
 
@@ -68,3 +68,10 @@ def test_step_metrics():
             "prompt_length/mean": 4,
         }
     )
+
+
+def test_the_slowest_rank_is_named_with_its_distance_to_the_median():
+    assert slowest([2.0, 1.0, 5.0]) == {"perf/slowest_rank": 2, "perf/slowest_rank_ratio": 2.5}
+    assert slowest([6.0, 2.0]) == {"perf/slowest_rank": 0, "perf/slowest_rank_ratio": 3.0}
+    assert slowest([4.0]) == {}
+    assert slowest([0.0, 0.0]) == {}
