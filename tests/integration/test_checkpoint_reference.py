@@ -76,6 +76,7 @@ def train(rank: int, config: Config, last: int, lose: int | None = None, die_at:
             step_dir(config.run_dir, lose - SAVE_EVERY).rename(config.run_dir / "elsewhere")
         if driver.step % SAVE_EVERY == 0:
             checkpointer.save(driver.step)
+    checkpointer.finish()  # and with it the removals
     return [*found, reference.updated_at, reference.weight]
 
 
@@ -341,6 +342,7 @@ def test_step_0_is_a_checkpoint_like_any_other(config):
     assert torch.equal(reference.weight, start)
     for driver.step in (1, 2):
         checkpointer.save(driver.step)
+    checkpointer.finish()  # the trash is empty
     assert steps(config) == [2, 1]
     # Two of three names are left: 1 and 2 share what 0 wrote.
     assert weights(config, 2).stat().st_nlink == 2
