@@ -43,8 +43,8 @@ def run(config: Config, device: torch.device, coordinator: Coordinator, status: 
     parts = build(config, device, coordinator, status)
     try:
         train(parts)
+        announce("end.before")  # only here: what a crash leaves as evidence is where it happened
     finally:
-        announce("end.before")
         parts.run_log.close()
         parts.reward.close()
 

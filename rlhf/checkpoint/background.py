@@ -50,6 +50,10 @@ class SaveInFlight:
         """What it has ended with, None while it runs and after a success."""
         return self._outcome.exception() if self.over else None
 
+    def linger(self, seconds: float) -> None:
+        """Wait until it is over, however it ends, at most `seconds`."""
+        concurrent.futures.wait([self._outcome], seconds)
+
     def wait(self) -> SaveResult:
         """Its result, as soon as it is there; raises what it raised, and LostPeer when `timeout_s` have passed since its start."""
         if not self.over:

@@ -215,11 +215,13 @@ class Checkpointer:
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Whoever leaves the block in order, a UserError included, leaves with the last save committed; a crash does not wait.
+        """Whoever leaves the block in order, a UserError included, leaves with the last save committed.
 
-        Copies to the remote are waited for as well: at a run's end for `checkpoint.timeout_s`, else for a part of the grace.
+        An error of this rank waits for a save in flight as well, though no longer than a part of the grace: it may be all that keeps a
+        run that crashes at one step from losing what came before it. Copies to the remote are waited for at a run's end for
+        `checkpoint.timeout_s`, when it leaves before that for a part of the grace, and in a crash not at all.
         """
-        copies_s = self._config.trainer.preempt_grace_s / 4
+        copies_s = patience_s = self._config.trainer.preempt_grace_s / 4
         try:
             try:
                 yield
@@ -233,8 +235,10 @@ class Checkpointer:
             copies_s = self._config.checkpoint.timeout_s
         except (UserError, Preempted):
             raise
-        except BaseException:
+        except BaseException as error:
             copies_s = 0.0
+            if isinstance(error, Exception) and self._in_flight is not None:
+                self._in_flight.linger(patience_s)
             raise
         finally:
             if self._copies is not None:
