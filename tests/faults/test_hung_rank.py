@@ -136,12 +136,12 @@ dist.all_reduce(torch.zeros(1))
 SAVE = """
 import threading
 status.event(5, "step.begin")
-(run_dir / "hung").touch()
 def save():
     status.event(5, "commit.before")
     status.event(5, "commit.fsync")
     hanger.sleep_forever()
 if rank == 1:
+    (run_dir / "hung").touch()
     threading.Thread(target=save, daemon=True).start()
 while True:
     hanger.rest()

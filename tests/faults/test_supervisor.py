@@ -304,7 +304,9 @@ def test_a_signal_while_waiting_for_a_restart_leaves_at_once(config, supervised,
     begin = time.monotonic()
     code = supervised("""
 import subprocess
-subprocess.Popen(["sh", "-c", f"sleep 1; kill -TERM {os.getppid()}"], start_new_session=True)
+# Not before the supervisor has noted the end of this process.
+after = f"while kill -0 {os.getpid()}; do sleep 0.1; done; sleep 1; kill -TERM {os.getppid()}"
+subprocess.Popen(["sh", "-c", after], start_new_session=True)
 sys.exit(1)
 """)
     assert code == EXIT_REQUEUE
