@@ -125,8 +125,7 @@ def overrides(folder: Path, name: str, steps: int, nproc: int, profile: Profile)
 
 
 def plan_kills(kills: int, seed: int, nproc: int, steps: int, profile: Profile) -> list[dict]:
-    """Every window equally often (some of them, with fewer kills than windows), in random order, spread over the run; a quarter of the kills
-    hit the supervisor."""
+    """Every window equally often, in random order, spread over the run; a quarter of the kills hit the supervisor."""
     rng = random.Random(seed)
     windows = profile.windows if kills >= len(profile.windows) else rng.sample(profile.windows, kills)
     events = [windows[i % len(windows)] for i in range(kills)]

@@ -39,6 +39,7 @@ ZERO = [*STAGES, *(f"{stage}-bfloat16" for stage in STAGES)]
 ALL = ["fsdp2", "fsdp2-bfloat16", *ZERO]
 CASES = ["token-mean_k3_clipped_norm", "gspo_straight_through", "critic_clipped_values"]
 EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
+SAVED = [["model"], ["hf_model", "extra"], ["hf_model", "optimizer"]]
 LOADED = [["model"], ["model", "optimizer"], ["hf_model", "optimizer"], ["hf_model", "extra"]]
 DEADLINE_S = 500
 
@@ -76,10 +77,16 @@ def life_of_two_engines(kind: str, folder: Path) -> dict[str, Any]:
     said["first"] = state_of(through)
     said["first_steps"] += train(through, 1)
     said["reference"] = followed(through, kind)
-    make_checkpointer(config, through, 2).save(2)
+    saver = make_checkpointer(config, through, 2)
+    saver.save(2)
     said["saved"] = look_at(through)
     train(other, 7, 8)  # so that it is never at the position of what it loads
+    saver.finish()
     said["loaded"] = {"+".join(items): load_only(items, other, config) for items in LOADED}
+
+    said["saved_parts"] = {
+        "+".join(items): save_only(items, through, other, config_of(folder / "+".join(items), kind)) for items in SAVED
+    }
 
     config.checkpoint.load_contents = None
     assert resume(config, other) == 2
@@ -145,6 +152,26 @@ def test_only_what_load_contents_names_is_loaded(found, kind, items):
         assert equal_bits(after[key], saved[key])
     for key in ("optimizer", "extra"):
         assert equal_bits(after[key], (saved if key in items else before)[key])
+
+
+def save_only(items: list[str], source: TrainingBackend, target: TrainingBackend, config: Config) -> dict[str, Any]:
+    """The parts that a checkpoint of `items` has, and the weights of another engine that opens it."""
+    config.checkpoint.contents = list(items)
+    saver = make_checkpointer(config, source, 2)
+    saver.save(2)
+    train(target, 9)
+    saver.finish()
+    assert resume(config, target) == 2
+    parts = sorted(part.name for part in (config.run_dir / "global_step_2" / "actor").iterdir())
+    return {"parts": parts, "model": look_at(target)["model"]}
+
+
+@pytest.mark.parametrize("items", ["+".join(items) for items in SAVED])
+@pytest.mark.parametrize("kind", ALL)
+def test_only_what_contents_names_is_saved(found, kind, items):
+    run = found[kind]["saved_parts"][items]
+    assert run["parts"] == sorted(items.replace("hf_model", "huggingface").split("+"))
+    assert equal_bits(run["model"], found[kind]["saved"]["model"])
 
 
 @pytest.mark.parametrize("case", CASES)

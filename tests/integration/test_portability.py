@@ -35,8 +35,10 @@ def save_all(rank: int, folder: str, ranks: int) -> dict[str, dict[str, Any]]:
     for kind in [*KINDS, *LOW_PRECISION]:
         backend = make_engine(kind, seed=1)
         train(backend, *range(STEPS))
-        make_checkpointer(config_of(folder, kind, ranks), backend, STEPS).save(STEPS)
+        checkpointer = make_checkpointer(config_of(folder, kind, ranks), backend, STEPS)
+        checkpointer.save(STEPS)
         saved[kind] = {"state": state_of(backend), "losses": losses(backend)}
+        checkpointer.finish()
     return saved
 
 
