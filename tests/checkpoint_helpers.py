@@ -222,9 +222,11 @@ def whole_state(backend: Fsdp2Backend) -> dict[str, dict[str, Any]]:
 
 
 def equal_bits(a: Any, b: Any) -> bool:
-    """Whether two nests of mappings, tensors and plain values are the same, NaNs and signs of zeros included."""
+    """Whether two nests of mappings, lists, tensors and plain values are the same; in tensors NaNs and signs of zeros included."""
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(equal_bits(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal_bits, a, b))
     if isinstance(a, Tensor):
         same_kind = a.dtype == b.dtype and a.shape == b.shape
         return same_kind and np.array_equal(*(t.reshape(-1).view(torch.uint8).numpy() for t in (a, b)))

@@ -3,7 +3,10 @@
 Trains once undisturbed. Trains again with N SIGKILLs of ranks and of the supervisor at named events, started again each time with the same
 command. Then compares weights, optimizer, RNG, driver state and metric history bit for bit, and reports which windows were hit. Exit code
 0 only when the runs are equal, every window was hit and nothing was left behind. Saves run behind the training, as they do by default, and
-kills in their windows find the loop up to two steps further; `checkpoint.async_save=false` at the end of the command for the other mode.
+kills in their windows find the loop up to two steps further. Settings at the end of the command are for both runs, such as
+`checkpoint.async_save=false` or `backend=deepspeed backend.zero_stage=3 backend.autocast=bfloat16`.
+
+With fewer kills than windows, as many windows are drawn: a short form, for CI.
 """
 
 import argparse
@@ -124,7 +127,8 @@ def overrides(folder: Path, name: str, steps: int, nproc: int, profile: Profile)
 def plan_kills(kills: int, seed: int, nproc: int, steps: int, profile: Profile) -> list[dict]:
     """Every window equally often, in random order, spread over the run; a quarter of the kills hit the supervisor."""
     rng = random.Random(seed)
-    events = [profile.windows[i % len(profile.windows)] for i in range(kills)]
+    windows = profile.windows if kills >= len(profile.windows) else rng.sample(profile.windows, kills)
+    events = [windows[i % len(windows)] for i in range(kills)]
     rng.shuffle(events)
     plan = []
     for number, event in enumerate(events):
@@ -185,17 +189,18 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
     say(
         f"killed: {len(fired)} of {kills} kills hit ({dict(victims)}), {launches} start(s), {time.monotonic() - started:.0f} s in all"
     )
-    for window in profile.windows:
+    windows = [window for window in profile.windows if any(kill["event"] == window for kill in plan)]
+    for window in windows:
         say(f"  {window:20} {hits[window]}")
     # What a kill in a save behind the training has noted.
     ahead = [int(text) for kill in fired if (text := (folder / f"fired_{kill['id']:04d}").read_text())]
     say(
         f"  in a save behind the training: {len(ahead)}, the loop meanwhile up to {max(ahead, default=0)} events further"
     )
-    problems = [f"window {window} was never hit" for window in profile.windows if not hits[window]]
+    problems = [f"window {window} was never hit" for window in windows if not hits[window]]
     if len(fired) < kills:
         problems.append(f"{kills - len(fired)} kills never fired")
-    if load(run_dir / RESOLVED).checkpoint.async_save and not any(ahead):
+    if kills >= len(profile.windows) and load(run_dir / RESOLVED).checkpoint.async_save and not any(ahead):
         problems.append("no kill hit a save while the loop went on")
     if launch(arguments, environment, folder / "killed.log") != 0:
         problems.append("starting the finished run again did not end with exit code 0")
@@ -206,7 +211,7 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.campaign", description=__doc__)
-    parser.add_argument("--kills", type=int, default=25, help="at least the number of windows")
+    parser.add_argument("--kills", type=int, default=25, help="in every window with 12 and the profile's own")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nproc", type=int, default=1, help="ranks")
     parser.add_argument("--profile", choices=PROFILES, default="grpo", help="what is trained")
@@ -214,8 +219,6 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="settings for both runs, as for rlhf.train")
     arguments = parser.parse_args()
     profile = PROFILES[arguments.profile]
-    if arguments.kills < len(profile.windows):
-        parser.error(f"--kills={arguments.kills} cannot hit each of the {len(profile.windows)} windows")
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="rlhf-campaign-"))
     folder.mkdir(parents=True, exist_ok=True)
     problems = run_campaign(

@@ -14,19 +14,27 @@ from tests.launching import copy_run, records, saved_steps, small, train, write_
 
 pytestmark = [pytest.mark.slow, NEEDS_DEEPSPEED]
 
-PPO = ["trainer.nproc=2", "algorithm=ppo", "actor.ppo_epochs=2", "ref.update_freq=2", "critic.optim.lr=1e-3"]
+PPO = ("algorithm=ppo", "actor.ppo_epochs=2", "critic.optim.lr=1e-3")
+DAPO = ("algorithm=dapo", "data.gen_batch_size=12", "ref.update_freq=2", "model.enable_gradient_checkpointing=true")
 
 
-@pytest.mark.parametrize(("stage", "autocast"), [(2, "none"), (3, "bfloat16")])
-def test_a_killed_rank_changes_nothing(tmp_path, stage, autocast):
+@pytest.mark.parametrize(
+    ("nproc", "stage", "autocast", "algorithm"),
+    [(2, 2, "none", PPO), (2, 3, "bfloat16", DAPO), (1, 3, "none", PPO)],
+    ids=["ppo_zero2", "dapo_zero3_bfloat16", "ppo_zero3_on_one_rank"],
+)
+def test_a_killed_rank_changes_nothing(tmp_path, nproc, stage, autocast, algorithm):
     sums = write_sums(tmp_path / "sums.jsonl")
-    settings = [*PPO, "backend=deepspeed", f"backend.zero_stage={stage}", f"backend.autocast={autocast}"]
+    engine = ["backend=deepspeed", f"backend.zero_stage={stage}", f"backend.autocast={autocast}"]
+    settings = [f"trainer.nproc={nproc}", *engine, *algorithm]
     calm = train(small(tmp_path, "calm", sums, *settings))
     assert calm.code == 0, calm.output
 
     plan = tmp_path / "plan" / "kills.json"
     plan.parent.mkdir()
-    plan.write_text(json.dumps([{"id": 0, "event": "update.mid", "observer": 1, "victim": "1", "after_step": 3}]))
+    plan.write_text(
+        json.dumps([{"id": 0, "event": "update.mid", "observer": nproc - 1, "victim": "0", "after_step": 3}])
+    )
     plan.with_name("run_dir").write_text(str(run_dir(tmp_path, "killed")))
     environment = {LISTENER_VARIABLE: "tests.faults.killer:on_event", PLAN_VARIABLE: str(plan)}
     killed = train(small(tmp_path, "killed", sums, *settings), environment)

@@ -35,8 +35,10 @@ def save_all(rank: int, folder: str, ranks: int) -> dict[str, dict[str, Any]]:
     for kind in [*KINDS, *LOW_PRECISION]:
         backend = make_engine(kind, seed=1)
         train(backend, *range(STEPS))
-        make_checkpointer(config_of(folder, kind, ranks), backend, STEPS).save(STEPS)
+        checkpointer = make_checkpointer(config_of(folder, kind, ranks), backend, STEPS)
+        checkpointer.save(STEPS)
         saved[kind] = {"state": state_of(backend), "losses": losses(backend)}
+        checkpointer.finish()
     return saved
 
 
@@ -87,11 +89,12 @@ CELLS = [
 def test_opens(matrix, writer, writers, reader, readers):
     saved, opened = matrix[0][writers][writer], matrix[1][readers][reader, writer, writers]
     assert equal_bits(opened["state"], saved["state"])
-    same_engine = (writer, writers) == (reader, readers)
-    if same_engine:
+    if (writer, writers) == (reader, readers):
         assert equal_bits(opened["losses"], saved["losses"])
-    elif "bfloat16" not in writer:
-        torch.testing.assert_close(opened["losses"], saved["losses"], rtol=0, atol=1e-6)
+    # A step on another number of ranks adds up in another order, and then rounds weights to bfloat16.
+    later = 1e-2 if "bfloat16" in writer else 1e-6
+    for tolerance, mine, theirs in zip((1e-6, later), opened["losses"], saved["losses"], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)
 
 
 def test_the_saved_states_are_of_a_model_in_training(matrix):
