@@ -1,4 +1,4 @@
-"""Nodes with disks of their own, and what can happen to one of them: killed in the commit, short of room, without its disk, with a damaged one."""
+"""Nodes with disks of their own, and what happens to one: killed in the commit, short of room, without its disk, with a damaged one."""
 
 import errno
 import logging
@@ -97,7 +97,8 @@ def test_a_lost_disk(tmp_path):
     outcomes = on_ranks(tmp_path, 2, resume_and_listen, tmp_path, [0, 1])
     assert [outcome[0] for outcome in outcomes] == [1, 1]
     [told, *_] = [text for text in outcomes[0][1] if "global_step_3" in text]
-    assert "is not complete: on no node's disk are" in told and "actor/model/rank_00001.safetensors" in told
+    assert "is not complete: on no node's disk are" in told
+    assert "actor/model/rank_00001.safetensors" in told
     run_dir = on_node(tmp_path, 0).run_dir
     assert [path.name for path in set_aside_dirs(run_dir, "incomplete")] == [
         "global_step_2.incomplete-1",
@@ -107,8 +108,11 @@ def test_a_lost_disk(tmp_path):
     shutil.rmtree(on_node(tmp_path, 1).run_dir)
     before = files_of(run_dir)
     for text, _ in on_ranks(tmp_path, 2, resume_and_listen, tmp_path, [0, 1]):
-        assert "No checkpoint in" in text and "global_step_1 is not complete" in text
-        assert "rng/rank_00001.safetensors" in text and "step 0 by itself" in text and "trainer.overwrite=true" in text
+        assert "No checkpoint in" in text
+        assert "global_step_1 is not complete" in text
+        assert "rng/rank_00001.safetensors" in text
+        assert "step 0 by itself" in text
+        assert "trainer.overwrite=true" in text
     assert files_of(run_dir) - before <= {"run.json"}
     # It is found again, in another machine.
     shutil.rmtree(on_node(tmp_path, 1).run_dir, ignore_errors=True)
@@ -175,7 +179,8 @@ def fail_on_one(rank: int, tmp_path: Path, where: str) -> tuple[str, bool, list[
 def test_a_failure_on_one_disk_is_everyones_and_leaves_nothing(tmp_path, where):
     outcomes = on_ranks(tmp_path, 2, fail_on_one, tmp_path, where)
     for text, user, left, _ in outcomes:
-        assert "The checkpoint of step 2" in text and "earlier checkpoints are intact" in text
+        assert "The checkpoint of step 2" in text
+        assert "earlier checkpoints are intact" in text
         assert user == (where == "room")
         assert left == []
     assert "node_1" in outcomes[0][0]
