@@ -7,6 +7,7 @@ leader, which creates, renames and deletes there. How a checkpoint that is sprea
 import logging
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from rlhf.checkpoint.coordinator import Coordinator
@@ -46,7 +47,8 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
                 "files on all nodes, or set trainer.default_local_dir to a folder on another one."
             )
     finally:
-        token.unlink(missing_ok=True)
+        with suppress(OSError):  # must not hide why it could not be made
+            token.unlink()
     domains = [min(mine) for mine in seen]
     if coordinator.is_leader and len(set(domains)) > 1:
         ranks = {domain: [rank for rank, d in enumerate(domains) if d == domain] for domain in sorted(set(domains))}
