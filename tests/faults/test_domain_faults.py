@@ -187,3 +187,26 @@ def test_a_failure_on_one_disk_is_everyones_and_leaves_nothing(tmp_path, where):
     assert [published(on_node(tmp_path, node)) for node in (0, 1)] == [[3, 1]] * 2
     after = on_ranks(tmp_path, 2, resume, tmp_path, [1, 0])
     assert [equal_bits(outcome[1], outcomes[rank][3]) for rank, outcome in enumerate(after)] == [True, True]
+
+
+def resume_onto_a_full_disk(rank: int, tmp_path: Path) -> str:
+    """After a swap; the disk of rank 1 takes nothing that is fetched."""
+    run = start(rank, on_node(tmp_path, 1 - rank))
+    if rank == 1:
+
+        def full(*_: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        os.pwrite = full  # type: ignore[assignment]
+    with pytest.raises(OSError, match="No space left on device") as failed:
+        run.checkpointer.resume()
+    return str(failed.value)
+
+
+def test_no_room_for_what_is_fetched(tmp_path):
+    on_ranks(tmp_path, 2, save, tmp_path, [0, 1], 2)
+    for text in on_ranks(tmp_path, 2, resume_onto_a_full_disk, tmp_path):
+        assert ".tmp-fetched-global_step_2" in text
+    # It is no fault of the checkpoint.
+    assert [published(on_node(tmp_path, node)) for node in (0, 1)] == [[2, 1]] * 2
+    assert not [path for node in (0, 1) for path in on_node(tmp_path, node).run_dir.glob(".tmp-*")]

@@ -148,6 +148,18 @@ def test_parts_in_one_folder_are_a_whole_checkpoint(tmp_path):
     assert not set_aside_dirs(parts[1].parent, "damaged")
 
 
+def roll_back(rank: int, tmp_path: Path) -> tuple[bool, bool]:
+    run = start(rank, on_node(tmp_path, rank))
+    run.checkpointer.save(run.step())
+    saved = run.everything()
+    run.step()
+    return run.checkpointer.resume(), equal_bits(run.everything(), saved)
+
+
+def test_a_roll_back_in_the_running_process(tmp_path):
+    assert on_ranks(tmp_path, 2, roll_back, tmp_path) == [(True, True)] * 2
+
+
 def finished(rank: int, tmp_path: Path, nodes: list[int]) -> int | None:
     config = on_node(tmp_path, nodes[rank])
     config.trainer.total_training_steps = 2
