@@ -210,3 +210,15 @@ def test_no_room_for_what_is_fetched(tmp_path):
     # It is no fault of the checkpoint.
     assert [published(on_node(tmp_path, node)) for node in (0, 1)] == [[2, 1]] * 2
     assert not [path for node in (0, 1) for path in on_node(tmp_path, node).run_dir.glob(".tmp-*")]
+
+
+def test_a_part_of_another_run_does_not_count(tmp_path):
+    on_ranks(tmp_path, 2, save, tmp_path, [0, 1], 2)
+    (tmp_path / "other").mkdir()
+    on_ranks(tmp_path, 2, save, tmp_path / "other", [0, 1], 2)
+    step = step_dir(on_node(tmp_path, 1).run_dir, 2)
+    shutil.rmtree(step)
+    shutil.copytree(step_dir(on_node(tmp_path / "other", 1).run_dir, 2), step)
+    outcomes = on_ranks(tmp_path, 2, resume_and_listen, tmp_path, [0, 1])
+    assert [outcome[0] for outcome in outcomes] == [1, 1]
+    assert any("global_step_2 is not complete" in text for text in outcomes[0][1])
