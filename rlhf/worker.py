@@ -21,10 +21,11 @@ import torch.distributed as dist
 from rlhf import distributed
 from rlhf.build import build
 from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.domain_start import finished_together, prepare_together
+from rlhf.checkpoint.domains import find_domains
 from rlhf.checkpoint.errors import is_unfixable
 from rlhf.checkpoint.layout import RESOLVED
 from rlhf.checkpoint.remote import copy_pending
-from rlhf.checkpoint.run_dir import finished_step, prepare
 from rlhf.config import Config
 from rlhf.config.files import from_yaml, to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Preempted, UserError
@@ -62,7 +63,7 @@ def main(run_dir: Path) -> int:
 
 
 def main_under_torchrun(config: Config) -> int:
-    """A rank that torchrun started: the leader does what our supervisor would have done before and after."""
+    """A rank that torchrun started: the leader (of each storage domain) does what our supervisor would have done before and after."""
 
     def work(status: StatusWriter) -> None:
         device = distributed.start(config.trainer)
@@ -70,9 +71,10 @@ def main_under_torchrun(config: Config) -> int:
         # Every rank composed by itself; the leader's result is the one that counts.
         agreed = from_yaml(coordinator.broadcast(to_yaml(config)))
         with ExitStack() as locks:
-            coordinator.on_leader(lambda: locks.enter_context(run_lock(agreed.run_dir)))
-            coordinator.on_leader(lambda: prepare(agreed))
-            finished = coordinator.on_leader(lambda: finished_step(agreed))
+            coordinator.domains = find_domains(agreed.run_dir, coordinator)
+            coordinator.on_domain_leaders(lambda: locks.enter_context(run_lock(agreed.run_dir)))
+            prepare_together(agreed, coordinator)
+            finished = finished_together(agreed, coordinator)
             if finished is None:
                 run(agreed, device, coordinator, status)
             elif coordinator.is_leader:

@@ -58,8 +58,8 @@ class Hold:
 class Run:
     """What a rank saves; `step` moves all of it in place."""
 
-    def __init__(self, rank: int, config: Config) -> None:
-        self.coordinator = Coordinator()
+    def __init__(self, rank: int, config: Config, coordinator: Coordinator | None = None) -> None:
+        self.coordinator = coordinator or Coordinator()
         self.world = self.coordinator.world_size
         self.rank, self.driver, self.part = rank, make_driver(), PlainPart()
         self.role = PlainRole(SIZE, rank, self.world)

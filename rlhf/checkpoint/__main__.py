@@ -88,7 +88,7 @@ def list_checkpoints(path: Path, console: Console) -> int:
     console.print(table)
     if (path / POINTER).is_file():
         console.print(f"{POINTER}: {(path / POINTER).read_text().strip()}")
-    for reason in ("damaged", "superseded"):
+    for reason in ("damaged", "superseded", "incomplete"):
         for directory in set_aside_dirs(path, reason):
             console.print(f"set aside as {reason}: {directory.name}")
     return EXIT_CRASHED if any(isinstance(m, DamagedCheckpoint) for m in found.values()) else EXIT_DONE
@@ -119,7 +119,9 @@ def inspect(path: Path, console: Console) -> int:
     try:
         manifest = read_manifest(checkpoint)
         # What is shown below is read from these.
-        if problems := verify_files(checkpoint, manifest, [name for name in manifest.files if name.endswith(".json")]):
+        if problems := verify_files(
+            checkpoint, manifest, [name for name in manifest.expected_at(checkpoint) if name.endswith(".json")]
+        ):
             raise DamagedCheckpoint(f"{checkpoint} is damaged: " + "; ".join(problems))
     except DamagedCheckpoint as error:
         console.print(str(error))
@@ -155,7 +157,9 @@ def verify_all(path: Path, console: Console) -> int:
     for checkpoint in checkpoints_at(path):
         try:
             manifest = verify(checkpoint)
-            console.print(f"{checkpoint}: intact, {_sizes(manifest)} in {len(manifest.files)} files")
+            here, files = len(manifest.expected_at(checkpoint)), len(manifest.files)
+            what = "intact" if here == files else f"this disk's part is intact ({here} of {files} files)"
+            console.print(f"{checkpoint}: {what}, {_sizes(manifest)} in {files} files")
         except DamagedCheckpoint as error:
             worst = EXIT_CRASHED
             console.print(str(error))

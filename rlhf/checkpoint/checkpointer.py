@@ -74,7 +74,9 @@ class Checkpointer:
         self._copies = RemoteCopies(config) if leads and remote is not None else None
         # Made here, where all ranks are together: the thread may not touch the training's groups.
         self._behind = (
-            Coordinator(timedelta(seconds=config.checkpoint.timeout_s)) if config.checkpoint.async_save else None
+            Coordinator(timedelta(seconds=config.checkpoint.timeout_s), coordinator.domains)
+            if config.checkpoint.async_save
+            else None
         )
         self._stager = Stager()
         self._in_flight: SaveInFlight | None = None
@@ -94,8 +96,8 @@ class Checkpointer:
         self._settle()
         timeout_s = self._config.checkpoint.timeout_s
         # Ranks may be restarted without a new set-up of the directory; no save is in flight here.
-        self._coordinator.on_leader(lambda: self._reaper.wait(timeout_s) and clean_leftovers(self._run_dir))
-        source = self._coordinator.on_leader(lambda: resume_source(self._config))
+        self._coordinator.on_domain_leaders(lambda: self._reaper.wait(timeout_s) and clean_leftovers(self._run_dir))
+        source = resume_source(self._config)
         loaded = restore(self._config, self._state, self._identity, self._coordinator, source)
         if self._copies is not None:
             self._copies.start()  # now that no checkpoint can be set aside under its hands

@@ -9,21 +9,27 @@ from typing import Any
 from rlhf.checkpoint.errors import DamagedCheckpoint
 from rlhf.checkpoint.files import fsync_dir, replace_durably
 from rlhf.checkpoint.layout import POINTER, TEMPORARY, TRASH, fresh_name, scan, step_dir, step_of
-from rlhf.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from rlhf.checkpoint.manifest import DOMAINS, Manifest, read_manifest, write_manifest
 from rlhf.events import announce
 
 log = logging.getLogger(__name__)
 
 
+def temporary_name(step: int) -> str:
+    """A fresh, unique name for the directory that the checkpoint of `step` is written into."""
+    return fresh_name(TEMPORARY, step_dir(Path(), step).name)
+
+
 def begin(run_dir: Path, step: int) -> Path:
     """A fresh, uniquely named temporary directory for the checkpoint of `step`, beside its final place."""
-    temporary = run_dir / fresh_name(TEMPORARY, f"global_step_{step}")
+    temporary = run_dir / temporary_name(step)
     temporary.mkdir(parents=True)
     return temporary
 
 
 def link(temporary: Path, source: Path, folder: str) -> dict[str, dict[str, Any]] | None:
-    """Give the new checkpoint the files of `source`'s `folder` as hard links; returns their entries for the manifest.
+    """Give the new checkpoint the files of `source`'s `folder` as hard links; returns their entries for the manifest. Those that only
+    another storage domain has are left to that one's leader.
 
     None, with a line in the log and nothing left behind, where that cannot be: another file system, one without hard links, a source that
     is gone. Two published checkpoints may share a file because nobody ever writes into one; the file system's link count keeps it for as
@@ -32,15 +38,21 @@ def link(temporary: Path, source: Path, folder: str) -> dict[str, dict[str, Any]
     try:
         files = read_manifest(source).in_folder(folder)
         (temporary / folder).mkdir(parents=True)
-        for name in files:
+        here = {name: entry for name, entry in files.items() if DOMAINS not in entry or (source / name).exists()}
+        for name in here:
             announce("commit.link")
             os.link(source / name, temporary / name)
-        return files
+        return here
     except (OSError, DamagedCheckpoint) as error:
         log.warning("%s cannot be linked from %s and is written instead: %s", folder, source, error)
-        if (temporary / folder).exists():
-            shutil.rmtree(temporary / folder)
+        unlink(temporary, folder)
         return None
+
+
+def unlink(temporary: Path, folder: str) -> None:
+    """Take back what `link` has done for `folder`, if it has."""
+    if (temporary / folder).exists():
+        shutil.rmtree(temporary / folder)
 
 
 def publish(run_dir: Path, temporary: Path, manifest: Manifest) -> Path:
@@ -48,21 +60,36 @@ def publish(run_dir: Path, temporary: Path, manifest: Manifest) -> Path:
 
     Raises FileExistsError when the step is published already: nothing is ever written into a published directory.
     """
-    final = step_dir(run_dir, manifest.step)
+    seal(temporary, manifest)
+    final = rename(run_dir, temporary, manifest.step)
+    point_to(run_dir, manifest.step)
+    announce("commit.published")
+    return final
+
+
+def seal(temporary: Path, manifest: Manifest) -> None:
+    """Write the manifest and make all names in the directory durable: from now on one rename publishes it."""
     announce("commit.manifest")
     write_manifest(temporary, manifest)
-    nested = {temporary / parent for name in manifest.files for parent in Path(name).parents}
-    for directory in sorted(nested | {temporary}, key=lambda p: -len(p.parts)):
+    for directory in sorted({temporary, *temporary.rglob("*/")}, key=lambda p: -len(p.parts)):
         fsync_dir(directory)
+
+
+def rename(run_dir: Path, temporary: Path, step: int) -> Path:
+    """Give a sealed directory its final name, durably; raises FileExistsError when the step is published already."""
+    final = step_dir(run_dir, step)
     announce("commit.rename")
     if final.exists():
         raise FileExistsError(f"{final} exists already; a published checkpoint is never overwritten")
     temporary.rename(final)
     fsync_dir(run_dir)
-    announce("commit.pointer")
-    _point_to(run_dir, manifest.step)
-    announce("commit.published")
     return final
+
+
+def point_to(run_dir: Path, step: int) -> None:
+    """Let the pointer name the checkpoint of `step`."""
+    announce("commit.pointer")
+    _point_to(run_dir, step)
 
 
 def prune(run_dir: Path, max_to_keep: int | None, step: int) -> list[int]:

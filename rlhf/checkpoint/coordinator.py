@@ -1,12 +1,16 @@
-"""How the ranks act as one on a shared directory: one leader touches it, and its outcome, good or bad, is everyone's outcome."""
+"""How the ranks act as one on the run directory: one leader touches it, and its outcome, good or bad, is everyone's outcome.
+
+Where nodes have disks of their own, there is one such leader for each storage domain.
+"""
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -41,20 +45,39 @@ class Coordinator:
     """Collective calls over Python objects on a gloo group of their own; every one has the group's deadline.
 
     Every rank must make the same calls in the same order. Without an initialised process group it is a world of one.
+
+    `domains` has each rank's storage domain, which is named by its leader, the lowest rank that sees the same run directory. By default all
+    ranks share one.
     """
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
+    def __init__(self, timeout: timedelta | None = None, domains: Sequence[int] | None = None) -> None:
         self.rank, self.world_size, self._group = 0, 1, None
         if dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if self.world_size > 1:
                 # A group of its own: object collectives on the training group would order themselves between its tensors.
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self.domains = list(domains or [0] * self.world_size)
 
     @property
     def is_leader(self) -> bool:
         """The leader is the driver, global rank 0."""
         return self.rank == 0
+
+    @property
+    def domain(self) -> int:
+        """This rank's storage domain."""
+        return self.domains[self.rank]
+
+    @property
+    def domain_leaders(self) -> list[int]:
+        """The storage domains in ascending order; the first one is the driver's."""
+        return sorted(set(self.domains))
+
+    @property
+    def leads_domain(self) -> bool:
+        """Whether this rank acts for its storage domain."""
+        return self.domain == self.rank
 
     def gather(self, value: T) -> list[T]:
         """`value` of every rank, in rank order, on every rank."""
@@ -65,28 +88,50 @@ class Coordinator:
             dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def broadcast(self, value: T | None) -> T:
-        """The leader's `value` on every rank."""
+    def broadcast(self, value: T | None, source: int = 0) -> T:
+        """The `value` of the rank `source`, by default the leader, on every rank."""
         if self._group is None:
             return value  # type: ignore[return-value]
         values = [value]
         with _collective():
-            dist.broadcast_object_list(values, src=0, group=self._group)
+            dist.broadcast_object_list(values, src=source, group=self._group)
         return values[0]  # type: ignore[return-value]
 
     def on_leader(self, action: Callable[[], T]) -> T:
         """Run `action` on the leader only; every rank gets its result, or raises when it raised. No rank is left waiting."""
+        return self.on_rank(0, action)
+
+    def on_rank(self, rank: int, action: Callable[[], T]) -> T:
+        """The same on any rank."""
         error: Exception | None = None
         result: Any = None
-        if self.is_leader:
+        if self.rank == rank:
             try:
                 result = action()
             except Exception as caught:
                 error = caught
-        result, sent = self.broadcast((result, error and _sendable(error)) if self.is_leader else None)
+        outcome = (result, error and _sendable(error)) if self.rank == rank else None
+        result, sent = self.broadcast(outcome, rank)
         if sent is not None:
             raise error if error is not None else sent
         return result
+
+    def on_domain_leaders(self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on the leader of each storage domain; every rank gets all results, in the order of `domain_leaders`, or raises."""
+        if len(self.domain_leaders) == 1:
+            return [self.on_leader(action)]
+        outcomes: list[Any] = self.everywhere(lambda: action() if self.leads_domain else None)
+        return [outcomes[leader] for leader in self.domain_leaders]
+
+    def send(self, block: Tensor, to: int) -> None:
+        """Hand `block`, bytes in the memory of the CPU, to a rank that calls `receive` with as many. Only these two take part."""
+        with _collective():
+            dist.send(block, to, group=self._group)
+
+    def receive(self, block: Tensor, source: int) -> None:
+        """Fill `block` with what the rank `source` sends."""
+        with _collective():
+            dist.recv(block, source, group=self._group)
 
     def everywhere(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank and return all results; when it raises anywhere, every rank raises."""

@@ -9,6 +9,7 @@ MANIFEST = "manifest.json"
 DRIVER_STATE = "driver_state.json"
 CARRIED = "driver_state"
 REFERENCE = "ref/model"
+SCHEDULE = "extra/lr_scheduler.json"
 CONFIG = "config.yaml"
 RUN_FILE = "run.json"
 RESOLVED = "resolved.yaml"
@@ -19,7 +20,7 @@ PIN = ".upload-"
 """Begins the name of a folder with hard links to the files of a checkpoint that is being copied to `checkpoint.remote`."""
 
 _STEP_DIR = re.compile(r"global_step_(\d+)")
-_SET_ASIDE = re.compile(r"global_step_\d+\.(damaged|superseded)-\d+")
+_SET_ASIDE = re.compile(r"global_step_\d+\.(damaged|superseded|incomplete)-\d+")
 
 
 def step_dir(run_dir: Path, step: int) -> Path:
@@ -42,7 +43,7 @@ def scan(run_dir: Path) -> list[Path]:
 
 
 def set_aside_dirs(run_dir: Path, reason: str) -> list[Path]:
-    """Directories that an earlier resume set aside for `reason` ("damaged" or "superseded")."""
+    """Directories that an earlier resume set aside for `reason` ("damaged", "superseded" or "incomplete")."""
     if not run_dir.is_dir():
         return []
     return sorted(p for p in run_dir.iterdir() if (m := _SET_ASIDE.fullmatch(p.name)) and m.group(1) == reason)

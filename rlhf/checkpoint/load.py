@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.errors import DamagedCheckpoint
-from rlhf.checkpoint.layout import CARRIED, DRIVER_STATE, REFERENCE, rank_file
+from rlhf.checkpoint.layout import CARRIED, DRIVER_STATE, REFERENCE, SCHEDULE, rank_file
 from rlhf.checkpoint.manifest import Manifest
+from rlhf.checkpoint.parts import Fetched, Parts
 from rlhf.checkpoint.reading import CheckedFiles
 from rlhf.checkpoint.rng import seed_everything, set_rng_state
 from rlhf.checkpoint.snapshot import HF_FOLDER, RunState
-from rlhf.checkpoint.tensors import Pieces, TensorReader
+from rlhf.checkpoint.tensors import INDEX, Pieces, TensorReader
 from rlhf.errors import UserError
 
 log = logging.getLogger(__name__)
 REST = "other"
-SCHEDULE = "extra/lr_scheduler.json"
 
 
 @dataclass(frozen=True)
@@ -65,27 +65,37 @@ class LoadResult:
 
 
 def load_state(
-    path: Path, manifest: Manifest, state: RunState, load_contents: list[str], seed: int, coordinator: Coordinator
+    parts: Parts, state: RunState, load_contents: list[str], seed: int, coordinator: Coordinator
 ) -> LoadResult:
     """Put everything of `state` and this rank's generators where a checkpoint has them; in place, so that it can be repeated. Collective.
 
-    Raises DamagedCheckpoint on every rank unless each byte of the checkpoint is as committed: tensors may be overwritten by then, all else
-    is untouched. Parts of the driver state that the checkpoint does not know start at their beginning, with a warning.
+    What lies only on another node's disk is fetched from there first, as far as ranks here read it. Raises DamagedCheckpoint on every rank
+    unless each byte of the checkpoint is as committed: tensors may be overwritten by then, all else is untouched. Parts of the driver state
+    that the checkpoint does not know start at their beginning, with a warning.
     """
     started = time.monotonic()
-    loading = _Loading(path, manifest, state, load_contents, coordinator.rank, coordinator.world_size)
-    found = coordinator.everywhere(loading.read)
-    _raise_together(path, found)
-    proven = [outcome.checked for outcome in found]
-    found = coordinator.everywhere(lambda: loading.prove_rest(proven))
-    _raise_together(path, found)
-    coordinator.everywhere(lambda: loading.apply(seed))
+    loading = _Loading(parts, state, load_contents, coordinator)
+    fetched = Fetched(parts, coordinator)
+    try:
+        if len(parts.held) > 1:
+            for ask in (loading.ask_for_indices, loading.ask_for_the_rest):
+                loading.raise_together(coordinator.everywhere(ask))
+                fetched.get(loading.files, loading.wanted)
+        loading.raise_together(found := coordinator.everywhere(loading.read))
+        proven = [outcome.checked for outcome in found]
+        loading.raise_together(found := coordinator.everywhere(lambda: loading.prove_rest(proven)))
+        coordinator.everywhere(lambda: loading.apply(seed))
+        size = sum(coordinator.gather(fetched.bytes)) if len(parts.held) > 1 else 0
+        if size and coordinator.is_leader:
+            log.info("Fetched %.1f MiB of %s from other nodes' disks.", size / 2**20, parts.path.name)
+    finally:
+        fetched.remove()
     ranks = [outcome.transfers for outcome in found]
     by_part = {
         part: Transfer(sum(rank[part].bytes for rank in ranks), max(rank[part].seconds for rank in ranks))
         for part in loading.outcome.transfers
     }
-    return LoadResult(path, manifest, by_part, time.monotonic() - started)
+    return LoadResult(parts.path, parts.manifest, by_part, time.monotonic() - started)
 
 
 @dataclass
@@ -97,42 +107,50 @@ class _Outcome:
     transfers: dict[str, Transfer] = field(default_factory=dict)
 
 
-def _raise_together(path: Path, outcomes: list[_Outcome]) -> None:
-    if lines := dict.fromkeys(line for outcome in outcomes for line in outcome.damage):
-        raise DamagedCheckpoint(f"{path} is damaged: " + "; ".join(lines))
-
-
 class _Loading:
     """One rank's part of it. Damage is noted and not raised, so that a rank that meets some makes the same calls as its peers."""
 
-    def __init__(
-        self, path: Path, manifest: Manifest, state: RunState, contents: list[str], rank: int, world_size: int
-    ) -> None:
-        self._path, self._manifest, self._state, self._contents = path, manifest, state, contents
-        self._rank, self._world_size = rank, world_size
-        self._files = CheckedFiles(path, manifest.files)
-        self.outcome = _Outcome(checked=self._files.checked)
+    def __init__(self, parts: Parts, state: RunState, contents: list[str], coordinator: Coordinator) -> None:
+        self._parts, self._path, self._manifest = parts, parts.path, parts.manifest
+        self._state, self._contents = state, contents
+        self._rank, self._world_size, self._domains = coordinator.rank, coordinator.world_size, coordinator.domains
+        self.files = CheckedFiles(parts.path, parts.manifest.files)
+        self.outcome = _Outcome(checked=self.files.checked)
+        self.wanted: dict[str, Collection[int]] = {}
+        """The blocks of each file that this rank asks for."""
         self._documents: dict[str, bytes] = {}
+
+    def raise_together(self, outcomes: list[_Outcome]) -> None:
+        """Raise DamagedCheckpoint with what all ranks have noted, if any has."""
+        if lines := dict.fromkeys(line for outcome in outcomes for line in outcome.damage):
+            raise DamagedCheckpoint(f"{self._path} is damaged: " + "; ".join(lines))
+
+    def ask_for_indices(self) -> _Outcome:
+        """Want what must be there before `ask_for_the_rest` can tell more."""
+        names = [f"{folder}/{INDEX}" for _, folder, *_ in self._tensors()]
+        self.wanted = {name: self.files.blocks(name) for name in names if name in self._manifest.files}
+        return self.outcome
+
+    def ask_for_the_rest(self) -> _Outcome:
+        """Want all that `read` reads."""
+        self.wanted |= {name: self.files.blocks(name) for name in self._own_documents()}
+        for _, folder, pieces, what, setting in self._tensors():
+            with self._noting():
+                if PurePosixPath(folder).name == HF_FOLDER:
+                    self.wanted |= {name: self.files.blocks(name) for name in self._manifest.in_folder(folder)}
+                else:
+                    self.wanted |= self._reader(folder, pieces, what, setting).blocks(pieces)
+        return self.outcome
 
     def read(self) -> _Outcome:
         """Fill the tensors, and read whatever else this rank restores."""
-        for name, role in self._state.roles.items():
-            if name not in self._manifest.roles:
-                raise UserError(f"{self._path} has no {name}; it holds {', '.join(self._manifest.roles)}.")
-            setting = "critic.path" if name == "critic" else "model.path"
-            with self._part(name):
-                if {"model", "hf_model"} & set(self._contents):
-                    folder = "model" if "model" in self._contents else HF_FOLDER
-                    self._fill(f"{name}/{folder}", role.model_pieces(), f"{name}'s weights", setting)
-                if "optimizer" in self._contents:
-                    self._fill(f"{name}/optimizer", role.optimizer_pieces(), f"{name}'s optimizer", setting)
-        if self._state.reference is not None:
-            with self._part("ref"):
-                self._fill(REFERENCE, self._state.reference.pieces(), "reference weights", "model.path")
+        for part, folder, pieces, what, setting in self._tensors():
+            with self._part(part), self._noting():
+                self._reader(folder, pieces, what, setting).read_into(pieces)
         with self._part(REST):
             for name in self._own_documents():
                 with self._noting():
-                    self._documents[name] = self._files.content(name)
+                    self._documents[name] = self.files.content(name)
         return self.outcome
 
     def prove_rest(self, proven: list[dict[str, set[int]]]) -> _Outcome:
@@ -140,21 +158,26 @@ class _Loading:
 
         A model that was saved for others to open is damaged if its file is, whatever the run itself reads.
         """
+        mine = self._domains[self._rank]
+        peers = [rank for rank, domain in enumerate(self._domains) if domain == mine]
+        # Each file is left to one domain that has it, or to the driver's if it is gone.
+        names = [name for name in self._manifest.files if self._parts.holder(name) == mine]
         rest = []
-        for name in self._manifest.files:
+        for name in names:
             done = set().union(*(blocks.get(name, ()) for blocks in proven))
-            rest += [(name, block) for block in self._files.blocks(name) if block not in done]
-        begin, end = (len(rest) * rank // self._world_size for rank in (self._rank, self._rank + 1))
+            rest += [(name, block) for block in self.files.blocks(name) if block not in done]
+        place = peers.index(self._rank)
+        begin, end = (len(rest) * n // len(peers) for n in (place, place + 1))
         share: dict[str, list[int]] = {}
         for name, block in rest[begin:end]:
             share.setdefault(name, []).append(block)
         with self._part(REST):
-            for name in list(self._manifest.files)[self._rank :: self._world_size]:
+            for name in names[place :: len(peers)]:
                 with self._noting():
-                    self._files.check_entry(name)
+                    self.files.check_entry(name)
             for name, blocks in share.items():
                 with self._noting():
-                    self._files.prove(name, blocks)
+                    self.files.prove(name, blocks)
         return self.outcome
 
     def apply(self, seed: int) -> None:
@@ -181,19 +204,32 @@ class _Loading:
         if "extra" in self._contents:
             self._set_rng(seed)
 
-    def _fill(self, folder: str, pieces: Pieces, what: str, setting: str) -> None:
-        with self._noting():
-            if PurePosixPath(folder).name == HF_FOLDER:
-                # By the manifest, not by what lies there: only those files can be proven.
-                files = [f for f in map(PurePosixPath, self._manifest.files) if f.parent == PurePosixPath(folder)]
-                weights = [f.name for f in files if f.suffix == ".safetensors"]
-                reader = TensorReader.of_whole_tensors(self._files, folder, weights)
-            else:
-                reader = TensorReader.of_component(self._files, folder)
-            if mismatches := reader.mismatches(pieces):
-                shown = "; ".join(mismatches[:5]) + (f"; and {len(mismatches) - 5} more" if len(mismatches) > 5 else "")
-                raise UserError(f"{what} in {self._path} are of another architecture than {setting}: {shown}.")
-            reader.read_into(pieces)
+    def _tensors(self) -> Iterator[tuple[str, str, Pieces, str, str]]:
+        """Each folder of tensors that is read: its part of the transfer, its name, where they go, and what it is from which setting."""
+        for name, role in self._state.roles.items():
+            if name not in self._manifest.roles:
+                raise UserError(f"{self._path} has no {name}; it holds {', '.join(self._manifest.roles)}.")
+            setting = "critic.path" if name == "critic" else "model.path"
+            if {"model", "hf_model"} & set(self._contents):
+                folder = "model" if "model" in self._contents else HF_FOLDER
+                yield name, f"{name}/{folder}", role.model_pieces(), f"{name}'s weights", setting
+            if "optimizer" in self._contents:
+                yield name, f"{name}/optimizer", role.optimizer_pieces(), f"{name}'s optimizer", setting
+        if self._state.reference is not None:
+            yield "ref", REFERENCE, self._state.reference.pieces(), "reference weights", "model.path"
+
+    def _reader(self, folder: str, pieces: Pieces, what: str, setting: str) -> TensorReader:
+        if PurePosixPath(folder).name == HF_FOLDER:
+            # By the manifest, not by what lies there: only those files can be proven.
+            files = [f for f in map(PurePosixPath, self._manifest.files) if f.parent == PurePosixPath(folder)]
+            weights = [f.name for f in files if f.suffix == ".safetensors"]
+            reader = TensorReader.of_whole_tensors(self.files, folder, weights)
+        else:
+            reader = TensorReader.of_component(self.files, folder)
+        if mismatches := reader.mismatches(pieces):
+            shown = "; ".join(mismatches[:5]) + (f"; and {len(mismatches) - 5} more" if len(mismatches) > 5 else "")
+            raise UserError(f"{what} in {self._path} are of another architecture than {setting}: {shown}.")
+        return reader
 
     def _own_documents(self) -> list[str]:
         """The small files that this rank takes over."""
@@ -237,11 +273,11 @@ class _Loading:
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
         """Add what happens inside to the transfer `name`."""
-        before, started = self._files.bytes_read, time.monotonic()
+        before, started = self.files.bytes_read, time.monotonic()
         yield
         known = self.outcome.transfers.get(name, Transfer())
         self.outcome.transfers[name] = Transfer(
-            known.bytes + self._files.bytes_read - before, known.seconds + time.monotonic() - started
+            known.bytes + self.files.bytes_read - before, known.seconds + time.monotonic() - started
         )
 
 

@@ -13,11 +13,15 @@ from rlhf.checkpoint.layout import MANIFEST
 from rlhf.checkpoint.reading import CheckedFiles
 
 FORMAT = 3
+DOMAINS = "domains"
+"""In a file's entry: the storage domains (see coordinator.py) that have it, at the save. Without it, each of them has."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds. `files` maps each path to its size and hashes; the manifest's own text carries a checksum of itself.
+
+    Where nodes have disks of their own, the same manifest lies on each, and the entries say which files are not on all of them (`DOMAINS`).
 
     `fingerprints` are of the files that settings name (`model.path` and so on). `linked` maps each folder whose files this save did not
     write to the checkpoint that it shares them with. `metrics` are the figures of the step.
@@ -50,6 +54,17 @@ class Manifest:
     def in_folder(self, folder: str) -> dict[str, dict[str, Any]]:
         """The part of `files` that lies in `folder`."""
         return {name: entry for name, entry in self.files.items() if name.startswith(f"{folder}/")}
+
+    def expected_at(self, root: Path) -> list[str]:
+        """The files that must lie at `root`: all of them or, on a disk that a node has for itself, those of its storage domain.
+
+        That is the domain of which most files are there. Files of others that are there as well count too.
+        """
+        domains = {domain for entry in self.files.values() for domain in entry.get(DOMAINS, ())}
+        there = {name for name, entry in self.files.items() if DOMAINS not in entry or (root / name).is_file()}
+        parts = [{name for name, entry in self.files.items() if domain in entry.get(DOMAINS, ())} for domain in domains]
+        own = max(parts, key=lambda part: len(part & there), default=set())
+        return [name for name in self.files if name in there | own]
 
 
 def describe(files: list[WrittenFile]) -> dict[str, dict[str, Any]]:
@@ -112,8 +127,8 @@ def verify_files(root: Path, manifest: Manifest, names: list[str] | None = None)
 
 
 def verify(root: Path) -> Manifest:
-    """Read the manifest and check every file against it; raises DamagedCheckpoint that lists what is wrong."""
+    """Read the manifest and check every file against it that must lie here; raises DamagedCheckpoint that lists what is wrong."""
     manifest = read_manifest(root)
-    if problems := verify_files(root, manifest):
+    if problems := verify_files(root, manifest, manifest.expected_at(root)):
         raise DamagedCheckpoint(f"{root} is damaged: " + "; ".join(problems))
     return manifest

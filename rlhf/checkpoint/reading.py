@@ -34,18 +34,23 @@ class CheckedFiles:
     """
 
     def __init__(self, root: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-        self.root, self._files = root, files
-        self._inside = root.resolve()
+        self._root, self._files = root, files
+        self._elsewhere: dict[str, Path] = {}
         self.checked: dict[str, set[int]] = {}
         self.bytes_read = 0
 
+    def find_below(self, root: Path, names: Iterable[str]) -> None:
+        """Look for the files `names` below another directory from now on."""
+        self._elsewhere |= dict.fromkeys(names, root)
+
     def check_entry(self, name: str) -> None:
         """Compare a file with the manifest as far as that takes no reading: it is there, inside, and of its size."""
-        path, size = self.root / name, self._files[name]["size"]
+        root, size = self._elsewhere.get(name, self._root), self._files[name]["size"]
+        path = root / name
         with _damage(name):
             if not path.is_file():
                 raise DamagedCheckpoint(f"{name}: missing")
-            if not path.resolve().is_relative_to(self._inside):
+            if not path.resolve().is_relative_to(root.resolve()):
                 raise DamagedCheckpoint(f"{name}: a link that points outside the checkpoint")
             if (found := path.stat().st_size) != size:
                 raise DamagedCheckpoint(f"{name}: {found} bytes instead of {size}")
@@ -89,7 +94,7 @@ class CheckedFiles:
     def _read_blocks(self, name: str, parts: dict[int, list[Range]]) -> None:
         if not parts:
             return
-        with _damage(name), (self.root / name).open("rb", buffering=0) as file:
+        with _damage(name), (self._elsewhere.get(name, self._root) / name).open("rb", buffering=0) as file:
             read = partial(self._read_block, file.fileno(), name)
             if len(parts) == 1:
                 read(*next(iter(parts.items())))

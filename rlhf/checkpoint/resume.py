@@ -3,15 +3,17 @@
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
 from rlhf.checkpoint import commit
 from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.errors import DamagedCheckpoint
-from rlhf.checkpoint.layout import CONFIG, REFERENCE, scan, set_aside_dirs
+from rlhf.checkpoint.layout import CONFIG, REFERENCE, set_aside_dirs
 from rlhf.checkpoint.load import LoadResult, load_state
-from rlhf.checkpoint.manifest import Manifest, read_manifest, verify_files
+from rlhf.checkpoint.manifest import DOMAINS, Manifest, verify_files
+from rlhf.checkpoint.parts import Parts, find_parts, published
 from rlhf.checkpoint.snapshot import RunState
 from rlhf.checkpoint.tensors import INDEX
 from rlhf.checkpoint.writer import Identity
@@ -33,40 +35,68 @@ def restore(
     Every byte of it is proven, most of them while they are loaded. When damage shows on any rank, all ranks set the checkpoint aside and
     start over with the one before. `source` is the checkpoint that the run was forked from, the last resort.
 
+    Where nodes have disks of their own, a checkpoint counts when all of them together have every file. A newer one that is not complete is
+    reported with what is nowhere, and set aside once an older one has been loaded.
+
     Returns None, with nothing changed, only for a run directory that never held a checkpoint. Raises UserError when all there were are
-    damaged (a run must never start again at step 0 silently), or when the checkpoint does not fit; `state` is of no use then.
+    damaged or not complete (a run must never start again at step 0 silently), or when one does not fit; `state` is of no use then.
     """
 
-    def attempt(path: Path) -> LoadResult:
-        manifest = coordinator.on_leader(lambda: read_manifest(path))
+    def attempt(parts: Parts) -> LoadResult:
         wanted = config.checkpoint.load_contents or config.checkpoint.contents
         moving = state.reference is not None
-        coordinator.on_leader(
-            lambda: check_compatible(path, manifest, config, identity, wanted, moving_reference=moving)
+        coordinator.on_rank(
+            parts.holder(CONFIG),
+            lambda: check_compatible(parts.path, parts.manifest, config, identity, wanted, moving_reference=moving),
         )
-        return load_state(path, manifest, state, wanted, config.trainer.seed, coordinator)
+        return load_state(parts, state, wanted, config.trainer.seed, coordinator)
 
     return _with_newest_intact(config.run_dir, source, coordinator, attempt)
 
 
 def _with_newest_intact(
-    run_dir: Path, source: Path | None, coordinator: Coordinator, attempt: Callable[[Path], T]
+    run_dir: Path, source: Path | None, coordinator: Coordinator, attempt: Callable[[Parts], T]
 ) -> T | None:
-    """What `attempt` returns for the newest checkpoint for which it does not raise DamagedCheckpoint."""
-    stuck = []
-    for path in coordinator.on_leader(lambda: scan(run_dir)):
+    """What `attempt` returns for the newest checkpoint that is complete and for which it does not raise DamagedCheckpoint."""
+    stuck, incomplete = [], []
+    for path in published(run_dir, coordinator):
         try:
-            return attempt(path)
+            parts = find_parts(path, coordinator)
+            if parts.nowhere and _is_divided(parts):
+                incomplete.append(parts)
+                if coordinator.is_leader:
+                    log.error("%s; looking for an older one.", parts.told())
+                continue
+            result = attempt(parts)
         except DamagedCheckpoint as error:
-            if not coordinator.on_leader(partial(_set_aside, path, error)):
-                stuck.append(path)
+            if not all(coordinator.on_domain_leaders(partial(_set_aside, path, error))):
+                stuck.append(path.name)
+            continue
+        # Only now: where no checkpoint is complete, a disk that comes back must find everything as it was.
+        for parts in incomplete:
+            coordinator.on_domain_leaders(partial(_set_aside, parts.path))
+        return result
     if source is not None:
         try:
-            return attempt(source)
+            parts = find_parts(source, coordinator)
+            if parts.nowhere and _is_divided(parts):
+                raise DamagedCheckpoint(parts.told())
+            return attempt(parts)
         except DamagedCheckpoint as error:
             raise UserError(f"trainer.resume_from_path cannot be used: {error}. Name another checkpoint.") from error
-    if damaged := coordinator.on_leader(lambda: stuck + set_aside_dirs(run_dir, "damaged")):
-        names = ", ".join(path.name for path in damaged)
+    aside = coordinator.on_domain_leaders(
+        lambda: [path.name for reason in ("damaged", "incomplete") for path in set_aside_dirs(run_dir, reason)]
+    )
+    damaged = sorted({*stuck, *chain(*aside)})
+    if incomplete:
+        others = f" Damaged or set aside before: {', '.join(damaged)}." if damaged else ""
+        raise UserError(
+            f"No checkpoint in {run_dir} is complete, and the run will not start again at step 0 by itself. "
+            f"{'. '.join(parts.told() for parts in incomplete)}.{others} Start again with the disks (or nodes) that have these files, in "
+            "any order, or start anew with trainer.overwrite=true or another trainer.experiment_name."
+        )
+    if damaged:
+        names = ", ".join(damaged)
         raise UserError(
             f"Every checkpoint in {run_dir} is damaged ({names}), and the run will not start again at step 0 by itself. "
             "Restore one from a backup, or start anew with trainer.overwrite=true or another trainer.experiment_name."
@@ -74,14 +104,22 @@ def _with_newest_intact(
     return None
 
 
-def _set_aside(path: Path, damage: DamagedCheckpoint) -> bool:
+def _is_divided(parts: Parts) -> bool:
+    """Whether a file that is nowhere may be on a disk that is not here; in a directory that all have always shared, it is lost: damage."""
+    return len(parts.held) > 1 or any(DOMAINS in entry for entry in parts.manifest.files.values())
+
+
+def _set_aside(path: Path, damage: DamagedCheckpoint | None = None) -> bool:
+    what = str(damage or f"{path} is not complete")
     try:
-        kept = commit.set_aside(path, "damaged")
+        if not path.exists():
+            return True
+        kept = commit.set_aside(path, "damaged" if damage else "incomplete")
     except OSError as error:
         # On a disk that fails a rename may fail like the reads. What matters is that the older checkpoint is used.
-        log.error("%s. It cannot be set aside (%s); falling back to the checkpoint before it.", damage, error)
+        log.error("%s. It cannot be set aside (%s); falling back to the checkpoint before it.", what, error)
         return False
-    log.error("%s. It was set aside as %s; falling back to the checkpoint before it.", damage, kept.name)
+    log.error("%s. It was set aside as %s; falling back to the checkpoint before it.", what, kept.name)
     return True
 
 

@@ -6,7 +6,7 @@ system keeps them for as long as any checkpoint has them.
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from rlhf.checkpoint.commit import to_trash
@@ -68,14 +68,28 @@ def _figure(path: Path, settings: CheckpointConfig) -> float | None:
         return None
 
 
-def apply(run_dir: Path, settings: CheckpointConfig, step: int, reaper: Reaper) -> list[int]:
-    """Remove what no rule keeps, now that the checkpoint of `step` is published; returns the removed steps.
+def survivors(run_dir: Path, settings: CheckpointConfig, step: int) -> set[int] | None:
+    """The steps that stay here once that of `step` is published; None when the disk does not say."""
+    try:
+        going = {path.name for path in victims(run_dir, settings, step)}
+        return {step_of(path) or 0 for path in scan(run_dir) if path.name not in going}
+    except OSError as error:
+        log.error("The old checkpoints in %s could not be looked through: %s", run_dir, error)
+        return None
+
+
+def apply(
+    run_dir: Path, settings: CheckpointConfig, step: int, reaper: Reaper, spared: Collection[int] = ()
+) -> list[int]:
+    """Remove what no rule keeps, now that the checkpoint of `step` is published; returns the removed steps. `spared` ones stay.
 
     Each one loses its name at once, by a rename to trash; `reaper` deletes the bytes. Never raises for the disk's sake.
     """
     removed: list[int] = []
     try:
         for path in victims(run_dir, settings, step):
+            if step_of(path) in spared:
+                continue
             announce("commit.prune")
             reaper.take(to_trash(path))
             removed.append(step_of(path) or 0)

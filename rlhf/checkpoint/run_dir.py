@@ -27,12 +27,30 @@ def prepare(config: Config) -> None:
 
     Raises UserError for `resume_mode=disable` on a directory with checkpoints, and for a `resume_from_path` that is none.
     """
-    run_dir, trainer = config.run_dir, config.trainer
+    make(config)
+    tidy(config)
+    remove_pins(config.run_dir)
+    store = open_remote(config)
+    if store is not None:
+        restore(store, config, resume_source(config))
+    run = read_run_file(config.run_dir) or {"run_id": newest_run_id(config.run_dir) or new_run_id()}
+    source = resume_source(config)
+    if source is not None and str(source) != run.get("resumed_from"):
+        if step_of(source) is None or not source.is_dir():
+            raise no_source(source)
+        set_aside_for(config.run_dir, source)
+        run |= forked(source)
+    write_run_file(config.run_dir, run)
+    if store is not None:
+        claim_at_start(store, config)
+
+
+def make(config: Config) -> None:
+    """The directory is there, and empty but for the locks if the run is to overwrite it."""
+    run_dir = config.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     fsync_dir(run_dir.parent)
-    # A launcher that restarts its ranks (torchrun) repeats this call; what the first attempt saved is ours, not left from before.
-    first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    if trainer.overwrite and first_attempt:
+    if config.trainer.overwrite and _is_first_attempt():
         if existing := scan(run_dir):
             log.warning(
                 "trainer.overwrite=true: deleting the checkpoints up to step %s of %s.", step_of(existing[0]), run_dir
@@ -41,23 +59,23 @@ def prepare(config: Config) -> None:
         for path in sorted(run_dir.iterdir(), key=lambda p: (p.name != POINTER, p.name)):
             if path.name not in LOCKS:
                 _remove(path)
+
+
+def tidy(config: Config) -> None:
+    """What an interrupted save left is gone; raises UserError for `resume_mode=disable` on a directory with checkpoints."""
+    run_dir = config.run_dir
     if removed := commit.clean_leftovers(run_dir):
         log.info("Removed what an interrupted save left behind: %s", ", ".join(removed))
-    if trainer.resume_mode == "disable" and first_attempt and (existing := scan(run_dir)):
+    if config.trainer.resume_mode == "disable" and _is_first_attempt() and (existing := scan(run_dir)):
         raise UserError(
             f"trainer.resume_mode=disable, but {run_dir} holds checkpoints up to step {step_of(existing[0])}. Set trainer.overwrite=true "
             "to delete them, trainer.experiment_name to something new, or trainer.resume_mode=auto to continue."
         )
-    remove_pins(run_dir)
-    store = open_remote(config)
-    if store is not None:
-        restore(store, config, resume_source(config))
-    run = read_run_file(run_dir) or {"run_id": _newest_driver_state(run_dir).get("run_id", _new_run_id())}
-    if trainer.resume_mode == "resume_path":
-        run |= _fork(run_dir, _resume_path(config), run.get("resumed_from"))
-    replace_durably(run_dir / RUN_FILE, json.dumps(run) + "\n")
-    if store is not None:
-        claim_at_start(store, config)
+
+
+def _is_first_attempt() -> bool:
+    # A launcher that restarts its ranks (torchrun) repeats all this; what the first attempt saved is ours, not left from before.
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
 def _remove(path: Path) -> None:
@@ -67,12 +85,8 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _fork(run_dir: Path, source: Path, known: str | None) -> dict[str, Any]:
-    """Start from `source` once: checkpoints of this directory that do not descend from it are set aside, later ones are kept."""
-    if str(source) == known:
-        return {}
-    if step_of(source) is None or not source.is_dir():
-        raise UserError(f"trainer.resume_from_path={source} is not a checkpoint: name a global_step_N directory.")
+def set_aside_for(run_dir: Path, source: Path) -> None:
+    """Set aside what does not descend from `source`, from which the run starts again: its own later checkpoints, all of another run's."""
     for path in scan(run_dir):
         if source.parent != run_dir.resolve() or (step_of(path) or 0) > (step_of(source) or 0):
             log.warning(
@@ -81,20 +95,30 @@ def _fork(run_dir: Path, source: Path, known: str | None) -> dict[str, Any]:
                 commit.set_aside(path, "superseded").name,
                 source,
             )
+
+
+def no_source(source: Path) -> UserError:
+    """What to say of a source that is no checkpoint."""
+    return UserError(f"trainer.resume_from_path={source} is not a checkpoint: name a global_step_N directory.")
+
+
+def forked(source: Path) -> dict[str, Any]:
+    """The run.json of a run that starts from `source`, once: the same command again goes on from checkpoints of its own."""
     # Trackers would drop the steps that they have already seen of the old course.
-    return {"resumed_from": str(source), "run_id": _new_run_id()}
+    return {"resumed_from": str(source), "run_id": new_run_id()}
 
 
-def _new_run_id() -> str:
+def new_run_id() -> str:
+    """A random one."""
     return uuid.uuid4().hex[:12]
 
 
-def _newest_driver_state(run_dir: Path) -> dict[str, Any]:
-    """The newest checkpoint's driver state, or nothing when there is none to be read."""
-    return next((state for path in scan(run_dir) if (state := _driver_state(path)) is not None), {})
+def newest_run_id(run_dir: Path) -> str | None:
+    """The run that the newest checkpoint is of, as far as any can be read."""
+    return next((state.get("run_id") for path in scan(run_dir) if (state := driver_state_of(path)) is not None), None)
 
 
-def _driver_state(path: Path) -> dict[str, Any] | None:
+def driver_state_of(path: Path) -> dict[str, Any] | None:
     """The driver state of a checkpoint, or None unless its bytes are as committed."""
     try:
         manifest = read_manifest(path)
@@ -109,6 +133,11 @@ def read_run_file(run_dir: Path) -> dict[str, Any]:
     """The run's identity: `run_id`, and `resumed_from` when it was forked from another checkpoint."""
     path = run_dir / RUN_FILE
     return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write_run_file(run_dir: Path, run: dict[str, Any]) -> None:
+    """Durably, and whole at any moment."""
+    replace_durably(run_dir / RUN_FILE, json.dumps(run) + "\n")
 
 
 def resume_source(config: Config) -> Path | None:
@@ -135,7 +164,7 @@ def finished_step(config: Config) -> int | None:
     newest = next(iter(scan(config.run_dir)), None)
     if newest is None:
         return None
-    driver = _driver_state(newest)
+    driver = driver_state_of(newest)
     if driver is None or driver["step"] < planned_steps(config, driver["steps_per_epoch"]):
         return None
     # All bytes are read only when that ends the run; otherwise the ranks verify them, each its share.

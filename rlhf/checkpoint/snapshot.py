@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.layout import CARRIED, CONFIG, DRIVER_STATE, REFERENCE, rank_file
+from rlhf.checkpoint.layout import CARRIED, CONFIG, DRIVER_STATE, REFERENCE, SCHEDULE, rank_file
 from rlhf.checkpoint.rng import rng_state
 from rlhf.checkpoint.tensors import Pieces
 
@@ -134,7 +134,7 @@ def take_snapshot(
         if "optimizer" in contents:
             snapshot.components[f"{name}/optimizer"] = role.optimizer_pieces()
         if "extra" in contents and rank == 0:
-            snapshot.files[f"{name}/extra/lr_scheduler.json"] = _json(role.extra_state())
+            snapshot.files[f"{name}/{SCHEDULE}"] = _json(role.extra_state())
         if "hf_model" in contents:
             _add_hf_model(snapshot, f"{name}/{HF_FOLDER}", role, rank)
     if "extra" in contents:

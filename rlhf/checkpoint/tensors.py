@@ -180,6 +180,19 @@ class TensorReader:
         ]
         return sorted(lines)
 
+    def blocks(self, pieces: Pieces) -> dict[str, set[int]]:
+        """The blocks of each file that `read_into` reads, by path in the checkpoint. Call `mismatches` first."""
+        wanted: dict[str, list[tuple[int, Tensor]]] = {}
+        for name, piece in pieces.items():
+            if piece.local.numel():
+                self._locate(name, piece.start, piece.local.detach().reshape(-1), wanted)
+        return {
+            f"{self._folder}/{file_name}": {
+                block for start, part in parts for block in range(start // BLOCK, -(-(start + part.numel()) // BLOCK))
+            }
+            for file_name, parts in wanted.items()
+        }
+
     @torch.no_grad()
     def read_into(self, pieces: Pieces) -> None:
         """Fill every piece's `local` with its range of the stored tensor. Call `mismatches` first."""

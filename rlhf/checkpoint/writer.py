@@ -1,30 +1,35 @@
 """From a snapshot to a committed checkpoint: every rank writes its files, the leader proves and publishes the whole.
 
+Where nodes have disks of their own, the leader of each storage domain does so on its disk, with one manifest for all, in two phases: nobody
+gives a checkpoint its name before everybody has it whole and durable under a temporary one.
+
 Needs only the snapshot, the directory and a coordinator, so it can run beside the training as well as in front of it.
 """
 
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoint import commit, retention
-from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.coordinator import Coordinator, LostPeer
 from rlhf.checkpoint.errors import SaveFailed, is_unfixable
 from rlhf.checkpoint.files import WrittenFile, write_file, write_json
-from rlhf.checkpoint.layout import REFERENCE, rank_file, step_dir
+from rlhf.checkpoint.layout import CONFIG, DRIVER_STATE, REFERENCE, SCHEDULE, rank_file, step_dir
 from rlhf.checkpoint.load import Transfer
-from rlhf.checkpoint.manifest import Manifest, describe
+from rlhf.checkpoint.manifest import DOMAINS, Manifest, describe, read_manifest
 from rlhf.checkpoint.reaper import Reaper
 from rlhf.checkpoint.room import make_room
 from rlhf.checkpoint.snapshot import Snapshot
 from rlhf.checkpoint.tensors import INDEX, merge_indices, safetensors_chunks, write_pieces
 from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.events import announce
 
 log = logging.getLogger(__name__)
 # Room for manifest, indices and directory entries beside the counted bytes.
@@ -83,17 +88,51 @@ class Draft:
 
 
 def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator) -> Draft:
-    """What comes before the bytes. Collective; raises SaveFailed on every rank when the leader fails."""
+    """What comes before the bytes. Collective; raises SaveFailed on every rank when a leader fails."""
+    root: Path | None = None
 
-    def begin() -> Draft:
-        root = commit.begin(run_dir, snapshot.step)
-        return Draft(root, _link(root, snapshot.unchanged))
+    def begin() -> Linked:
+        assert root is not None
+        root.mkdir(parents=True)
+        return {folder: commit.link(root, source, folder) or {} for folder, source in snapshot.unchanged.items()}
 
     try:
-        # The leader tries, and its outcome is everyone's: either no rank writes its part of such a component, or all do.
-        return coordinator.on_leader(begin)
+        root = run_dir / coordinator.on_leader(lambda: commit.temporary_name(snapshot.step))
+        # The leaders try, and their outcome is everyone's: either no rank writes its part of such a component, or all do.
+        tried = coordinator.on_domain_leaders(begin)
+        linked = {folder: _over_domains([part[folder] for part in tried], coordinator) for folder in snapshot.unchanged}
+        for folder, files in linked.items():
+            if not files or not _all_of(snapshot.unchanged[folder], folder, files, coordinator):
+                coordinator.on_domain_leaders(partial(commit.unlink, root, folder))
+                linked[folder] = {}
     except Exception as error:
+        if root is not None:
+            _clean_up(root, coordinator, error)
         raise _failed(snapshot, run_dir, error) from error
+    return Draft(root, {folder: files for folder, files in linked.items() if files})
+
+
+def _all_of(source: Path, folder: str, files: Collection[str], coordinator: Coordinator) -> bool:
+    """Whether `files`, of all storage domains together, are all that the checkpoint `source` has in `folder`."""
+    if len(coordinator.domain_leaders) == 1:
+        return True
+    return coordinator.on_leader(lambda: read_manifest(source).in_folder(folder).keys() == set(files))
+
+
+def _over_domains(parts: list[dict[str, dict[str, Any]]], coordinator: Coordinator) -> dict[str, dict[str, Any]]:
+    """The manifest's entries of files that storage domains have, from each one's; empty unless every domain has some."""
+    if not all(parts):
+        return {}
+    merged = {name: entry for part in parts for name, entry in part.items()}
+    holders = {
+        name: [domain for domain, part in zip(coordinator.domain_leaders, parts, strict=True) if name in part]
+        for name in merged
+    }
+    return {
+        name: {key: value for key, value in entry.items() if key != DOMAINS}
+        | ({DOMAINS: holders[name]} if len(holders[name]) < len(parts) else {})
+        for name, entry in sorted(merged.items())
+    }
 
 
 def write_checkpoint(
@@ -113,18 +152,56 @@ def write_checkpoint(
     started = time.monotonic()
     draft = draft or begin_checkpoint(snapshot, run_dir, coordinator)
     root, linked = draft.root, draft.linked
+    renamed: list[Path] = []
     try:
-        needed = sum(coordinator.gather(snapshot.nbytes(linked))) + SLACK_BYTES
-        early = coordinator.on_leader(lambda: _make_room(run_dir, needed, snapshot, settings, reaper, make_way))
+        snapshot = _with_shared_files(snapshot, coordinator)
+        sizes = zip(coordinator.domains, coordinator.gather(snapshot.nbytes(linked)), strict=True)
+        needed = sum(size for domain, size in sizes if domain == coordinator.domain) + SLACK_BYTES
+        early = coordinator.on_domain_leaders(lambda: _make_room(run_dir, needed, snapshot, settings, reaper, make_way))
         ranks = coordinator.everywhere(lambda: _write_part(root, snapshot, linked, coordinator.rank))
-        manifest = coordinator.on_leader(lambda: _publish(run_dir, root, snapshot, identity, linked, ranks))
+        manifest = coordinator.on_leader(
+            lambda: _describe(run_dir, root, snapshot, identity, draft, ranks, coordinator)
+        )
+        coordinator.on_domain_leaders(lambda: _seal(root, manifest, ranks, coordinator))
+        coordinator.on_domain_leaders(lambda: renamed.append(commit.rename(run_dir, root, snapshot.step)))
     except Exception as error:
-        if coordinator.is_leader and root.exists():
-            _discard(root)
+        _clean_up(root, coordinator, error, renamed)
         raise _failed(snapshot, run_dir, error) from error
-    removed = early + coordinator.on_leader(lambda: retention.apply(run_dir, settings, snapshot.step, reaper))
+    coordinator.on_domain_leaders(lambda: _point(run_dir, snapshot.step))
+    removed = sorted({*chain(*early), *_retire(run_dir, settings, snapshot.step, reaper, coordinator)})
     seconds, path = time.monotonic() - started, step_dir(run_dir, snapshot.step)
     return SaveResult(path, manifest.total_bytes, seconds, removed, _transfers(manifest, ranks))
+
+
+def _with_shared_files(snapshot: Snapshot, coordinator: Coordinator) -> Snapshot:
+    """`snapshot`; on the leaders of other storage domains with the leader's small files that a resume reads on every rank."""
+    if len(coordinator.domain_leaders) == 1:
+        return snapshot
+    names = {CONFIG, DRIVER_STATE, *(f"{role}/{SCHEDULE}" for role in snapshot.roles)}
+    shared = coordinator.broadcast({name: content for name, content in snapshot.files.items() if name in names})
+    return replace(snapshot, files=snapshot.files | shared) if coordinator.leads_domain else snapshot
+
+
+def _point(run_dir: Path, step: int) -> None:
+    try:
+        commit.point_to(run_dir, step)
+    except OSError as error:
+        log.error("The pointer in %s could neither be written nor removed: %s", run_dir, error)
+    announce("commit.published")
+
+
+def _retire(
+    run_dir: Path, settings: CheckpointConfig, step: int, reaper: Reaper, coordinator: Coordinator
+) -> list[int]:
+    """Apply retention; a step that one storage domain keeps stays in all of them, so that it stays whole."""
+    spared: set[int] = set()
+    if len(coordinator.domain_leaders) > 1:
+        kept = coordinator.on_domain_leaders(lambda: retention.survivors(run_dir, settings, step))
+        if None in kept:
+            return []
+        spared = set().union(*(steps or () for steps in kept))
+    removed = coordinator.on_domain_leaders(lambda: retention.apply(run_dir, settings, step, reaper, spared))
+    return list(chain(*removed))
 
 
 def _failed(snapshot: Snapshot, run_dir: Path, error: Exception) -> SaveFailed:
@@ -134,12 +211,19 @@ def _failed(snapshot: Snapshot, run_dir: Path, error: Exception) -> SaveFailed:
     return SaveFailed(message, unfixable=is_unfixable(error))
 
 
-def _discard(temporary: Path) -> None:
-    try:
-        commit.discard(temporary)
-    except OSError as error:
-        # Must not hide why the save failed, nor set this rank apart from the others.
-        log.warning("%s could not be removed (%s); the next start does it.", temporary, error)
+def _clean_up(root: Path, coordinator: Coordinator, error: Exception, renamed: Collection[Path] = ()) -> None:
+    """Remove what a failed save has left in this rank's storage domain."""
+    several = len(coordinator.domain_leaders) > 1
+    if not coordinator.leads_domain or (several and isinstance(error, LostPeer)):
+        # A domain that was lost may have published its part. The next start knows, and completes this one or removes it.
+        return
+    for path in (root, *(() if isinstance(error, LostPeer) else renamed)):
+        try:
+            if path.exists():
+                commit.discard(path)
+        except OSError as problem:
+            # Must not hide why the save failed, nor set this rank apart from the others.
+            log.warning("%s could not be removed (%s); the next start does it.", path, problem)
 
 
 def _make_room(
@@ -152,11 +236,6 @@ def _make_room(
 ) -> list[int]:
     may_go = partial(retention.victims, run_dir, settings, snapshot.step, snapshot.metrics)
     return make_room(run_dir, needed, may_go, reaper, settings.timeout_s / 2, make_way)
-
-
-def _link(root: Path, unchanged: dict[str, Path]) -> Linked:
-    tried = {folder: commit.link(root, source, folder) for folder, source in unchanged.items()}
-    return {folder: files for folder, files in tried.items() if files is not None}
 
 
 @dataclass
@@ -204,24 +283,22 @@ def _transfers(manifest: Manifest, ranks: list[_Written]) -> dict[str, Transfer]
     return {part: Transfer(size, max(rank.seconds[part] for rank in ranks)) for part, size in sorted(sizes.items())}
 
 
-def _publish(
+def _describe(
     run_dir: Path,
     root: Path,
     snapshot: Snapshot,
     identity: Identity,
-    linked: Linked,
+    draft: Draft,
     ranks: list[_Written],
+    coordinator: Coordinator,
 ) -> Manifest:
-    written = [file for rank in ranks for file in rank.files]
-    for file in written:
-        if not (root / file.path).is_file():
-            raise FileNotFoundError(
-                f"{file.path} was written by another rank and is not there for rank 0: all nodes must share the file system of "
-                "trainer.default_local_dir."
-            )
-    for folder in (folder for folder in snapshot.components if folder not in linked):
-        written.append(write_json(root, f"{folder}/{INDEX}", merge_indices([rank.indices[folder] for rank in ranks])))
-    manifest = Manifest(
+    """The manifest, once the leader has written the indices."""
+    indices = _write_indices(root, ranks)
+    parts: dict[int, list[WrittenFile]] = {domain: list(indices) for domain in coordinator.domain_leaders}
+    for domain, written in zip(coordinator.domains, ranks, strict=True):
+        parts[domain] += written.files
+    linked = [entry for files in draft.linked.values() for entry in files.items()]
+    return Manifest(
         step=snapshot.step,
         world_size=len(ranks),
         backend=identity.backend,
@@ -231,12 +308,30 @@ def _publish(
         fingerprints=identity.fingerprints,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=identity.versions,
-        files=describe(written) | {name: entry for files in linked.values() for name, entry in files.items()},
-        linked={folder: _name_of(snapshot.unchanged[folder], run_dir) for folder in linked},
+        files=_over_domains([describe(part) for part in parts.values()], coordinator) | dict(linked),
+        linked={folder: _name_of(snapshot.unchanged[folder], run_dir) for folder in draft.linked},
         metrics=snapshot.metrics,
     )
-    commit.publish(run_dir, root, manifest)
-    return manifest
+
+
+def _write_indices(root: Path, ranks: list[_Written]) -> list[WrittenFile]:
+    return [
+        write_json(root, f"{folder}/{INDEX}", merge_indices([rank.indices[folder] for rank in ranks]))
+        for folder in ranks[0].indices
+    ]
+
+
+def _seal(root: Path, manifest: Manifest, ranks: list[_Written], coordinator: Coordinator) -> None:
+    """Make this storage domain's part whole and durable: whatever fails, fails before any domain has renamed its part."""
+    if not coordinator.is_leader:
+        _write_indices(root, ranks)
+    for name, entry in manifest.files.items():
+        if coordinator.domain in entry.get(DOMAINS, [coordinator.domain]) and not (root / name).is_file():
+            raise FileNotFoundError(
+                f"{name} was written and is not there for rank {coordinator.rank}: a file system that several nodes share must show what "
+                "another node has written (see trainer.default_local_dir)."
+            )
+    commit.seal(root, manifest)
 
 
 def _name_of(source: Path, run_dir: Path) -> str:

@@ -12,6 +12,7 @@ from rlhf.checkpoint.files import BLOCK
 from rlhf.checkpoint.layout import step_dir
 from rlhf.checkpoint.load import LoadResult, Transfer, load_state
 from rlhf.checkpoint.manifest import read_manifest
+from rlhf.checkpoint.parts import Parts
 from rlhf.checkpoint.snapshot import RunState
 from rlhf.config import Config
 from tests.checkpoint_helpers import PlainReference, PlainRole, make_checkpointer, make_config, make_driver, run_ranks
@@ -40,7 +41,7 @@ def load(rank: int, config: Config, contents: list[str]) -> LoadResult:
     world_size = coordinator.world_size
     roles = {"actor": PlainRole(SIZE, rank, world_size, seed=5)}
     state = RunState(roles, make_driver(), reference=PlainReference(SIZE, rank, world_size))
-    return load_state(path, read_manifest(path), state, contents, 1, coordinator)
+    return load_state(Parts.whole(path, read_manifest(path)), state, contents, 1, coordinator)
 
 
 def in_folders(config: Config, *folders: str) -> int:

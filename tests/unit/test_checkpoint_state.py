@@ -10,6 +10,7 @@ from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.layout import step_dir
 from rlhf.checkpoint.load import load_state
 from rlhf.checkpoint.manifest import verify
+from rlhf.checkpoint.parts import Parts
 from rlhf.checkpoint.rng import rng_state, set_rng_state
 from rlhf.checkpoint.snapshot import RunState
 from rlhf.config import Config
@@ -73,7 +74,7 @@ def test_every_role_takes_back_what_load_names(config, load):
     make_checkpointer(config, saved, 2).save(2)
     roles, path = two_roles(50), step_dir(config.run_dir, 2)
     before = {name: state_of(role) for name, role in roles.items()}
-    load_state(path, verify(path), RunState(roles, make_driver()), load, 1, Coordinator())
+    load_state(Parts.whole(path, verify(path)), RunState(roles, make_driver()), load, 1, Coordinator())
     for name, role in roles.items():
         source = {
             "weight": saved[name] if {"model", "hf_model"} & set(load) else None,

@@ -1,0 +1,141 @@
+"""A whole run under torchrun on two nodes that share no disk: killed in the commit, swapped, without a disk.
+
+A node is a mount namespace with a disk of its own, or a folder where the machine allows no namespaces.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoint.layout import scan, step_dir
+from tests.conftest import EXPORT
+from tests.faults.compare_runs import differences
+from tests.faults.interrupter import at
+from tests.launching import DEADLINE_S, ROOT, Ended, records, saved_steps, small
+
+
+@dataclass
+class Node:
+    """A machine: where its disk is seen from here, and how a program is started on it, in the root of its disk."""
+
+    disk: Path
+    prefix: list[str] = field(default_factory=list)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.disk / "checkpoints" / "rlhf" / "two_nodes"
+
+    def start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen:
+        return subprocess.Popen(
+            [*self.prefix, *command],
+            cwd=None if self.prefix else self.disk,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+
+@pytest.fixture
+def nodes(tmp_path) -> Iterator[list[Node]]:
+    """Two of them; as namespaces, the same path is another tmpfs on each."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f"mount -t tmpfs none {disk} && cd {disk} && echo ready && exec sleep 3600"
+    holders: list[subprocess.Popen[str]] = []
+    try:
+        for _ in (0, 1):
+            command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount]
+            holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            holders.append(holder)
+            assert holder.stdout is not None
+            if (said := holder.stdout.readline().strip()) != "ready":
+                warnings.warn(f"no mount namespaces here, nodes are folders: {said}", stacklevel=1)
+                break
+        else:
+            yield [_in_namespace(holder.pid, disk) for holder in holders]
+            return
+        folders = [tmp_path / f"node_{number}" for number in (0, 1)]
+        for folder in folders:
+            folder.mkdir()
+        yield [Node(folder) for folder in folders]
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()
+
+
+def _in_namespace(pid: int, disk: Path) -> Node:
+    enter = ["nsenter", f"--target={pid}", "--user", "--mount", "--preserve-credentials", "--wd"]
+    return Node(Path(f"/proc/{pid}/root{disk}"), enter)
+
+
+def train_on(nodes: list[Node], sums: Path, environment: dict[str, str] | None = None) -> list[Ended]:
+    """A start of one run on `nodes`, in this order; how it ended on each."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = [*small(Path("checkpoints"), "two_nodes", sums), EXPORT]
+    processes = []
+    for rank, node in enumerate(nodes):
+        torchrun = ["-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1"]
+        torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        command = [sys.executable, *torchrun, "-m", "rlhf.train", *arguments]
+        processes.append(node.start(command, environment or {}))
+    try:
+        said = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return [Ended(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+
+
+def merged(nodes: list[Node], folder: Path) -> Path:
+    """The run as one directory: the driver's disk, and what the other one has besides."""
+    shutil.copytree(nodes[0].run_dir, folder, ignore=shutil.ignore_patterns("*.lock"))
+    for step in saved_steps(folder):
+        shutil.copytree(step_dir(nodes[1].run_dir, step), step_dir(folder, step), dirs_exist_ok=True)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_and_swapped_ends_like_one_that_is_not(tmp_path, sums, undisturbed, nodes):
+    expected = undisturbed.run_dir(2)
+    a, b = nodes
+    # Between the renames of the second commit, that of step 6: a has it, b has it ready.
+    ends = train_on([a, b], sums, at("commit.rename", 2, "SIGKILL", rank=1))
+    assert all(end.code != 0 for end in ends), ends
+    assert "The ranks have 2 storage domains: ranks 0; ranks 1." in ends[0].output
+    assert saved_steps(b.run_dir) == [3]
+    # The nodes come back in another order, and are killed before they get anywhere.
+    ends = train_on([b, a], sums, at("update.before", 1, "SIGKILL", rank=0))
+    assert all(end.code != 0 for end in ends), ends
+    completed = "The commit of step 6 was interrupted between the nodes' disks, and is complete now."
+    assert completed in ends[0].output
+    assert "Resumed step 6" in ends[0].output
+    assert [saved_steps(node.run_dir) for node in (a, b)] == [[6, 3], [6, 3]]
+    # Back in the first order, to the end.
+    ends = train_on([a, b], sums)
+    assert [end.code for end in ends] == [0, 0], ends
+    assert differences(expected, merged(nodes, tmp_path / "whole")) == []
+    assert [record["step"] for record in records(a.run_dir)] == list(range(1, 8))
+    assert not (b.run_dir / "metrics.jsonl").exists()
+    # One comes back with an empty disk.
+    shutil.rmtree(b.disk / "checkpoints")
+    before = [path.name for path in scan(a.run_dir)]
+    ends = train_on([a, b], sums)
+    assert all(end.code != 0 for end in ends), ends
+    assert "global_step_7 is not complete: on no node's disk are" in ends[0].output
+    assert "will not start again at step 0 by itself" in ends[0].output
+    assert [path.name for path in scan(a.run_dir)] == before

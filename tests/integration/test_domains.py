@@ -1,0 +1,189 @@
+"""Nodes with disks of their own, as folders: found out, saved in parts, resumed in any order, with one history and one run id."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.domain_start import finished_together, prepare_together
+from rlhf.checkpoint.domains import find_domains
+from rlhf.checkpoint.layout import CONFIG, DRIVER_STATE, HISTORY, MANIFEST, RUN_FILE, scan, set_aside_dirs, step_dir
+from rlhf.checkpoint.manifest import read_manifest, verify
+from rlhf.config import Config
+from rlhf.errors import UserError
+from tests.checkpoint_helpers import equal_bits, files_of, make_config
+from tests.saving_behind import Run, on_ranks, published
+
+
+def on_node(tmp_path: Path, node: int, *, behind: bool = True) -> Config:
+    """The configuration as the node `node` sees it."""
+    config = make_config(tmp_path / f"node_{node}")
+    config.checkpoint.async_save = behind
+    return config
+
+
+def start(rank: int, config: Config) -> Run:
+    """What a rank does before it trains."""
+    coordinator = Coordinator()
+    coordinator.domains = find_domains(config.run_dir, coordinator)
+    prepare_together(config, coordinator)
+    return Run(rank, config, coordinator)
+
+
+def look(rank: int, tmp_path: Path, nodes: list[int]) -> tuple[list[int], list[int], bool, list[int], list[str]]:
+    config = on_node(tmp_path, nodes[rank])
+    coordinator = Coordinator()
+    coordinator.domains = find_domains(config.run_dir, coordinator)
+    acted = coordinator.on_domain_leaders(lambda: rank)
+    left = sorted(path.name for path in config.run_dir.iterdir())
+    return coordinator.domains, coordinator.domain_leaders, coordinator.leads_domain, acted, left
+
+
+@pytest.mark.parametrize(
+    ("nodes", "domains"), [([0, 0], [0, 0]), ([0, 1], [0, 1]), ([0, 1, 0, 1], [0, 1, 0, 1]), ([2, 1, 1], [0, 1, 1])]
+)
+def test_who_shares_a_disk_is_found_out(tmp_path, nodes, domains):
+    leaders = sorted(set(domains))
+    for rank, seen in enumerate(on_ranks(tmp_path, len(nodes), look, tmp_path, nodes)):
+        assert seen[:4] == (domains, leaders, rank in leaders, leaders)
+    # No token stays. (A rank may have looked before its neighbour was through with it.)
+    assert not any(list(on_node(tmp_path, node).run_dir.iterdir()) for node in nodes)
+
+
+def save(rank: int, tmp_path: Path, nodes: list[int], steps: int) -> dict:
+    """A start that resumes if it can, and saves each of so many further steps."""
+    config = on_node(tmp_path, nodes[rank])
+    run = start(rank, config)
+    run.checkpointer.resume()
+    for _ in range(steps):
+        step = run.step()
+        if rank == 0:
+            with (config.run_dir / HISTORY).open("a") as history:
+                history.write(json.dumps({"step": step}) + "\n")
+        run.checkpointer.save(step, {"val/accuracy": 0.5})
+    run.checkpointer.finish()
+    return run.everything()
+
+
+def resume(rank: int, tmp_path: Path, nodes: list[int]) -> tuple[bool, dict, int | None]:
+    config = on_node(tmp_path, nodes[rank])
+    run = start(rank, config)
+    resumed = run.checkpointer.resume()
+    return resumed, run.everything(), finished_together(config, run.coordinator)
+
+
+def test_each_disk_has_its_part_and_nodes_may_be_swapped(tmp_path):
+    saved = on_ranks(tmp_path, 2, save, tmp_path, [0, 1], 5)
+    run_dirs = [on_node(tmp_path, node).run_dir for node in (0, 1)]
+    files = [files_of(step_dir(run_dir, 5)) for run_dir in run_dirs]
+    own = [{n for n in names if n.endswith(f"rank_{rank:05d}.safetensors")} for rank, names in enumerate(files)]
+    assert all(len(names) == 5 for names in own)
+    # What a resume needs on every node is on every node; each rank's own is on its own.
+    everywhere = files[0] & files[1]
+    assert {MANIFEST, CONFIG, DRIVER_STATE, "actor/extra/lr_scheduler.json", "actor/model/index.json"} <= everywhere
+    assert files[0] == everywhere | own[0]
+    assert files[1] == everywhere | own[1]
+    assert len({(step_dir(run_dir, 5) / MANIFEST).read_bytes() for run_dir in run_dirs}) == 1
+    manifest = verify(step_dir(run_dirs[1], 5))
+    assert manifest.files.keys() == (files[0] | files[1]) - {MANIFEST}
+    assert manifest.total_bytes == sum(entry["size"] for entry in manifest.files.values())
+    assert len({(run_dir / RUN_FILE).read_text() for run_dir in run_dirs}) == 1
+    # The reference of step 5 is new, that of step 4 the one of step 3, on each disk.
+    assert verify(step_dir(run_dirs[0], 4)).linked == {"ref/model": "global_step_3"}
+    for run_dir, rank in zip(run_dirs, (0, 1), strict=True):
+        shared = [step_dir(run_dir, step) / f"ref/model/rank_{rank:05d}.safetensors" for step in (3, 4)]
+        assert shared[0].samefile(shared[1])
+    # The newest three, and the pointer to the newest of all, everywhere.
+    assert [published(on_node(tmp_path, node)) for node in (0, 1)] == [[5, 4, 3]] * 2
+    assert {(run_dir / "latest_checkpointed_iteration.txt").read_text() for run_dir in run_dirs} == {"5\n"}
+
+    for nodes in ([0, 1], [1, 0], [1, 0], [0, 1]):
+        outcomes = on_ranks(tmp_path, 2, resume, tmp_path, nodes)
+        assert [outcome[0] for outcome in outcomes] == [True, True]
+        for rank in (0, 1):
+            assert equal_bits(outcomes[rank][1], saved[rank])
+        # One history, with the driver; nothing that was fetched stays; nothing was written into a checkpoint.
+        assert [(on_node(tmp_path, node).run_dir / HISTORY).exists() for node in nodes] == [True, False]
+        assert not [path for run_dir in run_dirs for path in run_dir.glob(".tmp-*")]
+        assert [files_of(step_dir(run_dir, 5)) for run_dir in run_dirs] == files
+
+
+def test_a_swapped_run_goes_on_saving(tmp_path):
+    on_ranks(tmp_path, 2, save, tmp_path, [0, 1], 2)
+    saved = on_ranks(tmp_path, 2, save, tmp_path, [1, 0], 2)
+    manifest = read_manifest(step_dir(on_node(tmp_path, 0).run_dir, 4))
+    assert manifest.linked == {"ref/model": "global_step_3"}
+    outcomes = on_ranks(tmp_path, 2, resume, tmp_path, [0, 1])
+    assert [equal_bits(outcome[1], saved[rank]) for rank, outcome in enumerate(outcomes)] == [True, True]
+    history = (on_node(tmp_path, 0).run_dir / HISTORY).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in history] == [1, 2, 3, 4]
+
+
+def test_other_numbers_of_ranks_and_disks(tmp_path):
+    """Four ranks on two nodes, then two ranks, then three of which two share a disk."""
+    on_ranks(tmp_path, 4, save, tmp_path, [0, 1, 0, 1], 1)
+    assert {"rng/rank_00001.safetensors", "rng/rank_00003.safetensors"} == {
+        name for name in files_of(step_dir(on_node(tmp_path, 1).run_dir, 1)) if name.startswith("rng/")
+    }
+    two = on_ranks(tmp_path, 2, resume, tmp_path, [1, 0])
+    three = on_ranks(tmp_path, 3, resume, tmp_path, [0, 0, 1])
+    for name in ("weight", "moment", "reference"):
+        whole = [[value for outcome in outcomes for value in outcome[1][name].tolist()] for outcomes in (two, three)]
+        assert len(whole[0]) == 100_000
+        assert whole[0] == whole[1]
+    assert [outcome[1]["driver"]["step"] for outcome in three] == [1, 1, 1]
+
+
+def test_parts_in_one_folder_are_a_whole_checkpoint(tmp_path):
+    on_ranks(tmp_path, 2, save, tmp_path, [0, 1], 1)
+    parts = [step_dir(on_node(tmp_path, node).run_dir, 1) for node in (0, 1)]
+    for name in files_of(parts[1]) - files_of(parts[0]):
+        (parts[0] / name).write_bytes((parts[1] / name).read_bytes())
+    outcomes = on_ranks(tmp_path, 1, resume, tmp_path, [0])
+    assert outcomes[0][0]
+    with pytest.raises(AssertionError, match=r"is not complete: on no node.s disk are .*rank_00000"):
+        on_ranks(tmp_path, 1, resume, tmp_path, [1])
+    assert scan(parts[1].parent)
+    assert not set_aside_dirs(parts[1].parent, "damaged")
+
+
+def roll_back(rank: int, tmp_path: Path) -> tuple[bool, bool]:
+    run = start(rank, on_node(tmp_path, rank))
+    run.checkpointer.save(run.step())
+    saved = run.everything()
+    run.step()
+    return run.checkpointer.resume(), equal_bits(run.everything(), saved)
+
+
+def test_a_roll_back_in_the_running_process(tmp_path):
+    assert on_ranks(tmp_path, 2, roll_back, tmp_path) == [(True, True)] * 2
+
+
+def finished(rank: int, tmp_path: Path, nodes: list[int]) -> int | None:
+    config = on_node(tmp_path, nodes[rank])
+    config.trainer.total_training_steps = 2
+    coordinator = Coordinator()
+    coordinator.domains = find_domains(config.run_dir, coordinator)
+    return finished_together(config, coordinator)
+
+
+def test_a_finished_run_is_known_as_such(tmp_path):
+    on_ranks(tmp_path, 2, save, tmp_path, [0, 1], 1)
+    assert on_ranks(tmp_path, 2, finished, tmp_path, [0, 1]) == [None, None]
+    on_ranks(tmp_path, 2, save, tmp_path, [0, 1], 1)
+    assert on_ranks(tmp_path, 2, finished, tmp_path, [1, 0]) == [2, 2]
+
+
+def refuse(rank: int, tmp_path: Path) -> str:
+    config = on_node(tmp_path, rank)
+    config.checkpoint.remote = f"file://{tmp_path}/remote"
+    with pytest.raises(UserError) as refused:
+        start(rank, config)
+    return str(refused.value)
+
+
+def test_a_remote_needs_one_disk(tmp_path):
+    for text in on_ranks(tmp_path, 2, refuse, tmp_path):
+        assert "checkpoint.remote=file://" in text
+        assert "trainer.default_local_dir" in text
