@@ -1,6 +1,7 @@
 """Every component of one rank, from the resolved configuration: data and settings are checked before weights load."""
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from rlhf import distributed
 from rlhf.algorithms.table import needs_critic, needs_greedy_baseline, needs_reference
 from rlhf.backends import build_backend, check_backend
 from rlhf.backends.base import TrainingBackend
-from rlhf.backends.fsdp2 import Fsdp2Model, shard
+from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.checkpoint.checkpointer import Checkpointer, Stateful
 from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.driver_state import DriverState
@@ -36,8 +37,10 @@ from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.reference import Reference
 from rlhf.loop import Parts
-from rlhf.models import loading
+from rlhf.models import loading, weights
+from rlhf.models.files import ModelFiles, find_files
 from rlhf.models.loading import ModelSource
+from rlhf.models.weights import Loaded
 from rlhf.reward import Reward, build_reward
 from rlhf.reward.model import RewardModel
 from rlhf.rollout import SamplingParams, build_embedded_engine, check_lengths
@@ -52,18 +55,29 @@ AFTER_THE_STEP = ("evaluation.", "metrics.", "commit.", "end.")
 class Found:
     """A model's files, looked into before any weights are loaded."""
 
-    source: ModelSource
-    folder: Path
+    files: ModelFiles
     hf_config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
+
+    def load(self, function: Callable[..., PreTrainedModel], coordinator: Coordinator, device: torch.device) -> Loaded:
+        """The model that `function`, one of the `load_...` of `rlhf.models.loading`, makes of it. Collective."""
+        load_from = partial(function, self.files.source, self.files.folder, self.hf_config, torch.float32)
+        return weights.load(self.files, self.hf_config, load_from, coordinator, device)
 
 
 def build(config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter) -> Parts:
     """Every component of this rank, brought to the newest checkpoint. Collective."""
+    with tempfile.TemporaryDirectory(prefix="rlhf-model-files-") as scratch:
+        return _build(config, device, coordinator, status, Path(scratch))
+
+
+def _build(
+    config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter, scratch: Path
+) -> Parts:
     check_backend(config.backend, device)
     seed_everything(config.trainer.seed, coordinator.rank)
     preemption = PreemptionFlag()
-    models = _find_models(config, coordinator)
+    models = _find_models(config, coordinator, device, scratch)
     policy = models["model.path"]
     check_lengths(policy.hf_config, config.data.max_prompt_length, config.data.max_response_length)
     train_set, val_set = _prompt_sets(config, policy.tokenizer, coordinator)
@@ -78,14 +92,13 @@ def build(config: Config, device: torch.device, coordinator: Coordinator, status
     driver = DriverState(read_run_file(config.run_dir)["run_id"], total_steps, steps_per_epoch)
     subscribe(lambda event: status.event(driver.step + (not event.startswith(AFTER_THE_STEP)), event))
 
-    reward = _reward(config, models, device)
-    actor_model = loading.load_model(policy.source, policy.folder, policy.hf_config, torch.float32)
-    engine = build_embedded_engine(actor_model, policy.tokenizer, config.rollout, device)
+    reward = _reward(config, models, coordinator, device)
+    actor_model = policy.load(loading.load_model, coordinator, device)
+    engine = build_embedded_engine(actor_model.model, policy.tokenizer, config.rollout, device)
     reference = None
     if needs_reference(config):
-        frozen = loading.load_model(policy.source, policy.folder, policy.hf_config, torch.float32)
-        frozen.requires_grad_(False).eval()
-        reference = Reference(Fsdp2Model(frozen, config.backend, device), config.rollout.temperature, config.ref)
+        frozen = _frozen(policy.load(loading.load_model, coordinator, device), config, device)
+        reference = Reference(frozen, config.rollout.temperature, config.ref)
     mini_batches = batch_size // mini_batch_size
     actor_steps = max(1, total_steps - config.trainer.critic_warmup) * mini_batches
     backend = _backend(config, config.actor, policy, actor_model, device, actor_steps)
@@ -93,7 +106,7 @@ def build(config: Config, device: torch.device, coordinator: Coordinator, status
     critic = None
     if needs_critic(config):
         found = models.get("critic.path", policy)
-        value_model = loading.load_value_model(found.source, found.folder, found.hf_config, torch.float32)
+        value_model = found.load(loading.load_value_model, coordinator, device)
         roles["critic"] = _backend(config, config.critic, found, value_model, device, total_steps * mini_batches)
         critic = Critic(roles["critic"], config, mini_batches)
 
@@ -104,7 +117,7 @@ def build(config: Config, device: torch.device, coordinator: Coordinator, status
     )
     val_params = SamplingParams(greedy.n, greedy.temperature, greedy.top_p, greedy.top_k, longest, stop)
     sampler = PolicySampler(engine, backend, config.trainer.seed)
-    fingerprints = {name: coordinator.on_leader(partial(loading.fingerprint, m.folder)) for name, m in models.items()}
+    fingerprints = {name: found.files.fingerprint for name, found in models.items()}
     journal = None
     if config.checkpoint.journal:
         journal = Journal(config, driver.run_id, fingerprints | {"prompts": train_set.fingerprint}, coordinator)
@@ -161,7 +174,7 @@ def build(config: Config, device: torch.device, coordinator: Coordinator, status
     )
 
 
-def _find_models(config: Config, coordinator: Coordinator) -> dict[str, Found]:
+def _find_models(config: Config, coordinator: Coordinator, device: torch.device, scratch: Path) -> dict[str, Found]:
     """The models that the run needs, by the setting that names them."""
     sources = [ModelSource.of_policy(config)]
     if needs_critic(config):
@@ -172,16 +185,14 @@ def _find_models(config: Config, coordinator: Coordinator) -> dict[str, Found]:
     for source in sources:
         if source.setting in found:
             continue
-        folder = coordinator.on_leader(partial(loading.resolve_path, source))
-        if not folder.is_dir():  # the leader downloaded it onto a disk of its own
-            folder = loading.resolve_path(source)
-        hf_config = loading.load_model_config(source, folder)
-        found[source.setting] = Found(source, folder, hf_config, loading.load_tokenizer(source, folder))
+        files = find_files(source, config.model.loading, coordinator, device, scratch)
+        hf_config = loading.load_model_config(files.source, files.folder)
+        found[source.setting] = Found(files, hf_config, loading.load_tokenizer(files.source, files.folder))
     critic = found.get("critic.path")
     if critic is not None and critic.tokenizer.get_vocab() != found["model.path"].tokenizer.get_vocab():
         raise UserError(
-            f"{critic.source} has another vocabulary than {found['model.path'].source}: the critic reads the policy's tokens. Take a model "
-            "with the same tokenizer, or critic.path=null."
+            f"{critic.files.source} has another vocabulary than {found['model.path'].files.source}: the critic reads the policy's tokens. "
+            "Take a model with the same tokenizer, or critic.path=null."
         )
     return found
 
@@ -198,12 +209,17 @@ def _prompt_sets(
     return train_set, val_set
 
 
-def _reward(config: Config, models: Mapping[str, Found], device: torch.device) -> Reward:
+def _frozen(loaded: Loaded, config: Config, device: torch.device) -> Fsdp2Model:
+    model = Fsdp2Model(loaded.model.requires_grad_(False).eval(), config.backend, device)
+    loaded.fill(model.model_pieces())
+    return model
+
+
+def _reward(config: Config, models: Mapping[str, Found], coordinator: Coordinator, device: torch.device) -> Reward:
     found = models.get("reward_model.path")
     if found is None:
         return build_reward(config.reward)
-    model = loading.load_reward_model(found.source, found.folder, found.hf_config, torch.float32)
-    module = shard(model.requires_grad_(False).eval(), config.backend, device)
+    module: Any = _frozen(found.load(loading.load_reward_model, coordinator, device), config, device).module
     return build_reward(config.reward, RewardModel(module, found.tokenizer, config.reward_model, device))
 
 
@@ -211,17 +227,18 @@ def _backend(
     config: Config,
     role: ActorConfig | CriticConfig,
     found: Found,
-    model: PreTrainedModel,
+    loaded: Loaded,
     device: torch.device,
     steps_per_pass: int,
 ) -> TrainingBackend:
-    """`model` in training; `steps_per_pass`: the run's optimizer steps if each batch is walked once."""
+    """The model of `found` in training; `steps_per_pass`: the run's optimizer steps if each batch is walked once."""
+    model = loaded.model
     if config.model.enable_gradient_checkpointing:
         # Renamed in transformers 5.2x, where the old name warns.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     generation: Any = getattr(model, "generation_config", None)
-    return build_backend(
+    backend = build_backend(
         model,
         config.backend,
         role.optim,
@@ -230,3 +247,6 @@ def _backend(
         total_optimizer_steps=steps_per_pass * role.ppo_epochs,
         hf_files=loading.hf_files(model.config, found.tokenizer, generation),
     )
+    loaded.fill(backend.model_pieces())
+    backend.after_load()
+    return backend

@@ -4,6 +4,7 @@ The only file that imports Hydra. Nothing heavy is imported before the configura
 """
 
 import argparse
+import logging
 import os
 import re
 import sys
@@ -292,4 +293,10 @@ def _description(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if "RANK" in os.environ:
+        # As in worker.py: threads of the process group may still run, and abort a process that ends in order.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -10,6 +10,7 @@ from rlhf.backends.deepspeed import DeepSpeedBackend, import_deepspeed
 from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.config import BackendConfig, OptimConfig
 from rlhf.errors import UserError
+from rlhf.models.skeleton import materialise
 
 
 def check_backend(config: BackendConfig, device: torch.device) -> None:
@@ -38,7 +39,13 @@ def build_backend(
     total_optimizer_steps: int,
     hf_files: Mapping[str, bytes],
 ) -> TrainingBackend:
-    """`model` in training, in the engine that `config.name` names. Collective."""
+    """`model` in training, in the engine that `config.name` names. Collective.
+
+    Parameters on the meta device get memory, of which DeepSpeed needs the whole at first; the caller fills `model_pieces` and calls
+    `after_load`.
+    """
+    if config.name == "deepspeed":
+        materialise(model)
     kind = DeepSpeedBackend if config.name == "deepspeed" else Fsdp2Backend
     return kind(
         model,

@@ -112,7 +112,10 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
 
 
 def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -> PreTrainedModel:
-    """Apply FSDP2 to every decoder layer and to the rest, over a one-dimensional mesh of all ranks; the model moves to `device`."""
+    """Apply FSDP2 to every decoder layer and to the rest, over a one-dimensional mesh of all ranks; the model moves to `device`.
+
+    Of what is on the meta device this rank's part gets memory there, without a value.
+    """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy()
     if config.autocast == "bfloat16":
@@ -127,7 +130,7 @@ def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -
         if type(module).__name__ in layers:
             fully_shard(module, **options)
     fully_shard(model, **options)
-    model.to(device)  # type: ignore[arg-type]
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     return model
 
 

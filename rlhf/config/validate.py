@@ -36,9 +36,9 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ) -> None:
             checkpoint_problems,
             _rollback,
             _resume,
-            _models,
         ):
             problems += check(config)
+        problems += _models(config, environ)
         problems += _ranks(config, environ)
     if problems:
         raise UserError("\n".join(problems))
@@ -250,11 +250,13 @@ def _resume(config: Config) -> Iterator[str]:
         )
 
 
-def _models(config: Config) -> Iterator[str]:
-    yield from _model_folder("model.path", config.model.path)
+def _models(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+    # Under torchrun on several nodes the files may be on another one: the ranks find out.
+    here = int(environ.get("WORLD_SIZE", "1")) == int(environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", "1")))
+    yield from _model_folder("model.path", config.model.path, here)
     for key, optional in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
         if optional is not None:
-            yield from _model_folder(key, optional)
+            yield from _model_folder(key, optional, here)
     if config.reward_model.path is not None and "reward_model" not in config.reward.functions:
         yield (
             f"reward_model.path={config.reward_model.path}: has effect only with reward_model among reward.functions "
@@ -265,18 +267,18 @@ def _models(config: Config) -> Iterator[str]:
         yield f"model.chat_template={template}: there is no such file."
 
 
-def _model_folder(key: str, name: str) -> Iterator[str]:
+def _model_folder(key: str, name: str, here: bool) -> Iterator[str]:
     path = Path(name).expanduser()
     looks_local = name.startswith(("/", "./", "../", "~")) or ("/" in name and path.parent.is_dir())
     if not name:
         yield f"{key}='': set a folder in Hugging Face format or a Hub name."
     elif path.is_file():
         yield f"{key}={name}: is a file; give the folder that holds config.json."
-    elif path.is_dir() and not (path / "config.json").is_file():
+    elif here and path.is_dir() and not (path / "config.json").is_file():
         inside = sorted(p.parent for p in path.glob("*/config.json"))
         hint = did_you_mean(str(inside[0]) if inside else None)
         yield f"{key}={name}: this folder has no config.json, so it is no model in Hugging Face format.{hint}"
-    elif looks_local and not path.exists():
+    elif here and looks_local and not path.exists():
         yield f"{key}={name}: there is no such folder.{_sibling(path)}"
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import xxhash
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -134,15 +136,28 @@ def load_model_config(source: ModelSource, folder: Path) -> PretrainedConfig:
     return hf_config
 
 
-def load_model(source: ModelSource, folder: Path, hf_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The weights of `folder` (safetensors only) as a causal LM on the CPU in `dtype`. Raises UserError if any is missing."""
-    model, wrong = _load(AutoModelForCausalLM, source, folder, hf_config, dtype)
+def load_model(
+    source: ModelSource,
+    folder: Path,
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> PreTrainedModel:
+    """The weights of `folder` (safetensors only) as a causal LM on the CPU in `dtype`. Raises UserError if any is missing.
+
+    This and the next two: with `tensors`, by their names in the files, no weights are read, only the small files of `folder`.
+    """
+    model, wrong = _load(AutoModelForCausalLM, source, folder, hf_config, dtype, tensors)
     _refuse(source, wrong)
     return model
 
 
 def load_value_model(
-    source: ModelSource, folder: Path, hf_config: PretrainedConfig, dtype: torch.dtype
+    source: ModelSource,
+    folder: Path,
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:
     """The weights of `folder` under a head of one value per token: `forward(input_ids=..., use_cache=False).logits` is [N, L, 1].
 
@@ -161,7 +176,7 @@ def load_value_model(
             f"{source}: a value head can't be put on its architecture ({hf_config.model_type}); name a causal LM."
         )
     loader, names = found
-    model, wrong = _load(loader, source, folder, hf_config, dtype, key_mapping=names)
+    model, wrong = _load(loader, source, folder, hf_config, dtype, tensors, key_mapping=names)
     heads = {name: shape for name, shape in wrong.items() if name.split(".")[0] in HEADS}
     for name, shape in heads.items():
         if shape is not None:
@@ -176,7 +191,11 @@ def load_value_model(
 
 
 def load_reward_model(
-    source: ModelSource, folder: Path, hf_config: PretrainedConfig, dtype: torch.dtype
+    source: ModelSource,
+    folder: Path,
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:
     """The weights of `folder` as a frozen sequence classifier: `forward(input_ids=..., attention_mask=...).logits` is [N, 1].
 
@@ -192,14 +211,20 @@ def load_reward_model(
             f"{source} has {hf_config.num_labels} labels, a reward model has one (num_labels in its config.json; a file that has none "
             "means 2). Name a sequence-classification model with one label."
         )
-    model, wrong = _load(AutoModelForSequenceClassification, source, folder, hf_config, dtype)
+    model, wrong = _load(AutoModelForSequenceClassification, source, folder, hf_config, dtype, tensors)
     _refuse(source, wrong)
     model.config.use_cache = False  # one pass over whole texts
     return model.requires_grad_(False).eval()
 
 
 def _load(
-    loader: Any, source: ModelSource, folder: Path, hf_config: PretrainedConfig, dtype: torch.dtype, **options: Any
+    loader: Any,
+    source: ModelSource,
+    folder: Path,
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    tensors: Mapping[str, Tensor] | None,
+    **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, tuple[int, ...] | None]]:
     """The model, and its weights that `folder` lacks (None) or has in another shape (that shape)."""
     options |= {"config": hf_config, "dtype": dtype, "attn_implementation": source.attn_implementation}
@@ -207,9 +232,14 @@ def _load(
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
         with _quiet():
-            model, found = loader.from_pretrained(
-                folder, use_safetensors=True, trust_remote_code=source.trust_remote_code, **options
-            )
+            options["trust_remote_code"] = source.trust_remote_code
+            if tensors is None:
+                model, found = loader.from_pretrained(folder, use_safetensors=True, **options)
+            else:
+                kind, options["config"] = _class_for(loader, options)
+                model, found = kind.from_pretrained(None, state_dict=dict(tensors), **options)
+                if model.can_generate():
+                    model.generation_config = _generation_config(folder)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{source} can't be loaded from safetensors: {error}") from error
     except ValueError as error:
@@ -221,6 +251,24 @@ def _load(
         ) from error
     wrong: dict[str, tuple[int, ...] | None] = dict.fromkeys(sorted(found["missing_keys"]))
     return model, wrong | {name: tuple(shape) for name, shape, _ in sorted(found["mismatched_keys"])}
+
+
+def _class_for(loader: Any, options: dict[str, Any]) -> tuple[Any, PretrainedConfig]:
+    """The class that `loader`, one itself or one of the library's Auto classes, would load, and the part of the configuration for it."""
+    if issubclass(loader, PreTrainedModel):
+        return loader, options["config"]
+    names = ("dtype", "attn_implementation", "trust_remote_code")
+    with torch.device("meta"):
+        model = loader.from_config(copy.deepcopy(options["config"]), **{name: options[name] for name in names})
+    return type(model), model.config
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    """As the library finds it: in a file of its own, else among the architecture's settings."""
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except OSError:
+        return GenerationConfig.from_pretrained(folder, config_file_name="config.json")
 
 
 @contextmanager

@@ -107,13 +107,19 @@ def build_embedded_engine(
     """An engine over a copy of `model` in `config.dtype` on `device` (default: where the model is).
 
     Args:
-        model: the whole policy, before any sharding; it is left as it is.
+        model: the whole policy, before any sharding; it is left as it is. Where its weights are on the meta device, the engine has none
+            before the first `update_weights`.
     """
     dtype = getattr(torch, config.dtype)
     # Only weights are converted: buffers such as rotary frequencies lose the far positions in half precision.
     memo: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach().to(device=device, dtype=dtype, copy=True), requires_grad=False)
-        for p in model.parameters()
+        id(p): nn.Parameter(_own(p.detach(), device, dtype), requires_grad=False) for p in model.parameters()
     }
     own = copy.deepcopy(model, memo)
     return EmbeddedEngine(own if device is None else own.to(device), tokenizer, config.max_num_seqs)
+
+
+def _own(weight: Tensor, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
+    if weight.is_meta:
+        return torch.empty_like(weight, device=device or "cpu", dtype=dtype)
+    return weight.to(device=device, dtype=dtype, copy=True)

@@ -323,6 +323,14 @@ def test_local_model_path(models, path, message, key):
     assert message.format(m=models) in line
 
 
+def test_model_path_that_may_be_on_another_node(tmp_path):
+    two_nodes = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    for path in (tmp_path, tmp_path / "missing"):
+        validate(make(model__path=str(path)), two_nodes)
+        with pytest.raises(UserError):
+            validate(make(model__path=str(path)), two_nodes | {"LOCAL_WORLD_SIZE": "2"})
+
+
 def test_relative_model_path_is_told_from_a_hub_name(models, monkeypatch):
     monkeypatch.chdir(models.parent)
     validate(make(model__path=f"{models.name}/qwen_small"), {})

@@ -1,0 +1,93 @@
+"""A model without its weights: on the meta device, and which tensor of the files each of its weights is."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf.models.files import DTYPES, FileTensor
+from rlhf.models.token_values import HEADS
+
+
+def skeleton(
+    load_from: Callable[[Mapping[str, Tensor]], PreTrainedModel], headers: Mapping[str, FileTensor]
+) -> tuple[PreTrainedModel, dict[str, str]] | None:
+    """What `load_from` makes of the tensors in `headers`, but with parameters on the meta device, and the name in the files of each.
+
+    None where a weight is not one tensor of the files as it lies there: where the library puts several together, say, or where two that
+    may be one have to be compared.
+
+    The library itself maps names, finds what is missing and makes the buffers: it is given stand-ins, views of one small tensor, and a
+    weight that still is one of these views came through unchanged. Their strides differ in every dimension, so that a transposed one is
+    told from its original.
+    """
+    stand_ins = _stand_ins(headers)
+    origins = {_identity(tensor): name for name, tensor in stand_ins.items()}
+    model = load_from(stand_ins)
+    named = dict(model.named_parameters())
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    names = {}
+    for name, tensor in (named | buffers).items():
+        origin = origins.get(_identity(tensor))
+        if origin is not None and tensor.shape == headers[origin].shape:
+            names[name] = origin
+        elif name.split(".")[0] not in HEADS:
+            return None
+    if _tied_in_name_only(model):
+        return None
+
+    def on_meta(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if name not in names:
+            return parameter
+        return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
+
+    _replace(model, on_meta)
+    for name in buffers.keys() & names.keys():
+        module, _, own = name.rpartition(".")
+        setattr(model.get_submodule(module), own, torch.empty(buffers[name].shape, dtype=buffers[name].dtype))
+    return model, names
+
+
+def materialise(model: PreTrainedModel) -> None:
+    """Give parameters that are on the meta device memory on the CPU, without a value."""
+    _replace(model, lambda _, p: nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad) if p.is_meta else p)
+
+
+def _stand_ins(headers: Mapping[str, FileTensor]) -> dict[str, Tensor]:
+    """Tensors of those shapes in almost no memory, each at another place of one that is shared by all of a type."""
+    extent = len(headers) + max(
+        (sum((i + 1) * size for i, size in enumerate(t.shape)) for t in headers.values()), default=0
+    )
+    shared: dict[torch.dtype, Tensor] = {}
+    result = {}
+    for offset, (name, tensor) in enumerate(headers.items()):
+        dtype = DTYPES[tensor.dtype]
+        dtype = torch.float32 if dtype.is_floating_point else dtype
+        if dtype not in shared:
+            # No two stand-ins of floats are equal: the library takes equal ones for one.
+            shared[dtype] = torch.arange(extent, dtype=torch.float32).to(dtype)
+        strides = range(1, len(tensor.shape) + 1)
+        result[name] = shared[dtype].as_strided(tensor.shape, tuple(strides), offset)
+    return result
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride()
+
+
+def _tied_in_name_only(model: PreTrainedModel) -> bool:
+    """Whether the files have both of two weights that the configuration makes one: only if they are equal will they be."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    pairs = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+    return any(named.get(a) is not named.get(b) for a, b in pairs)
+
+
+def _replace(model: PreTrainedModel, new: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+    """Put `new(name, parameter)` in the place of every parameter; what was one parameter stays one."""
+    replaced = {id(p): (p, new(name, p)) for name, p in model.named_parameters()}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, replaced[id(parameter)][1])

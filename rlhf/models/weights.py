@@ -1,0 +1,158 @@
+"""Weights from their files into a model that is already spread over the ranks: no rank holds more than its part and a bucket."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.tensors import Pieces
+from rlhf.errors import UserError
+from rlhf.models.files import DTYPES, ModelFiles, on_every_rank
+from rlhf.models.skeleton import skeleton
+
+BUCKET_BYTES = 1 << 26
+"""What is read, and sent, at a time; a row of a tensor is never divided."""
+
+NOT_PLAIN = ("quantization_config", "transformers_weights", "extra_files")
+"""Settings of a configuration that make the library read other tensors than those of the usual files, or change them."""
+
+Load = Callable[[Mapping[str, Tensor] | None], PreTrainedModel]
+"""One of the `load_...` functions of `loading.py`, of which only `tensors` is missing."""
+
+
+class ReaderFailed(Exception):
+    """The rank that reads for all could not. It is the one that raises."""
+
+
+class Loaded:
+    """A model whose weights are still in their files.
+
+    `model` is for an engine to spread over the ranks: its parameters are on the meta device, its buffers in place. After that, `fill`
+    puts the weights where the engine has them. Where only the library can read the files, `model` is whole and there is nothing to fill.
+    """
+
+    def __init__(self, model: PreTrainedModel, names: Mapping[str, str], reader: "TensorReader") -> None:
+        self.model = model
+        self._names, self._reader = names, reader
+
+    def fill(self, pieces: Pieces) -> None:
+        """Put the weights into `pieces`, every rank's part of the model. Collective.
+
+        Raises:
+            UserError: a file can't be read; on every rank.
+        """
+        on_every_rank(lambda: self._fill(pieces), self._reader.coordinator)
+
+    @torch.no_grad()
+    def _fill(self, pieces: Pieces) -> None:
+        with contextlib.suppress(ReaderFailed):
+            for name, piece in pieces.items():
+                if name not in self._names:  # a new head
+                    continue
+                stop, local = piece.start + piece.local.numel(), piece.local.view(-1)
+                for start, chunk in self._reader.chunks(self._names[name], piece.start, stop):
+                    low, high = max(start, piece.start), min(start + chunk.numel(), stop)
+                    if low < high:
+                        local[low - piece.start : high - piece.start].copy_(chunk[low - start : high - start])
+
+
+class TensorReader:
+    """Ranges of the tensors in a model's files, read here or received from the rank that reads for all."""
+
+    def __init__(self, files: ModelFiles, coordinator: Coordinator, device: torch.device) -> None:
+        self.coordinator = coordinator
+        self._files, self._device = files, device
+        self._headers = files.headers or {}
+        self._open: tuple[str, Any] | None = None
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """The elements [start, stop) of a flattened tensor, or more, by chunks with the place of each; in the files' precision.
+
+        Collective where one rank reads for all; then it is the whole tensor that passes by, in chunks.
+        """
+        tensor = self._headers[name]
+        rows, width = math.prod(tensor.shape[:1]), math.prod(tensor.shape[1:])
+        if rows * width == 0:
+            return
+        first, last = (start // width, -(-stop // width)) if self._files.reader is None else (0, rows)
+        step = max(1, BUCKET_BYTES // (width * DTYPES[tensor.dtype].itemsize))
+        for low in range(first, last, step):
+            high = min(low + step, last)
+            yield low * width, self._rows(name, low, high, (high - low) * width)
+
+    def whole(self, name: str) -> Tensor:
+        """A whole tensor, on the CPU. Collective where one rank reads for all."""
+        tensor = self._headers[name]
+        result = torch.empty(math.prod(tensor.shape), dtype=DTYPES[tensor.dtype])
+        for start, chunk in self.chunks(name, 0, len(result)):
+            result[start : start + chunk.numel()].copy_(chunk)
+        return result.view(tensor.shape)
+
+    def _rows(self, name: str, low: int, high: int, numel: int) -> Tensor:
+        if self._files.reader is None:
+            return self.read(name, low, high)
+        dtype = DTYPES[self._headers[name].dtype]
+        # The last byte says whether the reader could read, so that nobody waits for what will not come.
+        buffer = torch.zeros(numel * dtype.itemsize + 1, dtype=torch.uint8, device=self._device)
+        error: Exception | None = None
+        if self._files.reads:
+            try:
+                buffer[:-1].copy_(self.read(name, low, high).view(torch.uint8))
+                buffer[-1] = 1
+            except Exception as caught:
+                error = caught
+        dist.broadcast(buffer, self._files.reader)
+        if error is not None:
+            raise error
+        if not buffer[-1]:
+            raise ReaderFailed
+        return buffer[:-1].view(dtype)
+
+    def read(self, name: str, low: int, high: int) -> Tensor:
+        """The rows [low, high) of a tensor, flattened, from the file."""
+        tensor = self._headers[name]
+        with self._files.telling():
+            if self._open is None or self._open[0] != tensor.file:
+                self._open = tensor.file, safe_open(self._files.folder / tensor.file, framework="pt")
+            part = self._open[1].get_slice(name)
+            return (part[low:high] if tensor.shape else part[...]).reshape(-1)
+
+
+def load(
+    files: ModelFiles, hf_config: PretrainedConfig, load_from: Load, coordinator: Coordinator, device: torch.device
+) -> Loaded:
+    """The model of `files`. Collective.
+
+    Raises:
+        UserError: weights are missing or can't be read; on every rank.
+    """
+    reader = TensorReader(files, coordinator, device)
+    plain = files.headers is not None and not any(getattr(hf_config, name, None) for name in NOT_PLAIN)
+    if plain:
+        generator = torch.get_rng_state()
+        found = on_every_rank(lambda: skeleton(load_from, files.headers or {}), coordinator)
+        if found is not None:
+            return Loaded(*found, reader)
+        torch.set_rng_state(generator)  # a new head is drawn once
+    if files.reader is None:
+        return Loaded(on_every_rank(lambda: load_from(None), coordinator), {}, reader)
+    if not plain:
+        raise UserError(
+            f"{files.source} is not a plain folder of safetensors (an adapter, quantised, or named otherwise), which every rank has to "
+            "see: put it at that path on every node."
+        )
+    received: dict[str, Tensor] = {}
+
+    def receive() -> None:
+        with contextlib.suppress(ReaderFailed):
+            received.update((name, reader.whole(name)) for name in files.headers or {})
+
+    on_every_rank(receive, coordinator)
+    return Loaded(on_every_rank(lambda: load_from(received), coordinator), {}, reader)

@@ -1,0 +1,380 @@
+"""Where a model's files are: on every node or on one. Two ranks in two working directories are two nodes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+
+from rlhf.backends import build_backend
+from rlhf.backends.fsdp2 import Fsdp2Model
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.checkpoint.tensors import Pieces
+from rlhf.config import BackendConfig
+from rlhf.errors import UserError
+from rlhf.models import loading, weights
+from rlhf.models.files import ModelFiles, find_files, read_headers
+from rlhf.models.loading import ModelSource, hf_files, load_model_config, load_tokenizer
+from rlhf.models.skeleton import skeleton
+from tests.checkpoint_helpers import equal_bits, files_of, run_ranks
+from tests.integration.engines import CPU, ENGINES, NEEDS_DEEPSPEED, OPTIM, gathered
+from tests.launching import DEADLINE_S, ROOT, ranks, records, saved_steps, small
+from tests.tiny_models import TINY_POLICY, causal_lm, classifier
+
+CRITIC, JUDGE, POLICY = loading.load_value_model, loading.load_reward_model, loading.load_model
+MODELS = {  # what is in the folder, how it is loaded, and whether its weights can be read tensor by tensor
+    "tied": (POLICY, True),
+    "untied": (POLICY, True),
+    "bfloat16": (POLICY, True),
+    "in_parts": (POLICY, True),
+    "renamed": (POLICY, True),
+    "critic": (CRITIC, True),
+    "older_critic": (CRITIC, True),
+    "judge": (JUDGE, True),
+    "experts": (POLICY, False),
+    "both_of_a_tie": (POLICY, False),
+}
+SEES, BLIND = "node1", "node0"
+"""The nodes, one rank each: the leader's sees nothing but what is on every node."""
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory) -> Path:
+    """`all/NAME`: the models on both nodes; `one/NAME`: on one."""
+    folder = tmp_path_factory.mktemp("nodes")
+    store = folder / "store"
+    causal_lm("qwen2", store / "tied")
+    causal_lm("llama", store / "untied")
+    causal_lm("qwen2", store / "bfloat16").bfloat16().save_pretrained(store / "bfloat16")
+    causal_lm("llama", store / "in_parts").save_pretrained(store / "in_parts", max_shard_size="20KB")
+    (store / "in_parts" / "model.safetensors").unlink()
+    renamed("gpt2", store / "renamed")
+    causal_lm("llama", store / "critic")
+    classifier("gpt2", store / "older_critic")
+    classifier("llama", store / "judge")
+    mixtral(store / "experts")
+    causal_lm("qwen2", store / "both_of_a_tie")
+    file = store / "both_of_a_tie" / "model.safetensors"
+    tensors = load_file(file)
+    other = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors | {"lm_head.weight": other}, file, {"format": "pt"})
+    for node in (SEES, BLIND):
+        (folder / node).mkdir()
+        (folder / node / "all").symlink_to(store)
+    (folder / SEES / "one").symlink_to(store)
+    return folder
+
+
+def renamed(architecture: str, folder: Path) -> None:
+    """A policy whose file has the names of the trunk alone, as older ones have."""
+    causal_lm(architecture, folder)
+    tensors = load_file(folder / "model.safetensors")
+    short = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    assert short.keys() != tensors.keys()
+    save_file(short, folder / "model.safetensors", {"format": "pt"})
+
+
+def mixtral(folder: Path) -> None:
+    """A mixture of experts: one tensor per expert in the file, one for all in the model."""
+    causal_lm("llama", folder)  # for the tokenizer
+    settings = json.loads((folder / "config.json").read_text())
+    kept = {key: value for key, value in settings.items() if key not in ("architectures", "model_type", "mlp_bias")}
+    AutoModelForCausalLM.from_config(MixtralConfig(**kept, num_local_experts=4)).save_pretrained(folder)
+
+
+def find(path: str, mode: str, coordinator: Coordinator, scratch: Path) -> ModelFiles:
+    scratch.mkdir(exist_ok=True, parents=True)
+    return find_files(ModelSource("model.path", path), mode, coordinator, CPU, scratch)
+
+
+def load(files: ModelFiles, function: Callable[..., PreTrainedModel], coordinator: Coordinator) -> weights.Loaded:
+    hf_config = load_model_config(files.source, files.folder)
+    from_files = partial(function, files.source, files.folder, hf_config, torch.float32)
+    return weights.load(files, hf_config, from_files, coordinator, CPU)
+
+
+def whole(folder: Path, function: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """What the library loads from files that are here."""
+    source = ModelSource("model.path", str(folder))
+    return function(source, folder, load_model_config(source, folder), torch.float32)
+
+
+def contents(pieces: Pieces, model: PreTrainedModel) -> dict[str, Any]:
+    """All that a loaded model is, and the random numbers that its loading has drawn."""
+    persistent = model.state_dict().keys()
+    files = hf_files(model.config, load_tokenizer(SOURCE, TINY_POLICY), getattr(model, "generation_config", None))
+    return {
+        "weights": gathered(pieces),
+        "tied": sorted({name for name, _ in model.named_parameters(remove_duplicate=False)} - pieces.keys()),
+        "buffers": {name: buffer.clone() for name, buffer in model.named_buffers() if name not in persistent},
+        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
+        "training": model.training,
+        "class": type(model).__name__,
+        "files": files,
+        "generator": torch.get_rng_state(),
+    }
+
+
+SOURCE = ModelSource("model.path", str(TINY_POLICY))
+
+
+def same_bits(rank: int, folder: Path) -> dict[str, list[str]]:
+    """For each model and way to load it, what differs from the library's model, and where the weights came from."""
+    torch.use_deterministic_algorithms(True)  # as in a run on the CPU; it also fills fresh memory with NaN
+    weights.BUCKET_BYTES = 3000  # several to a tensor
+    coordinator = Coordinator()
+    os.chdir(folder / (SEES if rank else BLIND))
+    result = {}
+    for name, (function, by_tensor) in MODELS.items():
+        torch.manual_seed(rank)
+        expected = Fsdp2Model(whole(folder / "store" / name, function), BackendConfig(), CPU)
+        expected = contents(expected.model_pieces(), expected.module)
+        for place, mode in (("all", "auto"), ("all", "broadcast"), ("one", "auto")):
+            files = find(f"{place}/{name}", mode, coordinator, folder / f"scratch{rank}" / f"{place}-{mode}-{name}")
+            torch.manual_seed(rank)
+            loaded = load(files, function, coordinator)
+            on_meta = any(p.is_meta for p in loaded.model.parameters())
+            assert on_meta == by_tensor, name
+            model = Fsdp2Model(loaded.model, BackendConfig(), CPU)
+            loaded.fill(model.model_pieces())
+            found = contents(model.model_pieces(), model.module)
+            differences = [key for key in expected if not equal_bits(expected[key], found[key])]
+            result[f"{place} {mode} {name}"] = [str(files.reader), *differences, files.fingerprint]
+    return result
+
+
+def test_every_way_to_load_gives_the_bits_of_the_library_s_model(nodes):
+    found = run_ranks(2, same_bits, nodes, deadline_s=300, join=nodes / "join")
+    assert found[0] == found[1]
+    readers = {"all auto": "None", "all broadcast": "0", "one auto": "1"}
+    for case, (reader, *differences, fingerprint) in found[0].items():
+        place, mode, name = case.split()
+        assert (reader, differences) == (readers[f"{place} {mode}"], []), case
+        assert fingerprint == loading.fingerprint(nodes / "store" / name), case
+
+
+def test_weight_that_the_library_turns_is_not_read_as_it_lies(nodes):
+    folder = nodes / "store" / "untied"
+    source = ModelSource("model.path", str(folder))
+    square = "model.layers.0.self_attn.q_proj.weight"
+    headers = read_headers(folder)
+    assert headers is not None
+    assert headers[square].shape == (16, 16)
+    options = (source, folder, load_model_config(source, folder), torch.float32)
+    assert skeleton(lambda tensors: POLICY(*options, tensors), headers) is not None
+    assert skeleton(lambda tensors: POLICY(*options, {**tensors, square: tensors[square].T}), headers) is None
+
+
+def zero_bits(rank: int, folder: Path) -> dict[str, bool]:
+    """For each DeepSpeed engine, whether weights that were sent are the library's."""
+    torch.use_deterministic_algorithms(True)
+    weights.BUCKET_BYTES = 3000
+    coordinator = Coordinator()
+    os.chdir(folder / (SEES if rank else BLIND))
+    files = find("one/tied", "auto", coordinator, folder / f"zero{rank}")
+    result = {}
+    for kind in [kind for kind in ENGINES if kind.startswith("zero")]:
+        results = []
+        for sent in (False, True):
+            loaded = load(files, POLICY, coordinator)
+            model = loaded.model if sent else whole(folder / "store" / "tied", POLICY)
+            options = {"grad_clip": 1.0, "total_optimizer_steps": 5, "hf_files": {}}
+            backend = build_backend(model, ENGINES[kind], OPTIM, CPU, **options)
+            if sent:
+                loaded.fill(backend.model_pieces())
+                backend.after_load()
+            logits = backend.module(input_ids=torch.arange(1, 13).view(2, 6), use_cache=False).logits.detach().clone()
+            full = {name: tensor.clone() for name, tensor in backend.full_tensors()}
+            results.append({"master": gathered(backend.model_pieces()), "full": full, "logits": logits})
+        assert torch.isfinite(results[0]["logits"]).all()
+        result[kind] = equal_bits(*results)
+    return result
+
+
+@NEEDS_DEEPSPEED
+@pytest.mark.slow
+def test_deepspeed_takes_weights_that_were_sent(nodes):
+    for found in run_ranks(2, zero_bits, nodes, deadline_s=300, join=nodes / "join-zero"):
+        assert found.keys() == {kind for kind in ENGINES if kind.startswith("zero")}
+        assert all(found.values()), found
+
+
+def peak_of(action: Callable[[], Any], mapped: int) -> int:
+    """The most bytes that `action` had allocated on the CPU at a time, but for the mapping of a file of `mapped` bytes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        kept = action()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [event for event in events if abs(event.nbytes()) != mapped]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    del kept
+    return peak
+
+
+def memory(rank: int, folder: Path) -> dict[str, tuple[int, int]]:
+    """The peak of each way to load, and the bytes that this rank read from the files tensor by tensor."""
+    weights.BUCKET_BYTES = 1 << 16
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # the recorder does not see the library's threads
+    coordinator = Coordinator()
+    os.chdir(folder / (SEES if rank else BLIND))
+    read: list[int] = []
+    original = weights.TensorReader.read
+
+    def counting(self: weights.TensorReader, name: str, low: int, high: int) -> torch.Tensor:
+        rows = original(self, name, low, high)
+        read.append(rows.numel() * rows.element_size())
+        return rows
+
+    weights.TensorReader.read = counting  # type: ignore[method-assign]
+
+    def by(place: str) -> Fsdp2Model:
+        loaded = load(files[place], POLICY, coordinator)
+        model = Fsdp2Model(loaded.model, BackendConfig(), CPU)
+        loaded.fill(model.model_pieces())
+        return model
+
+    def library() -> Fsdp2Model:
+        return Fsdp2Model(whole(folder / "store" / "large", POLICY), BackendConfig(), CPU)
+
+    files = {place: find(f"{place}/large", "auto", coordinator, folder / f"m{place}{rank}") for place in ("all", "one")}
+    file_size = (folder / "store" / "large" / "model.safetensors").stat().st_size
+    result = {}
+    ways: dict[str, Callable[[], Any]] = {"library": library, "all": partial(by, "all"), "one": partial(by, "one")}
+    for name, action in ways.items():
+        read.clear()
+        result[name] = peak_of(action, file_size), sum(read)
+    return result
+
+
+def test_no_rank_holds_more_than_its_part_and_a_bucket(nodes):
+    causal_lm("llama", nodes / "store" / "large", hidden_size=128, intermediate_size=512, num_hidden_layers=6)
+    model = AutoModelForCausalLM.from_pretrained(nodes / "store" / "large").bfloat16()
+    model.save_pretrained(nodes / "store" / "large")
+    size = 4 * sum(p.numel() for p in model.parameters())
+    largest = 4 * max(p.numel() for p in model.parameters())
+    found = run_ranks(2, memory, nodes, deadline_s=120, join=nodes / "join-memory")
+    for rank, ways in enumerate(found):
+        assert ways["library"][0] > size  # the figure sees a whole model
+        for way in ("all", "one"):
+            assert size / 2 <= ways[way][0] < size / 2 + largest + (1 << 17), (rank, way, ways, size)
+        assert ways["all"][1] == size / 4  # half of the rows, in bfloat16
+        assert ways["one"][1] == (size / 2 if rank == 1 else 0)
+
+
+def mistakes(rank: int, folder: Path) -> dict[str, str]:
+    """What each mistake is told as on this rank."""
+    coordinator = Coordinator()
+    os.chdir(folder / (SEES if rank else BLIND))
+    told = {}
+
+    def told_as(name: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+            told[name] = "nothing"
+        except UserError as error:
+            told[name] = str(error)
+
+    def run(path: str, mode: str, damage: Callable[[], Any] = lambda: None) -> None:
+        files = find(path, mode, coordinator, folder / f"e{rank}" / f"{len(told)}")
+        loaded = load(files, POLICY, coordinator)
+        model = Fsdp2Model(loaded.model, BackendConfig(), CPU)
+        coordinator.on_leader(damage)
+        loaded.fill(model.model_pieces())
+
+    told_as("blind", lambda: run("one/tied", "shard"))
+    told_as("nowhere", lambda: run("no/where", "auto"))
+    told_as("truncated", lambda: run("one/truncated", "auto"))
+    told_as("lacking", lambda: run("one/lacking", "auto"))
+    told_as("lacking, own", lambda: run("all/lacking", "auto"))
+    for place in ("one", "all"):
+        coordinator.on_leader(lambda: causal_lm("llama", folder / "store" / "going"))
+        file = folder / "store" / "going" / "model.safetensors"
+        # Gone after the headers were read, as when someone replaces the folder.
+        told_as(f"going, {place}", partial(run, f"{place}/going", "auto", partial(os.truncate, file, 5000)))
+    return told
+
+
+def test_mistakes_are_told_on_every_rank(nodes):
+    store = nodes / "store"
+    causal_lm("llama", store / "truncated")
+    os.truncate(store / "truncated" / "model.safetensors", 20_000)
+    causal_lm("llama", store / "lacking")
+    tensors = load_file(store / "lacking" / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, store / "lacking" / "model.safetensors", {"format": "pt"})
+    found = run_ranks(2, mistakes, nodes, deadline_s=120, join=nodes / "join-mistakes")
+    assert found[0] == found[1]
+    told = found[0]
+    # Rank 1 is the first that sees it.
+    assert told["blind"].startswith(
+        f"model.loading=shard: rank 0 (on {socket.gethostname()}) does not see model.path=one/tied."
+    )
+    assert "set model.loading=auto" in told["blind"]
+    assert told["nowhere"].startswith("model.path=no/where is")
+    for name in ("truncated", "going, one", "going, all"):
+        assert told[name].startswith("model.path=")
+        assert "can't be loaded from safetensors" in told[name]
+    for name in ("lacking", "lacking, own"):
+        assert "1 weights that its config.json asks for are missing" in told[name]
+
+
+@pytest.mark.slow
+def test_a_run_on_two_nodes_of_which_one_has_the_model(tmp_path, sums):
+    """Under torchrun, with a critic, and a reward model that only the second has."""
+    for node in (BLIND, SEES):
+        (tmp_path / node).mkdir()
+    (tmp_path / BLIND / "model").mkdir()  # as where a disk is not mounted
+    (tmp_path / SEES / "model").symlink_to(TINY_POLICY)
+    classifier("llama", tmp_path / SEES / "judge")
+    settings = [
+        "model.path=./model",
+        "algorithm=ppo",
+        "reward.functions=[exact_match,reward_model]",
+        "reward_model.path=./judge",
+        "trainer.total_training_steps=2",
+        "checkpoint.contents=[model,optimizer,extra,hf_model]",
+    ]
+    command = small(tmp_path, "two_nodes", sums, *settings)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    on_a_node = f'cd "{tmp_path}/node$RANK" && LOCAL_WORLD_SIZE=1 exec "{sys.executable}" -m rlhf.train "$@"'
+    done = subprocess.run(
+        [*launcher, "sh", "-c", on_a_node, "sh", *command],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout
+    # The same run where every rank sees everything.
+    replaced = {
+        "model.path=./model": f"model.path={TINY_POLICY}",
+        "reward_model.path=./judge": f"reward_model.path={tmp_path}/{SEES}/judge",
+    }
+    everywhere = [replaced.get(argument, argument) for argument in small(tmp_path, "one_place", sums, *settings)]
+    ended = ranks(tmp_path / "log", everywhere, nproc=2)
+    assert ended.code == 0, ended.output
+    runs = [tmp_path / "rlhf" / name for name in ("two_nodes", "one_place")]
+    assert saved_steps(runs[0]) == saved_steps(runs[1]) != []
+    last = [run / f"global_step_{saved_steps(run)[0]}" for run in runs]
+    assert files_of(last[0]) == files_of(last[1])
+    own = {"config.yaml", "driver_state.json", "manifest.json"}  # the command, the run's name, times
+    for name in files_of(last[0]) - own:
+        assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes(), name
+    assert {path.name for path in last[0].rglob("*")} >= {"model.safetensors", "tokenizer.json", *own}
+    figures = [[record.get("reward/mean") for record in records(run)] for run in runs]
+    assert figures[0] == figures[1]
