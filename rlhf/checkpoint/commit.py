@@ -92,21 +92,6 @@ def point_to(run_dir: Path, step: int) -> None:
     _point_to(run_dir, step)
 
 
-def prune(run_dir: Path, max_to_keep: int | None, step: int) -> list[int]:
-    """Remove all but the newest `max_to_keep` checkpoints up to that of `step`, the one just published; returns the removed steps.
-
-    A later one is there only when it could neither be read nor set aside: it must not push out those that are whole.
-    """
-    if max_to_keep is None:
-        return []
-    removed = []
-    for path in [path for path in scan(run_dir) if (step_of(path) or 0) <= step][max_to_keep:]:
-        announce("commit.prune")
-        discard(path)
-        removed.append(step_of(path) or 0)
-    return removed
-
-
 def to_trash(path: Path) -> Path:
     """Take a directory's name away, so that no kill during its deletion leaves half of it there; returns what to delete."""
     trash = path.with_name(fresh_name(TRASH, path.name.lstrip(".")))

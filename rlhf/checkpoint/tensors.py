@@ -92,6 +92,8 @@ def write_pieces(root: Path, folder: str, file_name: str, pieces: Pieces) -> tup
     The share names every piece, owned or not, so that the merge sees a tensor that no rank owns.
     """
     flat = {name: p.local.detach().reshape(-1) for name, p in pieces.items() if p.owner and p.local.numel()}
+    # Step counts, which one rank writes and all read, next to each other: scattered, they would make all ranks read all of its file.
+    flat = dict(sorted(flat.items(), key=lambda item: item[1].numel() > 1))
     offsets = _header(flat)[1]
     index = {}
     for name, piece in pieces.items():
