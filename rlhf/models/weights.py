@@ -49,6 +49,7 @@ class Loaded:
             UserError: a file can't be read; on every rank.
         """
         on_every_rank(lambda: self._fill(pieces), self._reader.coordinator)
+        self._reader.close()
 
     @torch.no_grad()
     def _fill(self, pieces: Pieces) -> None:
@@ -71,9 +72,16 @@ class TensorReader:
         self._files, self._device = files, device
         self._headers = files.headers or {}
         self._open: tuple[str, Any] | None = None
+        self._bucket = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def close(self) -> None:
+        """Let go of the file and of the bucket."""
+        self._open, self._bucket = None, self._bucket[:0].clone()
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """The elements [start, stop) of a flattened tensor, or more, by chunks with the place of each; in the files' precision.
+        """The elements [start, stop) of a flattened tensor, or more, in chunks with the place of each; in the files' precision.
+
+        A chunk is good until the next one.
 
         Collective where one rank reads for all; then it is the whole tensor that passes by, in chunks.
         """
@@ -99,21 +107,24 @@ class TensorReader:
         if self._files.reader is None:
             return self.read(name, low, high)
         dtype = DTYPES[self._headers[name].dtype]
+        size = numel * dtype.itemsize
+        if len(self._bucket) <= size:
+            self._bucket = torch.empty(size + 1, dtype=torch.uint8, device=self._device)
         # The last byte says whether the reader could read, so that nobody waits for what will not come.
-        buffer = torch.zeros(numel * dtype.itemsize + 1, dtype=torch.uint8, device=self._device)
+        sent = self._bucket[: size + 1]
         error: Exception | None = None
         if self._files.reads:
             try:
-                buffer[:-1].copy_(self.read(name, low, high).view(torch.uint8))
-                buffer[-1] = 1
+                sent[:-1].copy_(self.read(name, low, high).view(torch.uint8))
             except Exception as caught:
                 error = caught
-        dist.broadcast(buffer, self._files.reader)
+            sent[-1] = error is None
+        dist.broadcast(sent, self._files.reader)
         if error is not None:
             raise error
-        if not buffer[-1]:
+        if not sent[-1]:
             raise ReaderFailed
-        return buffer[:-1].view(dtype)
+        return sent[:-1].view(dtype)
 
     def read(self, name: str, low: int, high: int) -> Tensor:
         """The rows [low, high) of a tensor, flattened, from the file."""
@@ -155,4 +166,5 @@ def load(
             received.update((name, reader.whole(name)) for name in files.headers or {})
 
     on_every_rank(receive, coordinator)
+    reader.close()
     return Loaded(on_every_rank(lambda: load_from(received), coordinator), {}, reader)

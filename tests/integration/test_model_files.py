@@ -1,5 +1,6 @@
 """Where a model's files are: on every node or on one. Two ranks in two working directories are two nodes."""
 
+import gc
 import json
 import os
 import socket
@@ -44,6 +45,7 @@ MODELS = {  # what is in the folder, how it is loaded, and whether its weights c
     "experts": (POLICY, False),
     "both_of_a_tie": (POLICY, False),
 }
+BUCKET = 1 << 16
 SEES, BLIND = "node1", "node0"
 """The nodes, one rank each: the leader's sees nothing but what is on every node."""
 
@@ -211,6 +213,7 @@ def test_deepspeed_takes_weights_that_were_sent(nodes):
 
 def peak_of(action: Callable[[], Any], mapped: int) -> int:
     """The most bytes that `action` had allocated on the CPU at a time, but for the mapping of a file of `mapped` bytes."""
+    gc.collect()  # what earlier actions left in cycles would be freed, and counted, in between
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         kept = action()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -225,7 +228,7 @@ def peak_of(action: Callable[[], Any], mapped: int) -> int:
 
 def memory(rank: int, folder: Path) -> dict[str, tuple[int, int]]:
     """The peak of each way to load, and the bytes that this rank read from the files tensor by tensor."""
-    weights.BUCKET_BYTES = 1 << 16
+    weights.BUCKET_BYTES = BUCKET
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # the recorder does not see the library's threads
     coordinator = Coordinator()
     os.chdir(folder / (SEES if rank else BLIND))
@@ -263,12 +266,11 @@ def test_no_rank_holds_more_than_its_part_and_a_bucket(nodes):
     model = AutoModelForCausalLM.from_pretrained(nodes / "store" / "large").bfloat16()
     model.save_pretrained(nodes / "store" / "large")
     size = 4 * sum(p.numel() for p in model.parameters())
-    largest = 4 * max(p.numel() for p in model.parameters())
     found = run_ranks(2, memory, nodes, deadline_s=120, join=nodes / "join-memory")
     for rank, ways in enumerate(found):
         assert ways["library"][0] > size  # the figure sees a whole model
         for way in ("all", "one"):
-            assert size / 2 <= ways[way][0] < size / 2 + largest + (1 << 17), (rank, way, ways, size)
+            assert size / 2 <= ways[way][0] < size / 2 + 4 * BUCKET, (rank, way, ways, size)
         assert ways["all"][1] == size / 4  # half of the rows, in bfloat16
         assert ways["one"][1] == (size / 2 if rank == 1 else 0)
 
