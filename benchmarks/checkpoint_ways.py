@@ -11,7 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PretrainedConfig
 
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.coordinator import Coordinator
@@ -166,14 +168,37 @@ class Dcp(Way):
         dcp.load(self._tensors, checkpoint_id=folder)
 
 
+class Model(nn.ParameterDict):
+    """Parameters of the state's shapes, whole, and what verl asks of a model."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__({name.replace(".", "_"): torch.zeros(shape) for name, shape in state.shapes.items()})
+        self.config = PretrainedConfig()
+
+    def can_generate(self) -> bool:
+        return False
+
+
+def fsync_files(folder: Path) -> None:
+    """Make durable what all ranks have written into `folder`; they share the files out. Collective."""
+    dist.barrier()
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files[dist.get_rank() :: dist.get_world_size()]:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
 class DeepSpeed(Way):
-    """An engine of ZeRO stage 2 with as many weights and moments, and its own save and load."""
+    """An engine of ZeRO stage 2 with as many weights and moments: its own save, with the fsync that it leaves out, and its own load.
+
+    It writes the weights twice: whole, and as the master weights that its optimizer shards.
+    """
 
     def __init__(self, state: State) -> None:
         from rlhf.backends.deepspeed import import_deepspeed
 
         deepspeed = import_deepspeed(torch.device("cpu"))
-        model = nn.ParameterDict({name.replace(".", "_"): torch.zeros(shape) for name, shape in state.shapes.items()})
+        model = Model(state)
         settings = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {"stage": 2},
@@ -188,10 +213,39 @@ class DeepSpeed(Way):
 
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), tag="1")
+        fsync_files(folder)
 
     def load(self, folder: Path) -> None:
         path, _ = self._engine.load_checkpoint(str(folder), tag="1")
         assert path is not None
+
+
+class Verl(Way):
+    """verl's manager of FSDP2 checkpoints with as many weights and moments: its own save and load of model, optimizer and extra.
+
+    A save is timed with the fsync that it leaves out; beside the shards it has the generators and the model's configuration. It checks no
+    hashes and publishes nothing.
+    """
+
+    def __init__(self, state: State) -> None:
+        os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")  # read once, at the import
+        from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+        model = fully_shard(Model(state), mesh=init_device_mesh("cpu", (state.world_size,)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        # The moments come with the first step.
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        self._manager = FSDPCheckpointManager(model, optimizer)
+
+    def save(self, folder: Path) -> None:
+        self._manager.save_checkpoint(str(folder), global_step=1)
+        fsync_files(folder)
+
+    def load(self, folder: Path) -> None:
+        self._manager.load_checkpoint(str(folder))
 
 
 def ways(state: State) -> dict[str, Way]:
@@ -203,7 +257,9 @@ def ways(state: State) -> dict[str, Way]:
         "torch.save, fsync": TorchSave(state),
     }
     if find_spec("deepspeed") is not None:
-        found["DeepSpeed, ZeRO 2"] = DeepSpeed(state)
+        found["DeepSpeed, ZeRO 2, fsync"] = DeepSpeed(state)
+    if find_spec("verl") is not None:
+        found["verl, FSDP2, fsync"] = Verl(state)
     return found
 
 
