@@ -26,17 +26,14 @@ from benchmarks.checkpoint_ways import State, make_checkpointer, ways
 from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.layout import step_dir
 
-STEP_S = 0.02
+STEP_S, QUIET_STEPS = 0.02, 20
 Times = dict[str, list[float]]
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds until every rank is done, from when every rank is ready."""
+    """Seconds of the slowest rank, from when every rank is ready."""
     dist.barrier()
-    started = time.perf_counter()
-    action()
-    dist.barrier()
-    return time.perf_counter() - started
+    return _slowest(_once(action))
 
 
 def drop_from_cache(folder: Path) -> None:
@@ -109,7 +106,7 @@ def asynchronous(root: Path, nbytes: int, repeats: int) -> Times:
     times: Times = {name: [] for name in names}
     for step in range(1, repeats + 2):
         published = step_dir(root / "rlhf" / "default", step)
-        quiet = statistics.median(_once(work) for _ in range(5))
+        quiet = statistics.mean(_once(work) for _ in range(QUIET_STEPS))
         copy = timed(lambda: [c.copy_(t) for c, t in zip(copies, live, strict=True)])
         dist.barrier()
         began = time.perf_counter()
@@ -118,14 +115,14 @@ def asynchronous(root: Path, nbytes: int, repeats: int) -> Times:
         busy = steps_until(published.exists, work)
         commit = time.perf_counter() - began
         checkpointer.finish()
-        figures = (copy, stall, commit, len(busy), statistics.mean(busy) / quiet)
+        figures = [_slowest(f) for f in (copy, stall, commit, len(busy), statistics.mean(busy) / quiet)]
         if step > 1:
             for name, figure in zip(names, figures, strict=True):
-                times[name].append(_slowest(figure))
+                times[name].append(figure)
     return times
 
 
-def _once(work: Callable[[], None]) -> float:
+def _once(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
@@ -138,27 +135,23 @@ def _slowest(figure: float) -> float:
     return tensor.item()
 
 
-def measure(rank: int, world_size: int, join: str, arguments: argparse.Namespace) -> None:
-    """One rank; the driver prints."""
+def measure(rank: int, world_size: int, join: str, folders: dict[str, Path], arguments: argparse.Namespace) -> None:
+    """One rank, which works in an empty folder for each storage; the driver prints."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{join}/store", rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
     )
     rows: dict[str, list[str]] = {"save and load": [], "asynchronous": []}
-    for storage, parent in (("disk", arguments.disk), ("tmpfs", arguments.tmpfs)):
+    for storage, folder in folders.items():
         for size in arguments.sizes:
-            shared = [tempfile.mkdtemp(prefix="rlhf-benchmark-", dir=parent)] if rank == 0 else [""]
-            dist.broadcast_object_list(shared)
-            root = Path(shared[0])
-            try:
-                nbytes = int(size * 1e6)
-                where = f"{storage} | {size:g} MB"
-                rows["save and load"] += table_of_ways(where, save_and_load(root, nbytes, arguments.repeats))
-                rows["asynchronous"] += table_of_async(where, asynchronous(root, nbytes, arguments.repeats))
-            finally:
-                dist.barrier()
-                if rank == 0:
-                    shutil.rmtree(root)
+            root, nbytes, where = folder / f"{size:g}", int(size * 1e6), f"{storage} | {size:g} MB"
+            if rank == 0:
+                root.mkdir()
+            dist.barrier()
+            rows["save and load"] += table_of_ways(where, save_and_load(root, nbytes, arguments.repeats))
+            rows["asynchronous"] += table_of_async(where, asynchronous(root, nbytes, arguments.repeats))
+            if rank == 0:
+                shutil.rmtree(root)
     if rank == 0:
         title = f"\n## {world_size} rank{'s' if world_size > 1 else ''}, {arguments.repeats} runs each\n\n"
         first = "| storage | state | way | save | to raw | load | to raw |\n|---|---|---|---|---|---|---|\n"
@@ -212,8 +205,13 @@ def main() -> int:
     sys.stdout.write(f"{os.cpu_count()} cores, load {load:.1f} at the start\n")
     sys.stdout.flush()
     for world_size in arguments.ranks:
-        with tempfile.TemporaryDirectory() as join:
-            mp.spawn(measure, (world_size, join, arguments), nprocs=world_size)
+        with (
+            tempfile.TemporaryDirectory() as join,
+            tempfile.TemporaryDirectory(prefix="rlhf-benchmark-", dir=arguments.disk) as disk,
+            tempfile.TemporaryDirectory(prefix="rlhf-benchmark-", dir=arguments.tmpfs) as tmpfs,
+        ):
+            folders = {"disk": Path(disk), "tmpfs": Path(tmpfs)}
+            mp.spawn(measure, (world_size, join, folders, arguments), nprocs=world_size)
     return 0
 
 

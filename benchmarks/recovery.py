@@ -76,7 +76,7 @@ def run(folder: Path, ranks: int, more: list[str]) -> tuple[dict[str, float], di
         *("actor.ppo_mini_batch_size=8", "trainer.experiment_name=recovery", "checkpoint.async_save=false", *more),
     ]
     listener = {"RLHF_EVENT_LISTENER": "benchmarks.recovery:on_event", FOLDER_VARIABLE: str(folder)}
-    began, crashed, resumed, lines = time.time(), 0.0, 0.0, []
+    began, crashed, lines = time.time(), 0.0, []
     with subprocess.Popen(
         command, env=os.environ | listener, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -84,8 +84,7 @@ def run(folder: Path, ranks: int, more: list[str]) -> tuple[dict[str, float], di
         for line in process.stdout:
             lines.append(line)
             crashed = time.time() if " Crash: " in line else crashed
-            resumed = time.time() if " Resumed step " in line else resumed
-    if process.returncode or not crashed or not resumed:
+    if process.returncode or not crashed or not any(" Resumed step " in line for line in lines):
         raise RuntimeError("the run did not recover:\n" + "".join(lines[-30:]))
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     history = [json.loads(line) for line in (folder / "rlhf" / "recovery" / "metrics.jsonl").read_text().splitlines()]
@@ -93,12 +92,11 @@ def run(folder: Path, ranks: int, more: list[str]) -> tuple[dict[str, float], di
     killed, restart = time_of(events, "kill"), [entry["event"] for entry in events].index("imported", 1)
     first, second = events[:restart], events[restart:]
     cold = starting(first, began)
-    cold["build"] = time_of(first, "step.begin") - time_of(first, "imported")
     cold["total"] = time_of(first, "update.after") - began
     warm = starting(second, crashed)
     warm |= {
         "detection": crashed - killed,
-        "build": resumed - load - time_of(second, "imported"),
+        "build": warm["build"] - load,
         "load": load,
         "total": time_of(second, "update.after") - killed,
         "replay": time_of(second, EVENT, KILLED - SAVED) - time_of(second, "step.begin"),
@@ -112,6 +110,7 @@ def starting(events: list[dict], since: float) -> dict[str, float]:
     return {
         "start": process - since,
         "import": time_of(events, "imported") - process,
+        "build": time_of(events, "step.begin") - time_of(events, "imported"),
         "first step": time_of(events, "update.after") - time_of(events, "step.begin"),
     }
 
