@@ -129,7 +129,9 @@ def test_disable_refuses_and_overwrite_begins_anew(case):
 
 def test_a_fork_starts_from_another_run_once_and_then_continues_its_own(case):
     source = case.finished / "global_step_3"
-    fork = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={source}", "trainer.save_freq=1")
+    # Saves that are committed when the kill comes.
+    saves = ("trainer.save_freq=1", "checkpoint.async_save=false")
+    fork = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={source}", *saves)
     # Saved 4 and 5, died in 6.
     end = case.start(*fork, environment=at("update.before", 3, "SIGKILL"))
     assert end.code == -9, end.output

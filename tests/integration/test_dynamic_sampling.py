@@ -145,6 +145,9 @@ def test_every_step_is_that_of_the_plain_way(ranks, plain, name, world_size):
         for part in parts:
             told = part["metrics"]
             seconds = {key: told.pop(key) for key in ("perf/rollout_seconds", "perf/reward_seconds")}
+            if len(parts) > 1:
+                assert told.pop("perf/slowest_rank_ratio", 1.0) >= 1.0
+                assert told.pop("perf/slowest_rank", 0) in range(len(parts))
             assert (min(seconds.values()) > 0) == (told.get("sampling/gen_batches") != 0)
             assert part["tokens"] == expected["tokens"]
             assert {k: told[k] for k in expected["metrics"]} == pytest.approx(expected["metrics"], abs=1e-6)

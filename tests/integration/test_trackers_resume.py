@@ -8,7 +8,10 @@ from tests.launching import ranks, records, saved_steps, small
 
 
 def test_both_trackers_show_every_step_once_after_a_kill(tmp_path, sums, monkeypatch):
-    command = small(tmp_path, "tracked", sums, "trainer.logger=[wandb,tensorboard]", "tracking.wandb.mode=offline")
+    saved = "checkpoint.async_save=false"  # when the kill comes
+    command = small(
+        tmp_path, "tracked", sums, "trainer.logger=[wandb,tensorboard]", "tracking.wandb.mode=offline", saved
+    )
     run_dir = tmp_path / "rlhf" / "tracked"
     # Steps 4 and 5 are logged and lost: the last checkpoint is that of step 3.
     killed = ranks(tmp_path / "log", command, at("update.before", 6, "SIGKILL"))
