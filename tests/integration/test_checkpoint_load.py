@@ -70,7 +70,8 @@ def test_each_rank_reads_what_it_needs_and_every_byte_is_read(tmp_path, writers,
         assert result.by_part["ref"].bytes <= in_folders(config, "ref/model") + readers * 2 * BLOCK
         manifest = read_manifest(step_dir(config.run_dir, 1))
         assert result.total_bytes >= sum(entry["size"] for entry in manifest.files.values())
-        assert all(0 < part.seconds <= result.seconds for part in result.by_part.values())
+        # Of the slowest rank, which may have begun before this one.
+        assert all(part.seconds > 0 for part in result.by_part.values())
 
 
 def test_the_metrics_of_a_load():
