@@ -1,7 +1,7 @@
 """Ways to save and load the same state, each on every rank: raw files, this package's, and those of other libraries."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -248,19 +248,19 @@ class Verl(Way):
         self._manager.load_checkpoint(str(folder))
 
 
-def ways(state: State) -> dict[str, Way]:
-    """Every way that is installed, the limit first."""
-    found: dict[str, Way] = {
-        "raw write and fsync": Raw(state),
-        "rlhf": Ours(state),
-        "torch.distributed.checkpoint": Dcp(state),
-        "torch.save, fsync": TorchSave(state),
+def ways(state: State, skipped: Sequence[str]) -> dict[str, Way]:
+    """Every way that is installed and whose name begins with none of `skipped`, the limit first."""
+    kinds: dict[str, Callable[[State], Way]] = {
+        "raw write and fsync": Raw,
+        "rlhf": Ours,
+        "torch.distributed.checkpoint": Dcp,
+        "torch.save, fsync": TorchSave,
     }
     if find_spec("deepspeed") is not None:
-        found["DeepSpeed, ZeRO 2, fsync"] = DeepSpeed(state)
+        kinds["DeepSpeed, ZeRO 2, fsync"] = DeepSpeed
     if find_spec("verl") is not None:
-        found["verl, FSDP2, fsync"] = Verl(state)
-    return found
+        kinds["verl, FSDP2, fsync"] = Verl
+    return {name: kind(state) for name, kind in kinds.items() if not name.lower().startswith(tuple(skipped))}
 
 
 def make_checkpointer(folder: Path, state: State, coordinator: Coordinator, *, async_save: bool) -> Checkpointer:
