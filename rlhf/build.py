@@ -43,7 +43,7 @@ from rlhf.models.loading import ModelSource
 from rlhf.models.weights import Loaded
 from rlhf.reward import Reward, build_reward
 from rlhf.reward.model import RewardModel
-from rlhf.rollout import SamplingParams, build_embedded_engine, check_lengths
+from rlhf.rollout import RolloutEngine, SamplingParams, build_embedded_engine, check_lengths, eos_token_ids
 from rlhf.tracking import Progress, Tracker
 from rlhf.tracking.run_log import RunLog
 
@@ -94,7 +94,7 @@ def _build(
 
     reward = _reward(config, models, coordinator, device)
     actor_model = policy.load(loading.load_model, coordinator, device)
-    engine = build_embedded_engine(actor_model.model, policy.tokenizer, config.rollout, device)
+    engine = _engine(config, policy, actor_model.model, coordinator, device)
     reference = None
     if needs_reference(config):
         frozen = _frozen(policy.load(loading.load_model, coordinator, device), config, device)
@@ -159,6 +159,7 @@ def _build(
     return Parts(
         config=config,
         collector=collector,
+        engine=engine,
         actor=Actor(backend, config, mini_batches),
         critic=critic,
         reference=reference,
@@ -221,6 +222,24 @@ def _reward(config: Config, models: Mapping[str, Found], coordinator: Coordinato
         return build_reward(config.reward)
     module: Any = _frozen(found.load(loading.load_reward_model, coordinator, device), config, device).module
     return build_reward(config.reward, RewardModel(module, found.tokenizer, config.reward_model, device))
+
+
+def _engine(
+    config: Config, policy: Found, model: PreTrainedModel, coordinator: Coordinator, device: torch.device
+) -> RolloutEngine:
+    if config.rollout.name == "embedded":
+        return build_embedded_engine(model, policy.tokenizer, config.rollout, device)
+    # Its weights come with the first update; what it reads of the model are these files.
+    generation: Any = getattr(model, "generation_config", None)
+    files = loading.hf_files(model.config, policy.tokenizer, generation)
+    eos = eos_token_ids(model, policy.tokenizer)
+    if config.rollout.name == "vllm":
+        from rlhf.rollout.vllm.colocated import build_vllm_engine
+
+        return build_vllm_engine(config, files, eos, coordinator, device)
+    from rlhf.rollout.servers.engine import build_server_engine
+
+    return build_server_engine(config, files, eos, coordinator, device)
 
 
 def _backend(

@@ -17,6 +17,7 @@ from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.reference import Reference
 from rlhf.reward import Reward
+from rlhf.rollout import RolloutEngine
 from rlhf.tracking.run_log import RunLog
 
 
@@ -26,6 +27,7 @@ class Parts:
 
     config: Config
     collector: Collector
+    engine: RolloutEngine
     actor: Actor
     critic: Critic | None
     reference: Reference | None

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter) -> None:
-    """Build and train; trackers and reward processes are closed however it ends."""
+    """Build and train; trackers, reward processes and rollout engines are closed however it ends."""
     parts = build(config, device, coordinator, status)
     try:
         train(parts)
@@ -48,6 +48,7 @@ def run(config: Config, device: torch.device, coordinator: Coordinator, status: 
     finally:
         parts.run_log.close()
         parts.reward.close()
+        parts.engine.close()
 
 
 def main(run_dir: Path) -> int:

@@ -15,7 +15,7 @@ from rlhf.config.optim import OptimConfig
 from rlhf.config.ref import RefConfig
 from rlhf.config.reward import OverlongBufferConfig, RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
-from rlhf.config.rollout import RolloutConfig, ValKwargsConfig
+from rlhf.config.rollout import EngineKwargsConfig, RolloutConfig, ServersConfig, ValKwargsConfig
 from rlhf.config.tracking import TrackingConfig, WandbConfig
 from rlhf.config.trainer import TrainerConfig
 
@@ -54,6 +54,7 @@ __all__ = [
     "Config",
     "CriticConfig",
     "DataConfig",
+    "EngineKwargsConfig",
     "FilterGroupsConfig",
     "GuardsConfig",
     "KlCtrlConfig",
@@ -67,6 +68,7 @@ __all__ = [
     "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
+    "ServersConfig",
     "TrackingConfig",
     "TrainerConfig",
     "ValKwargsConfig",

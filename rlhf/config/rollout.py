@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf.config.fields import setting
 
@@ -14,9 +15,32 @@ class ValKwargsConfig:
 
 
 @dataclass
+class EngineKwargsConfig:
+    vllm: dict[str, Any] = setting({})
+    """vLLM's own engine arguments by their Python names, e.g. {swap_space: 4, quantization: fp8}; they win over ours."""
+
+
+@dataclass
+class ServersConfig:
+    urls: list[str] = setting([], resume="harmless")
+    """Servers that run already, e.g. [http://node7:8000]; started with `python -m rlhf.rollout.servers`. Empty: we start our own."""
+    count: int = setting(1, ge=1, resume="harmless")
+    """Servers that we start, beside the first rank."""
+    start_timeout_s: float = setting(600.0, gt=0, resume="harmless")
+    """A server that does not answer so long after its start counts as dead."""
+    answer_timeout_s: float = setting(300.0, gt=0, resume="harmless")
+    """A server from which nothing comes back for so long counts as hung."""
+    max_failures: int = setting(5, ge=0, resume="harmless")
+    """Failures of servers in a row, without a finished request between them, before the run gives up."""
+    backoff_s: float = setting(1.0, ge=0, resume="harmless")
+    """Wait before a server that failed is tried again; doubles with each failure in a row."""
+    backoff_max_s: float = setting(60.0, ge=0, resume="harmless")
+
+
+@dataclass
 class RolloutConfig:
-    name: str = setting("embedded", choices=("embedded",))
-    """The engine that generates: `embedded` is the one in torch that comes with the trainer."""
+    name: str = setting("embedded", choices=("embedded", "vllm", "vllm_server"))
+    """The engine that generates: `embedded` comes with the trainer, `vllm` shares its devices, `vllm_server` has its own."""
     n: int = setting(8, ge=1)
     """Samples per prompt: the group of GRPO."""
     temperature: float = setting(1.0, ge=0)
@@ -33,4 +57,18 @@ class RolloutConfig:
     """Samples that one rank decodes together."""
     dtype: str = setting("float32", choices=("float32", "bfloat16", "float16"))
     """Precision of the engine's weights and cache."""
+    tensor_model_parallel_size: int = setting(1, ge=1)
+    """Devices that one vLLM engine is spread over."""
+    gpu_memory_utilization: float = setting(0.5, gt=0, le=1, resume="harmless")
+    """Share of a GPU's memory (on a CPU: of the machine's) that vLLM may take for weights and cache."""
+    enforce_eager: bool = setting(False)
+    """vLLM without CUDA graphs: slower, less memory. On a CPU always."""
+    sleep_level: int = setting(2, ge=0, le=2, resume="harmless")
+    """What `vllm` gives back while the ranks train: 0 nothing, 1 weights (kept in the CPU's memory) and cache, 2 both, for good."""
+    structured_outputs: dict[str, Any] = setting({})
+    """What responses must look like, as vLLM's StructuredOutputsParams: {json: ...}, {regex: ...}, {choice: [...]}, {grammar: ...}."""
+    async_steps: int = setting(0, ge=0, le=1)
+    """1: while a step trains, `vllm_server` generates the next one's batch, with weights that are one step old by then."""
+    engine_kwargs: EngineKwargsConfig = setting(EngineKwargsConfig)
+    servers: ServersConfig = setting(ServersConfig)
     val_kwargs: ValKwargsConfig = setting(ValKwargsConfig)

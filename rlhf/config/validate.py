@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlhf.config import BackendConfig, Config
 from rlhf.config.checkpoint_rules import checkpoint_problems
+from rlhf.config.rollout_rules import rollout_problems
 from rlhf.config.schema import SETTINGS, Setting, did_you_mean, nearest
 from rlhf.errors import UserError
 
@@ -29,7 +30,7 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ) -> None:
             _optimizers,
             _losses,
             _kl,
-            _rollout,
+            rollout_problems,
             _filter_groups,
             _data,
             _backend,
@@ -150,19 +151,6 @@ def _kl(config: Config) -> Iterator[str]:
             "algorithm.kl_ctrl.kl_coef=0: an adaptive coefficient is multiplied at each step, so 0 stays 0; "
             "set algorithm.kl_ctrl.kl_coef=0.001."
         )
-
-
-def _rollout(config: Config) -> Iterator[str]:
-    r = config.rollout
-    if r.n > 1 and r.temperature == 0:
-        yield (
-            f"rollout.temperature=0: the {r.n} samples of a prompt (rollout.n) would be equal and teach nothing; "
-            "set rollout.temperature=1.0. Evaluation has its own, rollout.val_kwargs.temperature."
-        )
-    if r.n > 1 and r.top_k == 1:
-        yield f"rollout.top_k=1: the {r.n} samples of a prompt (rollout.n) would be equal; set rollout.top_k=-1."
-    if "" in r.stop:
-        yield f"rollout.stop={r.stop}: an empty stop string would end every sample at once."
 
 
 def _filter_groups(config: Config) -> Iterator[str]:

@@ -87,6 +87,7 @@ class Collector:
             groups, metrics = self._sample_dynamically(step, tally)
         else:
             groups, metrics = self._generate(step, *self.prompts.next(), tally), {}
+        self.sampler.rest()
         if self.journal is not None:
             self._trained = (step, combined(self.coordinator.gather(digests(groups))))
         samples, results = [s for g in groups for s in g.samples], [r for g in groups for r in g.results]
@@ -99,7 +100,7 @@ class Collector:
         own_seconds = self.sampler.seconds - generated_before
         if REWARD_MODEL not in self.config.reward.functions:  # for which ranks wait for each other
             own_seconds += tally.reward_seconds
-        metrics |= slowest(self.coordinator.gather(own_seconds))
+        metrics |= slowest(self.coordinator.gather(own_seconds)) | self.sampler.metrics()
         return batch, figures | metrics | self._further_metrics(groups, tally), tokens
 
     def finish(self) -> None:

@@ -43,6 +43,7 @@ class Evaluator:
         mine = [self.prompts[i] for i in range(self.coordinator.rank, len(self.prompts), self.coordinator.world_size)]
         requests = [Request(prompt.index, prompt.token_ids) for prompt in mine]
         samples = self.sampler.generate(requests, self.params, version=step, step=step)
+        self.sampler.rest()
         owners = [prompt for prompt in mine for _ in range(self.params.n)]
         ids = [s.token_ids for s in samples]
         # The tokenizer makes one text out of no sequences.

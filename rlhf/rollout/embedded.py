@@ -1,7 +1,8 @@
 """The rollout engine that comes with the trainer: a Hugging Face causal LM decoded in this process."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from rlhf.config.rollout import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.rollout.decoding import Decoding
 from rlhf.rollout.kv_cache import RowCache
-from rlhf.rollout.types import Request, Sample, SamplingParams
+from rlhf.rollout.types import Request, Sample, SamplingParams, Weights
 
 
 def check_lengths(model_config: Any, max_prompt: int, max_response: int) -> None:
@@ -53,11 +54,11 @@ class EmbeddedEngine:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.max_num_seqs = max_num_seqs
-        self.version: int | None = None
+        self.version = 0
         self.eos = torch.tensor(eos_token_ids(model, tokenizer), dtype=torch.int64, device=model.device)
 
     @torch.no_grad()
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, weights: Weights, version: int) -> None:
         """Copy every parameter and persistent buffer in place, converting precision and device.
 
         Names are those of `model.state_dict()`; for weights that are tied, one of their names is enough.
@@ -67,7 +68,7 @@ class EmbeddedEngine:
         """
         targets = self.model.state_dict(keep_vars=True)
         updated = set()
-        for name, tensor in named_tensors:
+        for name, tensor in weights():
             if name not in targets:
                 raise ValueError(f"the rollout model has no weight named {name!r}")
             if tensor.shape != targets[name].shape:
@@ -98,7 +99,18 @@ class EmbeddedEngine:
         check_lengths(self.model.config, max(len(r.token_ids) for r in requests), params.max_tokens)
         eos = self.eos[:0] if params.ignore_eos else self.eos
         decoding = Decoding(self.model, self.tokenizer, eos, requests, params, self.max_num_seqs)
-        return decoding.run(seed, step)
+        return [replace(sample, version=self.version) for sample in decoding.run(seed, step)]
+
+    def sleep(self) -> bool:
+        """See `RolloutEngine.sleep`. The engine keeps its weights, and has no other memory between calls."""
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        """See `RolloutEngine.metrics`."""
+        return {}
+
+    def close(self) -> None:
+        """See `RolloutEngine.close`."""
 
 
 def build_embedded_engine(

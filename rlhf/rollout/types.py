@@ -1,12 +1,14 @@
 """What goes into a rollout engine and what comes out of it, the same for every engine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+Weights = Callable[[], Iterable[tuple[str, Tensor]]]
+"""The policy's weights, whole and one by one, each time it is called; a collective call that every rank walks to its end."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Sample:
 
     `token_ids` ends with the EOS token if one was produced. `log_probs` has one natural logarithm for each token, under
     the distribution that it was drawn from. `finish_reason` is `stop` for EOS and stop strings, otherwise `length`.
+    `version`: the steps that the policy had done; it is each token's, since weights never change within a sample.
     """
 
     uid: int
@@ -43,15 +46,40 @@ class Sample:
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
+    version: int = 0
 
 
 class RolloutEngine(Protocol):
-    """Turns prompts into samples with the weights it was last given."""
+    """Turns prompts into samples with the weights it was last given. All calls are collective."""
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over the policy's weights; `version` is the step they belong to."""
-        ...
+    def update_weights(self, weights: Weights, version: int) -> None:
+        """Take over the policy's weights; `version` is the step they belong to. An engine may ask for them again until the next update."""
 
     def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[Sample]:
-        """`params.n` samples of each request, in the order of the requests."""
-        ...
+        """`params.n` samples of each of this rank's requests, in their order."""
+
+    def sleep(self) -> bool:
+        """Give back what memory of the device it can until it is next called. Whether the weights went with it."""
+
+    def metrics(self) -> dict[str, float]:
+        """Figures since the last call, on the leader; of engines that can fail, what happened to them."""
+
+    def close(self) -> None:
+        """End whatever the engine has started."""
+
+
+Job = tuple[Sequence[Request], SamplingParams]
+"""What `generate` takes."""
+
+
+class BackgroundEngine(RolloutEngine, Protocol):
+    """An engine that does not need this rank's devices, and so can generate while the rank trains. All calls are collective."""
+
+    def begin(self, jobs: Sequence[Job], *, seed: int, step: int) -> None:
+        """Start to generate, with the weights as they are now; no other call but `finish` may follow."""
+
+    def finish(self, version: int) -> list[list[Sample]]:
+        """Wait for what `begin` started: the samples of each job.
+
+        What could not be generated then (an engine died) is generated now, by the policy as it is by now, after `version` steps.
+        """

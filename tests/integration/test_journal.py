@@ -1,6 +1,6 @@
 """The rollout journal with the real engine and real ranks: what it gives back is what generation gave, and nothing is generated twice."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from rlhf.experience.collector import Collector
 from rlhf.experience.journal import FOLDER, Journal
 from rlhf.experience.journal_records import frame, payloads
 from rlhf.reward import RewardItem, Verdict
-from rlhf.rollout import Request, Sample, SamplingParams
+from rlhf.rollout import Request, Sample, SamplingParams, Weights
 from tests.integration.plain_collect import BATCH, FILTERED, OVERLONG, UNFILTERED, N, Sums, build, new_driver
 from tests.launching import flip_a_byte
 from tests.numerics.ranks import run_ranks
@@ -37,13 +37,19 @@ class Counted:
         self._engine = engine
         self.generated = self.updates = 0
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, weights: Weights, version: int) -> None:
         self.updates += 1
-        self._engine.update_weights(named_tensors, version)
+        self._engine.update_weights(weights, version)
 
     def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[Sample]:
         self.generated += len(requests) * params.n
         return self._engine.generate(requests, params, seed=seed, step=step)
+
+    def sleep(self) -> bool:
+        return self._engine.sleep()
+
+    def metrics(self) -> dict[str, float]:
+        return self._engine.metrics()
 
 
 class Counting(Sums):
