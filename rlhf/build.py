@@ -26,6 +26,7 @@ from rlhf.errors import UserError
 from rlhf.events import subscribe
 from rlhf.experience.collector import Collector
 from rlhf.experience.evaluation import Evaluator
+from rlhf.experience.generation import Generation
 from rlhf.experience.journal import Journal
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.prompt_share import PromptShare
@@ -121,19 +122,9 @@ def _build(
     journal = None
     if config.checkpoint.journal:
         journal = Journal(config, driver.run_id, fingerprints | {"prompts": train_set.fingerprint}, coordinator)
-    collector = Collector(
-        config,
-        prompts,
-        sampler,
-        params,
-        needs_greedy_baseline(config),
-        reward,
-        policy.tokenizer,
-        coordinator,
-        driver,
-        device,
-        journal,
-    )
+    greedily = needs_greedy_baseline(config)
+    generation = Generation(config, sampler, params, greedily, reward, policy.tokenizer, coordinator, driver, journal)
+    collector = Collector(config, prompts, generation, coordinator, driver, device)
     advantages, guards = Advantages(config.algorithm, rollout.n), Guards(config.guards, quiet=not coordinator.is_leader)
     parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards}
     moving = reference if reference is not None and reference.moves else None

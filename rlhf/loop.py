@@ -122,7 +122,7 @@ def roll_back(p: Parts) -> None:
             "checkpoint.on_save_error=stop, and start again."
         )
     p.guards.recall(memory)
-    p.collector.sampler.forget()
+    p.collector.generation.sampler.forget()
     p.run_log.rewind(p.driver.step)
     p.run_log.loaded(p.checkpointer.loaded)
     announce("rollback.after")

@@ -1,47 +1,26 @@
 """From prompts to a scored batch: rollouts, rewards, and DAPO's dynamic sampling with what it leaves for the next step."""
 
 import logging
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from rlhf.algorithms.shaping import overlong_penalty
 from rlhf.batch import Batch, collate
 from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.driver_state import DriverState
 from rlhf.config import Config
-from rlhf.data import Prompt
 from rlhf.errors import UserError
-from rlhf.events import announce
+from rlhf.experience.generation import Generation, Tally
 from rlhf.experience.groups import Group, from_tensors, to_tensors
-from rlhf.experience.journal import Journal, combined, digests
+from rlhf.experience.journal import combined, digests
 from rlhf.experience.metrics import Summary, merge, slowest, step_metrics
-from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.prompt_share import PromptShare
-from rlhf.reward import Reward, RewardItem, RewardResult
 from rlhf.reward.settings import REWARD_MODEL
-from rlhf.rollout import Request, Sample, SamplingParams
+from rlhf.rollout import Request
 
 log = logging.getLogger(__name__)
-T = TypeVar("T", Sample, RewardResult)
-
-
-@dataclass
-class _Tally:
-    """What one step cost this rank and what it saw, used for training or not."""
-
-    scores: list[float] = field(default_factory=list)
-    journaled: list[bool] = field(default_factory=list)
-    """Of each sample, whether it came from the journal."""
-    timeouts: int = 0
-    failures: int = 0
-    rollout_seconds: float = 0.0
-    reward_seconds: float = 0.0
 
 
 @dataclass
@@ -51,21 +30,14 @@ class Collector:
     With `algorithm.filter_groups` (DAPO, arXiv 2503.14476, section 3.2) groups whose samples all have the same reward, and so no
     advantage, are dropped, and prompts are drawn until `data.train_batch_size` others are there. Those that are too many are trained on
     in the next step, before newer ones.
-
-    With a `journal` (`checkpoint.journal`) nothing is generated or scored that is in it.
     """
 
     config: Config
     prompts: PromptShare
-    sampler: PolicySampler
-    params: SamplingParams
-    greedy_baseline: bool
-    reward: Reward
-    tokenizer: PreTrainedTokenizerBase
+    generation: Generation
     coordinator: Coordinator
     driver: DriverState
     device: torch.device
-    journal: Journal | None = None
     _carried: list[Group] = field(default_factory=list, init=False)
     # The last step of this process, and a hash of its batch over all ranks.
     _trained: tuple[int, str] | None = field(default=None, init=False)
@@ -79,34 +51,36 @@ class Collector:
         Raises:
             UserError: dynamic sampling can't fill the batch.
         """
-        tally, generated_before = _Tally(), self.sampler.seconds
-        if self.journal is not None:
+        generation = self.generation
+        sampler, journal = generation.sampler, generation.journal
+        tally, generated_before = Tally(), sampler.seconds
+        if journal is not None:
             before = self._trained[1] if self._trained is not None and self._trained[0] == step - 1 else None
-            self.journal.begin(step, self.driver.step, before)
+            journal.begin(step, self.driver.step, before)
         if self.config.algorithm.filter_groups.enable:
             groups, metrics = self._sample_dynamically(step, tally)
         else:
-            groups, metrics = self._generate(step, *self.prompts.next(), tally), {}
-        self.sampler.rest()
-        if self.journal is not None:
+            groups, metrics = generation.groups(step, *self.prompts.next(), tally), {}
+        sampler.rest()
+        if journal is not None:
             self._trained = (step, combined(self.coordinator.gather(digests(groups))))
         samples, results = [s for g in groups for s in g.samples], [r for g in groups for r in g.results]
         requests = [Request(group.uid, group.prompt_ids) for group in groups]
-        batch = collate(requests, samples, self.tokenizer.pad_token_id, self.device)
+        batch = collate(requests, samples, generation.tokenizer.pad_token_id, self.device)
         batch.scores = self._floats([score for group in groups for score in group.scores])
-        if self.greedy_baseline:
+        if generation.greedy_baseline:
             batch.baselines = self._floats([g.baseline for g in groups for _ in g.samples])
-        figures, tokens = step_metrics(batch, results, self.params.max_tokens, self.coordinator)
-        own_seconds = self.sampler.seconds - generated_before
+        figures, tokens = step_metrics(batch, results, generation.params.max_tokens, self.coordinator)
+        own_seconds = sampler.seconds - generated_before
         if REWARD_MODEL not in self.config.reward.functions:  # for which ranks wait for each other
             own_seconds += tally.reward_seconds
-        metrics |= slowest(self.coordinator.gather(own_seconds)) | self.sampler.metrics()
+        metrics |= slowest(self.coordinator.gather(own_seconds)) | sampler.metrics()
         return batch, figures | metrics | self._further_metrics(groups, tally), tokens
 
     def finish(self) -> None:
         """Remove what only a crash would still have needed, now that the run's last step is saved."""
-        if self.journal is not None:
-            self.journal.drop_published(up_to=self.driver.step)
+        if (journal := self.generation.journal) is not None:
+            journal.drop_published(up_to=self.driver.step)
 
     def leave_out(self, position: int | None) -> None:
         """Forget the prompts before the uid `position`, those carried over included; None leaves out nothing."""
@@ -117,7 +91,7 @@ class Collector:
     def _floats(self, values: list[float | None]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.device)
 
-    def _further_metrics(self, groups: list[Group], tally: _Tally) -> dict[str, float]:
+    def _further_metrics(self, groups: list[Group], tally: Tally) -> dict[str, float]:
         """Figures of all that the step generated, and of how its batch was put together."""
         mine = {
             "timeouts": Summary.of([tally.timeouts]),
@@ -126,7 +100,7 @@ class Collector:
             "staleness": Summary.of(self.driver.step - group.version for group in groups),
             "overlong": Summary.of(penalty for group in groups for penalty in group.penalties),
             "journal_samples": Summary.of(tally.journaled),
-            "journal_bytes": Summary.of([0 if self.journal is None else self.journal.written]),
+            "journal_bytes": Summary.of([0 if self.generation.journal is None else self.generation.journal.written]),
         }
         every = merge(mine, self.coordinator)
         metrics = {
@@ -136,7 +110,7 @@ class Collector:
             "perf/rollout_seconds": tally.rollout_seconds,
             "perf/reward_seconds": tally.reward_seconds,
         }
-        if self.journal is not None:
+        if self.generation.journal is not None:
             metrics["perf/journal_bytes"] = every["journal_bytes"].total
             if "journal_samples" in every:
                 metrics["perf/journal_samples"] = every["journal_samples"].mean
@@ -149,87 +123,7 @@ class Collector:
                 metrics["sampling/reward_mean"] = every["generated"].mean
         return metrics
 
-    def _generate(self, step: int, prompts: list[Prompt], requests: list[Request], tally: _Tally) -> list[Group]:
-        """The scored group of each prompt of this rank. Collective."""
-        started, version, n = time.monotonic(), self.driver.step, self.params.n
-        samples = self._samples(step, requests, tally)
-        announce("rollout.after")
-        tally.rollout_seconds += time.monotonic() - started
-        started = time.monotonic()
-        results = self._results(prompts, requests, samples)
-        penalties = self._penalties(samples)
-        tally.timeouts += sum(result.timeouts for result in results)
-        tally.failures += sum(result.failures for result in results)
-        groups = []
-        for i, request in enumerate(requests):
-            rows, last = slice(i * n, (i + 1) * n), n * len(requests) + i
-            baseline = results[last].score + penalties[last] if self.greedy_baseline else None
-            of_group = (samples[rows], results[rows], penalties[rows], version, baseline)
-            groups.append(Group(request.uid, request.token_ids, *of_group))
-        tally.scores += [score for group in groups for score in group.scores]
-        tally.reward_seconds += time.monotonic() - started
-        return groups
-
-    def _samples(self, step: int, requests: list[Request], tally: _Tally) -> list[Sample]:
-        """The samples of all requests and then, for the baseline, the greedy ones; from the journal if they are there. Collective."""
-        known = None if self.journal is None else self.journal.samples([request.uid for request in requests])
-        tally.journaled += [known is not None] * (len(requests) * self.params.n)
-        # The weights reach the engine by a collective call: either every rank makes it or none does.
-        if self.journal is not None and all(self.coordinator.gather(known is not None)):
-            assert known is not None
-            return self._flat(known)
-        # All of a rank's requests or none: the bits of log-probs depend on what is in the batch with them.
-        asked, version = requests if known is None else [], self.driver.step
-        announce("rollout.before")
-        samples = self.sampler.generate(asked, self.params, version=version, step=step)
-        if self.greedy_baseline:
-            params = replace(self.params, n=1, temperature=0.0)
-            samples = samples + self.sampler.generate(asked, params, version=version, step=step)
-        if self.journal is not None and known is None:
-            self.journal.add_samples(self._by_prompt(requests, samples))
-        return samples if known is None else self._flat(known)
-
-    def _results(self, prompts: list[Prompt], requests: list[Request], samples: list[Sample]) -> list[RewardResult]:
-        """The rewards of `_samples`' samples, in their order; from the journal if they are there. Collective."""
-        known = None if self.journal is None else self.journal.results([request.uid for request in requests])
-        if known is not None:
-            self._score([], [])  # collective with a reward model
-            return self._flat(known)
-        owners = [p for p in prompts for _ in range(self.params.n)] + (prompts if self.greedy_baseline else [])
-        results = self._score(owners, samples)
-        if self.journal is not None:
-            self.journal.add_results(self._by_prompt(requests, results))
-        return results
-
-    def _by_prompt(self, requests: list[Request], values: list[T]) -> dict[int, list[T]]:
-        """What belongs to each request, by its uid: to its samples, and last to the greedy one."""
-        n, greedy = self.params.n, values[self.params.n * len(requests) :]
-        return {r.uid: values[i * n : (i + 1) * n] + greedy[i : i + 1] for i, r in enumerate(requests)}
-
-    def _flat(self, by_prompt: list[list[T]]) -> list[T]:
-        """`_by_prompt`'s lists in the order that they were made from."""
-        n = self.params.n
-        return [v for values in by_prompt for v in values[:n]] + [v for values in by_prompt for v in values[n:]]
-
-    def _score(self, owners: list[Prompt], samples: list[Sample]) -> list[RewardResult]:
-        token_ids = [s.token_ids for s in samples]
-        # Of no sequences batch_decode makes one empty text.
-        texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True) if token_ids else []
-        return self.reward.score(
-            [
-                RewardItem(o.data_source, text, o.ground_truth, o.extra_info, o.messages)
-                for o, text in zip(owners, texts, strict=True)
-            ]
-        )
-
-    def _penalties(self, samples: list[Sample]) -> list[float]:
-        buffer = self.config.reward.overlong_buffer
-        if not buffer.enable:
-            return [0.0] * len(samples)
-        lengths = torch.tensor([len(s.token_ids) for s in samples], dtype=torch.int64)
-        return overlong_penalty(lengths, self.params.max_tokens, buffer.len, buffer.penalty_factor).tolist()
-
-    def _sample_dynamically(self, step: int, tally: _Tally) -> tuple[list[Group], dict[str, float]]:
+    def _sample_dynamically(self, step: int, tally: Tally) -> tuple[list[Group], dict[str, float]]:
         """This rank's share of a full batch of groups with signal, and how it came about. Every rank takes the same decisions."""
         settings, data = self.config.algorithm.filter_groups, self.config.data
         wanted, drawn = data.train_batch_size, data.gen_batch_size or data.train_batch_size
@@ -238,7 +132,7 @@ class Collector:
         carried = len(held)
         while len(held) < wanted and rounds < settings.max_num_gen_batches:
             rounds += 1
-            fresh = self._generate(step, *self.prompts.next(drawn), tally)
+            fresh = self.generation.groups(step, *self.prompts.next(drawn), tally)
             kept = kept + [group for group in fresh if group.has_signal(settings.metric)]
             # No more than a whole batch of them, the newest, can be needed to fill up.
             dropped = (dropped + [group for group in fresh if not group.has_signal(settings.metric)])[-wanted:]
@@ -311,7 +205,10 @@ class Collector:
             )
 
     def _fits(self, group: Group) -> bool:
-        return len(group.samples) == self.params.n and (group.baseline is not None) == self.greedy_baseline
+        return (
+            len(group.samples) == self.generation.params.n
+            and (group.baseline is not None) == self.generation.greedy_baseline
+        )
 
 
 def equal_shares(owners: Sequence[int], mini_batch_size: int, world_size: int) -> list[int]:

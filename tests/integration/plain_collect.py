@@ -24,6 +24,7 @@ from rlhf.config import (
 from rlhf.data import PromptSet, PromptStream
 from rlhf.data.types import Row
 from rlhf.experience.collector import Collector
+from rlhf.experience.generation import Generation
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.reward import Reward, RewardItem, Verdict
@@ -97,9 +98,8 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
     )
     stream = PromptStream(PromptSet(rows, tokenizer, 128, "error", "data.train_files"), seed=3, shuffle=True)
     engine = build_embedded_engine(model, tokenizer, RolloutConfig(max_num_seqs=32))
-    return Collector(
+    generation = Generation(
         config,
-        PromptShare(stream, BATCH, MINI, coordinator.rank, coordinator.world_size),
         PolicySampler(engine, DriftingPolicy(driver), SEED),  # type: ignore[arg-type]
         SamplingParams(n=N, temperature=1.4, max_tokens=LONGEST),
         chosen["greedy"],
@@ -107,8 +107,9 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
         tokenizer,
         coordinator,
         driver,
-        CPU,
     )
+    prompts = PromptShare(stream, BATCH, MINI, coordinator.rank, coordinator.world_size)
+    return Collector(config, prompts, generation, coordinator, driver, CPU)
 
 
 def new_driver() -> DriverState:
@@ -169,10 +170,10 @@ def plain_group(parts: Collector, chosen: dict[str, Any], truth: str, request: R
     """One prompt, sampled and scored by itself."""
 
     def sampled(params: SamplingParams) -> list[Sample]:
-        return parts.sampler.generate([request], params, version=parts.driver.step, step=step)
+        return parts.generation.sampler.generate([request], params, version=parts.driver.step, step=step)
 
     def verdict(sample: Sample) -> Verdict:
-        return Sums().verdict(parts.tokenizer.decode(sample.token_ids, skip_special_tokens=True), truth)
+        return Sums().verdict(parts.generation.tokenizer.decode(sample.token_ids, skip_special_tokens=True), truth)
 
     def penalty(sample: Sample) -> float:
         if not chosen["overlong"].enable:
@@ -180,9 +181,9 @@ def plain_group(parts: Collector, chosen: dict[str, Any], truth: str, request: R
         # Lengths up to 5 - 3 go unpunished; 5 costs 0.6.
         return -0.2 * max(0, len(sample.token_ids) - 2)
 
-    samples = sampled(parts.params)
+    samples = sampled(parts.generation.params)
     verdicts = [verdict(sample) for sample in samples]
-    greedy = sampled(replace(parts.params, n=1, temperature=0.0)) if chosen["greedy"] else []
+    greedy = sampled(replace(parts.generation.params, n=1, temperature=0.0)) if chosen["greedy"] else []
     counted = verdicts + [verdict(sample) for sample in greedy]
     return {
         "uid": request.uid,

@@ -231,10 +231,10 @@ def test_what_is_left_out_is_neither_held_nor_drawn():
 def test_weights_are_taken_once_per_version_unless_forgotten():
     driver = new_driver()
     collector = build(driver, Coordinator())
-    sampler, [_, requests] = collector.sampler, collector.prompts.next(4)
+    sampler, [_, requests] = collector.generation.sampler, collector.prompts.next(4)
 
     def samples() -> list[Sample]:
-        return sampler.generate(requests, collector.params, version=3, step=3)
+        return sampler.generate(requests, collector.generation.params, version=3, step=3)
 
     first = samples()
     driver.step = 20

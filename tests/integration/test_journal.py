@@ -70,13 +70,13 @@ def start(folder: Path | None, name: str, fails_at: int | None = None) -> Collec
     """A rank at the beginning of a run whose journal, if it has one, lies in `folder`."""
     driver, coordinator = new_driver(), Coordinator()
     collector = build(driver, coordinator, **SETTINGS[name])
-    collector.sampler.engine = Counted(collector.sampler.engine)
-    [term] = collector.reward._terms
-    collector.reward._terms = [replace(term, scorer=Counting(fails_at))]
+    collector.generation.sampler.engine = Counted(collector.generation.sampler.engine)
+    [term] = collector.generation.reward._terms
+    collector.generation.reward._terms = [replace(term, scorer=Counting(fails_at))]
     if folder is not None:
         collector.config.trainer.default_local_dir = str(folder / name.replace(" ", "_"))
         collector.config.run_dir.mkdir(parents=True, exist_ok=True)
-        collector.journal = Journal(collector.config, "run", {}, coordinator)
+        collector.generation.journal = Journal(collector.config, "run", {}, coordinator)
     return collector
 
 
@@ -84,7 +84,7 @@ def walk(collector: Collector, last: int = STEPS) -> list[dict[str, Any]]:
     """What this rank got in each step, and what it cost."""
     records = []
     for step in range(collector.driver.step + 1, last + 1):
-        engine, [term] = collector.sampler.engine, collector.reward._terms
+        engine, [term] = collector.generation.sampler.engine, collector.generation.reward._terms
         engine.generated = engine.updates = term.scorer.scored = 0
         batch, metrics, tokens = collector.collect(step)
         collector.driver.finish_step(tokens, len(batch), 0.0)
@@ -119,7 +119,7 @@ def forget_rewards(path: Path) -> None:
 def go_back(collector: Collector, step: int, position: int) -> None:
     """What a roll-back to the checkpoint of `step` does."""
     collector.driver.step = step
-    collector.sampler.forget()
+    collector.generation.sampler.forget()
     stream = collector.prompts._stream
     stream.load_state_dict(stream.state_dict() | {"consumed": position})
 
