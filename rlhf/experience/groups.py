@@ -24,8 +24,6 @@ class Group:
     """What the reward said of each sample."""
     penalties: list[float]
     """What the over-long punishment adds to each sample's reward, 0 or less."""
-    version: int
-    """Steps that the policy had done when it generated the samples."""
     baseline: float | None
     """The whole reward of the greedy response; None when the estimator asks for none."""
 
@@ -41,19 +39,22 @@ class Group:
         return len({next(iter(result.terms.values())) for result in self.results}) > 1
 
 
-def to_tensors(groups: Sequence[Group]) -> dict[str, Tensor]:
-    """`groups` without loss: token ids and log-probs as flat tensors, all else as JSON bytes. No groups are no tensors."""
+def to_tensors(groups: Sequence[Group], prefix: str = "") -> dict[str, Tensor]:
+    """`groups` without loss: token ids and log-probs as flat tensors, all else as JSON bytes. No groups are no tensors.
+
+    The tensors' names begin with `prefix`.
+    """
     if not groups:
         return {}
     records = [
         {
             "uid": group.uid,
-            "version": group.version,
             "baseline": group.baseline,
             "penalties": group.penalties,
             "prompt_length": len(group.prompt_ids),
             "response_lengths": [len(s.token_ids) for s in group.samples],
             "finish_reasons": [s.finish_reason for s in group.samples],
+            "versions": [s.version for s in group.samples],
             "results": [asdict(result) for result in group.results],
         }
         for group in groups
@@ -61,29 +62,27 @@ def to_tensors(groups: Sequence[Group]) -> dict[str, Tensor]:
     token_ids = [token for g in groups for ids in (g.prompt_ids, *(s.token_ids for s in g.samples)) for token in ids]
     log_probs = [log_prob for group in groups for sample in group.samples for log_prob in sample.log_probs]
     return {
-        "token_ids": torch.tensor(token_ids, dtype=torch.int64),
+        f"{prefix}token_ids": torch.tensor(token_ids, dtype=torch.int64),
         # Python's floats are float64, and so is what its JSON writes and reads: nothing is rounded.
-        "log_probs": torch.tensor(log_probs, dtype=torch.float64),
-        "records": torch.tensor(list(json.dumps(records).encode()), dtype=torch.uint8),
+        f"{prefix}log_probs": torch.tensor(log_probs, dtype=torch.float64),
+        f"{prefix}records": torch.tensor(list(json.dumps(records).encode()), dtype=torch.uint8),
     }
 
 
-def from_tensors(tensors: dict[str, Tensor]) -> list[Group]:
-    """The groups that `to_tensors` was given."""
-    if not tensors:
+def from_tensors(tensors: dict[str, Tensor], prefix: str = "") -> list[Group]:
+    """The groups that `to_tensors` was given; tensors with other names do not matter."""
+    if f"{prefix}records" not in tensors:
         return []
-    token_ids, log_probs = iter(tensors["token_ids"].tolist()), iter(tensors["log_probs"].tolist())
+    token_ids, log_probs = (iter(tensors[f"{prefix}{name}"].tolist()) for name in ("token_ids", "log_probs"))
     groups = []
-    for record in json.loads(bytes(tensors["records"].tolist())):
+    for record in json.loads(bytes(tensors[f"{prefix}records"].tolist())):
         uid, prompt_ids = record["uid"], list(islice(token_ids, record["prompt_length"]))
         samples = [
-            Sample(uid, number, list(islice(token_ids, length)), list(islice(log_probs, length)), reason)
-            for number, (length, reason) in enumerate(
-                zip(record["response_lengths"], record["finish_reasons"], strict=True)
+            Sample(uid, number, list(islice(token_ids, length)), list(islice(log_probs, length)), reason, version)
+            for number, (length, reason, version) in enumerate(
+                zip(record["response_lengths"], record["finish_reasons"], record["versions"], strict=True)
             )
         ]
         results = [RewardResult(**result) for result in record["results"]]
-        groups.append(
-            Group(uid, prompt_ids, samples, results, record["penalties"], record["version"], record["baseline"])
-        )
+        groups.append(Group(uid, prompt_ids, samples, results, record["penalties"], record["baseline"]))
     return groups

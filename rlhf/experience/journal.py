@@ -27,7 +27,7 @@ from rlhf.user_functions import split_spec
 
 log = logging.getLogger(__name__)
 FOLDER = "journal"
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step_(\d+)\.rank_(\d+)")
 
 

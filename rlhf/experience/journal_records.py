@@ -59,7 +59,7 @@ def samples_payload(uid: int, samples: Sequence[Sample]) -> bytes:
     """The samples of the prompt `uid`."""
     document = {
         "uid": uid,
-        "samples": [[s.sample, len(s.token_ids), s.finish_reason] for s in samples],
+        "samples": [[s.sample, len(s.token_ids), s.finish_reason, s.version] for s in samples],
     }
     token_ids = np.array([token for s in samples for token in s.token_ids], "<i4")
     log_probs = np.array([log_prob for s in samples for log_prob in s.log_probs], "<f8")
@@ -68,13 +68,13 @@ def samples_payload(uid: int, samples: Sequence[Sample]) -> bytes:
 
 def samples_of(document: dict[str, Any], tail: bytes) -> list[Sample]:
     """The samples of a `samples_payload`, taken apart by `from_payload`."""
-    total = sum(length for _, length, _ in document["samples"])
+    total = sum(length for _, length, *_ in document["samples"])
     token_ids = np.frombuffer(tail, "<i4", total).tolist()
     log_probs = np.frombuffer(tail, "<f8", total, offset=4 * total).tolist()
     samples, start = [], 0
-    for number, length, reason in document["samples"]:
+    for number, length, reason, version in document["samples"]:
         part = slice(start, start + length)
-        samples.append(Sample(document["uid"], number, token_ids[part], log_probs[part], reason))
+        samples.append(Sample(document["uid"], number, token_ids[part], log_probs[part], reason, version))
         start += length
     return samples
 

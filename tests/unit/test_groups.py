@@ -19,12 +19,11 @@ def group(uid: int, lengths: list[int], **more: Any) -> Group:
     for number, length in enumerate(lengths):
         log_probs = [AWKWARD[(uid + number + i) % len(AWKWARD)] for i in range(length)]
         token_ids = [100 * uid + 10 * number + i for i in range(length)]
-        samples.append(Sample(uid, number, token_ids, log_probs, "stop" if number % 2 else "length"))
+        samples.append(Sample(uid, number, token_ids, log_probs, "stop" if number % 2 else "length", number + 3))
         terms = {"zweite": AWKWARD[number], "Prüfung": 1.0}
         results.append(RewardResult(AWKWARD[-number], terms, {"länge": length / 3}, number % 2, number % 3))
     values: dict[str, Any] = {
         "penalties": [-0.7 * i for i in range(len(lengths))],
-        "version": uid + 3,
         "baseline": None,
     }
     return Group(uid, [uid] * (1 + uid % 4), samples, results, **(values | more))
@@ -49,7 +48,7 @@ def with_scores(*samples: tuple[float, float, float]) -> Group:
     """Of each sample the first term, the weighted sum and the penalty."""
     results = [RewardResult(score, {"first": first, "second": 0.5}) for first, score, _ in samples]
     whole = [Sample(1, i, [1], [-1.0], "stop") for i in range(len(samples))]
-    return Group(1, [1], whole, results, [penalty for *_, penalty in samples], version=0, baseline=None)
+    return Group(1, [1], whole, results, [penalty for *_, penalty in samples], baseline=None)
 
 
 @pytest.mark.parametrize(

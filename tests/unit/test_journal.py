@@ -170,7 +170,7 @@ def test_batches_are_told_apart_to_the_last_bit():
             "penalties": [0.0, 0.0],
             "baseline": None,
         }
-        return Group(uid, [3], version=0, **(facts | changes))  # type: ignore[arg-type]
+        return Group(uid, [3], **(facts | changes))  # type: ignore[arg-type]
 
     def hashed(*groups: Group) -> str:
         return combined([digests(groups)])

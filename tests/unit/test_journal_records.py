@@ -53,7 +53,7 @@ def test_behind_a_flipped_length_nothing_is_believed(position):
 
 def test_samples_are_exact():
     samples = [
-        Sample(7, 0, [3, 0, 151_935], [-0.1, -math.pi * 1e-9, float("-inf")], "length"),
+        Sample(7, 0, [3, 0, 151_935], [-0.1, -math.pi * 1e-9, float("-inf")], "length", 41),
         Sample(7, 1, [], [], "stop"),
         Sample(7, 2, [2], [-5e-324], "stop"),
         Sample(7, 0, [9, 9], [-0.0, -1 / 3], "stop"),
