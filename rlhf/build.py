@@ -138,7 +138,7 @@ def _build(
         parts,
         reference=moving,
         fingerprints=fingerprints,
-        carried=collector if config.algorithm.filter_groups.enable else None,
+        carried=collector,
     )
     resumed = checkpointer.resume()
     leads = coordinator.is_leader

@@ -115,14 +115,14 @@ def _train(p: Parts) -> None:
 def roll_back(p: Parts) -> None:
     """Bring everything back to the newest checkpoint, to go on without the data of the step that the guards refused. Collective."""
     announce("rollback.before")
-    memory = p.guards.remember(p.collector.prompts.position)
+    memory = p.guards.remember(p.collector.position)
+    p.collector.forget()
     if not p.checkpointer.resume():
         raise UserError(
             f"guards.action=rollback: no checkpoint is left in {p.config.run_dir} to roll back to. Set guards.action=skip, or "
             "checkpoint.on_save_error=stop, and start again."
         )
     p.guards.recall(memory)
-    p.collector.generation.sampler.forget()
     p.run_log.rewind(p.driver.step)
     p.run_log.loaded(p.checkpointer.loaded)
     announce("rollback.after")

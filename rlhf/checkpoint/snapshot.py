@@ -66,7 +66,7 @@ class Carried(Protocol):
     """Tensors that each rank holds for itself and takes along to later steps, such as what dynamic sampling carries over."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """This rank's, by name; empty when there are none."""
+        """This rank's, by name; empty when there are none. Collective: each save asks on every rank."""
 
     def load_tensors(self, saved: list[dict[str, Tensor]]) -> None:
         """Take over the `tensors` of these ranks and forget all others: one entry per rank that had any, none to many of them."""
@@ -123,7 +123,7 @@ def take_snapshot(
     reference_at: Path | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> Snapshot:
-    """Collect what `contents` asks for. Collective when `hf_model` is among it.
+    """Collect what `contents` asks for. Collective.
 
     `reference_at` is a published checkpoint that holds the reference as it is now.
     """

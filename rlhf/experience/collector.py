@@ -12,6 +12,7 @@ from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.driver_state import DriverState
 from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.experience.ahead import Ahead
 from rlhf.experience.generation import Generation, Tally
 from rlhf.experience.groups import Group, from_tensors, to_tensors
 from rlhf.experience.journal import combined, digests
@@ -30,6 +31,9 @@ class Collector:
     With `algorithm.filter_groups` (DAPO, arXiv 2503.14476, section 3.2) groups whose samples all have the same reward, and so no
     advantage, are dropped, and prompts are drawn until `data.train_batch_size` others are there. Those that are too many are trained on
     in the next step, before newer ones.
+
+    With `rollout.async_steps` the batch of a step, or the first generation of its dynamic sampling, begins when the batch before is
+    collected: it is by the policy as it was a step earlier. What runs is part of the state: a save waits for it.
     """
 
     config: Config
@@ -38,15 +42,19 @@ class Collector:
     coordinator: Coordinator
     driver: DriverState
     device: torch.device
+    _ahead: Ahead = field(init=False)
     _carried: list[Group] = field(default_factory=list, init=False)
     # The last step of this process, and a hash of its batch over all ranks.
     _trained: tuple[int, str] | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        self._ahead = Ahead(self.generation)
+
     def collect(self, step: int) -> tuple[Batch, dict[str, float], int]:
         """This rank's part of the batch of `step`, metrics over all ranks, and the batch's tokens on all ranks. Collective.
 
-        New samples are by the policy after `driver.step` steps, their noise keyed by `step`. Of each mini-batch every rank gets an
-        equal part, mini-batch after mini-batch; groups are contiguous.
+        New samples are by the policy after `driver.step` steps, or one less where they were begun ahead, their noise keyed by `step`.
+        Of each mini-batch every rank gets an equal part, mini-batch after mini-batch; groups are contiguous.
 
         Raises:
             UserError: dynamic sampling can't fill the batch.
@@ -60,7 +68,7 @@ class Collector:
         if self.config.algorithm.filter_groups.enable:
             groups, metrics = self._sample_dynamically(step, tally)
         else:
-            groups, metrics = generation.groups(step, *self.prompts.next(), tally), {}
+            groups, metrics = self._sample(step, tally), {}
         sampler.rest()
         if journal is not None:
             self._trained = (step, combined(self.coordinator.gather(digests(groups))))
@@ -75,7 +83,10 @@ class Collector:
         if REWARD_MODEL not in self.config.reward.functions:  # for which ranks wait for each other
             own_seconds += tally.reward_seconds
         metrics |= slowest(self.coordinator.gather(own_seconds)) | sampler.metrics()
-        return batch, figures | metrics | self._further_metrics(groups, tally), tokens
+        metrics |= self._further_metrics(groups, tally)
+        if self.config.rollout.async_steps and step < self.driver.total_steps:
+            self._run_ahead(step + 1)
+        return batch, figures | metrics, tokens
 
     def finish(self) -> None:
         """Remove what only a crash would still have needed, now that the run's last step is saved."""
@@ -85,8 +96,19 @@ class Collector:
     def leave_out(self, position: int | None) -> None:
         """Forget the prompts before the uid `position`, those carried over included; None leaves out nothing."""
         if position is not None:
+            self._ahead.drop()
             self.prompts.skip_to(position)
             self._carried = []
+
+    def forget(self) -> None:
+        """Throw away what is generated for the next step, and the engine's weights: a roll-back makes them others. Collective."""
+        self._ahead.drop()
+        self.generation.sampler.forget()
+
+    @property
+    def position(self) -> int:
+        """The uid of the first prompt after those of the newest batch, whatever has been drawn ahead."""
+        return self.prompts.position if self._ahead.position is None else self._ahead.position
 
     def _floats(self, values: list[float | None]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.device)
@@ -97,7 +119,7 @@ class Collector:
             "timeouts": Summary.of([tally.timeouts]),
             "failures": Summary.of([tally.failures]),
             "generated": Summary.of(tally.scores),
-            "staleness": Summary.of(self.driver.step - group.version for group in groups),
+            "staleness": Summary.of(self.driver.step - s.version for group in groups for s in group.samples),
             "overlong": Summary.of(penalty for group in groups for penalty in group.penalties),
             "journal_samples": Summary.of(tally.journaled),
             "journal_bytes": Summary.of([0 if self.generation.journal is None else self.generation.journal.written]),
@@ -116,27 +138,54 @@ class Collector:
                 metrics["perf/journal_samples"] = every["journal_samples"].mean
         if self.config.reward.overlong_buffer.enable:
             metrics["reward/overlong"] = every["overlong"].mean
-        if self.config.algorithm.filter_groups.enable:
+        filters = self.config.algorithm.filter_groups.enable
+        if filters or self.config.rollout.async_steps:
             metrics["sampling/staleness_mean"] = every["staleness"].mean
             metrics["sampling/staleness_max"] = every["staleness"].high
-            if "generated" in every:
-                metrics["sampling/reward_mean"] = every["generated"].mean
+        if filters and "generated" in every:
+            metrics["sampling/reward_mean"] = every["generated"].mean
         return metrics
+
+    def _run_ahead(self, step: int) -> None:
+        """Begin the generation of `step`, unless what is carried over fills its batch. Collective."""
+        data, drawn = self.config.data, None
+        if self.config.algorithm.filter_groups.enable:
+            if len(self._uids(self._carried)) >= data.train_batch_size:
+                return
+            drawn = data.gen_batch_size or data.train_batch_size
+        position = self.prompts.position
+        self._ahead.begin(step, *self.prompts.next(drawn), position)
+
+    def _sample(self, step: int, tally: Tally) -> list[Group]:
+        """This rank's share of the groups of the next prompts, whatever their rewards."""
+        if (ahead := self._ahead.take(tally)) is not None:
+            held, wanted = self._uids(ahead), self.config.data.train_batch_size
+            if len(held) == wanted:
+                return self._share(ahead, dict(sorted(held.items())))
+            log.warning(
+                "Left out %d prompts with their samples that the checkpoint kept for step %d: data.train_batch_size is now %d.",
+                len(held),
+                step,
+                wanted,
+            )
+        return self.generation.groups(step, *self.prompts.next(), tally)
 
     def _sample_dynamically(self, step: int, tally: Tally) -> tuple[list[Group], dict[str, float]]:
         """This rank's share of a full batch of groups with signal, and how it came about. Every rank takes the same decisions."""
         settings, data = self.config.algorithm.filter_groups, self.config.data
         wanted, drawn = data.train_batch_size, data.gen_batch_size or data.train_batch_size
         kept, dropped, rounds = self._carried, list[Group](), 0
+        fresh = self._ahead.take(tally)
         held = self._uids(kept)
         carried = len(held)
-        while len(held) < wanted and rounds < settings.max_num_gen_batches:
+        while fresh is not None or (len(held) < wanted and rounds < settings.max_num_gen_batches):
             rounds += 1
-            fresh = self.generation.groups(step, *self.prompts.next(drawn), tally)
+            if fresh is None:
+                fresh = self.generation.groups(step, *self.prompts.next(drawn), tally)
             kept = kept + [group for group in fresh if group.has_signal(settings.metric)]
             # No more than a whole batch of them, the newest, can be needed to fill up.
             dropped = (dropped + [group for group in fresh if not group.has_signal(settings.metric)])[-wanted:]
-            held = self._uids(kept)
+            held, fresh = self._uids(kept), None
         chosen = dict(sorted(held.items())[:wanted])
         missing = wanted - len(chosen)
         if missing:
@@ -190,14 +239,20 @@ class Collector:
         return [groups[uid] for uid, taker in takers.items() if taker == rank]
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's groups for the next step, exactly; empty when there are none."""
-        return to_tensors(self._carried)
+        """This rank's groups for the next step, exactly; empty when there are none. Collective: waits for what is generated ahead."""
+        return to_tensors(self._carried) | self._ahead.tensors()
 
     def load_tensors(self, parts: Sequence[dict[str, Tensor]]) -> None:
         """Hold the groups of several ranks' `tensors`, instead of those that are held now; groups that no longer fit are left out."""
         groups = [group for part in parts for group in from_tensors(part)]
+        if groups and not self.config.algorithm.filter_groups.enable:
+            log.warning(
+                "Left out %d prompts with their samples that dynamic sampling had carried over: algorithm.filter_groups.enable=false.",
+                len(groups),
+            )
+            groups = []
         self._carried = sorted((g for g in groups if self._fits(g)), key=lambda group: group.uid)
-        if left_out := len(groups) - len(self._carried):
+        if left_out := len(groups) - len(self._carried) + self._ahead.load_tensors(parts, self._fits):
             log.warning(
                 "Left out %d prompts with their samples that the checkpoint kept for the next step: rollout.n or "
                 "algorithm.adv_estimator is not what they were generated with.",

@@ -1,7 +1,7 @@
 """From prompts to scored groups: samples, rewards and the over-long punishment, from the journal where it has them."""
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
 import torch
@@ -17,14 +17,14 @@ from rlhf.experience.groups import Group
 from rlhf.experience.journal import Journal
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.reward import Reward, RewardItem, RewardResult
-from rlhf.rollout import Request, Sample, SamplingParams
+from rlhf.rollout import Job, Request, Sample, SamplingParams
 
 T = TypeVar("T", Sample, RewardResult)
 
 
 @dataclass
 class Tally:
-    """What one step cost this rank and what it saw, used for training or not."""
+    """What a generation, or all of a step, cost this rank and what it saw, used for training or not."""
 
     scores: list[float] = field(default_factory=list)
     journaled: list[bool] = field(default_factory=list)
@@ -33,6 +33,11 @@ class Tally:
     failures: int = 0
     rollout_seconds: float = 0.0
     reward_seconds: float = 0.0
+
+    def add(self, other: "Tally") -> None:
+        """Count what `other` has, too."""
+        for of_tally in fields(self):
+            setattr(self, of_tally.name, getattr(self, of_tally.name) + getattr(other, of_tally.name))
 
 
 @dataclass
@@ -51,11 +56,29 @@ class Generation:
 
     def groups(self, step: int, prompts: list[Prompt], requests: list[Request], tally: Tally) -> list[Group]:
         """The scored group of each prompt of this rank. Collective."""
-        started, version, n = time.monotonic(), self.driver.step, self.params.n
+        started = time.monotonic()
         samples = self._samples(step, requests, tally)
         announce("rollout.after")
         tally.rollout_seconds += time.monotonic() - started
+        return self._scored(prompts, requests, samples, tally)
+
+    def begin(self, step: int, requests: list[Request]) -> None:
+        """Start to generate for `step` with the present weights, and return. Collective."""
+        self.sampler.begin(self._jobs(requests), version=self.driver.step, step=step)
+
+    def finish(self, prompts: list[Prompt], requests: list[Request], tally: Tally) -> list[Group]:
+        """What `groups` would have returned for what `begin` started. Collective."""
+        announce("rollout.before")
         started = time.monotonic()
+        samples = [sample for of_job in self.sampler.finish(self.driver.step) for sample in of_job]
+        announce("rollout.after")
+        tally.rollout_seconds += time.monotonic() - started
+        return self._scored(prompts, requests, samples, tally)
+
+    def _scored(
+        self, prompts: list[Prompt], requests: list[Request], samples: list[Sample], tally: Tally
+    ) -> list[Group]:
+        started, n = time.monotonic(), self.params.n
         results = self._results(prompts, requests, samples)
         penalties = self._penalties(samples)
         tally.timeouts += sum(result.timeouts for result in results)
@@ -64,7 +87,7 @@ class Generation:
         for i, request in enumerate(requests):
             rows, last = slice(i * n, (i + 1) * n), n * len(requests) + i
             baseline = results[last].score + penalties[last] if self.greedy_baseline else None
-            of_group = (samples[rows], results[rows], penalties[rows], version, baseline)
+            of_group = (samples[rows], results[rows], penalties[rows], baseline)
             groups.append(Group(request.uid, request.token_ids, *of_group))
         tally.scores += [score for group in groups for score in group.scores]
         tally.reward_seconds += time.monotonic() - started
@@ -81,13 +104,17 @@ class Generation:
         # All of a rank's requests or none: the bits of log-probs depend on what is in the batch with them.
         asked, version = requests if known is None else [], self.driver.step
         announce("rollout.before")
-        samples = self.sampler.generate(asked, self.params, version=version, step=step)
-        if self.greedy_baseline:
-            params = replace(self.params, n=1, temperature=0.0)
-            samples = samples + self.sampler.generate(asked, params, version=version, step=step)
+        samples = []
+        for job in self._jobs(asked):
+            samples += self.sampler.generate(*job, version=version, step=step)
         if self.journal is not None and known is None:
             self.journal.add_samples(self._by_prompt(requests, samples))
         return samples if known is None else self._flat(known)
+
+    def _jobs(self, requests: list[Request]) -> list[Job]:
+        """All samples and then, for the baseline, the greedy ones."""
+        greedy = [(requests, replace(self.params, n=1, temperature=0.0))] if self.greedy_baseline else []
+        return [(requests, self.params), *greedy]
 
     def _results(self, prompts: list[Prompt], requests: list[Request], samples: list[Sample]) -> list[RewardResult]:
         """The rewards of `_samples`' samples, in their order; from the journal if they are there. Collective."""
