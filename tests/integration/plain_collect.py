@@ -31,6 +31,7 @@ from rlhf.reward import Reward, RewardItem, Verdict
 from rlhf.reward.failures import FailurePolicy
 from rlhf.reward.weighted import Term
 from rlhf.rollout import Request, Sample, SamplingParams, build_embedded_engine
+from tests.integration.background import BackgroundThread
 from tests.launching import TINY_POLICY, question
 
 BATCH, MINI, N, LONGEST, SEED, WEIGHT = 8, 4, 4, 5, 5, 2.0
@@ -43,6 +44,7 @@ DEFAULTS: dict[str, Any] = {
     "greedy": False,
     "drawn": 7,
     "answers": True,
+    "ahead": False,
 }
 
 
@@ -95,9 +97,11 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
         actor=ActorConfig(ppo_mini_batch_size=MINI),
         algorithm=AlgorithmConfig(filter_groups=chosen["filter_groups"]),
         reward=RewardConfig(overlong_buffer=chosen["overlong"]),
+        rollout=RolloutConfig(async_steps=int(chosen["ahead"])),
     )
     stream = PromptStream(PromptSet(rows, tokenizer, 128, "error", "data.train_files"), seed=3, shuffle=True)
-    engine = build_embedded_engine(model, tokenizer, RolloutConfig(max_num_seqs=32))
+    embedded = build_embedded_engine(model, tokenizer, RolloutConfig(max_num_seqs=32))
+    engine = BackgroundThread(embedded) if chosen["ahead"] else embedded
     generation = Generation(
         config,
         PolicySampler(engine, DriftingPolicy(driver), SEED),  # type: ignore[arg-type]

@@ -1,0 +1,67 @@
+"""The embedded engine in a thread: a `BackgroundEngine` without servers, for runs that generate a step ahead."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
+
+from rlhf.rollout import EmbeddedEngine, Job, Request, Sample, SamplingParams, Weights
+
+DEADLINE_S = 60
+
+
+class BackgroundThread:
+    """Fails when it is called in a way that `BackgroundEngine` does not allow.
+
+    `gate` holds what `begin` starts until it is set. Of a generation that is begun while `loses` is true every second sample is lost, and
+    made anew by `finish`.
+    """
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine, self._pool = engine, ThreadPoolExecutor(1)
+        self._running: Future[list[list[Sample]]] | None = None
+        self.gate, self.loses, self.begun = Event(), False, 0
+        self.gate.set()
+
+    @property
+    def runs(self) -> bool:
+        return self._running is not None and not self._running.done()
+
+    def update_weights(self, weights: Weights, version: int) -> None:
+        assert self._running is None
+        self._weights = weights
+        self._engine.update_weights(weights, version)
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[Sample]:
+        assert self._running is None
+        return self._engine.generate(requests, params, seed=seed, step=step)
+
+    def begin(self, jobs: Sequence[Job], *, seed: int, step: int) -> None:
+        assert self._running is None
+        self._again, self._lost, self.begun = (jobs, seed, step), self.loses, self.begun + 1
+        self._running = self._pool.submit(self._samples, jobs, seed, step)
+
+    def finish(self, version: int) -> list[list[Sample]]:
+        assert self._running is not None
+        samples, self._running = self._running.result(DEADLINE_S), None
+        if not self._lost:
+            return samples
+        self._engine.update_weights(self._weights, version)
+        anew = self._samples(*self._again)
+        return [
+            [b if b.sample % 2 else a for a, b in zip(*jobs, strict=True)] for jobs in zip(samples, anew, strict=True)
+        ]
+
+    def sleep(self) -> bool:
+        assert self._running is None
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        assert self._running is None
+        return {}
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _samples(self, jobs: Sequence[Job], seed: int, step: int) -> list[list[Sample]]:
+        assert self.gate.wait(DEADLINE_S)
+        return [self._engine.generate(*job, seed=seed, step=step) for job in jobs]
