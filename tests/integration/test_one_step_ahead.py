@@ -72,7 +72,12 @@ def all_scenarios() -> dict[str, Any]:
     """Of each setting the undisturbed run, and those that go on from a save after each of its steps."""
     found: dict[str, Any] = {}
     for name, settings in SETTINGS.items():
-        runs = found[name] = {"undisturbed": walk(start(**settings), STEPS), "checkpoints": [], "resumed": [], "saved": []}
+        runs = found[name] = {
+            "undisturbed": walk(start(**settings), STEPS),
+            "checkpoints": [],
+            "resumed": [],
+            "saved": [],
+        }
         collector = start(**settings)
         for step in range(1, STEPS):
             runs["saved"] += walk(collector, step)

@@ -1,0 +1,65 @@
+"""Runs that generate a step ahead, killed with a batch in flight: they end as the run that nothing disturbs, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import EXPORT
+from tests.faults.background_run import at
+from tests.faults.compare_runs import differences
+from tests.launching import STEPS, ranks, records, small
+
+pytestmark = pytest.mark.slow
+AHEAD = (
+    "rollout=vllm_server",
+    # Of servers elsewhere nothing is asked of this machine; the engine is another one here anyway.
+    "rollout.servers.urls=[http://127.0.0.1:9]",
+    "rollout.async_steps=1",
+    "algorithm.rollout_correction.rollout_is=token",
+    "trainer.test_freq=2",
+    # So that it is certain which checkpoint the killed run has.
+    "checkpoint.async_save=false",
+    EXPORT,
+)
+RUNS: dict[str, tuple[str, ...]] = {
+    "every prompt": (),
+    "dynamic sampling": ("algorithm.filter_groups.enable=true", "data.gen_batch_size=12"),
+    "roll-backs": ("guards.action=rollback", "guards.max_reward_drop=0.15", "guards.max_events=100"),
+}
+# Two mini-batches a step, saves every three steps: before the first save, after it, and while the running batch is finished for one.
+KILLS: dict[str, dict[str, Any]] = {
+    "before a save": {"event": "update.mid", "number": 3},
+    "after a save": {"event": "update.mid", "number": 9},
+    "in a save": {"event": "commit.rename", "number": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "kill", "nproc"),
+    [
+        ("every prompt", "before a save", 1),
+        ("every prompt", "after a save", 2),
+        ("dynamic sampling", "in a save", 1),
+        ("dynamic sampling", "after a save", 2),
+        ("roll-backs", "after a save", 1),
+    ],
+)
+def test_a_kill_with_a_batch_in_flight_costs_no_bit(run, kill, nproc, sums, tmp_path: Path):
+    def start(name: str, environment: dict[str, str]) -> Any:
+        arguments = small(tmp_path, name, sums, *AHEAD, f"data.val_files={sums}", *RUNS[run])
+        return ranks(tmp_path / "log", arguments, environment, nproc)
+
+    end = start("undisturbed", at())
+    assert end.code == 0, end.output
+    undisturbed, killed = tmp_path / "rlhf" / "undisturbed", tmp_path / "rlhf" / "killed"
+    ages = [record["sampling/staleness_max"] for record in records(undisturbed)[1:]]
+    if run == "every prompt":
+        assert ages == [0] + [1] * (STEPS - 1)
+    kills = at(**KILLS[kill], what="SIGKILL", once=tmp_path / "hit")
+    assert start("killed", kills).code == -9
+    end = start("killed", kills)
+    assert end.code == 0, end.output
+    assert differences(undisturbed, killed) == []
+    if run == "roll-backs":
+        assert records(undisturbed)[-1]["guards/rollbacks"] > 0
