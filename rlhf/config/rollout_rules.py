@@ -47,6 +47,6 @@ def _one_step_ahead(config: Config) -> Iterator[str]:
         )
     if config.checkpoint.journal:
         yield (
-            f"checkpoint.journal=true: the journal knows no samples of policies other than the newest, as {ahead} makes them; "
+            f"checkpoint.journal=true: the journal does not keep what {ahead} generates ahead, which only checkpoints hold; "
             "set checkpoint.journal=false."
         )

@@ -58,6 +58,11 @@ ACCEPTED: dict[str, dict] = {
         "critic__optim__lr_warmup_steps": 19,
     },
     "no low clip": {"actor__clip_ratio_low": 1.0},
+    "one step ahead": {
+        "rollout__name": "vllm_server",
+        "rollout__async_steps": 1,
+        "algorithm__rollout_correction__rollout_is": "sequence",
+    },
     "a fixed length for the policy": {
         "actor__loss_scale_factor": 100,
         "actor__loss_agg_mode": "seq-mean-token-sum-norm",
@@ -104,6 +109,25 @@ REFUSED: list[tuple[dict, str]] = [
     ({"rollout__temperature": 0.0}, "rollout.temperature=0: the 8 samples"),
     ({"rollout__top_k": 1}, "rollout.top_k=1: the 8 samples"),
     ({"rollout__stop": [""]}, "rollout.stop=['']: an empty stop string"),
+    ({"rollout__async_steps": 2}, "rollout.async_steps=2: must be at most 1."),
+    (
+        {"rollout__async_steps": 1, "algorithm__rollout_correction__rollout_is": "token"},
+        "rollout.async_steps=1: only servers generate while the ranks train; set rollout=vllm_server (it is embedded), or",
+    ),
+    (
+        {"rollout__name": "vllm_server", "rollout__async_steps": 1},
+        "algorithm.rollout_correction.rollout_is=null: with rollout.async_steps=1 samples are by an older policy than the one in training; "
+        "set algorithm.rollout_correction.rollout_is=token.",
+    ),
+    (
+        {
+            "rollout__name": "vllm_server",
+            "rollout__async_steps": 1,
+            "algorithm__rollout_correction__rollout_is": "token",
+            "checkpoint__journal": True,
+        },
+        "checkpoint.journal=true: the journal does not keep what rollout.async_steps=1 generates ahead",
+    ),
     ({"checkpoint__contents": []}, "checkpoint.contents=[]: nothing to save"),
     ({"trainer__save_freq": 0, "checkpoint__contents": []}, "checkpoint.contents=[]: nothing to save"),
     ({"checkpoint__contents": ["model", "optimiser"]}, "Did you mean optimizer?"),
