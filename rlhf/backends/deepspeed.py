@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf.backends.gather import whole_tensors
 from rlhf.backends.training import Scheduled, adamw_options
 from rlhf.backends.zero import ZeroState
 from rlhf.checkpoint.tensors import Piece, Pieces
@@ -113,16 +114,8 @@ class DeepSpeedBackend(Scheduled):
         if self._whole:
             yield from ((name, parameter.detach()) for name, parameter in self._engine.module.named_parameters())
         else:
-            yield from ((name, self._gathered(piece)) for name, piece in self._state.weights())
+            yield from whole_tensors(self._state.weights())
         yield from ((name, buffer.detach()) for name, buffer in self._persistent_buffers())
-
-    def _gathered(self, piece: Piece) -> Tensor:
-        whole = torch.zeros(math.prod(piece.shape), dtype=torch.float32, device=self._engine.device)
-        if piece.owner:
-            whole[piece.start : piece.start + piece.local.numel()] = piece.local
-        # As bits: a sum of floats has no negative zero.
-        dist.all_reduce(whole.view(torch.int32))
-        return whole.view(piece.shape)
 
     def _persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
         persistent = self._engine.module.state_dict().keys()

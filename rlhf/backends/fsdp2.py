@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from rlhf.backends.gather import whole_tensors
 from rlhf.backends.training import Scheduled, adamw_options, empty_moments
 from rlhf.checkpoint.tensors import Piece, Pieces
 from rlhf.config import BackendConfig, OptimConfig
@@ -44,11 +45,9 @@ class Fsdp2Model:
         persistent = self.module.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in persistent)
 
-    @torch.no_grad()
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.full_tensors`."""
-        for name, tensor in self.named_state():
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        return whole_tensors(self.model_pieces().items())
 
     def model_pieces(self) -> Pieces:
         """See `Role.model_pieces`."""
