@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
+from rlhf.errors import EXIT_REQUEUE
 from tests.conftest import EXPORT
 from tests.faults.background_run import at
 from tests.faults.compare_runs import differences
-from tests.launching import STEPS, ranks, records, small
+from tests.launching import STEPS, Ended, ranks, records, small
 
 pytestmark = pytest.mark.slow
 AHEAD = (
@@ -18,8 +19,6 @@ AHEAD = (
     "rollout.async_steps=1",
     "algorithm.rollout_correction.rollout_is=token",
     "trainer.test_freq=2",
-    # So that it is certain which checkpoint the killed run has.
-    "checkpoint.async_save=false",
     EXPORT,
 )
 RUNS: dict[str, tuple[str, ...]] = {
@@ -27,11 +26,13 @@ RUNS: dict[str, tuple[str, ...]] = {
     "dynamic sampling": ("algorithm.filter_groups.enable=true", "data.gen_batch_size=12"),
     "roll-backs": ("guards.action=rollback", "guards.max_reward_drop=0.15", "guards.max_events=100"),
 }
-# Two mini-batches a step, saves every three steps: before the first save, after it, and while the running batch is finished for one.
-KILLS: dict[str, dict[str, Any]] = {
-    "before a save": {"event": "update.mid", "number": 3},
-    "after a save": {"event": "update.mid", "number": 9},
-    "in a save": {"event": "commit.rename", "number": 1},
+# Two mini-batches a step, saves every three steps: before the first save, after it, and when the running batch was finished for one. A
+# run that is asked to stop saves, whatever the step.
+KILLS: dict[str, tuple[dict[str, Any], int]] = {
+    "before a save": ({"event": "update.mid", "number": 3, "what": "SIGKILL"}, -9),
+    "after a save": ({"event": "update.mid", "number": 9, "what": "SIGKILL"}, -9),
+    "in a save": ({"event": "commit.rename", "number": 1, "what": "SIGKILL"}, -9),
+    "asked to stop": ({"event": "update.mid", "number": 9, "what": "SIGTERM"}, EXIT_REQUEUE),
 }
 
 
@@ -40,14 +41,15 @@ KILLS: dict[str, dict[str, Any]] = {
     [
         ("every prompt", "before a save", 1),
         ("every prompt", "after a save", 2),
+        ("every prompt", "asked to stop", 1),
         ("dynamic sampling", "in a save", 1),
         ("dynamic sampling", "after a save", 2),
         ("roll-backs", "after a save", 1),
     ],
 )
 def test_a_kill_with_a_batch_in_flight_costs_no_bit(run, kill, nproc, sums, tmp_path: Path):
-    def start(name: str, environment: dict[str, str]) -> Any:
-        arguments = small(tmp_path, name, sums, *AHEAD, f"data.val_files={sums}", *RUNS[run])
+    def start(name: str, environment: dict[str, str], *more: str) -> Ended:
+        arguments = small(tmp_path, name, sums, *AHEAD, f"data.val_files={sums}", *RUNS[run], *more)
         return ranks(tmp_path / "log", arguments, environment, nproc)
 
     end = start("undisturbed", at())
@@ -56,8 +58,10 @@ def test_a_kill_with_a_batch_in_flight_costs_no_bit(run, kill, nproc, sums, tmp_
     ages = [record["sampling/staleness_max"] for record in records(undisturbed)[1:]]
     if run == "every prompt":
         assert ages == [0] + [1] * (STEPS - 1)
-    kills = at(**KILLS[kill], what="SIGKILL", once=tmp_path / "hit")
-    assert start("killed", kills).code == -9
+    interruption, code = KILLS[kill]
+    kills = at(**interruption, once=tmp_path / "hit")
+    # So that it is certain which checkpoint the killed run has.
+    assert start("killed", kills, "checkpoint.async_save=false").code == code
     end = start("killed", kills)
     assert end.code == 0, end.output
     assert differences(undisturbed, killed) == []

@@ -218,6 +218,14 @@ def test_groups_of_other_settings_are_left_out_with_a_warning(greedy, kept, capl
     assert "Left out 2 prompts" in caplog.text
 
 
+def test_without_dynamic_sampling_nothing_is_carried_over(caplog):
+    collector = build(new_driver(), Coordinator(), filter_groups=UNFILTERED)
+    collector.load_tensors([to_tensors([group(5), group(9)])])
+    assert collector.tensors() == {}
+    assert "Left out 2 prompts" in caplog.text
+    assert "algorithm.filter_groups.enable=false" in caplog.text
+
+
 def test_what_is_left_out_is_neither_held_nor_drawn():
     collector = build(new_driver(), Coordinator())
     collector.load_tensors([to_tensors([group(5), group(9)])])
