@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
-from rlhf.launch.parent import SUPERVISOR_PID, die_with_parent
+from rlhf.parent import SUPERVISOR_PID, die_with_parent
 
 if __name__ == "__main__":
     # Before the slow imports: a supervisor that dies meanwhile must take this rank with it.

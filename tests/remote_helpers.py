@@ -23,7 +23,7 @@ from rlhf.checkpoint.remote_store import RemoteStore
 from rlhf.checkpoint.retries import Retries
 from rlhf.config import Config
 from rlhf.events import LISTENER_VARIABLE
-from rlhf.launch.parent import SUPERVISOR_PID
+from rlhf.parent import SUPERVISOR_PID
 from tests.checkpoint_helpers import PlainRole, files_of, make_config, save_steps
 
 DEADLINE_S = 30.0

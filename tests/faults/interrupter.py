@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from rlhf.events import LISTENER_VARIABLE
-from rlhf.launch.parent import SUPERVISOR_PID
+from rlhf.parent import SUPERVISOR_PID
 
 VARIABLE = "RLHF_TEST_INTERRUPT"
 _seen = 0

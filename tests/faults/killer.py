@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from rlhf.checkpoint.layout import scan, step_of
-from rlhf.launch.parent import SUPERVISOR_PID
+from rlhf.parent import SUPERVISOR_PID
 
 PLAN_VARIABLE = "RLHF_TEST_KILL_PLAN"
 LONGEST_HOLD_S = 3.0

@@ -94,7 +94,7 @@ def test_slow_phases_within_the_deadline_raise_no_alarm(tmp_path, sums):
 RANK = """
 import os, sys
 from pathlib import Path
-from rlhf.launch.parent import die_with_parent
+from rlhf.parent import die_with_parent
 die_with_parent()
 from rlhf.launch.status import StatusWriter
 from tests.faults import hanger

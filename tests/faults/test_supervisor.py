@@ -22,7 +22,7 @@ from rlhf.launch.supervisor import run_attempts, supervise
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from rlhf.launch.parent import die_with_parent
+from rlhf.parent import die_with_parent
 die_with_parent()
 from rlhf.launch.lock import hold_rank_lock
 from rlhf.launch.preemption import PreemptionFlag

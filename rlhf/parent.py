@@ -10,11 +10,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this rank when its supervisor ends, however it ends (Linux only).
+    """Have the kernel kill this process when the one named in its environment ends, however it ends (Linux only).
 
-    Call it first thing in a rank, before slow imports. Does nothing without a supervisor (torchrun, a debugger). The
-    supervisor starts ranks from its main thread, which matters because the kernel watches the thread that started the
-    process.
+    For a rank that is its supervisor, for a rollout server the rank that started it. Call it first thing, before slow
+    imports. Does nothing without a supervisor (torchrun, a debugger). Start such a process from a thread that lives as
+    long as yours: the kernel watches the thread that started it.
     """
     supervisor = os.environ.get(SUPERVISOR_PID)
     if supervisor is None or sys.platform != "linux":
