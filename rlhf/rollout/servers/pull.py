@@ -1,0 +1,93 @@
+"""Bytes from the trainer to servers over HTTP: lent out under a path that nobody can guess, fetched and proven. Imports no torch."""
+
+import secrets
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+import xxhash
+
+_CHUNK = 1 << 20
+
+
+class Lender:
+    """Serves bytes at one address of this machine, each for as long as it is lent."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self._lent: dict[str, bytes] = {}
+        lent = self._lent
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = timeout_s  # of a peer that takes nothing any more
+
+            def do_GET(self) -> None:
+                data = lent.get(self.path)
+                if data is None:
+                    self.send_error(HTTPStatus.NOT_FOUND)
+                    return
+                self.send_response(HTTPStatus.OK)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Nothing: what fails is told by the server that fetches."""
+
+            def handle(self) -> None:
+                try:
+                    super().handle()
+                except OSError:
+                    """The peer is gone, and with it who could be told."""
+
+        self._server = ThreadingHTTPServer((address, 0), Handler)
+        self._server.daemon_threads = True
+        self._address = address
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def lend(self, data: bytes) -> Iterator[str]:
+        """The URL of `data` while the context lasts."""
+        path = f"/{secrets.token_urlsafe(32)}"
+        self._lent[path] = data
+        try:
+            yield f"http://{self._address}:{self._server.server_port}{path}"
+        finally:
+            del self._lent[path]
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def address_towards(url: str) -> str:
+    """The IPv4 address of this machine at which the host of `url` can reach it; raises OSError for an unknown host."""
+    parts = urlsplit(url)
+    assert parts.hostname
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname, parts.port or 80))  # sends nothing, but has the kernel choose an interface
+        return probe.getsockname()[0]
+
+
+def fetch(url: str, size: int, xxh3_128: str, timeout_s: float) -> bytes:
+    """The `size` bytes at `url`; raises OSError if they are not there, not those, or not all there within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    data, proof = bytearray(), xxhash.xxh3_128()
+    with opener.open(url, timeout=timeout_s) as response:
+        while chunk := response.read(min(_CHUNK, size + 1 - len(data))):
+            data += chunk
+            proof.update(chunk)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(data)} of {size} bytes of weights came within {timeout_s:g} s.")
+    if len(data) != size or proof.hexdigest() != xxh3_128:
+        raise OSError(f"The {len(data)} bytes of weights that came are not the {size} that were announced.")
+    return bytes(data)
