@@ -1,0 +1,228 @@
+"""Weights from a trainer into a vLLM server, whole, in pieces, and broken off; and the end of a server."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from rlhf.config import RolloutConfig
+from rlhf.rollout import Request, SamplingParams, build_embedded_engine
+from rlhf.rollout.servers import transfer as transfer_module
+from rlhf.rollout.servers.process import ServerProcess, processes_of
+from rlhf.rollout.servers.pull import Lender
+from rlhf.rollout.servers.transfer import Transfer
+from tests.launching import question
+from tests.tiny_models import TINY_POLICY, save
+from tests.vllm_process import LONGEST, RESPONSE
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+CPU = torch.device("cpu")
+START_S, ANSWER_S = 240.0, 60.0
+SMALL_BUCKETS = 100_000  # bytes; the policy has about 3 MB
+
+
+def settings(answer_s: float = ANSWER_S) -> RolloutConfig:
+    config = RolloutConfig(max_num_seqs=16)
+    config.servers.answer_timeout_s = answer_s
+    config.engine_kwargs.vllm = {"kv_cache_memory_bytes": 64 << 20}
+    return config
+
+
+def policy(changed: bool = False) -> PreTrainedModel:
+    """The bundled policy; `changed`: as if trained a little, in all of its weights."""
+    model = AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32)
+    if changed:
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 0.3 * weight.std() * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+def prompts() -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
+    return [tokenizer.encode(question(a, a + 7)) for a in range(11, 19)]
+
+
+def embedded(model: PreTrainedModel) -> list[list[int]]:
+    """What the embedded engine answers, greedily."""
+    engine = build_embedded_engine(model, AutoTokenizer.from_pretrained(TINY_POLICY), RolloutConfig())
+    greedy = SamplingParams(temperature=0, max_tokens=RESPONSE, ignore_eos=True)
+    samples = engine.generate([Request(i, ids) for i, ids in enumerate(prompts())], greedy, seed=0, step=0)
+    return [sample.token_ids for sample in samples]
+
+
+class Server:
+    """A server of ours and what a test asks it."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        self.log = log
+        self.process = ServerProcess(settings(), folder, LONGEST, CPU, (), log)
+
+    def wait(self) -> None:
+        end = time.monotonic() + START_S
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.process.url}/health", timeout=2)
+                return
+            except OSError:
+                assert self.process.poll() is None, self.log.read_text()[-3000:]
+                assert time.monotonic() < end, self.log.read_text()[-3000:]
+                time.sleep(0.1)
+
+    def greedy(self) -> tuple[list[list[int]], set[str]]:
+        """Its answers, and the versions of the weights that they came from."""
+        tokens, versions = [], set()
+        for ids in prompts():
+            params = {"temperature": 0, "max_tokens": RESPONSE, "ignore_eos": True, "logprobs": 0}
+            body = json.dumps({"token_ids": ids, "sampling_params": params}).encode()
+            request = urllib.request.Request(
+                f"{self.process.url}/inference/v1/generate", body, {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+                choice = json.load(response)["choices"][0]
+            tokens.append(choice["token_ids"])
+            versions |= {span["version"] for span in choice["weight_versions"]}
+        return tokens, versions
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    made = Server(TINY_POLICY, folder / "server.log")
+    made.process.start()
+    try:
+        yield made
+    finally:
+        made.process.kill()
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory, server: Server) -> list[list[int]]:
+    """What a fresh engine answers that has loaded the changed policy from an exported folder; made while the server starts."""
+    folder = tmp_path_factory.mktemp("fresh")
+    (folder / "in.json").write_text(json.dumps(prompts()))
+    save(policy(changed=True), folder / "model")
+    command = [sys.executable, "-m", "tests.vllm_process", str(folder / "model"), str(folder / "in.json")]
+    ended = subprocess.run(
+        [*command, str(folder / "out.json")], timeout=START_S, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads((folder / "out.json").read_text())
+
+
+def test_the_server_answers_as_the_weights_that_it_was_given(server: Server, fresh: list[list[int]]):
+    server.wait()
+    url, old, new = server.process.url, policy(), policy(changed=True)
+    assert Transfer(settings(), CPU).send([url], old.named_parameters(), "step 0") == {url: None}
+    first = server.greedy()
+    assert first == (embedded(old), {"step 0"})
+
+    small = Transfer(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
+    assert small.send([url], new.named_parameters(), "step 1") == {url: None}
+    assert server.greedy() == (embedded(new), {"step 1"}) == (fresh, {"step 1"})
+    assert server.greedy() != first
+
+    assert small.send([url], old.named_parameters(), "step 2") == {url: None}
+    assert server.greedy() == (embedded(old), {"step 2"})
+
+
+class Damaged(Lender):
+    """Bytes that change on their way, in the third bucket."""
+
+    count = 0
+
+    def lend(self, data: bytes) -> Any:
+        self.count += 1
+        return super().lend(data[:-1] + bytes([data[-1] ^ 1]) if self.count == 3 else data)
+
+
+class Gone(Lender):
+    """A trainer that dies before its third bucket is fetched."""
+
+    count = 0
+
+    def lend(self, data: bytes) -> Any:
+        self.count += 1
+        if self.count == 3:
+            self.close()
+        return super().lend(data)
+
+
+@pytest.mark.parametrize(("trouble", "reason"), [(Damaged, "update_weights"), (Gone, "update_weights")])
+def test_after_an_update_that_broke_off_the_next_one_is_whole(
+    server: Server, monkeypatch: pytest.MonkeyPatch, trouble: type[Lender], reason: str
+):
+    server.wait()
+    url, old, new = server.process.url, policy(), policy(changed=True)
+    nobody = "http://127.0.0.1:9"
+    walked = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in new.named_parameters():
+            walked.append(pair[0])
+            yield pair
+
+    transfer = Transfer(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
+    with monkeypatch.context() as patched:
+        patched.setattr(transfer_module, "Lender", trouble)
+        outcome = transfer.send([url, nobody], weights(), "broken")
+    assert reason in (outcome[url] or "")
+    assert "refused" in (outcome[nobody] or "")
+    assert walked == [name for name, _ in new.named_parameters()]
+
+    assert transfer.send([url, nobody], old.named_parameters(), "whole")[url] is None
+    assert server.greedy() == (embedded(old), {"whole"})
+
+
+def test_an_error_of_the_weights_themselves_propagates(server: Server):
+    server.wait()
+    url, old = server.process.url, policy()
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(old.named_parameters())[:3]
+        raise RuntimeError("a rank is lost")
+
+    transfer = Transfer(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
+    with pytest.raises(RuntimeError, match="a rank is lost"):
+        transfer.send([url], weights(), "half")
+    assert transfer.send([url], old.named_parameters(), "again") == {url: None}
+    assert server.greedy() == (embedded(old), {"again"})
+
+
+def test_a_killed_server_leaves_nothing_behind(server: Server):
+    server.wait()
+    process = server.process._process
+    assert process is not None
+    group = processes_of(process.pid)
+    assert len(group) > 2
+    os.kill(process.pid, signal.SIGKILL)
+    end = time.monotonic() + 20
+    while processes_of(process.pid):
+        assert time.monotonic() < end, f"{processes_of(process.pid)} of {group} outlive their server"
+        time.sleep(0.05)
+    assert server.process.poll() == -signal.SIGKILL
+    first = server.process.url
+    server.process.start()
+    assert server.process.url != first
+    time.sleep(3)  # while it imports
+    again = server.process._process
+    assert again is not None
+    server.process.kill()
+    assert not processes_of(again.pid)
+    assert server.process.poll() == -signal.SIGKILL
