@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from rlhf.config import RolloutConfig
 from rlhf.rollout.servers.control import CallFailed, in_parallel, post
+from rlhf.rollout.servers.nccl import NcclGroup
 from rlhf.rollout.servers.pull import Lender, address_towards
 
 BUCKET_BYTES = 256 << 20
@@ -34,7 +36,7 @@ class Route(Protocol):
 
 
 class Transfer:
-    """Hands weights to servers. Where they go over HTTP, servers fetch them from an address of this machine's."""
+    """Hands weights to servers: through NCCL where the leader and they have it, else they fetch them from this machine over HTTP."""
 
     def __init__(self, config: RolloutConfig, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> None:
         """
@@ -45,6 +47,8 @@ class Transfer:
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._timeout_s = config.servers.answer_timeout_s
         self._bucket_bytes = bucket_bytes
+        self._nccl = NcclGroup(device, self._timeout_s) if device.type == "cuda" and find_spec("vllm") else None
+        self._told = ""
 
     def send(self, urls: Sequence[str], tensors: Iterable[tuple[str, Tensor]], label: str) -> dict[str, str | None]:
         """All of `tensors` to the servers at `urls`, which drop what they generate and go on with the new weights.
@@ -68,6 +72,8 @@ class Transfer:
                 for bucket in buckets(left, self._dtype, route.device, self._bucket_bytes):
                     failed |= route.send(bucket, [url for url in urls if url not in failed])
             failed |= in_parallel(lambda url: self._end(url, label), [url for url in urls if url not in failed])
+            if self._nccl is not None:
+                self._nccl.label = label
         finally:
             for _ in left:
                 pass
@@ -90,7 +96,20 @@ class Transfer:
         post(url, "/resume", self._timeout_s)
 
     def _route(self, urls: Sequence[str]) -> Route:
-        return HttpRoute(urls, self._timeout_s)
+        route: Route
+        if self._nccl is not None and urls and self._nccl.join(urls):
+            route, name = self._nccl, "NCCL"
+        else:
+            route, name = HttpRoute(urls, self._timeout_s), "HTTP"
+        if urls and name != self._told:
+            log.info("Weights go to the rollout servers over %s.", name)
+            self._told = name
+        return route
+
+    def close(self) -> None:
+        """Leave the NCCL group, if there is one."""
+        if self._nccl is not None:
+            self._nccl.leave()
 
 
 class HttpRoute:
