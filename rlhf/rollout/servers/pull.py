@@ -83,7 +83,7 @@ def fetch(url: str, size: int, xxh3_128: str, timeout_s: float) -> bytes:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     data, proof = bytearray(), xxhash.xxh3_128()
     with opener.open(url, timeout=timeout_s) as response:
-        while chunk := response.read(min(_CHUNK, size + 1 - len(data))):
+        while chunk := response.read1(min(_CHUNK, size + 1 - len(data))):
             data += chunk
             proof.update(chunk)
             if time.monotonic() > deadline:

@@ -1,0 +1,91 @@
+"""A rollout server's command line and environment, from the settings."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.config import RolloutConfig
+from rlhf.parent import SUPERVISOR_PID
+from rlhf.rollout.servers.__main__ import with_our_flags
+from rlhf.rollout.servers.process import as_flags, environment, flags, processes_of
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def value(words: list[str], flag: str) -> str:
+    """What the last `flag` in `words` is set to, as argparse reads it."""
+    found = [word.partition("=")[2] or words[i + 1] for i, word in enumerate(words) if word.split("=")[0] == flag]
+    return found[-1]
+
+
+def test_settings_become_flags():
+    config = RolloutConfig(dtype="bfloat16", max_num_seqs=7, tensor_model_parallel_size=2, gpu_memory_utilization=0.25)
+    words = flags(config, Path("model"), 96, CUDA)
+    assert words[0] == "model"
+    assert value(words, "--dtype") == "bfloat16"
+    assert value(words, "--max-num-seqs") == "7"
+    assert value(words, "--max-model-len") == "96"
+    assert value(words, "--tensor-parallel-size") == "2"
+    assert value(words, "--gpu-memory-utilization") == "0.25"
+    assert value(words, "--load-format") == "dummy"
+    assert "--no-enforce-eager" in words
+    on_cpu = flags(config, Path("model"), 96, CPU)
+    assert not any("gpu-memory" in word or "enforce-eager" in word for word in on_cpu)
+
+
+def test_vllms_own_arguments_win_and_keep_their_types():
+    config = RolloutConfig(max_num_seqs=7)
+    config.engine_kwargs.vllm = {"max_num_seqs": 9, "quantization": "fp8"}
+    words = flags(config, Path("model"), 96, CPU)
+    assert value(words, "--max-num-seqs") == "9"
+    assert value(words, "--quantization") == "fp8"
+    assert as_flags({"enable_prefix_caching": False, "enable_lora": True, "revision": None}) == [
+        "--no-enable-prefix-caching",
+        "--enable-lora",
+    ]
+    assert as_flags({"limit_mm_per_prompt": {"image": 2}}) == ["--limit-mm-per-prompt", '{"image": 2}']
+    assert as_flags({"cudagraph_capture_sizes": [1, 8]}) == ["--cudagraph-capture-sizes", "1", "8"]
+
+
+def test_users_flags_win_except_over_what_the_trainer_cannot_do_without():
+    theirs = ["model", "--host", "0.0.0.0", "--kv-cache-memory-bytes", "1", "--logprobs-mode", "raw_logprobs"]
+    words = with_our_flags(theirs, cpu=True)
+    assert value(words, "--model") == "model"
+    assert value(words, "--host") == "0.0.0.0"
+    assert value(words, "--kv-cache-memory-bytes") == "1"
+    assert value(words, "--logprobs-mode") == "processed_logprobs"
+    assert value(with_our_flags(["model"], cpu=True), "--host") == "127.0.0.1"
+    assert "--no-enable-chunked-prefill" in words
+    assert "--no-enable-chunked-prefill" not in with_our_flags(theirs, cpu=False)
+
+
+def test_a_cache_size_in_vllms_variable_is_not_overridden(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert "--kv-cache-memory-bytes" not in with_our_flags(["model"], cpu=True)
+
+
+def test_a_server_is_no_rank_and_sees_its_gpus_only():
+    rank = {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "HOME": "h",
+    }
+    found = environment(rank | {"CUDA_VISIBLE_DEVICES": "0", SUPERVISOR_PID: "1"}, CUDA, (4, 5))
+    assert found.keys() == {"HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", SUPERVISOR_PID}
+    assert found["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert found[SUPERVISOR_PID] != "1"
+    assert environment({"CUDA_VISIBLE_DEVICES": "0"}, CPU, ())["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_a_process_group_ends_with_its_last_process_that_runs():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    assert processes_of(child.pid) == [child.pid]
+    child.kill()
+    child.wait()
+    assert processes_of(child.pid) == []
