@@ -76,7 +76,7 @@ def test_a_server_is_no_rank_and_sees_its_gpus_only():
         "TORCHELASTIC_RUN_ID": "x",
         "HOME": "h",
     }
-    found = environment(rank | {"CUDA_VISIBLE_DEVICES": "0", SUPERVISOR_PID: "1"}, CUDA, (4, 5))
+    found = environment(rank | {"CUDA_VISIBLE_DEVICES": "0", SUPERVISOR_PID: "1"}, CUDA, ("4", "5"))
     assert found.keys() == {"HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", SUPERVISOR_PID}
     assert found["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert found[SUPERVISOR_PID] != "1"

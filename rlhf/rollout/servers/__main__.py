@@ -14,6 +14,7 @@ DEFAULTS = ["--host", "127.0.0.1", "--served-model-name", "policy", "--disable-u
 REQUIRED = [
     "--enable-scale-out",  # token ids in and out
     *("--logprobs-mode", "processed_logprobs"),  # of the distribution that was sampled from
+    *("--generation-config", "vllm"),  # a request says all; the model's file adds no stop tokens and no penalties
     *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
 ]
 # vLLM would take a share of the machine, and fail to start where others have taken it; the pages are not touched before they are used.

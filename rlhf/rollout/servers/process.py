@@ -37,7 +37,7 @@ class ServerProcess:
         folder: Path,
         max_model_len: int,
         device: torch.device,
-        gpus: Sequence[int],
+        gpus: Sequence[int | str],
         log: Path,
     ) -> None:
         """
@@ -45,7 +45,7 @@ class ServerProcess:
             folder: configuration and tokenizer of the model, as Hugging Face has them.
             max_model_len: tokens of the longest prompt with its response.
             device: of whose type the server's devices are.
-            gpus: the CUDA devices that it may see, by their global numbers; without meaning on a CPU.
+            gpus: the CUDA devices that it may see, as CUDA_VISIBLE_DEVICES names them; without meaning on a CPU.
             log: what it says is appended here.
         """
         self._flags = flags(config, folder, max_model_len, device)
@@ -125,7 +125,7 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def environment(rank: Mapping[str, str], device: torch.device, gpus: Sequence[int]) -> dict[str, str]:
+def environment(rank: Mapping[str, str], device: torch.device, gpus: Sequence[int | str]) -> dict[str, str]:
     """A server's environment, from that of the rank which starts it: not a rank itself, and it ends with this process."""
     kept = {name: value for name, value in rank.items() if not name.startswith(_OF_THE_RANK)}
     kept[SUPERVISOR_PID] = str(os.getpid())
