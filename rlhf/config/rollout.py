@@ -17,7 +17,7 @@ class ValKwargsConfig:
 @dataclass
 class EngineKwargsConfig:
     vllm: dict[str, Any] = setting({})
-    """vLLM's own engine arguments by their Python names, e.g. {swap_space: 4, quantization: fp8}; they win over ours."""
+    """vLLM's own engine arguments by their Python names, e.g. {kv_cache_dtype: fp8, max_num_batched_tokens: 8192}; they win over ours."""
 
 
 @dataclass

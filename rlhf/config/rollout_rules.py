@@ -3,6 +3,42 @@
 from collections.abc import Iterator
 
 from rlhf.config import Config, RolloutConfig
+from rlhf.config.schema import did_you_mean, nearest
+from rlhf.rollout.vllm.versions import installation_problem
+
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+"""The keys of rollout.structured_outputs of which one must be there."""
+STRUCTURE_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+OURS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "rollout.dtype",
+    "seed": "trainer.seed",
+    "max_model_len": "data.max_prompt_length and data.max_response_length",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "enforce_eager": "rollout.enforce_eager",
+    "enable_sleep_mode": "rollout.sleep_level",
+    "pipeline_parallel_size": "rollout.tensor_model_parallel_size",
+    "data_parallel_size": "trainer.nproc or rollout.servers.count",
+}
+"""vLLM's arguments that are settings of the trainer, with their names there."""
+TRAINERS = (
+    "distributed_executor_backend",
+    "enable_lora",
+    "enable_return_routed_experts",
+    "generation_config",
+    "load_format",
+    "logprobs_mode",
+    "override_generation_config",
+    "skip_tokenizer_init",
+    "trust_remote_code",
+    "weight_transfer_config",
+    "worker_cls",
+    "worker_extension_cls",
+)
+"""vLLM's arguments on which the trainer relies as it sets them."""
 
 
 def rollout_problems(config: Config) -> Iterator[str]:
@@ -19,6 +55,8 @@ def rollout_problems(config: Config) -> Iterator[str]:
         yield f"rollout.stop={r.stop}: an empty stop string would end every sample at once."
     if r.name == "embedded":
         yield from _only_vllm(config)
+    else:
+        yield from _vllm(config)
     if r.async_steps:
         yield from _one_step_ahead(config)
 
@@ -50,3 +88,26 @@ def _one_step_ahead(config: Config) -> Iterator[str]:
             f"checkpoint.journal=true: the journal does not keep what {ahead} generates ahead, which only checkpoints hold; "
             "set checkpoint.journal=false."
         )
+
+
+def _vllm(config: Config) -> Iterator[str]:
+    r = config.rollout
+    if (r.name == "vllm" or not r.servers.urls) and (problem := installation_problem()):
+        yield f"rollout={r.name}: {problem}"
+    for key, value in r.engine_kwargs.vllm.items():
+        shown = f"rollout.engine_kwargs.vllm.{key}={value}"
+        if key in OURS:
+            yield f"{shown}: set {OURS[key]} instead."
+        elif key in TRAINERS:
+            yield f"{shown}: the trainer needs this argument as it sets it; remove it."
+    yield from _structure(r)
+
+
+def _structure(r: RolloutConfig) -> Iterator[str]:
+    shown = f"rollout.structured_outputs={r.structured_outputs}"
+    unknown = set(r.structured_outputs) - {*STRUCTURES, *STRUCTURE_OPTIONS}
+    for key in sorted(unknown):
+        known = (*STRUCTURES, *STRUCTURE_OPTIONS)
+        yield f"{shown}: there is no key {key}.{did_you_mean(nearest(key, known))} Keys: {', '.join(known)}."
+    if r.structured_outputs and not unknown and len(set(r.structured_outputs) & set(STRUCTURES)) != 1:
+        yield f"{shown}: give one of {', '.join(STRUCTURES)}."

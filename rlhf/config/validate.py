@@ -102,6 +102,12 @@ def _ranks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
         if size is not None and size % ranks:
             fitting = math.ceil(size / ranks) * ranks
             yield f"{key}={size} must be divisible by the number of ranks ({source}={ranks}): set {key}={fitting}."
+    group = config.rollout.tensor_model_parallel_size
+    if config.rollout.name == "vllm" and ranks % group:
+        yield (
+            f"rollout.tensor_model_parallel_size={group} must divide the number of ranks ({source}={ranks}): "
+            f"set rollout.tensor_model_parallel_size={math.gcd(ranks, group)}."
+        )
 
 
 def _optimizers(config: Config) -> Iterator[str]:

@@ -1,7 +1,11 @@
 """Rollout engines: prompts in, samples with the log-probs they were drawn with out."""
 
-from rlhf.rollout.embedded import EmbeddedEngine, build_embedded_engine, check_lengths, eos_token_ids
+from typing import TYPE_CHECKING, Any
+
 from rlhf.rollout.types import BackgroundEngine, Job, Request, RolloutEngine, Sample, SamplingParams, Weights
+
+if TYPE_CHECKING:
+    from rlhf.rollout.embedded import EmbeddedEngine, build_embedded_engine, check_lengths, eos_token_ids
 
 __all__ = [
     "BackgroundEngine",
@@ -16,3 +20,12 @@ __all__ = [
     "check_lengths",
     "eos_token_ids",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # It imports torch, and the rules of the configuration read this package without.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from rlhf.rollout import embedded
+
+    return getattr(embedded, name)

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
-Weights = Callable[[], Iterable[tuple[str, Tensor]]]
+Weights = Callable[[], Iterable[tuple[str, "Tensor"]]]
 """The policy's weights, whole and one by one, each time it is called; a collective call that every rank walks to its end."""
 
 

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,12 @@ ACCEPTED: dict[str, dict] = {
         "checkpoint__contents": ["hf_model", "extra", "optimizer", "model"],
         "checkpoint__load_contents": ["model", "optimizer", "extra"],
     },
+    "servers that run already": {
+        "rollout__name": "vllm_server",
+        "rollout__servers__urls": ["http://node7:8000"],
+        "rollout__engine_kwargs__vllm": {"kv_cache_dtype": "fp8"},
+        "rollout__structured_outputs": {"regex": "[0-9]+", "disable_any_whitespace": True},
+    },
     "a reward model": {"reward__functions": ["exact_match", "reward_model"], "reward_model__path": "org/judge"},
 }
 
@@ -91,6 +98,7 @@ def test_accepted(changes):
     validate(make(**changes), {})
 
 
+SERVED: dict[str, Any] = {"rollout__name": "vllm_server", "rollout__servers__urls": ["http://node7:8000"]}
 REFUSED: list[tuple[dict, str]] = [
     ({"trainer__nproc": 0}, "trainer.nproc=0: must be at least 1."),
     ({"actor__optim__lr": 0.0}, "actor.optim.lr=0.0: must be greater than 0."),
@@ -115,19 +123,24 @@ REFUSED: list[tuple[dict, str]] = [
         "rollout.async_steps=1: only servers generate while the ranks train; set rollout=vllm_server (it is embedded), or",
     ),
     (
-        {"rollout__name": "vllm_server", "rollout__async_steps": 1},
+        SERVED | {"rollout__async_steps": 1},
         "algorithm.rollout_correction.rollout_is=null: with rollout.async_steps=1 samples are by an older policy than the one in training; "
         "set algorithm.rollout_correction.rollout_is=token.",
     ),
     (
-        {
-            "rollout__name": "vllm_server",
+        SERVED
+        | {
             "rollout__async_steps": 1,
             "algorithm__rollout_correction__rollout_is": "token",
             "checkpoint__journal": True,
         },
         "checkpoint.journal=true: the journal does not keep what rollout.async_steps=1 generates ahead",
     ),
+    (SERVED | {"rollout__engine_kwargs__vllm": {"dtype": "half"}}, "engine_kwargs.vllm.dtype=half: set rollout.dtype"),
+    (SERVED | {"rollout__engine_kwargs__vllm": {"load_format": "auto"}}, "load_format=auto: the trainer needs this"),
+    (SERVED | {"rollout__structured_outputs": {"regexp": "a"}}, "there is no key regexp. Did you mean regex?"),
+    (SERVED | {"rollout__structured_outputs": {"regex": "a", "choice": ["a"]}}, "give one of json, regex, choice"),
+    (SERVED | {"rollout__structured_outputs": {"disable_any_whitespace": True}}, "give one of json, regex, choice"),
     ({"checkpoint__contents": []}, "checkpoint.contents=[]: nothing to save"),
     ({"trainer__save_freq": 0, "checkpoint__contents": []}, "checkpoint.contents=[]: nothing to save"),
     ({"checkpoint__contents": ["model", "optimiser"]}, "Did you mean optimizer?"),
@@ -361,3 +374,13 @@ def test_relative_model_path_is_told_from_a_hub_name(models, monkeypatch):
     (line,) = problems(make(model__path=f"{models.name}/qwen_smol"))
     assert "Did you mean" in line
     validate(make(model__path="Qwen/Qwen2.5-0.5B"), {})
+
+
+def test_tensor_parallel_groups_divide_the_ranks():
+    config = make(rollout__name="vllm", rollout__tensor_model_parallel_size=4, trainer__nproc=2)
+    found = [p for p in problems(config) if "tensor_model_parallel_size" in p]
+    assert found == [
+        "rollout.tensor_model_parallel_size=4 must divide the number of ranks (trainer.nproc=2): "
+        "set rollout.tensor_model_parallel_size=2."
+    ]
+    assert "WORLD_SIZE of torchrun=6" in "\n".join(problems(config, {"RANK": "0", "WORLD_SIZE": "6"}))

