@@ -1,0 +1,311 @@
+"""vLLM in the ranks' own processes, on the devices that they train on."""
+
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.rollout.types import Request, Sample, SamplingParams, Weights
+from rlhf.rollout.vllm.sampling import request_seed, sampling_kwargs
+from rlhf.rollout.vllm.surroundings import Surroundings
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # all of it in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+BLOCK = 128
+"""Tokens in one block of vLLM's cache on a CPU."""
+PARTS = ("weights", "kv_cache")
+"""vLLM's names for what it gives back in its sleep."""
+
+
+class VllmEngine:
+    """A `RolloutEngine` over vLLM in this process, alone or with the other ranks of its tensor-parallel group.
+
+    Sample s of a request depends on the weights, `params`, `seed`, `step`, its uid and s only, up to the rounding that comes with another
+    batch. With the same requests it is the same to the bit, whatever was generated before.
+
+    Args:
+        llm: `vllm.LLM`, made in `surroundings`. Its weights come with the first update.
+        shapes: of the weights that an update must bring; for those that are tied, each of their names in one tuple.
+        eos: the tokens that end a response.
+        group: the ranks that this engine is spread over.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        surroundings: Surroundings,
+        config: Config,
+        shapes: Mapping[tuple[str, ...], torch.Size],
+        eos: Sequence[int],
+        coordinator: Coordinator,
+        group: range,
+        sleep_level: int,
+    ) -> None:
+        self.version = 0
+        self._llm = llm
+        self._surroundings = surroundings
+        self._structured_outputs = config.rollout.structured_outputs
+        self._limit = config.data.max_prompt_length + config.data.max_response_length
+        self._shapes = shapes
+        self._eos = eos
+        self._coordinator = coordinator
+        self._group = group
+        self._sleep_level = sleep_level
+        self._asleep: set[str] = set()
+
+    def update_weights(self, weights: Weights, version: int) -> None:
+        """Load every weight in place, one after the other; names and shapes are those of the Hugging Face model.
+
+        Raises:
+            ValueError: a name or a shape that the model does not have, or names that did not come.
+        """
+        with self._surroundings.entered(), torch.no_grad():
+            self._wake("weights")
+            stream = iter(weights())
+            try:
+                self._load(stream)
+            finally:
+                # The other ranks are still gathering them.
+                for _ in stream:
+                    pass
+            self._llm.reset_prefix_cache()
+        self.version = version
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[Sample]:
+        """`params.n` samples of each request, in the order of the requests.
+
+        Raises:
+            ValueError: an empty prompt.
+            UserError: prompt and response are longer than the engine was started for.
+        """
+        everyone = self._coordinator.gather(list(requests)) if len(self._group) > 1 else [list(requests)]
+        ranks = [everyone[rank] for rank in self._group] if len(self._group) > 1 else everyone
+        together = [request for rank in ranks for request in rank]
+        self._check(together, params)
+        # Equal samples are asked for once, and vLLM wants it so.
+        asked = replace(params, n=1) if params.temperature == 0 else params
+        with self._surroundings.entered():
+            self._wake(*PARTS)
+            outputs = self._outputs(together, asked, seed, step) if together else []
+        first = sum(len(rank) for rank in ranks[: self._group.index(self._coordinator.rank)])
+        own = zip(requests, outputs[first : first + len(requests)], strict=True)
+        return [
+            self._sample(request, number, output.outputs[number % asked.n])
+            for request, output in own
+            for number in range(params.n)
+        ]
+
+    def sleep(self) -> bool:
+        """Give memory of the GPU back as `rollout.sleep_level` says; on a CPU nothing."""
+        if self._sleep_level and self._asleep != set(PARTS):
+            with self._surroundings.entered():
+                self._wake(*PARTS)
+                self._llm.sleep(level=self._sleep_level)
+            self._asleep = set(PARTS)
+        return self._sleep_level == 2
+
+    def metrics(self) -> dict[str, float]:
+        """See `RolloutEngine.metrics`."""
+        return {}
+
+    def close(self) -> None:
+        """Free what vLLM holds. The process group, which it shares with the rank, stays."""
+        if self._llm is not None:
+            with self._surroundings.entered():
+                self._llm.llm_engine.model_executor.shutdown()
+            self._llm = None
+
+    def _wake(self, *parts: str) -> None:
+        if parts := tuple(part for part in parts if part in self._asleep):
+            torch.cuda.empty_cache()  # what training keeps for itself, vLLM cannot have
+            self._llm.wake_up(tags=list(parts))
+            self._asleep -= set(parts)
+
+    def _load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        (model,) = self._llm.apply_model(lambda model: model)
+        expected = {name for name, _ in model.named_parameters()}
+        load, loaded = model.load_weights, set()
+
+        def load_and_tell(weights: Iterable[tuple[str, Tensor]]) -> Any:
+            names = load(weights)
+            loaded.update(expected if names is None else names)
+            return names
+
+        # vLLM only logs what did not come.
+        model.load_weights = load_and_tell
+        try:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._checked(stream)})
+        finally:
+            del model.load_weights
+        if self._llm.model_config.quantization is None and (missing := sorted(expected - loaded)):
+            raise ValueError(
+                f"{len(missing)} weights of the model in vLLM were not updated: {', '.join(missing[:5])}"
+            )
+        _repack_heads(model)
+
+    def _checked(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        names = {name: tied for tied in self._shapes for name in tied}
+        missing = set(self._shapes)
+        for name, tensor in stream:
+            if name not in names:
+                raise ValueError(f"the model in vLLM has no weight named {name!r}")
+            shape = self._shapes[names[name]]
+            if tensor.shape != shape:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, the model in vLLM {list(shape)}")
+            missing.discard(names[name])
+            yield name, tensor
+        if missing:
+            shown = ", ".join(sorted(tied[0] for tied in missing)[:5])
+            raise ValueError(f"{len(missing)} weights of the model in vLLM were not updated: {shown}")
+
+    def _check(self, requests: Sequence[Request], params: SamplingParams) -> None:
+        if not all(request.token_ids for request in requests):
+            raise ValueError("a prompt has no tokens")
+        longest = max((len(request.token_ids) for request in requests), default=0)
+        if longest + params.max_tokens > self._limit:
+            raise UserError(
+                f"A prompt of {longest} tokens and a response of {params.max_tokens} do not fit vLLM, which was started for {self._limit} "
+                "(data.max_prompt_length and data.max_response_length). Raise one of the two."
+            )
+
+    def _outputs(self, requests: Sequence[Request], params: SamplingParams, seed: int, step: int) -> list[Any]:
+        from vllm import SamplingParams as VllmSamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        def sampling(request: Request) -> Any:
+            own = request_seed(seed, step, request.uid)
+            kwargs = sampling_kwargs(params, own, self._eos, self._structured_outputs)
+            if structure := kwargs.pop("structured_outputs", None):
+                kwargs["structured_outputs"] = StructuredOutputsParams(**structure)
+            return VllmSamplingParams(**kwargs)
+
+        # A prompt whose beginning is in the cache is computed otherwise, so none of an earlier call may be.
+        self._llm.reset_prefix_cache()
+        prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
+        return self._llm.generate(prompts, [sampling(request) for request in requests], use_tqdm=False)
+
+    def _sample(self, request: Request, number: int, completion: Any) -> Sample:
+        if completion.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a sample of request {request.uid} with {completion.finish_reason!r}")
+        ids = list(completion.token_ids)
+        log_probs = [position[token].logprob for token, position in zip(ids, completion.logprobs, strict=True)]
+        return Sample(request.uid, number, ids, log_probs, completion.finish_reason, self.version)
+
+
+def build_vllm_engine(
+    config: Config, files: Mapping[str, bytes], eos: Sequence[int], coordinator: Coordinator, device: torch.device
+) -> VllmEngine:
+    """An engine on this rank's device, asleep where it can be. Collective; needs the ranks' process group.
+
+    Args:
+        files: the small files of the policy's Hugging Face folder, by name.
+        eos: the tokens that end a response.
+
+    Raises:
+        UserError: vLLM does not take the model or the arguments.
+    """
+    rollout = config.rollout
+    tensor_parallel = rollout.tensor_model_parallel_size
+    first = coordinator.rank // tensor_parallel * tensor_parallel
+    ranks = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(device.index or 0)}
+    surroundings = Surroundings(ENVIRONMENT | ranks)
+    with tempfile.TemporaryDirectory(prefix="rlhf-vllm-") as scratch, surroundings.entered():
+        folder = Path(scratch)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        shapes, hf_config = _shapes(folder)
+        arguments = _arguments(config, folder, hf_config, device) | rollout.engine_kwargs.vllm
+        llm = _start(arguments)
+    sleep_level = rollout.sleep_level if device.type == "cuda" else 0
+    group = range(first, first + tensor_parallel)
+    engine = VllmEngine(llm, surroundings, config, shapes, eos, coordinator, group, sleep_level)
+    engine.sleep()
+    return engine
+
+
+def _start(arguments: dict[str, Any]) -> Any:
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+    from vllm import LLM
+
+    try:
+        llm = LLM(**arguments)
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"rollout=vllm: vLLM takes not this model, or not what the rollout settings say (rollout.engine_kwargs.vllm among them): {error}"
+        ) from error
+    # At its end, and at the process's, it would destroy the process group, which is the rank's.
+    llm.llm_engine.engine_core._finalizer.detach()
+    return llm
+
+
+def _arguments(config: Config, folder: Path, hf_config: Any, device: torch.device) -> dict[str, Any]:
+    rollout = config.rollout
+    arguments = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "dtype": rollout.dtype,
+        "seed": config.trainer.seed,
+        "max_model_len": config.data.max_prompt_length + config.data.max_response_length,
+        "max_num_seqs": rollout.max_num_seqs,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enforce_eager": rollout.enforce_eager,
+        "enable_sleep_mode": device.type == "cuda" and rollout.sleep_level > 0,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+    }
+    if device.type == "cpu":
+        # A prompt in parts makes seeded requests fail on a CPU.
+        arguments |= {"enforce_eager": True, "enable_chunked_prefill": False}
+        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config, hf_config)
+    return arguments
+
+
+def _cpu_cache_bytes(config: Config, hf_config: Any) -> int:
+    """What `max_num_seqs` samples of full length need, at most this rank's part of the share of the machine's memory."""
+    rollout, text = config.rollout, hf_config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token = 2 * text.num_hidden_layers * heads * width * getattr(torch, rollout.dtype).itemsize
+    length = config.data.max_prompt_length + config.data.max_response_length
+    blocks = rollout.max_num_seqs * math.ceil(length / BLOCK) + 1  # vLLM keeps one for itself
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+    return min(blocks * BLOCK * token, int(machine * rollout.gpu_memory_utilization / local))
+
+
+def _shapes(folder: Path) -> tuple[dict[tuple[str, ...], torch.Size], Any]:
+    hf_config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        state = AutoModelForCausalLM.from_config(hf_config).state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    return {tuple(tied): state[tied[0]].shape for tied in names.values()}, hf_config
+
+
+def _repack_heads(model: torch.nn.Module) -> None:
+    """On a CPU vLLM computes with packed copies of weights, and a head that is tied to the embeddings would keep its old one."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and module.weight.device.type == "cpu":
+            module.quant_method.process_weights_after_loading(module)
