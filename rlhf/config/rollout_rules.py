@@ -94,6 +94,9 @@ def _vllm(config: Config) -> Iterator[str]:
     r = config.rollout
     if (r.name == "vllm" or not r.servers.urls) and (problem := installation_problem()):
         yield f"rollout={r.name}: {problem}"
+    for key, temperature in (("temperature", r.temperature), ("val_kwargs.temperature", r.val_kwargs.temperature)):
+        if temperature and not 0.01 <= temperature <= 2:
+            yield f"rollout.{key}={temperature}: vLLM takes 0 (greedy) and 0.01 to 2."
     for key, value in r.engine_kwargs.vllm.items():
         shown = f"rollout.engine_kwargs.vllm.{key}={value}"
         if key in OURS:

@@ -138,6 +138,8 @@ REFUSED: list[tuple[dict, str]] = [
     ),
     (SERVED | {"rollout__engine_kwargs__vllm": {"dtype": "half"}}, "engine_kwargs.vllm.dtype=half: set rollout.dtype"),
     (SERVED | {"rollout__engine_kwargs__vllm": {"load_format": "auto"}}, "load_format=auto: the trainer needs this"),
+    (SERVED | {"rollout__temperature": 2.5}, "rollout.temperature=2.5: vLLM takes 0 (greedy) and 0.01 to 2."),
+    (SERVED | {"rollout__val_kwargs__temperature": 0.001}, "rollout.val_kwargs.temperature=0.001: vLLM takes 0"),
     (SERVED | {"rollout__structured_outputs": {"regexp": "a"}}, "there is no key regexp. Did you mean regex?"),
     (SERVED | {"rollout__structured_outputs": {"regex": "a", "choice": ["a"]}}, "give one of json, regex, choice"),
     (SERVED | {"rollout__structured_outputs": {"disable_any_whitespace": True}}, "give one of json, regex, choice"),

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +74,7 @@ class VllmEngine:
         """Load every weight in place, one after the other; names and shapes are those of the Hugging Face model.
 
         Raises:
-            ValueError: a name or a shape that the model does not have, or names that did not come.
+            ValueError: a name or a shape that the model does not have, or names that did not come. The engine is of no use then.
         """
         with self._surroundings.entered(), torch.no_grad():
             self._wake("weights")
@@ -140,7 +141,8 @@ class VllmEngine:
     def _load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         (model,) = self._llm.apply_model(lambda model: model)
         expected = {name for name, _ in model.named_parameters()}
-        load, loaded = model.load_weights, set()
+        load = model.load_weights
+        loaded: set[str] = set()
 
         def load_and_tell(weights: Iterable[tuple[str, Tensor]]) -> Any:
             names = load(weights)
@@ -154,9 +156,7 @@ class VllmEngine:
         finally:
             del model.load_weights
         if self._llm.model_config.quantization is None and (missing := sorted(expected - loaded)):
-            raise ValueError(
-                f"{len(missing)} weights of the model in vLLM were not updated: {', '.join(missing[:5])}"
-            )
+            raise ValueError(f"{len(missing)} weights of the model in vLLM were not updated: {', '.join(missing[:5])}")
         _repack_heads(model)
 
     def _checked(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -224,7 +224,8 @@ def build_vllm_engine(
     tensor_parallel = rollout.tensor_model_parallel_size
     first = coordinator.rank // tensor_parallel * tensor_parallel
     ranks = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(device.index or 0)}
-    surroundings = Surroundings(ENVIRONMENT | ranks)
+    # For a CPU vLLM compiles two small functions, which takes longer than they ever save.
+    surroundings = Surroundings(ENVIRONMENT | ranks, compiles=device.type == "cuda")
     with tempfile.TemporaryDirectory(prefix="rlhf-vllm-") as scratch, surroundings.entered():
         folder = Path(scratch)
         for name, content in files.items():
@@ -242,13 +243,15 @@ def build_vllm_engine(
 def _start(arguments: dict[str, Any]) -> Any:
     if "VLLM_LOGGING_LEVEL" not in os.environ:
         logging.getLogger("vllm").setLevel(logging.ERROR)
-    from vllm import LLM
-
     try:
-        llm = LLM(**arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            from vllm import LLM
+
+            llm = LLM(**arguments)
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"rollout=vllm: vLLM takes not this model, or not what the rollout settings say (rollout.engine_kwargs.vllm among them): {error}"
+            f"rollout=vllm: vLLM does not take the model or the arguments (those of rollout.engine_kwargs.vllm among them): {error}"
         ) from error
     # At its end, and at the process's, it would destroy the process group, which is the rank's.
     llm.llm_engine.engine_core._finalizer.detach()

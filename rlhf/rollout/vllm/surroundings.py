@@ -5,14 +5,16 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch._dynamo
 
 from rlhf.checkpoint.rng import rng_state, set_rng_state
 
 _set_num_threads = torch.set_num_threads
+_memory: Any = torch.utils.deterministic
 
 
 class Surroundings:
@@ -20,9 +22,13 @@ class Surroundings:
 
     Both have their environment variables, numbers and functions of torch, log handlers and signal handlers. Generators of random numbers
     are always left as they were found.
+
+    Args:
+        compiles: whether torch.compile does in there what it says.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], *, compiles: bool) -> None:
+        self._compiles = compiles
         self._variables: dict[str, str | None] = dict(environment)
         self._inside: dict[str, Any] = {}
 
@@ -34,9 +40,10 @@ class Surroundings:
         _write(outside | self._inside)
         # What deterministic mode has no implementation for would raise, and vLLM fills its own memory.
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        _memory.fill_uninitialized_memory = False
         try:
-            yield
+            with nullcontext() if self._compiles else torch._dynamo.config.patch(disable=True):
+                yield
         finally:
             seen = dict(os.environ)
             changed = {name for name in seen.keys() | variables.keys() if seen.get(name) != variables.get(name)}
@@ -68,7 +75,7 @@ def _read() -> dict[str, Any]:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
-        "fill": torch.utils.deterministic.fill_uninitialized_memory,
+        "fill": _memory.fill_uninitialized_memory,
         "handlers": (root.level, tuple(root.handlers)),
         # vLLM for CPUs puts functions that do nothing in the place of these.
         "set_num_threads": torch.set_num_threads,
@@ -85,7 +92,7 @@ def _write(state: Mapping[str, Any]) -> None:
     torch.set_float32_matmul_precision(state["matmul"])
     enabled, warn_only = state["deterministic"]
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-    torch.utils.deterministic.fill_uninitialized_memory = state["fill"]
+    _memory.fill_uninitialized_memory = state["fill"]
     root = logging.getLogger()
     root.setLevel(state["handlers"][0])
     root.handlers[:] = state["handlers"][1]

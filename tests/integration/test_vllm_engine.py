@@ -1,0 +1,330 @@
+"""vLLM in the rank's own process beside the embedded engine and transformers, on the same weights."""
+
+import copy
+import logging
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf.backends import build_backend
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.config import BackendConfig, Config, OptimConfig
+from rlhf.errors import UserError
+from rlhf.models.loading import hf_files
+from rlhf.rollout import Request, Sample, SamplingParams, build_embedded_engine, eos_token_ids
+from tests.launching import TINY_POLICY, question
+from tests.numerics.ranks import run_ranks, single_rank
+from tests.tiny_models import save, tiny_config, tiny_tokenizer
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, which has an environment of its own (.ci/run)"),
+]
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(n=2, temperature=0.0, max_tokens=24)
+RANDOM = SamplingParams(n=3, temperature=1.5, max_tokens=24)
+
+
+def policy(name: str) -> Any:
+    """The bundled policy, less sure than it is, whose head is tied to its embeddings; or a random Qwen2 with a head of its own."""
+    if name == "bundled":
+        return shaken(AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32).eval(), 0.4)
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "max_position_embeddings": 256}
+    return AutoModelForCausalLM.from_config(tiny_config("qwen2", tie_word_embeddings=False, **sizes)).float().eval()
+
+
+def shaken(model: Any, share: float) -> Any:
+    """With noise on all weights, of that share of their spread."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data += share * parameter.detach().std() * noise
+    return model
+
+
+def requests(tokenizer: Any, count: int = 12) -> list[Request]:
+    prompts = [[{"role": "user", "content": question(11 + 5 * i, 90 - 7 * i)}] for i in range(count)]
+    ids = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
+    return [Request(100 + i, tokens) for i, tokens in enumerate(ids)]
+
+
+def build(model: Any, tokenizer: Any, **rollout: Any) -> Any:
+    from rlhf.rollout.vllm.colocated import build_vllm_engine
+
+    config = Config()
+    config.data.max_prompt_length, config.data.max_response_length = 64, 48
+    config.rollout.name, config.rollout.max_num_seqs = "vllm", 32
+    for name, value in rollout.items():
+        setattr(config.rollout, name, value)
+    files = hf_files(model.config, tokenizer, model.generation_config)
+    return build_vllm_engine(config, files, eos_token_ids(model, tokenizer), Coordinator(), CPU)
+
+
+def process() -> dict[str, Any]:
+    """What of this process a library may change behind its user's back."""
+    root = logging.getLogger()
+    return {
+        "environment": dict(os.environ),
+        "python": random.getstate(),
+        "numpy": str(np.random.get_state()),
+        "torch": torch.get_rng_state().tolist(),
+        "threads": (torch.get_num_threads(), torch.set_num_threads, os.sched_getaffinity(0)),
+        "accelerator": (torch.accelerator.synchronize, torch.accelerator.empty_cache),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+        ),
+        "precision": (torch.get_float32_matmul_precision(), torch.is_grad_enabled()),
+        "logging": (root.level, list(root.handlers)),
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "compiles": torch._dynamo.config.disable,
+    }
+
+
+class Pair:
+    """A model in vLLM and in the embedded engine, and what making the first changed in this process."""
+
+    def __init__(self, name: str) -> None:
+        self.model, self.tokenizer = policy(name), tiny_tokenizer()
+        self.requests = requests(self.tokenizer)
+        torch.use_deterministic_algorithms(True)
+        try:
+            before = process()
+            self.vllm = build(self.model, self.tokenizer)
+            self.vllm.update_weights(self.model.named_parameters, 3)
+            self.vllm.generate(self.requests, RANDOM, seed=9, step=9)
+            self.changed = {name for name, value in process().items() if value != before[name]}
+        finally:
+            torch.use_deterministic_algorithms(False)
+        self.embedded = build_embedded_engine(self.model, self.tokenizer, Config().rollout)
+
+    def sampled(self, params: SamplingParams, seed: int = 1, step: int = 2) -> list[Sample]:
+        return self.vllm.generate(self.requests, params, seed=seed, step=step)
+
+
+@pytest.fixture(scope="module")
+def rank() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+@pytest.fixture(scope="module", params=["bundled", "own head"])
+def pair(request: pytest.FixtureRequest, rank: None) -> Iterator[Pair]:
+    made = Pair(request.param)
+    yield made
+    made.vllm.close()
+
+
+@torch.no_grad()
+def log_probs(model: Any, prompt: list[int], response: list[int], params: SamplingParams) -> torch.Tensor:
+    """Of each token of `response`, by transformers, under the distribution that `params` (without top_p) makes."""
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    logits = logits / (params.temperature or 1.0)
+    if params.top_k > 0:
+        logits = logits.masked_fill(logits < logits.topk(params.top_k).values[:, -1:], -torch.inf)
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def test_the_process_is_left_as_it_was(pair: Pair):
+    assert pair.changed == set()
+
+
+def test_greedy_is_what_the_embedded_engine_says(pair: Pair):
+    expected = pair.embedded.generate(pair.requests, GREEDY, seed=1, step=2)
+    got = pair.sampled(GREEDY)
+    assert [(s.uid, s.sample, s.token_ids, s.finish_reason) for s in got] == [
+        (s.uid, s.sample, s.token_ids, s.finish_reason) for s in expected
+    ]
+    assert {s.version for s in got} == {3}
+    assert len({tuple(s.token_ids) for s in got}) > 4
+    for ours, theirs in zip(expected, got, strict=True):
+        np.testing.assert_allclose(theirs.log_probs, ours.log_probs, atol=1e-4)
+
+
+@pytest.mark.parametrize("params", [RANDOM, replace(RANDOM, temperature=0.7, top_k=5)], ids=["plain", "top-k"])
+def test_log_probs_are_those_of_what_was_sampled_from(pair: Pair, params: SamplingParams):
+    prompts = {r.uid: r.token_ids for r in pair.requests}
+    worst = 0.0
+    for sample in pair.sampled(params):
+        expected = log_probs(pair.model, prompts[sample.uid], sample.token_ids, params)
+        worst = max(worst, (expected - torch.tensor(sample.log_probs)).abs().max().item())
+    logging.getLogger(__name__).info("the largest difference of a log-prob from transformers' is %.2g", worst)
+    assert worst < 1e-4
+
+
+def test_samples_are_a_function_of_their_coordinates(pair: Pair):
+    first = pair.sampled(RANDOM)
+    assert [(s.uid, s.sample) for s in first] == [(r.uid, i) for r in pair.requests for i in range(3)]
+    tokens = {(s.uid, s.sample): s.token_ids for s in first}
+    assert len({tuple(ids) for ids in tokens.values()}) > len(pair.requests)
+    alone = [s for r in reversed(pair.requests) for s in pair.vllm.generate([r], replace(RANDOM, n=2), seed=1, step=2)]
+    assert {(s.uid, s.sample): s.token_ids for s in alone} == {key: ids for key, ids in tokens.items() if key[1] < 2}
+    for changed in ({"seed": 2}, {"step": 3}):
+        assert [s.token_ids for s in pair.sampled(RANDOM, **changed)] != [s.token_ids for s in first]
+    renamed = [replace(r, uid=r.uid + 50) for r in pair.requests]
+    assert [s.token_ids for s in pair.vllm.generate(renamed, RANDOM, seed=1, step=2)] != list(tokens.values())
+
+
+def test_nothing_of_earlier_calls_matters_to_the_bit(pair: Pair):
+    first = pair.sampled(RANDOM)
+    # Prompts that begin as those do, and are left in the cache.
+    longer = [replace(r, token_ids=r.token_ids + r.token_ids[:9]) for r in pair.requests[::2]]
+    pair.vllm.generate(longer, replace(RANDOM, n=1, max_tokens=40), seed=4, step=1)
+    assert pair.sampled(RANDOM) == first
+    pair.vllm.update_weights(pair.model.named_parameters, 3)
+    assert pair.sampled(RANDOM) == first
+
+
+def test_what_ends_a_sample(pair: Pair):
+    forever = pair.sampled(replace(RANDOM, ignore_eos=True))
+    assert {(len(s.token_ids), s.finish_reason) for s in forever} == {(24, "length")}
+    short = pair.sampled(replace(RANDOM, ignore_eos=True, stop=("5", "e")))
+    stopped = [s for s in short if s.finish_reason == "stop"]
+    assert stopped
+    for sample in short:
+        text = pair.tokenizer.decode(sample.token_ids, skip_special_tokens=False)
+        at_the_end = any(ending in pair.tokenizer.decode(sample.token_ids[-1:]) for ending in "5e")
+        assert at_the_end == (sample.finish_reason == "stop"), text
+
+
+def test_prompts_that_cannot_be(pair: Pair):
+    with pytest.raises(UserError, match=r"data\.max_prompt_length"):
+        pair.vllm.generate([Request(1, [7] * 100)], RANDOM, seed=1, step=1)
+    with pytest.raises(ValueError, match="a prompt has no tokens"):
+        pair.vllm.generate([Request(1, [])], RANDOM, seed=1, step=1)
+    assert pair.vllm.generate([], RANDOM, seed=1, step=1) == []
+
+
+def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp_path: Path):
+    from rlhf.rollout.vllm.colocated import ENVIRONMENT
+    from rlhf.rollout.vllm.surroundings import Surroundings
+
+    before = pair.sampled(GREEDY)
+    trained = shaken(copy.deepcopy(pair.model), 0.4)
+    save(trained, tmp_path)
+    pair.vllm.update_weights(trained.named_parameters, 4)
+    after = pair.sampled(GREEDY)
+    pair.vllm.update_weights(pair.model.named_parameters, 3)
+    assert {s.version for s in after} == {4}
+    assert [s.token_ids for s in after] != [s.token_ids for s in before]
+
+    with Surroundings(ENVIRONMENT, compiles=False).entered():
+        from vllm import LLM
+        from vllm import SamplingParams as VllmSamplingParams
+
+        fresh = LLM(
+            str(tmp_path),
+            dtype="float32",
+            enforce_eager=True,
+            enable_chunked_prefill=False,
+            max_model_len=112,
+            kv_cache_memory_bytes=64 << 20,
+            distributed_executor_backend="uni",
+            max_num_seqs=32,
+        )
+        fresh.llm_engine.engine_core._finalizer.detach()
+        wanted = VllmSamplingParams(temperature=0.0, max_tokens=24, detokenize=False)
+        prompts = [{"prompt_token_ids": r.token_ids} for r in pair.requests]
+        outputs = fresh.generate(prompts, wanted, use_tqdm=False)
+    assert [s.token_ids for s in after[::2]] == [list(o.outputs[0].token_ids) for o in outputs]
+    embedded = build_embedded_engine(trained, pair.tokenizer, Config().rollout)
+    expected = embedded.generate(pair.requests, GREEDY, seed=1, step=2)
+    assert [s.token_ids for s in after] == [s.token_ids for s in expected]
+
+
+def test_structure_arguments_of_vllm_and_weights_that_do_not_fit(rank: None):
+    model, tokenizer = policy("own head"), tiny_tokenizer()
+    settings = Config().rollout.engine_kwargs
+    settings.vllm = {"max_num_batched_tokens": 333}
+    with pytest.raises(UserError, match=r"rollout\.engine_kwargs\.vllm"):
+        build(model, tokenizer, engine_kwargs=replace(settings, vllm={"quantization": "none such"}))
+    engine = build(model, tokenizer, structured_outputs={"choice": ["12", "345"]}, engine_kwargs=settings)
+    engine.update_weights(model.named_parameters, 2)
+    said = engine.generate(requests(tokenizer, 6), RANDOM, seed=1, step=1)
+    texts = {tokenizer.decode(s.token_ids, skip_special_tokens=True) for s in said}
+    assert texts == {"12", "345"}
+    assert engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens == 333
+
+    weights = dict(model.named_parameters())
+    norm = weights["model.norm.weight"]
+
+    def refused(changed: dict[str, Any], message: str) -> None:
+        walked = []
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in changed.items():
+                walked.append(name)
+                yield name, tensor
+
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights(stream, 1)
+        assert walked == list(changed)
+
+    refused({"model.other.weight": norm} | weights, "has no weight named 'model.other.weight'")
+    refused(weights | {"model.embed_tokens.weight": torch.zeros(600, 128)}, r"has shape \[600, 128\]")
+    lacking = {name: tensor for name, tensor in weights.items() if "k_proj" not in name}
+    refused(lacking, r"4 weights .* were not updated: model.layers.0.self_attn.k_proj.bias")
+
+    engine.close()
+
+
+def on_two_ranks(backend_name: str, tensor_parallel: int) -> dict[str, Any]:
+    """Samples from weights that are sharded over the ranks: all of them with work, then only the last one."""
+    model, tokenizer = policy("own head"), AutoTokenizer.from_pretrained(TINY_POLICY)
+    engine = build(model, tokenizer, tensor_model_parallel_size=tensor_parallel)
+    backend = build_backend(
+        model,
+        BackendConfig(name="deepspeed", zero_stage=3) if backend_name == "zero3" else BackendConfig(),
+        OptimConfig(),
+        CPU,
+        grad_clip=1.0,
+        total_optimizer_steps=1,
+        hf_files={},
+    )
+    engine.update_weights(backend.full_tensors, 1)
+    own = requests(tokenizer)[dist.get_rank() :: 2]
+    both = engine.generate(own, GREEDY, seed=1, step=1) + engine.generate(own, RANDOM, seed=1, step=1)
+    one = engine.generate(own if dist.get_rank() else [], RANDOM, seed=1, step=1)
+    engine.close()
+    return {
+        "both": [(s.uid, s.sample, s.token_ids) for s in both],
+        "one": [(s.uid, s.sample, s.token_ids) for s in one],
+    }
+
+
+def fsdp2_and_an_engine_each() -> dict[str, Any]:
+    return on_two_ranks("fsdp2", 1)
+
+
+def zero3_and_an_engine_for_both() -> dict[str, Any]:
+    return on_two_ranks("zero3", 2)
+
+
+@pytest.mark.parametrize("function", [fsdp2_and_an_engine_each, zero3_and_an_engine_for_both])
+def test_on_two_ranks_each_gets_its_own(function):
+    results = run_ranks(2, function)
+    model, tokenizer = policy("own head"), tiny_tokenizer()
+    embedded = build_embedded_engine(model, tokenizer, Config().rollout)
+    for rank, result in enumerate(results):
+        own = requests(tokenizer)[rank::2]
+        greedy, sampled = result["both"][: 2 * len(own)], result["both"][2 * len(own) :]
+        expected = embedded.generate(own, GREEDY, seed=1, step=1)
+        assert greedy == [(s.uid, s.sample, s.token_ids) for s in expected]
+        assert [(uid, sample) for uid, sample, _ in sampled] == [(r.uid, i) for r in own for i in range(3)]
+        assert result["one"] == (sampled if rank else [])
