@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf.backends import build_backend
 from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.config import BackendConfig, Config, OptimConfig
+from rlhf.config.rollout import EngineKwargsConfig
 from rlhf.errors import UserError
 from rlhf.models.loading import hf_files
 from rlhf.rollout import Request, Sample, SamplingParams, build_embedded_engine, eos_token_ids
@@ -106,7 +107,8 @@ class Pair:
         torch.use_deterministic_algorithms(True)
         try:
             before = process()
-            self.vllm = build(self.model, self.tokenizer)
+            # Blocks that prompts of a test can fill.
+            self.vllm = build(self.model, self.tokenizer, engine_kwargs=EngineKwargsConfig({"block_size": 32}))
             self.vllm.update_weights(self.model.named_parameters, 3)
             self.vllm.generate(self.requests, RANDOM, seed=9, step=9)
             self.changed = {name for name, value in process().items() if value != before[name]}
@@ -182,13 +184,17 @@ def test_samples_are_a_function_of_their_coordinates(pair: Pair):
 
 
 def test_nothing_of_earlier_calls_matters_to_the_bit(pair: Pair):
-    first = pair.sampled(RANDOM)
-    # Prompts that begin as those do, and are left in the cache.
-    longer = [replace(r, token_ids=r.token_ids + r.token_ids[:9]) for r in pair.requests[::2]]
-    pair.vllm.generate(longer, replace(RANDOM, n=1, max_tokens=40), seed=4, step=1)
-    assert pair.sampled(RANDOM) == first
+    def sampled() -> list[Sample]:
+        return pair.vllm.generate(prompts, replace(RANDOM, n=1, max_tokens=12), seed=1, step=2)
+
+    prompts = [replace(r, token_ids=r.token_ids * 2) for r in pair.requests]
+    first = sampled()
+    # Prompts that begin as those do: blocks of theirs are in the cache then.
+    longer = [replace(r, token_ids=r.token_ids + r.token_ids[:9]) for r in prompts[::2]]
+    pair.vllm.generate(longer, replace(RANDOM, n=1, max_tokens=20), seed=4, step=1)
+    assert sampled() == first
     pair.vllm.update_weights(pair.model.named_parameters, 3)
-    assert pair.sampled(RANDOM) == first
+    assert sampled() == first
 
 
 def test_what_ends_a_sample(pair: Pair):
@@ -250,10 +256,9 @@ def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp
 
 def test_structure_arguments_of_vllm_and_weights_that_do_not_fit(rank: None):
     model, tokenizer = policy("own head"), tiny_tokenizer()
-    settings = Config().rollout.engine_kwargs
-    settings.vllm = {"max_num_batched_tokens": 333}
+    settings = EngineKwargsConfig({"max_num_batched_tokens": 333})
     with pytest.raises(UserError, match=r"rollout\.engine_kwargs\.vllm"):
-        build(model, tokenizer, engine_kwargs=replace(settings, vllm={"quantization": "none such"}))
+        build(model, tokenizer, engine_kwargs=EngineKwargsConfig({"quantization": "none such"}))
     engine = build(model, tokenizer, structured_outputs={"choice": ["12", "345"]}, engine_kwargs=settings)
     engine.update_weights(model.named_parameters, 2)
     said = engine.generate(requests(tokenizer, 6), RANDOM, seed=1, step=1)

@@ -1,0 +1,41 @@
+"""Training with vLLM in the ranks: to the end, and the same when it was killed on the way."""
+
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.faults.compare_runs import differences
+from tests.faults.interrupter import at
+from tests.launching import STEPS, records, small, train
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, which has an environment of its own (.ci/run)"),
+]
+SETTINGS = {
+    # With an evaluation between saves: what was generated for it must not change the step after it.
+    "one rank": ["trainer.test_freq=2"],
+    "two ranks": ["trainer.nproc=2"],
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_killed_run_ends_as_one_that_was_not(name, sums, tmp_path: Path, launches: ThreadPoolExecutor):
+    def command(experiment: str) -> list[str]:
+        settings = [*SETTINGS[name], "rollout=vllm", "checkpoint.async_save=false", "trainer.restart_backoff_s=0"]
+        return small(tmp_path, experiment, sums, f"data.val_files={sums}", *settings)
+
+    undisturbed = launches.submit(train, command("undisturbed"))
+    # In step 5, after the save of step 3.
+    killed = launches.submit(train, command("killed"), at("rollout.after", 5, "SIGKILL", once=tmp_path / "hit"))
+    for end in (undisturbed.result(), killed.result()):
+        assert end.code == 0, end.output
+    assert (tmp_path / "hit").exists()
+    runs = tmp_path / "rlhf"
+    assert differences(runs / "undisturbed", runs / "killed") == []
+    history = records(runs / "killed")
+    assert [record["step"] for record in history] == list(range(STEPS + 1))
+    assert max(record["rollout/logprob_diff_max"] for record in history[1:]) < 1e-3
