@@ -28,6 +28,7 @@ def problems(config: Config, environ: dict[str, str] | None = None) -> list[str]
     return str(caught.value).splitlines()
 
 
+SERVED: dict[str, Any] = {"rollout__name": "vllm_server", "rollout__servers__urls": ["http://node7:8000"]}
 ACCEPTED: dict[str, dict] = {
     "defaults": {},
     "ranks divide the batches": {"trainer__nproc": 4},
@@ -59,8 +60,8 @@ ACCEPTED: dict[str, dict] = {
         "critic__optim__lr_warmup_steps": 19,
     },
     "no low clip": {"actor__clip_ratio_low": 1.0},
-    "one step ahead": {
-        "rollout__name": "vllm_server",
+    "one step ahead": SERVED
+    | {
         "rollout__async_steps": 1,
         "algorithm__rollout_correction__rollout_is": "sequence",
     },
@@ -83,9 +84,8 @@ ACCEPTED: dict[str, dict] = {
         "checkpoint__contents": ["hf_model", "extra", "optimizer", "model"],
         "checkpoint__load_contents": ["model", "optimizer", "extra"],
     },
-    "servers that run already": {
-        "rollout__name": "vllm_server",
-        "rollout__servers__urls": ["http://node7:8000"],
+    "servers that run already": SERVED
+    | {
         "rollout__engine_kwargs__vllm": {"kv_cache_dtype": "fp8"},
         "rollout__structured_outputs": {"regex": "[0-9]+", "disable_any_whitespace": True},
     },
@@ -98,7 +98,6 @@ def test_accepted(changes):
     validate(make(**changes), {})
 
 
-SERVED: dict[str, Any] = {"rollout__name": "vllm_server", "rollout__servers__urls": ["http://node7:8000"]}
 REFUSED: list[tuple[dict, str]] = [
     ({"trainer__nproc": 0}, "trainer.nproc=0: must be at least 1."),
     ({"actor__optim__lr": 0.0}, "actor.optim.lr=0.0: must be greater than 0."),
