@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import signal
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -224,7 +225,19 @@ def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp
     before = pair.sampled(GREEDY)
     trained = shaken(copy.deepcopy(pair.model), 0.4)
     save(trained, tmp_path)
-    pair.vllm.update_weights(trained.named_parameters, 4)
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = []
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in trained.named_parameters():
+            tensor = parameter.detach().clone()
+            alive.add(tensor)
+            most.append(len(alive))
+            yield name, tensor
+
+    pair.vllm.update_weights(gathered, 4)
+    # Those of one layer that belong together, and no more.
+    assert max(most) <= 8 < len(most)
     after = pair.sampled(GREEDY)
     pair.vllm.update_weights(pair.model.named_parameters, 3)
     assert {s.version for s in after} == {4}
