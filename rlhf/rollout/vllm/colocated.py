@@ -251,7 +251,8 @@ def _start(arguments: dict[str, Any]) -> Any:
             llm = LLM(**arguments)
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"rollout=vllm: vLLM does not take the model or the arguments (those of rollout.engine_kwargs.vllm among them): {error}"
+            "rollout=vllm: vLLM does not take the model or the arguments (those of rollout.engine_kwargs.vllm among them): "
+            f"{' '.join(str(error).split())}"
         ) from error
     # At its end, and at the process's, it would destroy the process group, which is the rank's.
     llm.llm_engine.engine_core._finalizer.detach()

@@ -21,7 +21,8 @@ class Surroundings:
     """Keeps two states of the process: the rank's own, and vLLM's, with `environment` on top when it is first entered.
 
     Both have their environment variables, numbers and functions of torch, log handlers and signal handlers. Generators of random numbers
-    are always left as they were found. On a GPU vLLM makes a stream of its own the current one, and so it stays: training then runs there, too.
+    are always left as they were found. On a GPU vLLM makes a stream of its own the current one, and so it stays: training then runs
+    there, too.
 
     Args:
         compiles: whether torch.compile does in there what it says.
