@@ -134,7 +134,6 @@ class VllmEngine:
 
     def _wake(self, *parts: str) -> None:
         if parts := tuple(part for part in parts if part in self._asleep):
-            torch.cuda.empty_cache()  # what training keeps for itself, vLLM cannot have
             self._llm.wake_up(tags=list(parts))
             self._asleep -= set(parts)
 
