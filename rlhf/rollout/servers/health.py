@@ -62,7 +62,11 @@ class ServerHealth:
         return self._state
 
     def due(self, now: float) -> Due:
-        """What the owner is to do now. `start`: end it if it still runs, start it, say `started`. `probe`: say `probing`, ask for its label."""
+        """What the owner is to do now.
+
+        `start`: end what still runs of it, start it, say `started`. `probe`: say `probing`, ask for its label. `push`: send it weights
+        as soon as there are some. `give_up`: the budget is spent.
+        """
         if self._budget.spent:
             return "give_up"
         if self._state == "dead":
@@ -144,6 +148,10 @@ class ServerHealth:
         self._state = "dead"
         self._retry_at = now + self.backoff_s
         self._start_due = self._ours and (gone or self._start_due or self.failures > 1)
+
+    def ended(self) -> None:
+        """Its process is no more, which explains the failure before."""
+        self._start_due = self._ours
 
     @property
     def backoff_s(self) -> float:

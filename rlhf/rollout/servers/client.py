@@ -1,0 +1,200 @@
+"""What is asked of one vLLM server over HTTP, and what of its answers is believed."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from rlhf.errors import UserError
+from rlhf.rollout.types import Request, Sample, SamplingParams
+from rlhf.rollout.vllm.sampling import sampling_kwargs
+
+CONNECT_S = 10.0
+LOWEST_LOG_PROB = -9999.0
+"""What vLLM's server says for a log-prob that is not a number."""
+ROUNDING = 1e-3
+"""How far above 0 a log-prob may come out."""
+SHOWN = 200
+"""Characters of an answer in an error."""
+
+
+class ServerFailure(Exception):
+    """The server did not answer, or not as it should. `hung`: nothing came before the deadline."""
+
+    def __init__(self, reason: str, *, hung: bool = False) -> None:
+        super().__init__(reason)
+        self.hung = hung
+
+
+class StaleAnswer(Exception):
+    """The answer was made with other weights than it had to be."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """How requests are put: what is the same for all of them."""
+
+    eos: Sequence[int]
+    structured_outputs: Mapping[str, Any]
+    vocab_size: int
+
+
+class ServerClient:
+    """Talks to the server at `url`. Every call raises ServerFailure when it gets no proper answer."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, ask: Ask, answer_timeout_s: float) -> None:
+        self._session, self._url, self._ask = session, url.rstrip("/"), ask
+        self._short = aiohttp.ClientTimeout(total=answer_timeout_s, sock_connect=CONNECT_S)
+
+    async def weight_label(self) -> str:
+        """Proof of life, and what the server calls its weights."""
+        await self._call("GET", "/health", self._short)
+        return _text(_parsed(await self._call("GET", "/weight_info", self._short)), "weight_version")
+
+    async def version(self) -> str:
+        """The release of vLLM."""
+        return _text(_parsed(await self._call("GET", "/version", self._short)), "version")
+
+    async def generate(
+        self, request: Request, params: SamplingParams, seed: int, label: str, version: int
+    ) -> list[Sample]:
+        """`params.n` samples by the weights `label`, which are those after `version` steps. However long it takes.
+
+        Raises:
+            StaleAnswer: other weights had a part in it.
+            UserError: the server finds fault with the request; another server would as well.
+        """
+        greedy = params.temperature == 0
+        asked = replace(params, n=1) if greedy else params
+        body = {
+            "token_ids": request.token_ids,
+            "sampling_params": sampling_kwargs(asked, seed, self._ask.eos, self._ask.structured_outputs),
+        }
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        answer = await self._call("POST", "/inference/v1/generate", timeout, body)
+        samples = samples_of(answer, request, asked, self._ask.vocab_size, label, version)
+        # Several greedy samples, which vLLM refuses, are one.
+        return [replace(samples[0], sample=i) for i in range(params.n)] if greedy else samples
+
+    async def _call(self, method: str, path: str, timeout: aiohttp.ClientTimeout, body: Any = None) -> bytes:
+        try:
+            async with self._session.request(method, self._url + path, json=body, timeout=timeout) as response:
+                content = await response.read()
+                status = response.status
+        except TimeoutError as error:
+            raise ServerFailure(f"{path}: no answer in time", hung=True) from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ServerFailure(f"{path}: {type(error).__name__}: {_short(str(error))}") from error
+        if status == 400 and body is not None and (fault := _fault(content)):
+            raise UserError(
+                f"The rollout server {self._url} refuses a request: {fault}. See rollout.stop, rollout.structured_outputs, "
+                "rollout.engine_kwargs.vllm, data.max_prompt_length and data.max_response_length."
+            )
+        if status != 200:
+            raise ServerFailure(f"{path}: HTTP {status}: {_short(content.decode(errors='replace'))}")
+        return content
+
+
+def samples_of(
+    content: bytes, request: Request, params: SamplingParams, vocab_size: int, label: str, version: int
+) -> list[Sample]:
+    """The samples in an answer, each checked.
+
+    Raises:
+        ServerFailure: something is missing or cannot be.
+        StaleAnswer: whole, but not all of it by the weights `label`.
+    """
+    choices = _parsed(content).get("choices")
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise ServerFailure(f"an answer without choices: {_short(content.decode(errors='replace'))}")
+    found = {choice["index"]: choice for choice in choices if _is_int(choice.get("index"))}
+    if len(choices) != params.n or sorted(found) != list(range(params.n)):
+        raise ServerFailure(f"an answer of {len(choices)} samples numbered {sorted(found)}; {params.n} were asked for")
+    samples, foreign = [], set()
+    for index in range(params.n):
+        try:
+            sample, labels = _sample(found[index], request.uid, params.max_tokens, vocab_size, version)
+        except ServerFailure as error:
+            raise ServerFailure(f"sample {index} of an answer: {error}") from None
+        samples.append(sample)
+        foreign |= labels - {label}
+    if foreign:
+        raise StaleAnswer(f"an answer by the weights {sorted(foreign)}, not {label!r}")
+    return samples
+
+
+def _sample(
+    choice: dict[str, Any], uid: int, max_tokens: int, vocab_size: int, version: int
+) -> tuple[Sample, set[str]]:
+    """A sample, and the labels of the weights that it is by."""
+    token_ids, reason = choice.get("token_ids"), choice.get("finish_reason")
+    if not isinstance(token_ids, list) or not all(_is_int(token) and 0 <= token < vocab_size for token in token_ids):
+        raise ServerFailure(f"token_ids are not numbers from 0 to {vocab_size - 1}")
+    if not 0 < len(token_ids) <= max_tokens:
+        raise ServerFailure(f"{len(token_ids)} tokens, where 1 to {max_tokens} can be")
+    if reason not in ("stop", "length"):
+        raise ServerFailure(f"finish_reason {reason!r}")
+    logprobs = choice.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if not isinstance(content, list) or len(content) != len(token_ids):
+        raise ServerFailure(f"not one log-prob for each of {len(token_ids)} tokens")
+    log_probs = []
+    for token, entry in zip(token_ids, content, strict=True):
+        value = entry.get("logprob") if isinstance(entry, dict) and entry.get("token_id") == token else None
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or not LOWEST_LOG_PROB < value < ROUNDING:
+            raise ServerFailure(f"no finite log-prob of token {token}: {_short(str(entry))}")
+        log_probs.append(float(value))
+    sample = Sample(uid, choice["index"], token_ids, log_probs, reason, version)
+    return sample, _labels(choice.get("weight_versions"), len(token_ids))
+
+
+def _labels(spans: Any, tokens: int) -> set[str]:
+    """The labels in `spans` of an answer, which must cover all its tokens."""
+    labels, end = set(), 0
+    for span in spans if isinstance(spans, list) else ():
+        if not isinstance(span, dict) or span.get("start") != end or not _is_int(span.get("end")):
+            break
+        labels.add(_text(span, "version"))
+        end = span["end"]
+    if end != tokens:
+        raise ServerFailure(f"weight_versions do not tell of all {tokens} tokens: {_short(str(spans))}")
+    return labels
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ServerFailure(f"not JSON: {_short(content.decode(errors='replace'))}") from error
+    if not isinstance(parsed, dict):
+        raise ServerFailure(f"not a JSON object: {_short(content.decode(errors='replace'))}")
+    return parsed
+
+
+def _text(parsed: dict[str, Any], key: str) -> str:
+    value = parsed.get(key)
+    if not isinstance(value, str):
+        raise ServerFailure(f"{key} is missing: {_short(str(parsed))}")
+    return value
+
+
+def _fault(content: bytes) -> str | None:
+    """What vLLM says about a request that it refuses."""
+    try:
+        error = _parsed(content).get("error")
+    except ServerFailure:
+        return None
+    message = error.get("message") if isinstance(error, dict) else None
+    return _short(message) if isinstance(message, str) else None
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else f"{line[:SHOWN]} ..."

@@ -1,0 +1,216 @@
+"""What the client of a rollout server takes for an answer. A small server stands in for whatever may answer in vLLM's place."""
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.errors import UserError
+from rlhf.rollout import Request, Sample, SamplingParams
+from rlhf.rollout.servers.client import Ask, ServerClient, ServerFailure, StaleAnswer, samples_of
+
+REQUEST, PARAMS, VOCAB = Request(7, [1, 2, 3]), SamplingParams(n=2, max_tokens=4), 10
+
+
+def choice(index: int, tokens: tuple[int, ...] = (4, 9), label: str = "w1") -> dict[str, Any]:
+    return {
+        "index": index,
+        "token_ids": list(tokens),
+        "finish_reason": "stop",
+        "logprobs": {"content": [{"token_id": token, "logprob": -0.5} for token in tokens]},
+        "weight_versions": [{"version": label, "start": 0, "end": len(tokens)}],
+    }
+
+
+def answer() -> dict[str, Any]:
+    return {"request_id": "x", "choices": [choice(1), choice(0, (4, 5, 6, 9))]}
+
+
+def read(content: Any, label: str = "w1") -> list[Sample]:
+    return samples_of(json.dumps(content).encode(), REQUEST, PARAMS, VOCAB, label, 3)
+
+
+def test_samples_in_their_order_with_their_version():
+    assert read(answer()) == [
+        Sample(7, 0, [4, 5, 6, 9], [-0.5] * 4, "stop", 3),
+        Sample(7, 1, [4, 9], [-0.5] * 2, "stop", 3),
+    ]
+
+
+def change(key: str, value: Any) -> Callable[[dict], Any]:
+    return lambda content: content["choices"][0].__setitem__(key, value)
+
+
+def change_entry(key: str, value: Any) -> Callable[[dict], Any]:
+    return lambda content: content["choices"][0]["logprobs"]["content"][1].__setitem__(key, value)
+
+
+BROKEN: dict[str, tuple[Callable[[dict], Any], str]] = {
+    "no choices": (lambda c: c.pop("choices"), "without choices"),
+    "choices of another kind": (lambda c: c.__setitem__("choices", [1, 2]), "without choices"),
+    "one too few": (lambda c: c["choices"].pop(), "of 1 samples"),
+    "one too many": (lambda c: c["choices"].append(choice(2)), "of 3 samples"),
+    "one twice": (change("index", 0), "numbered"),
+    "no number": (change("index", None), "numbered"),
+    "no tokens": (change("token_ids", None), "token_ids"),
+    "none at all": (change("token_ids", []), "0 tokens"),
+    "too long": (change("token_ids", [1] * 5), "5 tokens"),
+    "not in the vocabulary": (change("token_ids", [4, VOCAB]), "0 to 9"),
+    "negative": (change("token_ids", [4, -1]), "0 to 9"),
+    "true": (change("token_ids", [4, True]), "0 to 9"),
+    "aborted": (change("finish_reason", "abort"), "finish_reason 'abort'"),
+    "unhashable reason": (change("finish_reason", []), "finish_reason"),
+    "no log-probs": (change("logprobs", None), "not one log-prob for each"),
+    "too few log-probs": (lambda c: c["choices"][0]["logprobs"]["content"].pop(), "not one log-prob for each"),
+    "log-prob of another token": (change_entry("token_id", 5), "no finite log-prob of token 9"),
+    "NaN": (change_entry("logprob", math.nan), "no finite log-prob"),
+    "infinite": (change_entry("logprob", -math.inf), "no finite log-prob"),
+    "vLLM's stand-in for NaN": (change_entry("logprob", -9999.0), "no finite log-prob"),
+    "above 0": (change_entry("logprob", 0.5), "no finite log-prob"),
+    "a word": (change_entry("logprob", "-0.5"), "no finite log-prob"),
+    "no label": (change("weight_versions", None), "weight_versions"),
+    "a label for a part": (change("weight_versions", [{"version": "w1", "start": 0, "end": 1}]), "weight_versions"),
+    "spans with a gap": (
+        change("weight_versions", [{"version": "w1", "start": 0, "end": 1}, {"version": "w1", "start": 2, "end": 2}]),
+        "weight_versions",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_answer_is_a_failure_of_the_server(name):
+    content = answer()
+    breaks, reason = BROKEN[name]
+    breaks(content)
+    with pytest.raises(ServerFailure, match=reason):
+        read(content)
+
+
+@given(st.binary() | st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(json.dumps))
+def test_garbage_is_a_failure_of_the_server(garbage):
+    with pytest.raises(ServerFailure):
+        samples_of(garbage if isinstance(garbage, bytes) else garbage.encode(), REQUEST, PARAMS, VOCAB, "w1", 3)
+
+
+def test_deep_garbage_is_a_failure_of_the_server():
+    with pytest.raises(ServerFailure, match="not JSON"):
+        samples_of(b"[" * 100_000, REQUEST, PARAMS, VOCAB, "w1", 3)
+
+
+def test_an_answer_by_other_weights_is_refused():
+    with pytest.raises(StaleAnswer, match=r"\['w1'\], not 'w2'"):
+        read(answer(), label="w2")
+    content = answer()
+    content["choices"][1]["weight_versions"] = [
+        {"version": "w1", "start": 0, "end": 3},
+        {"version": "w2", "start": 3, "end": 4},
+    ]
+    with pytest.raises(StaleAnswer, match="'w2'"):
+        read(content)
+
+
+def ask(handler: Callable, use: Callable, answer_timeout_s: float = 30.0) -> Any:
+    """What `use(client)` gives of a server at which `handler` answers everything."""
+
+    async def run() -> Any:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        try:
+            async with aiohttp.ClientSession() as session:
+                client = ServerClient(session, f"http://127.0.0.1:{port}/", Ask([9], {}, VOCAB), answer_timeout_s)
+                return await use(client)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def generate(params: SamplingParams = PARAMS) -> Callable:
+    return lambda client: client.generate(REQUEST, params, 11, "w1", 3)
+
+
+def test_what_is_asked():
+    bodies = []
+
+    async def handler(request: web.Request) -> web.Response:
+        bodies.append((request.method, request.path, await request.json()))
+        return web.json_response(answer())
+
+    assert [s.sample for s in ask(handler, generate())] == [0, 1]
+    method, path, body = bodies[0]
+    assert (method, path, body["token_ids"]) == ("POST", "/inference/v1/generate", [1, 2, 3])
+    assert {"n": 2, "seed": 11, "max_tokens": 4, "stop_token_ids": [9]}.items() <= body["sampling_params"].items()
+
+
+def test_greedy_samples_are_asked_for_once():
+    async def handler(request: web.Request) -> web.Response:
+        assert (await request.json())["sampling_params"]["n"] == 1
+        return web.json_response({"choices": [choice(0)]})
+
+    samples = ask(handler, generate(SamplingParams(n=3, temperature=0.0, max_tokens=4)))
+    assert samples == [Sample(7, i, [4, 9], [-0.5] * 2, "stop", 3) for i in range(3)]
+
+
+def test_life_label_and_version():
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response({"/health": {}, "/weight_info": {"weight_version": "w5"}}.get(request.path, {}))
+
+    assert ask(handler, lambda client: client.weight_label()) == "w5"
+    with pytest.raises(ServerFailure, match="version is missing"):
+        ask(handler, lambda client: client.version())
+
+
+def test_an_error_of_the_server_is_its_failure():
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=503, text="no\nengine")
+
+    with pytest.raises(ServerFailure, match=r"HTTP 503: no engine"):
+        ask(handler, generate())
+
+
+def test_a_dropped_connection_is_a_failure_of_the_server():
+    async def handler(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    with pytest.raises(ServerFailure, match="Server"):
+        ask(handler, generate())
+
+
+def test_a_server_that_hangs_has_a_deadline():
+    async def handler(request: web.Request) -> web.Response:
+        await asyncio.sleep(5)
+        return web.Response()
+
+    with pytest.raises(ServerFailure, match="no answer in time") as caught:
+        ask(handler, lambda client: client.weight_label(), answer_timeout_s=0.1)
+    assert caught.value.hung
+
+
+def test_a_request_that_vllm_refuses_is_the_users_mistake():
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "bad grammar", "code": 400}}, status=400)
+
+    with pytest.raises(UserError, match=r"bad grammar.*rollout\.structured_outputs"):
+        ask(handler, generate())
+
+
+def test_any_other_bad_request_is_a_failure_of_the_server():
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=400, text="<html>")
+
+    with pytest.raises(ServerFailure, match="HTTP 400"):
+        ask(handler, generate())
