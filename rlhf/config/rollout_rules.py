@@ -1,8 +1,10 @@
 """Rules across the settings of the rollout engines."""
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from rlhf.config import Config, RolloutConfig
+from rlhf.config.rollout import ServersConfig
 from rlhf.config.schema import did_you_mean, nearest
 from rlhf.rollout.vllm.versions import installation_problem
 
@@ -59,6 +61,7 @@ def rollout_problems(config: Config) -> Iterator[str]:
         yield from _vllm(config)
     if r.async_steps:
         yield from _one_step_ahead(config)
+    yield from _servers(r)
 
 
 def _only_vllm(config: Config) -> Iterator[str]:
@@ -88,6 +91,36 @@ def _one_step_ahead(config: Config) -> Iterator[str]:
             f"checkpoint.journal=true: the journal does not keep what {ahead} generates ahead, which only checkpoints hold; "
             "set checkpoint.journal=false."
         )
+
+
+def _servers(r: RolloutConfig) -> Iterator[str]:
+    s, default = r.servers, ServersConfig()
+    if r.name != "vllm_server":
+        for key, value in vars(s).items():
+            if value != getattr(default, key):
+                yield f"rollout.servers.{key}={value}: has effect only with rollout=vllm_server (it is {r.name})."
+        return
+    for url in s.urls:
+        if not _is_http(url):
+            yield f"rollout.servers.urls: {url!r} is not the URL of a server; give e.g. http://node7:8000."
+    named = [url.rstrip("/") for url in s.urls]
+    for url in sorted({url for url in named if named.count(url) > 1}):
+        yield f"rollout.servers.urls: {url} is there {named.count(url)} times; name each server once."
+    if s.urls and s.count != default.count:
+        yield f"rollout.servers.count={s.count}: is for servers that we start; rollout.servers.urls names some that run already."
+    if s.backoff_s > s.backoff_max_s:
+        yield (
+            f"rollout.servers.backoff_s={s.backoff_s:g}: is more than rollout.servers.backoff_max_s={s.backoff_max_s:g}; "
+            f"set rollout.servers.backoff_max_s={s.backoff_s:g} or less back-off."
+        )
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
 
 
 def _vllm(config: Config) -> Iterator[str]:
