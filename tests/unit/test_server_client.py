@@ -129,7 +129,7 @@ def ask(handler: Callable, use: Callable, answer_timeout_s: float = 30.0) -> Any
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         try:
             async with aiohttp.ClientSession() as session:
-                client = ServerClient(session, f"http://127.0.0.1:{port}/", Ask([9], {}, VOCAB), answer_timeout_s)
+                client = ServerClient(session, f"http://127.0.0.1:{port}", Ask([9], {}, VOCAB), answer_timeout_s)
                 return await use(client)
         finally:
             await runner.cleanup()

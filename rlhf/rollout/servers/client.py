@@ -46,7 +46,7 @@ class ServerClient:
     """Talks to the server at `url`. Every call raises ServerFailure when it gets no proper answer."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, ask: Ask, answer_timeout_s: float) -> None:
-        self._session, self._url, self._ask = session, url.rstrip("/"), ask
+        self._session, self._url, self._ask = session, url, ask
         self._short = aiohttp.ClientTimeout(total=answer_timeout_s, sock_connect=CONNECT_S)
 
     async def weight_label(self) -> str:

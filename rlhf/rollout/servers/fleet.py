@@ -230,7 +230,7 @@ class Fleet:
             if self._processes:
                 self._members = [self._member("", now, process, log) for log, process in self._processes.items()]
             else:
-                self._members = [self._member(url, now) for url in self._settings.urls]
+                self._members = [self._member(url.rstrip("/"), now) for url in self._settings.urls]
             self._began.set()
             while not self._closing:
                 for member in self._members:
