@@ -97,14 +97,13 @@ class Coordinator:
             dist.broadcast_object_list(values, src=source, group=self._group)
         return values[0]  # type: ignore[return-value]
 
-    def scatter(self, values: Sequence[T] | None) -> T:
-        """The leader's `values`, one for each rank in their order: this rank's."""
+    def scatter(self, values: Sequence[T]) -> T:
+        """This rank's of the leader's `values`, one for each rank; those of other ranks don't count."""
         if self._group is None:
-            assert values is not None
             return values[0]
         received: list[Any] = [None]
         with _collective():
-            dist.scatter_object_list(received, list(values) if values is not None else None, src=0, group=self._group)
+            dist.scatter_object_list(received, list(values) if self.is_leader else None, src=0, group=self._group)
         return received[0]
 
     def on_leader(self, action: Callable[[], T]) -> T:

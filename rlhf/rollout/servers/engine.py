@@ -80,9 +80,12 @@ class ServerEngine:
         """
         while self._outcome() == "weights":
             # By now the policy may be another than that of `begin`.
+            self._version = version
             self._new_label(version)
             self._push(version)
-        return self._coordinator.scatter(self._parted(self._fleet.take()) if self._fleet is not None else None)
+        parts: list[list[list[Sample]]] = []
+        self._lead(lambda fleet: parts.extend(self._parted(fleet.take())))
+        return self._coordinator.scatter(parts)
 
     def sleep(self) -> bool:
         """Servers have devices of their own."""

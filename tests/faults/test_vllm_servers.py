@@ -1,0 +1,263 @@
+"""Two real vLLM servers of ours behind proxies: killed, stopped, cut off, answering garbage, in the middle of a generation."""
+
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf import events
+from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.config import Config
+from rlhf.rollout import Request, Sample, SamplingParams
+from rlhf.rollout.servers import engine as engine_module
+from rlhf.rollout.servers.engine import ServerEngine, build_server_engine
+from rlhf.rollout.servers.process import ServerProcess, processes_of
+from tests.faults.tcp_proxy import Proxy
+from tests.launching import question
+from tests.numerics.ranks import run_ranks
+from tests.tiny_models import TINY_POLICY
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+CPU = torch.device("cpu")
+START_S, ANSWER_S = 240.0, 15.0
+SEEDED = SamplingParams(n=3, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(n=2, temperature=0.0, max_tokens=12)
+
+
+class Behind(ServerProcess):
+    """A server of ours behind a proxy, at whose address it stays through restarts."""
+
+    made: ClassVar[list["Behind"]] = []
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.proxy = Proxy()
+        self.url = self.proxy.url
+        self.made.append(self)
+
+    def start(self) -> None:
+        super().start()
+        self.proxy.upstream, self.url = self.url, self.proxy.url
+
+    def signal(self, number: int) -> None:
+        """To all of its processes."""
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
+
+
+def configuration(folder: Path) -> Config:
+    config = Config()
+    config.model.path = str(TINY_POLICY)
+    config.trainer.default_local_dir = str(folder)
+    config.data.max_prompt_length = config.data.max_response_length = 32
+    config.rollout.name, config.rollout.max_num_seqs = "vllm_server", 12
+    config.rollout.engine_kwargs.vllm = {"kv_cache_memory_bytes": 64 << 20}
+    servers = config.rollout.servers
+    servers.count, servers.start_timeout_s, servers.answer_timeout_s = 2, START_S, ANSWER_S
+    servers.backoff_s = 0.1
+    return config
+
+
+def files() -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in TINY_POLICY.iterdir() if path.suffix != ".safetensors"}
+
+
+def weights() -> list[tuple[str, torch.Tensor]]:
+    return list(AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32).named_parameters())
+
+
+def requests(count: int) -> list[Request]:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
+    return [Request(1000 + i, tokenizer.encode(question(11 + i, 20 + 2 * i))) for i in range(count)]
+
+
+@dataclass
+class World:
+    engine: ServerEngine
+    servers: list[Behind]
+    jobs: list[tuple[list[Request], SamplingParams]]
+    said: list[str] = field(default_factory=list)
+
+    def everyone_serves(self) -> None:
+        """Both are up, with weights that are new; the figures begin again."""
+        end = time.monotonic() + START_S
+        while True:
+            self.engine.update_weights(weights, 1)
+            serving = self.engine.metrics()["rollout/servers_serving"]
+            if serving == len(self.servers):
+                return
+            assert time.monotonic() < end
+            time.sleep(0.5)
+
+    def generate(self) -> tuple[list[list[Sample]], dict[str, float]]:
+        self.engine.begin(self.jobs, seed=3, step=5)
+        return self.engine.finish(1), self.engine.metrics()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    config = configuration(tmp_path_factory.mktemp("runs"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "ServerProcess", Behind)
+        engine = build_server_engine(config, files(), [1], Coordinator(), CPU)
+    try:
+        both = requests(14)
+        world = World(engine, Behind.made, [(both, SEEDED), (both[:4], GREEDY)])
+        assert sorted(p.name for p in (config.run_dir / "rollout_servers").iterdir()) == [
+            "server_0.log",
+            "server_1.log",
+        ]
+        events.subscribe(world.said.append)
+        yield world
+    finally:
+        engine.close()
+    for server in world.servers:
+        assert server._process is not None
+        assert not processes_of(server._process.pid)
+
+
+def plain(jobs: list[list[Sample]]) -> list[list[tuple]]:
+    return [[(s.uid, s.sample, s.token_ids, s.finish_reason) for s in samples] for samples in jobs]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world: World) -> list[list[Sample]]:
+    world.everyone_serves()
+    samples, metrics = world.generate()
+    assert metrics == {
+        "rollout/servers_serving": 2,
+        "rollout/server_failures": 0,
+        "rollout/server_restarts": 0,
+        "rollout/requests_repeated": 0,
+        "rollout/stale_answers": 0,
+    }
+    return samples
+
+
+def test_undisturbed(world, undisturbed):
+    seeded, greedy = undisturbed
+    assert [(s.uid, s.sample) for s in seeded] == [(r.uid, i) for r in world.jobs[0][0] for i in range(SEEDED.n)]
+    assert [(s.uid, s.sample) for s in greedy] == [(r.uid, i) for r in world.jobs[1][0] for i in range(GREEDY.n)]
+    assert all(len(s.token_ids) == len(s.log_probs) == SEEDED.max_tokens for s in seeded)
+    assert len({tuple(s.token_ids) for s in seeded[: SEEDED.n]}) > 1
+    assert greedy[0].token_ids == greedy[1].token_ids
+    assert {s.version for s in seeded + greedy} == {1}
+    assert all(server.proxy.requests for server in world.servers)
+    assert [e for e in world.said if e == "rollout.begin"]
+    assert world.said[0] == "rollout.push"
+
+
+@pytest.mark.parametrize("does", ["drop", "babble"])
+def test_connections_that_break_and_garbage(world, undisturbed, does):
+    world.everyone_serves()
+    proxy = world.servers[0].proxy
+    # After a few that went well, so that this is its first failure in a row.
+    proxy.arm(6, getattr(proxy, does))
+    samples, metrics = world.generate()
+    assert plain(samples) == plain(undisturbed)
+    assert (metrics["rollout/server_failures"], metrics["rollout/server_restarts"]) == (1, 0)
+    assert metrics["rollout/requests_repeated"] >= 1
+    assert metrics["rollout/stale_answers"] == 0
+
+
+def test_weights_that_were_exchanged_behind_our_back(world, undisturbed):
+    world.everyone_serves()
+    url = world.servers[1].url + "/update_weight_version"
+    body = json.dumps({"new_version": "somebody else's"}).encode()
+    urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=ANSWER_S)
+    samples, metrics = world.generate()
+    assert plain(samples) == plain(undisturbed)
+    assert (metrics["rollout/stale_answers"], metrics["rollout/servers_serving"]) == (1, 1)
+    samples, metrics = world.generate()  # it was given them anew
+    assert plain(samples) == plain(undisturbed)
+    assert (metrics["rollout/stale_answers"], metrics["rollout/servers_serving"]) == (0, 2)
+
+
+def test_a_server_that_is_killed(world, undisturbed):
+    world.everyone_serves()
+    killed = world.servers[0]
+    killed.proxy.arm(3, lambda: killed.signal(signal.SIGKILL))
+    samples, metrics = world.generate()
+    assert plain(samples) == plain(undisturbed)
+    assert killed.proxy.requests >= 3
+    assert (metrics["rollout/server_failures"], metrics["rollout/servers_serving"]) == (1, 1)
+    assert metrics["rollout/requests_repeated"] >= 1
+
+
+def test_one_is_killed_and_one_stops_while_the_ranks_train(world, undisturbed):
+    world.everyone_serves()
+    killed, stopped = world.servers
+    killed.proxy.arm(2, lambda: killed.signal(signal.SIGKILL))
+    stopped.proxy.arm(4, lambda: stopped.signal(signal.SIGSTOP))
+    pushes = world.said.count("rollout.push")
+    world.engine.begin(world.jobs, seed=3, step=5)
+    samples = world.engine.finish(8)
+    metrics = world.engine.metrics()
+    assert plain(samples) == plain(undisturbed)
+    # What the dead ones had not answered is by the policy that there was when one came back.
+    versions = {s.version for job in samples for s in job}
+    assert 8 in versions
+    assert versions <= {1, 8}
+    assert world.said.count("rollout.push") > pushes
+    assert metrics["rollout/server_failures"] >= 2
+    assert metrics["rollout/server_restarts"] >= 1
+
+
+def test_a_server_that_hangs(world, undisturbed):
+    world.everyone_serves()
+    hung = world.servers[1]
+    hung.proxy.arm(2, hung.proxy.hang)
+    samples, metrics = world.generate()
+    hung.proxy.resume()
+    assert plain(samples) == plain(undisturbed)
+    assert (metrics["rollout/server_failures"], metrics["rollout/servers_serving"]) == (1, 1)
+    assert metrics["rollout/requests_repeated"] >= 1
+
+
+def weights_of_rank() -> Iterator[tuple[str, torch.Tensor]]:
+    """As a training engine's: a collective call for each."""
+    for name, tensor in weights():
+        torch.distributed.barrier()
+        yield name, tensor
+
+
+def one_of_two_ranks(urls: list[str], folder: Path) -> list[tuple]:
+    """What this rank gets for requests of its own."""
+    config = configuration(folder)
+    config.rollout.servers.urls = urls
+    coordinator = Coordinator()
+    engine = build_server_engine(config, files(), [1], coordinator, CPU)
+    try:
+        engine.update_weights(weights_of_rank, 4)
+        mine = requests(5)[:2] if coordinator.rank == 0 else requests(5)[2:]
+        samples = engine.generate(mine, SEEDED, seed=3, step=5)
+        assert bool(engine.metrics()) is coordinator.is_leader
+        return [(s.uid, s.sample, s.token_ids, s.version) for s in samples]
+    finally:
+        engine.close()
+
+
+def test_ranks_share_servers_given_by_url(world, undisturbed, tmp_path):
+    world.everyone_serves()
+    # Straight to the servers, and not as the engine of this process names them.
+    urls = [server.proxy.upstream + "/" for server in world.servers]
+    first, second = run_ranks(2, partial(one_of_two_ranks, urls, tmp_path))
+    wanted = [(s.uid, s.sample, s.token_ids, 4) for s in undisturbed[0]]
+    n = SEEDED.n
+    assert (first, second) == (wanted[: 2 * n], wanted[2 * n : 5 * n])
+    assert not list(tmp_path.iterdir())

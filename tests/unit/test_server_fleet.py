@@ -1,0 +1,145 @@
+"""The fleet when no server is any good, and what servers are started with; with good ones: tests/faults/test_vllm_servers.py."""
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.config import Config
+from rlhf.config.rollout import ServersConfig
+from rlhf.errors import UserError
+from rlhf.rollout.servers.client import Ask
+from rlhf.rollout.servers.engine import server_gpus, vocab_size
+from rlhf.rollout.servers.fleet import Fleet, Process, ServersFailed
+
+DEADLINE_S = 60.0
+
+
+@contextmanager
+def fleet(settings: ServersConfig, processes: dict[Path, Process]) -> Iterator[Fleet]:
+    made = Fleet(settings, processes, Ask([1], {}, 10), capacity=4)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def limits(**changes) -> ServersConfig:
+    return ServersConfig(max_failures=2, backoff_s=0.0, backoff_max_s=0.0, answer_timeout_s=5.0, **changes)
+
+
+class Ends:
+    """A process that ends at once."""
+
+    url = "http://127.0.0.1:9"
+
+    def __init__(self) -> None:
+        self.started: list[subprocess.Popen] = []
+
+    def start(self) -> None:
+        self.started.append(subprocess.Popen(["false"]))
+
+    def poll(self) -> int | None:
+        return self.started[-1].poll()
+
+    def kill(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.wait()
+
+
+def test_processes_that_end_spend_the_budget_and_the_error_says_where_to_look():
+    one, log = Ends(), Path("run/rollout_servers/server_0.log")
+    with fleet(limits(), {log: one}) as it, pytest.raises(ServersFailed) as caught:
+        it.wait(DEADLINE_S, generating=False)
+    assert len(one.started) == 3
+    told = str(caught.value)
+    assert "failed 3 times" in told
+    assert "rollout.servers.max_failures=2" in told
+    assert f"{one.url}: dead; its process ended with exit code 1;" in told
+    assert f"log: {log}" in told
+    assert all(process.poll() is not None for process in one.started)
+
+
+def test_urls_at_which_nobody_answers_are_waited_for_and_then_given_up():
+    with fleet(limits(start_timeout_s=0.1, urls=["http://127.0.0.1:9/"]), {}) as it:
+        with pytest.raises(ServersFailed) as caught:
+            it.wait(DEADLINE_S, generating=False)
+        assert it.want("w1", 1) == []
+        assert it.metrics()["rollout/servers_serving"] == 0
+    assert "http://127.0.0.1:9: dead; did not get ready in time" in str(caught.value)
+    assert "ClientConnectorError" in str(caught.value)
+    assert "given by rollout.servers.urls" in str(caught.value)
+
+
+def test_while_nobody_waits_nothing_is_given_up():
+    one = Ends()
+    with fleet(limits(), {Path("log"): one}) as it:
+        end = time.monotonic() + DEADLINE_S
+        while len(one.started) < 5 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert it.metrics()["rollout/server_restarts"] >= 4
+
+
+def test_an_unsupported_release_is_the_users_mistake():
+    class Old(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"version": "0.11.0"}).encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Old)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    with (
+        fleet(limits(urls=[url]), {}) as it,
+        pytest.raises(UserError, match=rf"{url} cannot be used: it runs vLLM 0\.11\.0"),
+    ):
+        it.wait(DEADLINE_S, generating=False)
+    server.shutdown()
+    server.server_close()
+
+
+def test_waiting_has_an_end_that_is_no_error():
+    with fleet(limits(urls=["http://127.0.0.1:9"]), {}) as it:
+        assert it.wait(0.1, generating=False) is None
+
+
+def test_a_closed_fleet_says_so():
+    with fleet(limits(urls=["http://127.0.0.1:9"]), {}) as it:
+        pass
+    with pytest.raises(RuntimeError, match="closed"):
+        it.wait(0.1)
+
+
+def test_servers_get_the_gpus_after_those_of_the_ranks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = Config()
+    config.rollout.servers.count, config.rollout.tensor_model_parallel_size = 3, 2
+    cuda = torch.device("cuda", 0)
+    assert server_gpus(config, cuda) == [["2", "3"], ["4", "5"], ["6", "7"]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,GPU-0")
+    assert server_gpus(config, cuda) == [["5", "4"], ["3", "2"], ["1", "GPU-0"]]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(
+        UserError, match=r"servers\.count=3.* need 6 GPUs .* the 3 ranks .* has 8\. Set trainer\.nproc=2"
+    ):
+        server_gpus(config, cuda)
+    assert server_gpus(config, torch.device("cpu")) == [[], [], []]
+
+
+def test_the_vocabulary_of_a_model_with_several_parts():
+    assert vocab_size({"config.json": b'{"vocab_size": 5}'}) == 5
+    assert vocab_size({"config.json": b'{"text_config": {"vocab_size": 6}}'}) == 6
