@@ -7,7 +7,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
@@ -77,6 +77,7 @@ def files() -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in TINY_POLICY.iterdir() if path.suffix != ".safetensors"}
 
 
+@cache
 def weights() -> list[tuple[str, torch.Tensor]]:
     return list(AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32).named_parameters())
 
@@ -102,7 +103,7 @@ class World:
             if serving == len(self.servers):
                 return
             assert time.monotonic() < end
-            time.sleep(0.5)
+            time.sleep(2)
 
     def generate(self) -> tuple[list[list[Sample]], dict[str, float]]:
         self.engine.begin(self.jobs, seed=3, step=5)

@@ -109,6 +109,8 @@ class ServerEngine:
             outcome = self._lead(lambda fleet: fleet.wait(BEAT_S, generating))
             if outcome is not None:
                 return outcome
+            if generating:  # which may take as long as servers need to start; the fleet has deadlines of its own
+                announce("rollout.wait")
 
     def _lead(self, action: Callable[[Fleet], T]) -> T:
         """What `action` gives on the leader, or what it raises, on every rank."""
