@@ -127,8 +127,7 @@ class Fleet:
             stale = [member for member in self._members if member.health.state == "stale"]
             for member in stale:
                 member.pushing = True
-                if member.probe is not None:
-                    member.probe.cancel()
+                self._drop(member)
             return [member.url for member in stale]
 
         return self._do(action)

@@ -110,9 +110,9 @@ class ServerHealth:
             self._become("serving" if current else "stale", now)
 
     def want(self, label: str) -> None:
-        """From now on the weights `label` are wanted."""
+        """From now on the weights `label` are wanted; requests to other ones count as dropped."""
         if label != self._wanted and self._state == "serving":
-            self._state = "stale"
+            self._state, self.in_flight = "stale", 0
         self._wanted = label
 
     def pushed(self, now: float, label: str, error: str | None) -> None:
