@@ -189,6 +189,40 @@ def test_weights_that_were_exchanged_behind_our_back(world, undisturbed):
     assert (metrics["rollout/stale_answers"], metrics["rollout/servers_serving"]) == (0, 2)
 
 
+def weights_of_rank() -> Iterator[tuple[str, torch.Tensor]]:
+    """As a training engine's: a collective call for each."""
+    for name, tensor in weights():
+        torch.distributed.barrier()
+        yield name, tensor
+
+
+def one_of_two_ranks(urls: list[str], folder: Path) -> list[tuple]:
+    """What this rank gets for requests of its own."""
+    config = configuration(folder)
+    config.rollout.servers.urls = urls
+    coordinator = Coordinator()
+    engine = build_server_engine(config, files(), [1], coordinator, CPU)
+    try:
+        engine.update_weights(weights_of_rank, 4)
+        mine = requests(5)[:2] if coordinator.rank == 0 else requests(5)[2:]
+        samples = engine.generate(mine, SEEDED, seed=3, step=5)
+        assert bool(engine.metrics()) is coordinator.is_leader
+        return [(s.uid, s.sample, s.token_ids, s.version) for s in samples]
+    finally:
+        engine.close()
+
+
+def test_ranks_share_servers_given_by_url(world, undisturbed, tmp_path):
+    world.everyone_serves()
+    # Straight to the servers, and not as the engine of this process names them.
+    urls = [server.proxy.upstream + "/" for server in world.servers]
+    first, second = run_ranks(2, partial(one_of_two_ranks, urls, tmp_path))
+    wanted = [(s.uid, s.sample, s.token_ids, 4) for s in undisturbed[0]]
+    n = SEEDED.n
+    assert (first, second) == (wanted[: 2 * n], wanted[2 * n : 5 * n])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_server_that_is_killed(world, undisturbed):
     world.everyone_serves()
     killed = world.servers[0]
@@ -228,37 +262,3 @@ def test_a_server_that_hangs(world, undisturbed):
     assert plain(samples) == plain(undisturbed)
     assert (metrics["rollout/server_failures"], metrics["rollout/servers_serving"]) == (1, 1)
     assert metrics["rollout/requests_repeated"] >= 1
-
-
-def weights_of_rank() -> Iterator[tuple[str, torch.Tensor]]:
-    """As a training engine's: a collective call for each."""
-    for name, tensor in weights():
-        torch.distributed.barrier()
-        yield name, tensor
-
-
-def one_of_two_ranks(urls: list[str], folder: Path) -> list[tuple]:
-    """What this rank gets for requests of its own."""
-    config = configuration(folder)
-    config.rollout.servers.urls = urls
-    coordinator = Coordinator()
-    engine = build_server_engine(config, files(), [1], coordinator, CPU)
-    try:
-        engine.update_weights(weights_of_rank, 4)
-        mine = requests(5)[:2] if coordinator.rank == 0 else requests(5)[2:]
-        samples = engine.generate(mine, SEEDED, seed=3, step=5)
-        assert bool(engine.metrics()) is coordinator.is_leader
-        return [(s.uid, s.sample, s.token_ids, s.version) for s in samples]
-    finally:
-        engine.close()
-
-
-def test_ranks_share_servers_given_by_url(world, undisturbed, tmp_path):
-    world.everyone_serves()
-    # Straight to the servers, and not as the engine of this process names them.
-    urls = [server.proxy.upstream + "/" for server in world.servers]
-    first, second = run_ranks(2, partial(one_of_two_ranks, urls, tmp_path))
-    wanted = [(s.uid, s.sample, s.token_ids, 4) for s in undisturbed[0]]
-    n = SEEDED.n
-    assert (first, second) == (wanted[: 2 * n], wanted[2 * n : 5 * n])
-    assert not list(tmp_path.iterdir())
