@@ -17,7 +17,8 @@ from rlhf.config.rollout import ServersConfig
 from rlhf.errors import UserError
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.engine import server_gpus, vocab_size
-from rlhf.rollout.servers.fleet import Fleet, Process, ServersFailed
+from rlhf.rollout.servers.fleet import Fleet
+from rlhf.rollout.servers.watch import Process, ServersFailed
 
 DEADLINE_S = 60.0
 

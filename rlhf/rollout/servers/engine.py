@@ -17,9 +17,10 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.rollout.servers.client import Ask
-from rlhf.rollout.servers.fleet import Fleet, Outcome, Work
+from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.process import ServerProcess
 from rlhf.rollout.servers.transfer import Transfer
+from rlhf.rollout.servers.watch import Outcome, Work
 from rlhf.rollout.types import Job, Request, Sample, SamplingParams, Weights
 from rlhf.rollout.vllm.sampling import request_seed
 

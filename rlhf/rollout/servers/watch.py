@@ -1,0 +1,319 @@
+"""What the fleet's thread does: it watches the servers, starts ours again, hands requests to those that serve."""
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+import aiohttp
+
+from rlhf.config.rollout import ServersConfig
+from rlhf.errors import UserError
+from rlhf.rollout.servers.client import Ask, ServerClient, ServerFailure, StaleAnswer
+from rlhf.rollout.servers.health import Budget, ServerHealth
+from rlhf.rollout.types import Request, Sample, SamplingParams
+from rlhf.rollout.vllm.versions import server_problem
+
+log = logging.getLogger(__name__)
+Outcome = Literal["ready", "weights", "done"]
+
+TICK_S = 0.25
+"""Between two looks at the servers when nothing happens."""
+
+
+class ServersFailed(RuntimeError):
+    """The rollout servers failed more often than rollout.servers.max_failures allows."""
+
+
+class Process(Protocol):
+    """A server that we start ourselves."""
+
+    @property
+    def url(self) -> str: ...
+
+    def start(self) -> None: ...
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """A request with what it takes to send it to a server."""
+
+    request: Request
+    params: SamplingParams
+    seed: int
+
+
+@dataclass
+class _Member:
+    health: ServerHealth
+    client: ServerClient
+    url: str
+    process: Process | None = None
+    log: Path | None = None
+    starts: int = 0
+    pushing: bool = False
+    load: int = 0
+    """Samples in flight."""
+    asks: dict[asyncio.Task, int] = field(default_factory=dict)
+    """Which work each of its tasks is about."""
+    probe: asyncio.Task | None = None
+    silence: str = "nothing was heard of it"
+    """What the last probe met."""
+
+
+@dataclass
+class _Generation:
+    work: Sequence[Work]
+    queue: deque[int]
+    samples: dict[int, list[Sample]] = field(default_factory=dict)
+
+
+class Watch:
+    """All of it runs in one event loop. For the arguments, and what the methods mean, see `Fleet`."""
+
+    def __init__(self, settings: ServersConfig, processes: Mapping[Path, Process], ask: Ask, *, capacity: int) -> None:
+        self.closing = False
+        self.error: BaseException | None = None
+        """What nothing of the fleet can mend."""
+        self._settings, self._processes, self._ask, self._capacity = settings, processes, ask, capacity
+        self._budget = Budget(settings.max_failures)
+        self._members: list[_Member] = []
+        self._generation: _Generation | None = None
+        self._label, self._version = "", 0
+        self._counts: Counter[str] = Counter()
+        self._wake, self._news = asyncio.Event(), asyncio.Condition()
+
+    async def run(self, began: Callable[[], None]) -> None:
+        """Watch the servers until `closing`; calls `began` once the other methods may be called."""
+        # A connection that was kept may be closed by the server at the moment that it is used again.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as self._session:
+            now = time.monotonic()
+            if self._processes:
+                self._members = [self._member("", now, process, log) for log, process in self._processes.items()]
+            else:
+                self._members = [self._member(url.rstrip("/"), now) for url in self._settings.urls]
+            began()
+            while not self.closing:
+                for member in self._members:
+                    self._tend(member, time.monotonic())
+                self._dispatch()
+                async with self._news:
+                    self._news.notify_all()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), TICK_S)
+                self._wake.clear()
+
+    def _member(self, url: str, now: float, process: Process | None = None, log: Path | None = None) -> _Member:
+        health = ServerHealth(self._settings, self._budget, ours=process is not None, now=now)
+        client = ServerClient(self._session, url, self._ask, self._settings.answer_timeout_s)
+        return _Member(health, client, url, process, log)
+
+    async def until(self, generating: bool, seconds: float) -> Outcome | None:
+        """See `Fleet.wait`."""
+        outcome_now = self._ended if generating else self._ready
+        self._budget.needed = True
+        end = time.monotonic() + seconds
+        async with self._news:
+            while (outcome := outcome_now()) is None and (left := end - time.monotonic()) > 0:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), left)
+        if outcome is not None:
+            self._budget.needed = False
+        return outcome
+
+    def want(self, label: str, version: int) -> list[str]:
+        self._label, self._version = label, version
+        for member in self._members:
+            member.health.want(label)
+        stale = [member for member in self._members if member.health.state == "stale"]
+        for member in stale:
+            member.pushing = True
+            self._drop(member)
+        return [member.url for member in stale]
+
+    def pushed(self, label: str, errors: dict[str, str | None]) -> None:
+        for member in self._members:
+            if member.pushing:
+                member.pushing = False
+                error = errors.get(member.url, "it was left out of the push")
+                member.health.pushed(time.monotonic(), label, error)
+                if error is not None:
+                    self._tell_failure(member, f"the push of the weights failed: {error}")
+
+    def begin(self, work: Sequence[Work]) -> None:
+        self._generation = _Generation(work, deque(range(len(work))))
+        self._budget.needed = True
+        self._wake.set()
+
+    def take(self) -> list[list[Sample]]:
+        generation, self._generation = self._generation, None
+        assert generation is not None
+        return [generation.samples[i] for i in range(len(generation.work))]
+
+    def metrics(self) -> dict[str, float]:
+        counts, self._counts = self._counts, Counter()
+        names = ("server_failures", "server_restarts", "requests_repeated", "stale_answers")
+        serving = sum(member.health.state == "serving" for member in self._members)
+        return {"rollout/servers_serving": float(serving)} | {f"rollout/{name}": float(counts[name]) for name in names}
+
+    def _ready(self) -> Outcome | None:
+        self._check()
+        return "ready" if any(m.health.state in ("stale", "serving") for m in self._members) else None
+
+    def _ended(self) -> Outcome | None:
+        self._check()
+        assert self._generation is not None
+        if len(self._generation.samples) == len(self._generation.work):
+            return "done"
+        states = {m.health.state for m in self._members}
+        return "weights" if "stale" in states and "serving" not in states else None
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error
+        if self._budget.spent:
+            servers = "\n".join(f"  {_told(member)}" for member in self._members)
+            raise ServersFailed(
+                f"The rollout servers failed {self._budget.in_a_row} times without a finished request between the failures "
+                f"(rollout.servers.max_failures={self._budget.max_failures}):\n{servers}"
+            )
+
+    def _tend(self, member: _Member, now: float) -> None:
+        """Notice what happened to a server, do what is due."""
+        if member.pushing:  # what is wrong with it now comes out by the push
+            return
+        health, process = member.health, member.process
+        if process is not None and member.starts and (code := process.poll()) is not None:
+            if health.state == "dead":
+                health.ended()
+            else:
+                self._fail(member, f"its process ended with exit code {code}", gone=True)
+        elif reason := health.overdue(now):
+            silent = f"; last: {member.silence}" if health.state == "starting" else ""
+            self._fail(member, reason + silent, gone=True)
+        due = health.due(now)
+        if due == "start":
+            self._start(member)
+        elif due == "probe" and member.probe is None:
+            health.probing(now)
+            member.probe = asyncio.create_task(self._probe(member))
+
+    def _start(self, member: _Member) -> None:
+        process = member.process
+        assert process is not None
+        try:
+            process.kill()
+            process.start()
+        except OSError as error:
+            self._fail(member, f"could not be started: {error}", gone=True)
+            return
+        member.url = process.url
+        member.client = ServerClient(self._session, member.url, self._ask, self._settings.answer_timeout_s)
+        member.silence = "nothing was heard of it"
+        member.health.started(time.monotonic())
+        member.starts += 1
+        if member.starts > 1:
+            self._counts["server_restarts"] += 1
+        log.info(
+            "Rollout server %s: %s, log in %s.", member.url, "restarted" if member.starts > 1 else "started", member.log
+        )
+
+    async def _probe(self, member: _Member) -> None:
+        health, before = member.health, member.health.state
+        try:
+            if before == "starting" and (problem := server_problem(await member.client.version())):
+                raise UserError(f"The rollout server {member.url} cannot be used: {problem}.")
+            label = await member.client.weight_label()
+        except ServerFailure as failure:
+            member.silence = str(failure)
+            if before != "starting":
+                self._fail(member, str(failure), gone=failure.hung)
+        except Exception as error:
+            self.error = error
+        else:
+            failures = health.failures
+            health.probed(time.monotonic(), label)
+            if health.failures > failures:
+                self._counts["server_failures"] += 1
+                log.warning("Rollout server %s: %s.", member.url, health.reasons[-1])
+            if before == "starting":
+                log.info("Rollout server %s is up, with the weights %r.", member.url, label)
+        finally:
+            member.probe = None
+            self._wake.set()
+
+    def _dispatch(self) -> None:
+        """Hand out the queue, each request to the server with the least in flight, up to the capacity of each."""
+        generation = self._generation
+        while generation is not None and generation.queue:
+            n = generation.work[generation.queue[0]].params.n
+            serving = [m for m in self._members if m.health.state == "serving"]
+            free = [m for m in serving if not m.load or m.load + n <= self._capacity]
+            if not free:
+                return
+            member, index = min(free, key=lambda m: m.load), generation.queue.popleft()
+            member.load += n
+            member.health.asked(time.monotonic())
+            member.asks[asyncio.create_task(self._send(member, generation, index))] = index
+
+    async def _send(self, member: _Member, generation: _Generation, index: int) -> None:
+        work, task = generation.work[index], asyncio.current_task()
+        assert task is not None
+        try:
+            samples = await member.client.generate(work.request, work.params, work.seed, self._label, self._version)
+        except ServerFailure as failure:
+            if task in member.asks:
+                self._fail(member, str(failure), gone=failure.hung)
+        except StaleAnswer as stale:
+            if task in member.asks:
+                self._counts["stale_answers"] += 1
+                self._counts["server_failures"] += 1
+                self._drop(member)
+                member.health.outdated(str(stale))
+                log.warning("Rollout server %s: %s; it needs them anew.", member.url, stale)
+        except Exception as error:
+            self.error = error
+        else:
+            # Whoever was dropped has its request in the queue again.
+            if member.asks.pop(task, None) is not None:
+                generation.samples[index] = samples
+                member.load -= work.params.n
+                member.health.finished(time.monotonic())
+        finally:
+            self._wake.set()
+
+    def _fail(self, member: _Member, reason: str, *, gone: bool = False) -> None:
+        member.health.failed(time.monotonic(), reason, gone=gone)
+        self._tell_failure(member, reason)
+        self._drop(member)
+        if gone and member.process is not None:
+            member.process.kill()
+
+    def _tell_failure(self, member: _Member, reason: str) -> None:
+        self._counts["server_failures"] += 1
+        log.warning("Rollout server %s: %s. Next try in %g s.", member.url, reason, member.health.backoff_s)
+
+    def _drop(self, member: _Member) -> None:
+        """Its requests go back to the queue, before those that were never sent."""
+        asks, member.asks, member.load = member.asks, {}, 0
+        if asks and self._generation is not None:
+            self._counts["requests_repeated"] += len(asks)
+            self._generation.queue.extendleft(sorted(asks.values(), reverse=True))
+        for task in [*asks, member.probe]:
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+
+
+def _told(member: _Member) -> str:
+    where = f"log: {member.log}" if member.log is not None else "given by rollout.servers.urls"
+    return f"{member.url}: {member.health.state}; {'; '.join(member.health.reasons) or 'no failure'}; {where}"
