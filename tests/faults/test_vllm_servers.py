@@ -99,7 +99,7 @@ class World:
         end = time.monotonic() + START_S
         while True:
             self.engine.update_weights(weights, 1)
-            serving = self.engine.metrics()["rollout/servers_serving"]
+            serving = self.engine.metrics()["perf/servers_serving"]
             if serving == len(self.servers):
                 return
             assert time.monotonic() < end
@@ -141,11 +141,11 @@ def undisturbed(world: World) -> list[list[Sample]]:
     world.everyone_serves()
     samples, metrics = world.generate()
     assert metrics == {
-        "rollout/servers_serving": 2,
-        "rollout/server_failures": 0,
-        "rollout/server_restarts": 0,
-        "rollout/requests_repeated": 0,
-        "rollout/stale_answers": 0,
+        "perf/servers_serving": 2,
+        "perf/server_failures": 0,
+        "perf/server_restarts": 0,
+        "perf/requests_repeated": 0,
+        "perf/stale_answers": 0,
     }
     return samples
 
@@ -171,9 +171,9 @@ def test_connections_that_break_and_garbage(world, undisturbed, does):
     proxy.arm(6, getattr(proxy, does))
     samples, metrics = world.generate()
     assert plain(samples) == plain(undisturbed)
-    assert (metrics["rollout/server_failures"], metrics["rollout/server_restarts"]) == (1, 0)
-    assert metrics["rollout/requests_repeated"] >= 1
-    assert metrics["rollout/stale_answers"] == 0
+    assert (metrics["perf/server_failures"], metrics["perf/server_restarts"]) == (1, 0)
+    assert metrics["perf/requests_repeated"] >= 1
+    assert metrics["perf/stale_answers"] == 0
 
 
 def test_weights_that_were_exchanged_behind_our_back(world, undisturbed):
@@ -183,10 +183,10 @@ def test_weights_that_were_exchanged_behind_our_back(world, undisturbed):
     urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=ANSWER_S)
     samples, metrics = world.generate()
     assert plain(samples) == plain(undisturbed)
-    assert (metrics["rollout/stale_answers"], metrics["rollout/servers_serving"]) == (1, 1)
+    assert (metrics["perf/stale_answers"], metrics["perf/servers_serving"]) == (1, 1)
     samples, metrics = world.generate()  # it was given them anew
     assert plain(samples) == plain(undisturbed)
-    assert (metrics["rollout/stale_answers"], metrics["rollout/servers_serving"]) == (0, 2)
+    assert (metrics["perf/stale_answers"], metrics["perf/servers_serving"]) == (0, 2)
 
 
 def weights_of_rank() -> Iterator[tuple[str, torch.Tensor]]:
@@ -230,8 +230,8 @@ def test_a_server_that_is_killed(world, undisturbed):
     samples, metrics = world.generate()
     assert plain(samples) == plain(undisturbed)
     assert killed.proxy.requests >= 3
-    assert (metrics["rollout/server_failures"], metrics["rollout/servers_serving"]) == (1, 1)
-    assert metrics["rollout/requests_repeated"] >= 1
+    assert (metrics["perf/server_failures"], metrics["perf/servers_serving"]) == (1, 1)
+    assert metrics["perf/requests_repeated"] >= 1
 
 
 def test_one_is_killed_and_one_stops_while_the_ranks_train(world, undisturbed):
@@ -249,8 +249,8 @@ def test_one_is_killed_and_one_stops_while_the_ranks_train(world, undisturbed):
     assert 8 in versions
     assert versions <= {1, 8}
     assert world.said.count("rollout.push") > pushes
-    assert metrics["rollout/server_failures"] >= 2
-    assert metrics["rollout/server_restarts"] >= 1
+    assert metrics["perf/server_failures"] >= 2
+    assert metrics["perf/server_restarts"] >= 1
 
 
 def test_a_server_that_hangs(world, undisturbed):
@@ -260,5 +260,5 @@ def test_a_server_that_hangs(world, undisturbed):
     samples, metrics = world.generate()
     hung.proxy.resume()
     assert plain(samples) == plain(undisturbed)
-    assert (metrics["rollout/server_failures"], metrics["rollout/servers_serving"]) == (1, 1)
-    assert metrics["rollout/requests_repeated"] >= 1
+    assert (metrics["perf/server_failures"], metrics["perf/servers_serving"]) == (1, 1)
+    assert metrics["perf/requests_repeated"] >= 1

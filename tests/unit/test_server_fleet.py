@@ -74,7 +74,7 @@ def test_urls_at_which_nobody_answers_are_waited_for_and_then_given_up():
         with pytest.raises(ServersFailed) as caught:
             it.wait(DEADLINE_S, generating=False)
         assert it.want("w1", 1) == []
-        assert it.metrics()["rollout/servers_serving"] == 0
+        assert it.metrics()["perf/servers_serving"] == 0
     assert "http://127.0.0.1:9: dead; did not get ready in time" in str(caught.value)
     assert "ClientConnectorError" in str(caught.value)
     assert "given by rollout.servers.urls" in str(caught.value)
@@ -86,7 +86,7 @@ def test_while_nobody_waits_nothing_is_given_up():
         end = time.monotonic() + DEADLINE_S
         while len(one.started) < 5 and time.monotonic() < end:
             time.sleep(0.01)
-        assert it.metrics()["rollout/server_restarts"] >= 4
+        assert it.metrics()["perf/server_restarts"] >= 4
 
 
 def test_an_unsupported_release_is_the_users_mistake():

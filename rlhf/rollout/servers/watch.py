@@ -164,7 +164,7 @@ class Watch:
         counts, self._counts = self._counts, Counter()
         names = ("server_failures", "server_restarts", "requests_repeated", "stale_answers")
         serving = sum(member.health.state == "serving" for member in self._members)
-        return {"rollout/servers_serving": float(serving)} | {f"rollout/{name}": float(counts[name]) for name in names}
+        return {"perf/servers_serving": float(serving)} | {f"perf/{name}": float(counts[name]) for name in names}
 
     def _ready(self) -> Outcome | None:
         self._check()
