@@ -336,7 +336,10 @@ def zero3_and_an_engine_for_both() -> dict[str, Any]:
 
 @pytest.mark.parametrize("function", [fsdp2_and_an_engine_each, zero3_and_an_engine_for_both])
 def test_on_two_ranks_each_gets_its_own(function):
+    before = set(Path("/dev/shm").iterdir())
     results = run_ranks(2, function)
+    # vLLM's is made anew in each start, and so must not be there after a kill.
+    assert [path for path in set(Path("/dev/shm").iterdir()) - before if "cpushm" in path.name] == []
     model, tokenizer = policy("own head"), tiny_tokenizer()
     embedded = build_embedded_engine(model, tokenizer, Config().rollout)
     for rank, result in enumerate(results):

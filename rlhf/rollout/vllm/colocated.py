@@ -4,8 +4,10 @@ import logging
 import math
 import os
 import tempfile
+import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,7 +233,7 @@ def build_vllm_engine(
             (folder / name).write_bytes(content)
         shapes, hf_config = _shapes(folder)
         arguments = _arguments(config, folder, hf_config, device) | rollout.engine_kwargs.vllm
-        llm = _start(arguments)
+        llm = _start(arguments, coordinator.broadcast(uuid.uuid4().hex), device)
     sleep_level = rollout.sleep_level if device.type == "cuda" else 0
     group = range(first, first + tensor_parallel)
     engine = VllmEngine(llm, surroundings, config, shapes, eos, coordinator, group, sleep_level)
@@ -239,7 +241,7 @@ def build_vllm_engine(
     return engine
 
 
-def _start(arguments: dict[str, Any]) -> Any:
+def _start(arguments: dict[str, Any], token: str, device: torch.device) -> Any:
     if "VLLM_LOGGING_LEVEL" not in os.environ:
         logging.getLogger("vllm").setLevel(logging.ERROR)
     try:
@@ -247,7 +249,8 @@ def _start(arguments: dict[str, Any]) -> Any:
             warnings.simplefilter("ignore", FutureWarning)
             from vllm import LLM
 
-            llm = LLM(**arguments)
+            with _own_shared_memory(token) if device.type == "cpu" else nullcontext():
+                llm = LLM(**arguments)
     except (ValueError, TypeError) as error:
         raise UserError(
             "rollout=vllm: vLLM does not take the model or the arguments (those of rollout.engine_kwargs.vllm among them): "
@@ -256,6 +259,22 @@ def _start(arguments: dict[str, Any]) -> Any:
     # At its end, and at the process's, it would destroy the process group, which is the rank's.
     llm.llm_engine.engine_core._finalizer.detach()
     return llm
+
+
+@contextmanager
+def _own_shared_memory(token: str) -> Iterator[None]:
+    """On a CPU the ranks of a group talk through shared memory that vLLM names alike in all runs, and that a killed one leaves behind."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
+
+    name = Shared.make_group_name
+    Shared.make_group_name = staticmethod(lambda communicator: f"rlhf-{token}{name(communicator).lstrip('/')}")
+    try:
+        yield
+    finally:
+        Shared.make_group_name = staticmethod(name)
+        # All ranks have it open by now.
+        for path in Path("/dev/shm").glob(f"*{token}*"):
+            path.unlink(missing_ok=True)
 
 
 def _arguments(config: Config, folder: Path, hf_config: Any, device: torch.device) -> dict[str, Any]:
