@@ -1,0 +1,126 @@
+"""Whole runs with vLLM beside the embedded engine, on one real server: what they reach, and what a kill with a batch in flight costs."""
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from rlhf.errors import EXIT_CRASHED
+from tests.faults.interrupter import at
+from tests.faults.trained_on import recording, trained_on
+from tests.launching import ROOT, STEPS, TINY_POLICY, records, small, train
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, which has an environment of its own (.ci/run)"),
+]
+READY_S = 240
+CORRECTED = "algorithm.rollout_correction.rollout_is=token"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a server that somebody else has started."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [
+        sys.executable,
+        "-m",
+        "rlhf.rollout.servers",
+        str(TINY_POLICY),
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + READY_S
+    try:
+        while True:
+            with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                break
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        process.kill()
+
+
+def test_the_offline_task_is_learnt_alike_by_every_engine(server, tmp_path: Path, launches: ThreadPoolExecutor) -> None:
+    engines = {
+        "embedded": [],
+        "vllm": ["rollout=vllm"],
+        "server": ["rollout=vllm_server", f"rollout.servers.urls=[{server}]"],
+    }
+
+    def run(name: str) -> list[dict]:
+        length = ["trainer.total_training_steps=12", "trainer.test_freq=12", "trainer.save_freq=0"]
+        place = [f"trainer.default_local_dir={tmp_path}", f"trainer.experiment_name={name}", "trainer.device=cpu"]
+        end = train([*place, *length, "trainer.threads_per_rank=1", *engines[name]])
+        assert end.code == 0, end.output
+        return records(tmp_path / "rlhf" / name)
+
+    histories = dict(zip(engines, launches.map(run, engines), strict=True))
+    before = {name: history[0]["val/accuracy"] for name, history in histories.items()}
+    after = {name: history[-1]["val/accuracy"] for name, history in histories.items()}
+    # Greedy outputs of the same weights.
+    assert before["vllm"] == before["server"] == before["embedded"]
+    assert min(after.values()) > 0.92, after
+    assert max(after.values()) - min(after.values()) < 0.05, after
+    for name in ("vllm", "server"):
+        mismatch = [record["rollout/logprob_diff_max"] for record in histories[name][1:]]
+        assert max(mismatch) < 1e-3, (name, mismatch)
+
+
+def test_a_trainer_killed_with_a_batch_in_flight_trains_on_the_same_samples(server, sums, tmp_path: Path) -> None:
+    ahead = ["rollout=vllm_server", f"rollout.servers.urls=[{server}]", "rollout.async_steps=1", CORRECTED]
+
+    def run(name: str, interruption: dict[str, str] | None = None) -> dict[int, set[tuple[int, int]]]:
+        settings = [*ahead, "trainer.nproc=2", "trainer.restart_backoff_s=0", "checkpoint.async_save=false"]
+        end = train(small(tmp_path, name, sums, *settings), recording(tmp_path / name, interruption))
+        assert end.code == 0, end.output
+        return trained_on(tmp_path / name)
+
+    undisturbed = run("undisturbed")
+    # In the update of step 5, after the save of step 3, while the batch of step 6 is being generated.
+    killed = run("killed", at("update.before", 5, "SIGKILL", once=tmp_path / "hit"))
+    assert (tmp_path / "hit").exists()
+    assert killed == undisturbed
+    # Eight prompts a step with four samples each, in the order of the stream, whatever ran ahead.
+    assert {step: {uid for uid, _ in samples} for step, samples in killed.items()} == {
+        step: set(range(8 * (step - 1), 8 * step)) for step in range(1, STEPS + 1)
+    }
+    history = records(tmp_path / "rlhf" / "killed")
+    assert [record["sampling/staleness_max"] for record in history] == [0] + [1] * (STEPS - 1)
+
+
+def test_a_server_that_is_gone_ends_the_run_with_its_story(sums, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
+    settings = [
+        "rollout=vllm_server",
+        f"rollout.servers.urls=[{nobody}]",
+        "rollout.servers.start_timeout_s=2",
+        "rollout.servers.max_failures=1",
+        "rollout.servers.backoff_s=0",
+        "trainer.max_failures_per_step=1",
+    ]
+    end = train(small(tmp_path, "nobody", sums, *settings))
+    assert end.code == EXIT_CRASHED, end.output
+    for words in (nobody, "rollout.servers.max_failures=1", "Cannot connect to host"):
+        assert words in end.output
