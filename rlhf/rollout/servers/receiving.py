@@ -4,14 +4,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load
-from torch import nn
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rlhf.rollout.servers.pull import fetch
+from rlhf.rollout.vllm.heads import repack_heads
 
 
 class ReceivingEngine(NCCLWeightTransferEngine):
@@ -44,12 +43,4 @@ class ReceivingEngine(NCCLWeightTransferEngine):
     def finish_weight_update(self) -> None:
         """All weights are there: put the model together."""
         super().finish_weight_update()
-        _pack_embeddings(self.model)
-
-
-def _pack_embeddings(model: nn.Module) -> None:
-    """On a CPU a layer computes with a packed copy of its weight; that of a tied lm_head is renewed by no loader."""
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, UnquantizedEmbeddingMethod):
-            method.process_weights_after_loading(module)
+        repack_heads(self.model)

@@ -21,6 +21,7 @@ from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.rollout.types import Request, Sample, SamplingParams, Weights
+from rlhf.rollout.vllm.heads import repack_heads
 from rlhf.rollout.vllm.sampling import request_seed, sampling_kwargs
 from rlhf.rollout.vllm.surroundings import Surroundings
 
@@ -158,7 +159,7 @@ class VllmEngine:
             del model.load_weights
         if self._llm.model_config.quantization is None and (missing := sorted(expected - loaded)):
             raise ValueError(f"{len(missing)} weights of the model in vLLM were not updated: {', '.join(missing[:5])}")
-        _repack_heads(model)
+        repack_heads(model)
 
     def _checked(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         names = {name: tied for tied in self._shapes for name in tied}
@@ -322,12 +323,3 @@ def _shapes(folder: Path) -> tuple[dict[tuple[str, ...], torch.Size], Any]:
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)
     return {tuple(tied): state[tied[0]].shape for tied in names.values()}, hf_config
-
-
-def _repack_heads(model: torch.nn.Module) -> None:
-    """On a CPU vLLM computes with packed copies of weights, and a head that is tied to the embeddings would keep its old one."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead) and module.weight.device.type == "cpu":
-            module.quant_method.process_weights_after_loading(module)
