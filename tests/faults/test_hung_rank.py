@@ -59,7 +59,7 @@ def test_each_hang_is_found_within_its_deadline_and_its_rank_is_named(story):
 def test_the_stacks_say_where_it_hangs_and_who_waits(story):
     shown = story.crashes[0].split("rank 1 hangs here:\n")[1]
     assert " in sleep_forever" in shown.splitlines()[0]
-    assert " in _generate" in shown
+    assert " in groups" in shown
     # The files stay; the other rank's shows for whom it waits.
     hung, waiting = (story.run_dir / f"status/hang_1_rank_{rank}.txt" for rank in (1, 0))
     assert " in sleep_forever" in hung.read_text()
