@@ -59,6 +59,8 @@ def rollout_problems(config: Config) -> Iterator[str]:
         yield from _only_vllm(config)
     else:
         yield from _vllm(config)
+    if r.name != "vllm" and r.sleep_level != RolloutConfig().sleep_level:
+        yield f"rollout.sleep_level={r.sleep_level}: has effect only with rollout=vllm (it is {r.name})."
     if r.async_steps:
         yield from _one_step_ahead(config)
     yield from _servers(r)
@@ -66,7 +68,7 @@ def rollout_problems(config: Config) -> Iterator[str]:
 
 def _only_vllm(config: Config) -> Iterator[str]:
     default = RolloutConfig()
-    for key in ("tensor_model_parallel_size", "structured_outputs"):
+    for key in ("tensor_model_parallel_size", "structured_outputs", "gpu_memory_utilization", "enforce_eager"):
         value = getattr(config.rollout, key)
         if value != getattr(default, key):
             yield f"rollout.{key}={value}: has effect only with rollout=vllm or rollout=vllm_server (it is {config.rollout.name})."

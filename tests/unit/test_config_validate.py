@@ -116,6 +116,15 @@ REFUSED: list[tuple[dict, str]] = [
     ({"rollout__temperature": 0.0}, "rollout.temperature=0: the 8 samples"),
     ({"rollout__top_k": 1}, "rollout.top_k=1: the 8 samples"),
     ({"rollout__stop": [""]}, "rollout.stop=['']: an empty stop string"),
+    (
+        {"rollout__enforce_eager": True},
+        "rollout.enforce_eager=True: has effect only with rollout=vllm or rollout=vllm_server",
+    ),
+    ({"rollout__sleep_level": 1}, "rollout.sleep_level=1: has effect only with rollout=vllm (it is embedded)."),
+    (
+        SERVED | {"rollout__sleep_level": 0},
+        "rollout.sleep_level=0: has effect only with rollout=vllm (it is vllm_server).",
+    ),
     ({"rollout__async_steps": 2}, "rollout.async_steps=2: must be at most 1."),
     (
         {"rollout__async_steps": 1, "algorithm__rollout_correction__rollout_is": "token"},
