@@ -129,6 +129,11 @@ def _vllm(config: Config) -> Iterator[str]:
     r = config.rollout
     if (r.name == "vllm" or not r.servers.urls) and (problem := installation_problem()):
         yield f"rollout={r.name}: {problem}"
+    if config.model.trust_remote_code and not r.servers.urls:
+        yield (
+            f"model.trust_remote_code=true: rollout={r.name} is given the policy's configuration and tokenizer, not its code; "
+            "set rollout=embedded, or model.trust_remote_code=false for an architecture that transformers and vLLM know."
+        )
     for key, temperature in (("temperature", r.temperature), ("val_kwargs.temperature", r.val_kwargs.temperature)):
         if temperature and not 0.01 <= temperature <= 2:
             yield f"rollout.{key}={temperature}: vLLM takes 0 (greedy) and 0.01 to 2."

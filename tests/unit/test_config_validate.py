@@ -400,6 +400,12 @@ def test_relative_model_path_is_told_from_a_hub_name(models, monkeypatch):
     validate(make(model__path="Qwen/Qwen2.5-0.5B"), {})
 
 
+def test_vllm_is_not_given_the_code_of_a_model():
+    settings = {"rollout__name": "vllm", "model__trust_remote_code": True}
+    (found,) = (p for p in problems(make(**settings)) if "trust_remote_code" in p)
+    assert found.startswith("model.trust_remote_code=true: rollout=vllm is given the policy's configuration")
+
+
 def test_tensor_parallel_groups_divide_the_ranks():
     config = make(rollout__name="vllm", rollout__tensor_model_parallel_size=4, trainer__nproc=2)
     found = [p for p in problems(config) if "tensor_model_parallel_size" in p]
