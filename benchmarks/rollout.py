@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.config import Config
+from rlhf.config.vllm_versions import installation_problem
 from rlhf.models.loading import hf_files
 from rlhf.models.tiny import FOLDER
 from rlhf.rollout import (
@@ -27,7 +28,6 @@ from rlhf.rollout import (
     build_embedded_engine,
     eos_token_ids,
 )
-from rlhf.rollout.vllm.versions import installation_problem
 
 HEAD = 32
 """vLLM's kernels for CPUs know few sizes."""

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ from tests.launching import Ended, small, train, write_sums
 # a core make all of them crawl.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 EXPORT = "checkpoint.contents=[model,optimizer,extra,hf_model]"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs vLLM is skipped where it is not."""
+    if find_spec("vllm") is None:
+        for item in items:
+            if item.get_closest_marker("vllm"):
+                item.add_marker(pytest.mark.skip("needs vLLM, which has an environment of its own (.ci/run)"))
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 from rlhf.config import Config, RolloutConfig
 from rlhf.config.rollout import ServersConfig
 from rlhf.config.schema import did_you_mean, nearest
-from rlhf.rollout.vllm.versions import installation_problem
+from rlhf.config.vllm_versions import installation_problem
 
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """The keys of rollout.structured_outputs of which one must be there."""

@@ -23,7 +23,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # It imports torch, and the rules of the configuration read this package without.
+    # It imports transformers, and every process of vLLM comes through here on the way to our plugin.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from rlhf.rollout import embedded

@@ -8,7 +8,6 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from tests.launching import ROOT, STEPS, TINY_POLICY, records, small, train
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, which has an environment of its own (.ci/run)"),
 ]
 READY_S = 240
 CORRECTED = "algorithm.rollout_correction.rollout_is=token"

@@ -8,7 +8,6 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,7 +30,6 @@ from tests.tiny_models import TINY_POLICY
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 CPU = torch.device("cpu")
 START_S, ANSWER_S = 240.0, 15.0

@@ -8,7 +8,6 @@ import signal
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from tests.tiny_models import save, tiny_config, tiny_tokenizer
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, which has an environment of its own (.ci/run)"),
 ]
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(n=2, temperature=0.0, max_tokens=24)

@@ -1,7 +1,6 @@
 """Training with vLLM in the ranks: to the end, and the same when it was killed on the way."""
 
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from tests.launching import STEPS, records, small, train
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, which has an environment of its own (.ci/run)"),
 ]
 SETTINGS = {
     # With an evaluation between saves: what was generated for it must not change the step after it.

@@ -8,7 +8,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from tests.vllm_process import LONGEST, RESPONSE
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 CPU = torch.device("cpu")
 START_S, ANSWER_S = 240.0, 60.0

@@ -13,11 +13,11 @@ from typing import Literal, Protocol
 import aiohttp
 
 from rlhf.config.rollout import ServersConfig
+from rlhf.config.vllm_versions import server_problem
 from rlhf.errors import UserError
 from rlhf.rollout.servers.client import Ask, ServerClient, ServerFailure, StaleAnswer
 from rlhf.rollout.servers.health import Budget, ServerHealth
 from rlhf.rollout.types import Request, Sample, SamplingParams
-from rlhf.rollout.vllm.versions import server_problem
 
 log = logging.getLogger(__name__)
 Outcome = Literal["ready", "weights", "done"]

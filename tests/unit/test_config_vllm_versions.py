@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from rlhf.rollout.vllm.versions import installation_problem, server_problem
+from rlhf.config.vllm_versions import installation_problem, server_problem
 
 CPU_TORCH = 'torch==2.13.0+cpu; platform_machine != "other"'
 
