@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.checkpoint_ways import State, make_checkpointer, ways
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.layout import step_dir
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.layout import step_dir
 
 STEP_S, QUIET_STEPS = 0.02, 20
 Times = dict[str, list[float]]

@@ -12,14 +12,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, placement_types
 from transformers import PretrainedConfig
 
 from rlhf.checkpoint.checkpointer import Checkpointer
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.tensors import Piece, Pieces, as_bytes
 from rlhf.config import Config
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.shards import Shard, Shards, as_bytes
 
 LAYER = 4 << 20
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -52,18 +52,18 @@ class State:
         """This rank's."""
         return list(self.local.values())
 
-    def _pieces(self, kind: str) -> dict[str, Piece]:
-        pieces = {}
+    def _shards(self, kind: str) -> dict[str, Shard]:
+        shards = {}
         for name, shape in self.shapes.items():
             local = self.local[name, kind]
-            pieces[name if kind == "weight" else f"{name}.{kind}"] = Piece(shape, local.numel() * self.rank, local)
-        return pieces
+            shards[name if kind == "weight" else f"{name}.{kind}"] = Shard(shape, local.numel() * self.rank, local)
+        return shards
 
-    def model_pieces(self) -> Pieces:
-        return self._pieces("weight")
+    def model_shards(self) -> Shards:
+        return self._shards("weight")
 
-    def optimizer_pieces(self) -> Pieces:
-        return self._pieces("exp_avg") | self._pieces("exp_avg_sq")
+    def optimizer_shards(self) -> Shards:
+        return self._shards("exp_avg") | self._shards("exp_avg_sq")
 
     def extra_state(self) -> dict[str, Any]:
         return {}
@@ -157,7 +157,7 @@ class Dcp(Way):
     def __init__(self, state: State) -> None:
         mesh = init_device_mesh("cpu", (state.world_size,))
         self._tensors = {
-            f"{name}.{kind}": DTensor.from_local(tensor, mesh, [Shard(0)])
+            f"{name}.{kind}": DTensor.from_local(tensor, mesh, [placement_types.Shard(0)])
             for (name, kind), tensor in state.local.items()
         }
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.config import Config
 from rlhf.config.vllm_versions import installation_problem
 from rlhf.models.loading import hf_files
 from rlhf.models.tiny import FOLDER
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout import (
     Request,
     RolloutEngine,

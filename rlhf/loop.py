@@ -12,7 +12,7 @@ from rlhf.events import announce
 from rlhf.experience.collector import Collector
 from rlhf.experience.evaluation import Evaluator
 from rlhf.learning.actor import Actor
-from rlhf.learning.advantages import Advantages
+from rlhf.learning.credit import Advantages
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.reference import Reference
@@ -22,8 +22,8 @@ from rlhf.tracking.run_log import RunLog
 
 
 @dataclass
-class Parts:
-    """Everything that one rank trains with; built by `rlhf.build`."""
+class Components:
+    """Everything that one rank trains with; built by `rlhf.assemble.run`."""
 
     config: Config
     collector: Collector
@@ -44,27 +44,27 @@ class Parts:
     """Whether any rank was asked to leave, or has met a failed save; collective."""
 
 
-def train(p: Parts) -> None:
+def train(p: Components) -> None:
     """Train from where `p.driver` stands to its last step. Collective; raises Preempted after a save when asked to stop."""
     with p.checkpointer.committing():
         _train(p)
     p.collector.finish()
 
 
-def _train(p: Parts) -> None:
+def _train(p: Components) -> None:
     driver, actor, size = p.driver, p.actor, p.config.actor.ppo_micro_batch_size_per_gpu
     samples = p.config.data.train_batch_size * p.config.rollout.n
     if p.resumed:
-        p.run_log.loaded(p.checkpointer.loaded)
+        p.run_log.note(p.checkpointer.loaded)
     else:
         before = p.evaluator.before_training()
         p.run_log.step(0, before)
         if p.config.guards.action == "rollback":  # there must be something to go back to
-            p.run_log.saved(p.checkpointer.save(0, before))
+            p.run_log.note(p.checkpointer.save(0, before))
     while driver.step < driver.total_steps:
         step, started = driver.step + 1, time.monotonic()
         announce("step.begin")
-        p.collector.leave_out(p.guards.skip_for(step))
+        p.collector.skip_to(p.guards.skip_for(step))
         batch, metrics, tokens = p.collector.collect(step)
         collected = time.monotonic()
 
@@ -105,14 +105,14 @@ def _train(p: Parts) -> None:
         driver.note_accuracy(metrics.get("val/accuracy"))
         # Before the checkpoint: a record that is missing for a committed step could never be made up for.
         p.run_log.step(step, metrics)
-        p.run_log.saved(p.checkpointer.maybe_save(step, metrics, last=last))
+        p.run_log.note(p.checkpointer.maybe_save(step, metrics, last=last))
         if p.stop_requested() and not last:
             p.checkpointer.save(step, metrics)
             p.checkpointer.finish()
             raise Preempted(f"Asked to stop: saved step {step} and left; the same command goes on from there.")
 
 
-def roll_back(p: Parts) -> None:
+def roll_back(p: Components) -> None:
     """Bring everything back to the newest checkpoint, to go on without the data of the step that the guards refused. Collective."""
     announce("rollback.before")
     memory = p.guards.remember(p.collector.position)
@@ -124,5 +124,5 @@ def roll_back(p: Parts) -> None:
         )
     p.guards.recall(memory)
     p.run_log.rewind(p.driver.step)
-    p.run_log.loaded(p.checkpointer.loaded)
+    p.run_log.note(p.checkpointer.loaded)
     announce("rollback.after")

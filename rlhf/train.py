@@ -23,7 +23,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from rlhf.algorithms.table import check_algorithm
 from rlhf.config import Config
-from rlhf.config.files import to_yaml
+from rlhf.config.resolved import to_yaml
 from rlhf.config.schema import SECTIONS, SETTINGS, did_you_mean, nearest, nearest_setting, setting_of
 from rlhf.config.validate import validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
-from rlhf.parent import SUPERVISOR_PID, die_with_parent
+from rlhf.ranks.parent import SUPERVISOR_PID, die_with_parent
 
 if __name__ == "__main__":
     # Before the slow imports: a supervisor that dies meanwhile must take this rank with it.
@@ -18,22 +18,22 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from rlhf import distributed
-from rlhf.build import build
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.domain_start import finished_together, prepare_together
-from rlhf.checkpoint.domains import find_domains
-from rlhf.checkpoint.errors import is_unfixable
-from rlhf.checkpoint.layout import RESOLVED
-from rlhf.checkpoint.remote import copy_pending
+from rlhf.assemble.run import build
+from rlhf.checkpoint.remote.copies import copy_pending
+from rlhf.checkpoint.start.domain_start import finished_together, prepare_together
+from rlhf.checkpoint.start.domains import find_domains
 from rlhf.config import Config
-from rlhf.config.files import from_yaml, to_yaml
+from rlhf.config.resolved import from_yaml, to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Preempted, UserError
 from rlhf.events import announce, subscribe_from_environment
-from rlhf.launch.lock import hold_rank_lock, run_lock
-from rlhf.launch.logs import configure_logging
-from rlhf.launch.status import StatusWriter
 from rlhf.loop import train
+from rlhf.ranks import collectives
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.lock import hold_rank_lock, run_lock
+from rlhf.ranks.logs import configure_logging
+from rlhf.ranks.status import StatusWriter
+from rlhf.storage.disk_errors import is_unfixable
+from rlhf.storage.layout import RESOLVED
 from rlhf.tracking import write_report
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def main(run_dir: Path) -> int:
 
     def work(status: StatusWriter) -> None:
         hold_rank_lock(run_dir)
-        device = distributed.start(config.trainer)
+        device = collectives.start(config.trainer)
         run(config, device, _coordinator(config), status)
 
     return _guarded(run_dir, work)
@@ -67,7 +67,7 @@ def main_under_torchrun(config: Config) -> int:
     """A rank that torchrun started: the leader (of each storage domain) does what our supervisor would have done before and after."""
 
     def work(status: StatusWriter) -> None:
-        device = distributed.start(config.trainer)
+        device = collectives.start(config.trainer)
         coordinator = _coordinator(config)
         # Every rank composed by itself; the leader's result is the one that counts.
         agreed = from_yaml(coordinator.broadcast(to_yaml(config)))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import Ended, small, train, write_sums
+from tests.support.launching import Ended, small, train, write_sums
 
 # For this process, before it imports torch, and for all that tests start: they are many small processes, and threads that wait for
 # a core make all of them crawl.

@@ -19,7 +19,7 @@ def only_rank(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EstimatorInput:
     """What N responses of one rank were worth. R is the longest response."""
 
     token_rewards: Tensor
@@ -50,7 +50,7 @@ class Estimate(NamedTuple):
     """[N, R]: what the critic is fitted to; zero outside the mask."""
 
 
-def gae(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
+def gae(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Generalized advantage estimation over the response tokens, whitened over all ranks; needs `values`.
 
     delta_t = r_t + gamma * V_next - V_t and A_t = delta_t + gamma * lam * A_next, where next is the next token in the mask, and 0 behind
@@ -58,20 +58,20 @@ def gae(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
 
     Source: Schulman et al. (arXiv 1506.02438) equation 16.
     """
-    assert outcome.values is not None
-    mask = outcome.mask
-    values = masked(outcome.values, mask).double()
-    rewards = masked(outcome.token_rewards, mask).double()
+    assert inputs.values is not None
+    mask = inputs.mask
+    values = masked(inputs.values, mask).double()
+    rewards = masked(inputs.token_rewards, mask).double()
     # Columns outside the mask hand on what lies behind them.
     ahead = backward_sum(values, 1.0 - mask.double())
     deltas = masked(rewards + config.gamma * torch.nn.functional.pad(ahead[:, 1:], (0, 1)) - values, mask)
     advantages = masked(backward_sum(deltas, _decays(mask, config.gamma * config.lam)), mask)
-    whitened = masked_whiten(advantages, mask, outcome.all_sum)
-    dtype = outcome.token_rewards.dtype
+    whitened = masked_whiten(advantages, mask, inputs.all_sum)
+    dtype = inputs.token_rewards.dtype
     return Estimate(whitened.to(dtype), (advantages + values).to(dtype))
 
 
-def grpo(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
+def grpo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """(s - mean) / (std + 1e-6) over the responses to a prompt, s the summed reward and std unbiased; the same on all tokens.
 
     A group of one keeps mean 0 and std 1. `norm_adv_by_std_in_grpo=false` leaves the division out: Dr.GRPO.
@@ -79,56 +79,56 @@ def grpo(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
     Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2; Dr.GRPO (arXiv 2503.20783) section 3.2.
     """
     # In float64, or the rounded mean of equal rewards would leave differences that the division blows up.
-    groups = outcome.scores.view(-1, outcome.group_size)
-    alone = outcome.group_size == 1
+    groups = inputs.scores.view(-1, inputs.group_size)
+    alone = inputs.group_size == 1
     advantages = groups if alone else groups - groups.mean(dim=1, keepdim=True)
     if config.norm_adv_by_std_in_grpo:
         deviations = torch.ones_like(groups) if alone else groups.std(dim=1, keepdim=True)
         advantages = advantages / (deviations + GROUP_EPSILON)
-    return Estimate(_on_tokens(advantages, outcome))
+    return Estimate(_on_tokens(advantages, inputs))
 
 
-def rloo(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
+def rloo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """The score less the mean score of the other responses to the prompt: n / (n - 1) * (s - mean); a group of one keeps s.
 
     Source: Ahmadian et al. (arXiv 2402.14740) section 3.
     """
-    groups, n = outcome.scores.view(-1, outcome.group_size), outcome.group_size
+    groups, n = inputs.scores.view(-1, inputs.group_size), inputs.group_size
     advantages = groups if n == 1 else (groups - groups.mean(dim=1, keepdim=True)) * (n / (n - 1))
-    return Estimate(_on_tokens(advantages, outcome))
+    return Estimate(_on_tokens(advantages, inputs))
 
 
-def reinforce_plus_plus(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
+def reinforce_plus_plus(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """The rewards from each token on, discounted by `gamma` per token, whitened over all ranks.
 
     Source: REINFORCE++ (arXiv 2501.03262) section 3.
     """
-    rewards = masked(outcome.token_rewards, outcome.mask).double()
-    togo = backward_sum(rewards, _decays(outcome.mask, config.gamma))
-    return Estimate(masked_whiten(togo, outcome.mask, outcome.all_sum).to(outcome.token_rewards.dtype))
+    rewards = masked(inputs.token_rewards, inputs.mask).double()
+    togo = backward_sum(rewards, _decays(inputs.mask, config.gamma))
+    return Estimate(masked_whiten(togo, inputs.mask, inputs.all_sum).to(inputs.token_rewards.dtype))
 
 
-def reinforce_plus_plus_baseline(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
+def reinforce_plus_plus_baseline(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """The score less the mean score of the prompt's responses, on all tokens, whitened over all ranks; a group of one has mean 0.
 
     Source: REINFORCE++ with baseline (arXiv 2501.03262) section 3.
     """
-    groups = outcome.scores.view(-1, outcome.group_size)
-    centred = groups if outcome.group_size == 1 else groups - groups.mean(dim=1, keepdim=True)
-    tokens = centred.view(-1, 1).expand_as(outcome.mask)
-    return Estimate(masked_whiten(tokens, outcome.mask, outcome.all_sum).to(outcome.token_rewards.dtype))
+    groups = inputs.scores.view(-1, inputs.group_size)
+    centred = groups if inputs.group_size == 1 else groups - groups.mean(dim=1, keepdim=True)
+    tokens = centred.view(-1, 1).expand_as(inputs.mask)
+    return Estimate(masked_whiten(tokens, inputs.mask, inputs.all_sum).to(inputs.token_rewards.dtype))
 
 
-def remax(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
+def remax(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """The rewards from each token on, undiscounted, less the reward of the greedy response; needs `baselines`.
 
     Source: ReMax (arXiv 2310.10505) algorithm 1.
     """
-    assert outcome.baselines is not None
-    rewards = masked(outcome.token_rewards, outcome.mask).double()
+    assert inputs.baselines is not None
+    rewards = masked(inputs.token_rewards, inputs.mask).double()
     togo = backward_sum(rewards, torch.ones_like(rewards))
-    advantages = masked(togo - outcome.baselines.double()[:, None], outcome.mask)
-    return Estimate(advantages.to(outcome.token_rewards.dtype))
+    advantages = masked(togo - inputs.baselines.double()[:, None], inputs.mask)
+    return Estimate(advantages.to(inputs.token_rewards.dtype))
 
 
 def _decays(mask: Tensor, per_token: float) -> Tensor:
@@ -136,7 +136,7 @@ def _decays(mask: Tensor, per_token: float) -> Tensor:
     return torch.ones_like(mask, dtype=torch.float64).masked_fill(mask.bool(), per_token)
 
 
-def _on_tokens(per_response: Tensor, outcome: Outcome) -> Tensor:
+def _on_tokens(per_response: Tensor, inputs: EstimatorInput) -> Tensor:
     """One number per response, in any shape, on each of its tokens: [N, R], zero outside the mask."""
-    spread = per_response.reshape(-1, 1).expand_as(outcome.mask)
-    return masked(spread, outcome.mask).to(outcome.token_rewards.dtype)
+    spread = per_response.reshape(-1, 1).expand_as(inputs.mask)
+    return masked(spread, inputs.mask).to(inputs.token_rewards.dtype)

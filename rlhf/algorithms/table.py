@@ -19,10 +19,10 @@ from rlhf.user_functions import check_positional, load_function
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlhf.algorithms.advantages import Estimate, Outcome
+    from rlhf.algorithms.advantages import Estimate, EstimatorInput
     from rlhf.algorithms.losses import PolicyLoss
 
-    AdvantageEstimator = Callable[[Outcome, AlgorithmConfig], Estimate]
+    AdvantageEstimator = Callable[[EstimatorInput, AlgorithmConfig], Estimate]
     PolicyLossFunction = Callable[[Tensor, Tensor, Tensor, Tensor, ActorConfig], PolicyLoss]
 
 
@@ -31,7 +31,7 @@ class Estimator:
     """How rewards become advantages, and what that needs of the rest of the run."""
 
     function: str
-    """`module:function`, called as function(outcome, config.algorithm)."""
+    """`module:function`, called as function(inputs, config.algorithm)."""
     critic: bool = False
     """Uses values and gives the returns that a critic is fitted to."""
     group: bool = False
@@ -129,7 +129,7 @@ ALGORITHMS = {
     "cispo": Algorithm("grpo", loss_mode="cispo", others={"actor.clip_ratio_low": 1.0}),
 }
 
-ESTIMATOR_TAKES = ("outcome", "config")
+ESTIMATOR_TAKES = ("inputs", "config")
 POLICY_LOSS_TAKES = ("log_probs", "old_log_probs", "advantages", "mask", "config")
 
 

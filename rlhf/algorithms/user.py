@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.algorithms.advantages import Estimate, Outcome
+from rlhf.algorithms.advantages import Estimate, EstimatorInput
 from rlhf.algorithms.losses import PolicyLoss
 from rlhf.algorithms.statistics import masked
 from rlhf.config import ActorConfig, AlgorithmConfig
 from rlhf.errors import UserError
 
 
-def checked_estimator(said: str, function: Callable[..., Any]) -> Callable[[Outcome, AlgorithmConfig], Estimate]:
+def checked_estimator(said: str, function: Callable[..., Any]) -> Callable[[EstimatorInput, AlgorithmConfig], Estimate]:
     """The user's estimator (`said` is the setting with its value) as the trainer calls it; advantages outside the mask become 0.
 
     It raises UserError unless the function returns an `Estimate` with finite advantages, and finite returns if there is a critic, in the
@@ -22,19 +22,19 @@ def checked_estimator(said: str, function: Callable[..., Any]) -> Callable[[Outc
     """
 
     @wraps(function)
-    def estimator(outcome: Outcome, config: AlgorithmConfig) -> Estimate:
-        estimate = function(outcome, config)
+    def estimator(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
+        estimate = function(inputs, config)
         if not isinstance(estimate, Estimate):
             raise UserError(
                 f"{said} returned {_kind(estimate)}. Return rlhf.algorithms.advantages.Estimate(advantages)."
             )
-        if outcome.values is not None and estimate.returns is None:
+        if inputs.values is not None and estimate.returns is None:
             raise UserError(
                 f"{said} returned no returns, but the run has a critic that is fitted to them. "
                 "Return Estimate(advantages, returns), or set critic.enable=null."
             )
-        advantages = _inside(said, "advantages", estimate.advantages, outcome)
-        returns = None if estimate.returns is None else _inside(said, "returns", estimate.returns, outcome)
+        advantages = _inside(said, "advantages", estimate.advantages, inputs)
+        returns = None if estimate.returns is None else _inside(said, "returns", estimate.returns, inputs)
         return Estimate(advantages, returns)
 
     return estimator
@@ -65,9 +65,9 @@ def checked_policy_loss(said: str, function: Callable[..., Any]) -> Callable[...
     return policy_loss
 
 
-def _inside(said: str, name: str, tensor: Any, outcome: Outcome) -> Tensor:
-    _check_shape(said, name, tensor, outcome.mask)
-    inside = masked(tensor, outcome.mask).to(outcome.token_rewards.dtype)
+def _inside(said: str, name: str, tensor: Any, inputs: EstimatorInput) -> Tensor:
+    _check_shape(said, name, tensor, inputs.mask)
+    inside = masked(tensor, inputs.mask).to(inputs.token_rewards.dtype)
     if not torch.isfinite(inside).all():
         raise UserError(f"{said} returned {name} that are not finite. Correct it, or the rewards that lead there.")
     return inside

@@ -41,7 +41,7 @@ def build_backend(
 ) -> TrainingBackend:
     """`model` in training, in the engine that `config.name` names. Collective.
 
-    Parameters on the meta device get memory, of which DeepSpeed needs the whole at first; the caller fills `model_pieces` and calls
+    Parameters on the meta device get memory, of which DeepSpeed needs the whole at first; the caller fills `model_shards` and calls
     `after_load`.
     """
     if config.name == "deepspeed":

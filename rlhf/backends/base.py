@@ -5,8 +5,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from rlhf.checkpoint.snapshot import Role
-from rlhf.checkpoint.tensors import Pieces
+from rlhf.storage.shards import Shards
+from rlhf.storage.state import TrainState
 
 
 class Model(Protocol):
@@ -15,11 +15,11 @@ class Model(Protocol):
     module: nn.Module
     """What to call; collective: every rank passes as many rows."""
 
-    def model_pieces(self) -> Pieces:
+    def model_shards(self) -> Shards:
         """Live views of this rank's weights and persistent buffers."""
 
 
-class TrainingBackend(Model, Role, Protocol):
+class TrainingBackend(Model, TrainState, Protocol):
     """A model in training, with its optimizer and schedule."""
 
     def backward(self, loss: Tensor) -> None:

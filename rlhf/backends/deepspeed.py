@@ -1,5 +1,5 @@
 """DeepSpeed: ZeRO stages 0 to 3 on CPU (gloo) and CUDA (NCCL), from 1 rank on. Its own checkpoints are never used: the state is handed out
-as pieces."""
+as shards."""
 
 import contextlib
 import functools
@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from rlhf.backends.gather import whole_tensors
 from rlhf.backends.training import Scheduled, adamw_options
 from rlhf.backends.zero import ZeroState
-from rlhf.checkpoint.tensors import Piece, Pieces
 from rlhf.config import BackendConfig, OptimConfig
 from rlhf.errors import UserError
+from rlhf.storage.shards import Shard, Shards
 
 LARGEST_BUCKET = 500_000_000
 """Elements of a buffer that gradients are reduced in."""
@@ -69,8 +69,8 @@ class DeepSpeedBackend(Scheduled):
         self._whole = config.zero_stage < 3 and config.autocast == "none"
         self._state = ZeroState(self._engine, optimizer)
         if exact:
-            for name, piece in self._state.weights():
-                piece.local.copy_(exact[name].view(-1)[piece.start : piece.start + piece.local.numel()])
+            for name, shard in self._state.weights():
+                shard.local.copy_(exact[name].view(-1)[shard.start : shard.start + shard.local.numel()])
             self._state.refresh()
 
     def backward(self, loss: Tensor) -> None:
@@ -94,18 +94,18 @@ class DeepSpeedBackend(Scheduled):
         """See `TrainingBackend.zero_grad`."""
         self._state.forget_gradients()
 
-    def model_pieces(self) -> Pieces:
-        """See `Role.model_pieces`. Views of the float32 master weights."""
+    def model_shards(self) -> Shards:
+        """See `TrainState.model_shards`. Views of the float32 master weights."""
         owner = dist.get_rank() == 0
-        buffers = {name: Piece(tuple(b.shape), 0, b.detach(), owner) for name, b in self._persistent_buffers()}
+        buffers = {name: Shard(tuple(b.shape), 0, b.detach(), owner) for name, b in self._persistent_buffers()}
         return dict(self._state.weights()) | buffers
 
-    def optimizer_pieces(self) -> Pieces:
-        """See `Role.optimizer_pieces`."""
+    def optimizer_shards(self) -> Shards:
+        """See `TrainState.optimizer_shards`."""
         return dict(self._state.moments())
 
     def after_load(self) -> None:
-        """See `Role.after_load`. The module's weights are made from the master weights."""
+        """See `TrainState.after_load`. The module's weights are made from the master weights."""
         self._state.refresh()
 
     @torch.no_grad()

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from rlhf.backends.gather import whole_tensors
 from rlhf.backends.training import Scheduled, adamw_options, empty_moments
-from rlhf.checkpoint.tensors import Piece, Pieces
 from rlhf.config import BackendConfig, OptimConfig
+from rlhf.storage.shards import Shard, Shards
 
 # The hint is about outputs that are changed in place, which nothing here does; a head with a bias returns a view by its nature.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -47,11 +47,11 @@ class Fsdp2Model:
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.full_tensors`."""
-        return whole_tensors(self.model_pieces().items())
+        return whole_tensors(self.model_shards().items())
 
-    def model_pieces(self) -> Pieces:
-        """See `Role.model_pieces`."""
-        return {name: piece_of(tensor) for name, tensor in self.named_state()}
+    def model_shards(self) -> Shards:
+        """See `TrainState.model_shards`."""
+        return {name: shard_of(tensor) for name, tensor in self.named_state()}
 
 
 class Fsdp2Backend(Fsdp2Model, Scheduled):
@@ -97,17 +97,17 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
         """See `TrainingBackend.zero_grad`."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def optimizer_pieces(self) -> Pieces:
-        """See `Role.optimizer_pieces`."""
+    def optimizer_shards(self) -> Shards:
+        """See `TrainState.optimizer_shards`."""
         self.reshard()
         return {
-            f"{name}.{key}": piece_of(value)
+            f"{name}.{key}": shard_of(value)
             for name, parameter in self.module.named_parameters()
             for key, value in self.optimizer.state[parameter].items()
         }
 
     def after_load(self) -> None:
-        """See `Role.after_load`. Nothing to do: what was written to is what the module holds."""
+        """See `TrainState.after_load`. Nothing to do: what was written to is what the module holds."""
 
 
 def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -> PreTrainedModel:
@@ -133,12 +133,12 @@ def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -
     return model
 
 
-def piece_of(tensor: Tensor) -> Piece:
+def shard_of(tensor: Tensor) -> Shard:
     """This rank's rows of a tensor as a range of its flattened whole; what is not sharded is owned by rank 0."""
     if not isinstance(tensor, DTensor):
-        return Piece(tuple(tensor.shape), 0, tensor.detach(), owner=dist.get_rank() == 0)
+        return Shard(tuple(tensor.shape), 0, tensor.detach(), owner=dist.get_rank() == 0)
     local = tensor.to_local().detach()
     # fully_shard splits dimension 0 as torch.chunk does: equal parts, the last ones smaller or empty.
     rows = math.ceil(tensor.shape[0] / dist.get_world_size())
     start = min(dist.get_rank() * rows, tensor.shape[0]) * math.prod(tensor.shape[1:])
-    return Piece(tuple(tensor.shape), start, local)
+    return Shard(tuple(tensor.shape), start, local)

@@ -15,7 +15,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Scheduled:
-    """AdamW with a learning-rate schedule over optimizer steps, and the part of a role (see `rlhf.checkpoint.snapshot.Role`) that is no
+    """AdamW with a learning-rate schedule over optimizer steps, and the part of a role (see `rlhf.storage.state.TrainState`) that is no
     tensor."""
 
     def __init__(
@@ -29,17 +29,17 @@ class Scheduled:
         self.scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(optim, step, total_optimizer_steps))
 
     def extra_state(self) -> dict[str, Any]:
-        """See `Role.extra_state`."""
+        """See `TrainState.extra_state`."""
         return {"lr_scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """See `Role.load_extra_state`. The shape of the schedule stays the present configuration's; its position is restored."""
+        """See `TrainState.load_extra_state`. The shape of the schedule stays the present configuration's; its position is restored."""
         self.scheduler.load_state_dict({**state["lr_scheduler"], "lr_lambdas": [None]})
         for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = lr
 
     def hf_files(self) -> Mapping[str, bytes]:
-        """See `Role.hf_files`."""
+        """See `TrainState.hf_files`."""
         return self._hf_files
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.backends.training import MOMENTS, empty_moments
-from rlhf.checkpoint.tensors import Piece
+from rlhf.storage.shards import Shard
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Range:
     flat: Tensor
     offset: int
 
-    def piece(self, tensor: Tensor, *, owner: bool) -> Piece:
+    def shard(self, tensor: Tensor, *, owner: bool) -> Shard:
         """The part of `tensor`, which is `flat` or laid out like it."""
-        return Piece(self.shape, self.start, tensor.detach().view(-1)[self.offset : self.offset + self.numel], owner)
+        return Shard(self.shape, self.start, tensor.detach().view(-1)[self.offset : self.offset + self.numel], owner)
 
 
 class ZeroState:
@@ -44,17 +44,17 @@ class ZeroState:
         # The parameters of a flat tensor have one step count between them, a checkpoint has one for each.
         self._steps = {name: torch.zeros(()) for name in self._ranges}
 
-    def weights(self) -> Iterator[tuple[str, Piece]]:
+    def weights(self) -> Iterator[tuple[str, Shard]]:
         """Views of the float32 weights."""
         for name, held in self._ranges.items():
-            yield name, held.piece(held.flat, owner=self._owner)
+            yield name, held.shard(held.flat, owner=self._owner)
 
-    def moments(self) -> Iterator[tuple[str, Piece]]:
+    def moments(self) -> Iterator[tuple[str, Shard]]:
         """Views of the moments, and the step counts."""
         for name, held in self._ranges.items():
-            yield f"{name}.step", Piece((), 0, self._steps[name], owner=dist.get_rank() == 0)
+            yield f"{name}.step", Shard((), 0, self._steps[name], owner=dist.get_rank() == 0)
             for moment in MOMENTS:
-                yield f"{name}.{moment}", held.piece(self._optimizer.state[held.flat][moment], owner=self._owner)
+                yield f"{name}.{moment}", held.shard(self._optimizer.state[held.flat][moment], owner=self._owner)
 
     def stepped(self) -> None:
         """Read the step counts anew."""

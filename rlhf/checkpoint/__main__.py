@@ -10,12 +10,12 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from rlhf.checkpoint.errors import DamagedCheckpoint
-from rlhf.checkpoint.layout import CONFIG, DRIVER_STATE, POINTER, RESOLVED, scan, set_aside_dirs, step_of
-from rlhf.checkpoint.manifest import Manifest, read_manifest, verify, verify_files
-from rlhf.checkpoint.retention import NO_FIGURE, reasons
+from rlhf.checkpoint.commit.manifest import Manifest, read_manifest, verify, verify_files
+from rlhf.checkpoint.commit.retention import NO_FIGURE, reasons
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_USER_ERROR, UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.layout import CONFIG, DRIVER_STATE, POINTER, RESOLVED, scan, set_aside_dirs, step_of
 
 RULES = ("max_to_keep", "keep_every", "keep_best", "best_metric")
 

@@ -13,23 +13,24 @@ from pathlib import Path
 import xxhash
 
 import rlhf
-from rlhf.checkpoint.background import SaveInFlight
-from rlhf.checkpoint.commit import clean_leftovers
-from rlhf.checkpoint.coordinator import Coordinator, LostPeer
+from rlhf.checkpoint.commit.deleter import Deleter
+from rlhf.checkpoint.commit.publication import clean_leftovers
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.errors import SaveFailed
-from rlhf.checkpoint.load import LoadResult
-from rlhf.checkpoint.reaper import Reaper
-from rlhf.checkpoint.remote import RemoteCopies
-from rlhf.checkpoint.resume import restore
-from rlhf.checkpoint.run_dir import resume_source
-from rlhf.checkpoint.snapshot import Carried, Reference, Role, RunState, Snapshot, Stateful, take_snapshot
-from rlhf.checkpoint.staging import Stager
-from rlhf.checkpoint.writer import Draft, Identity, SaveResult, begin_checkpoint, write_checkpoint
+from rlhf.checkpoint.load.restoring import LoadResult
+from rlhf.checkpoint.load.resume import restore
+from rlhf.checkpoint.remote.copies import RemoteCopies
+from rlhf.checkpoint.save.background import SaveInFlight
+from rlhf.checkpoint.save.snapshot import RunState, Snapshot, take_snapshot
+from rlhf.checkpoint.save.staging import Stager
+from rlhf.checkpoint.save.writer import Draft, Identity, SaveResult, begin_checkpoint, write_checkpoint
+from rlhf.checkpoint.start.run_dir import resume_source
 from rlhf.config import Config
-from rlhf.config.files import to_yaml
+from rlhf.config.resolved import to_yaml
 from rlhf.errors import Preempted, UserError
 from rlhf.events import announce
+from rlhf.ranks.coordinator import Coordinator, LostPeer
+from rlhf.storage.disk_errors import SaveFailed
+from rlhf.storage.state import Carried, MovingReference, Stateful, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +49,10 @@ class Checkpointer:
         self,
         config: Config,
         coordinator: Coordinator,
-        roles: Mapping[str, Role],
+        roles: Mapping[str, TrainState],
         driver: DriverState,
         parts: Mapping[str, Stateful],
-        reference: Reference | None,
+        reference: MovingReference | None,
         fingerprints: Mapping[str, str],
         carried: Carried | None,
     ) -> None:
@@ -69,7 +70,7 @@ class Checkpointer:
                 "python": platform.python_version(),
             },
         )
-        self._reaper = Reaper()
+        self._deleter = Deleter()
         leads, remote = coordinator.is_leader, config.checkpoint.remote
         self._copies = RemoteCopies(config) if leads and remote is not None else None
         # Made here, where all ranks are together: the thread may not touch the training's groups.
@@ -96,7 +97,7 @@ class Checkpointer:
         self._settle()
         timeout_s = self._config.checkpoint.timeout_s
         # Ranks may be restarted without a new set-up of the directory; no save is in flight here.
-        self._coordinator.on_domain_leaders(lambda: self._reaper.wait(timeout_s) and clean_leftovers(self._run_dir))
+        self._coordinator.on_domain_leaders(lambda: self._deleter.wait(timeout_s) and clean_leftovers(self._run_dir))
         source = resume_source(self._config)
         loaded = restore(self._config, self._state, self._identity, self._coordinator, source)
         if self._copies is not None:
@@ -180,7 +181,7 @@ class Checkpointer:
             self._identity,
             coordinator,
             self._config.checkpoint,
-            self._reaper,
+            self._deleter,
             draft,
             make_way=(lambda: None) if self._copies is None else self._copies.make_way,
         )
@@ -212,7 +213,7 @@ class Checkpointer:
     def finish(self) -> SaveResult | None:
         """Wait until nothing is in flight any more, neither a save nor a removal; returns and fails like `save`."""
         self._settle()
-        self._reaper.wait(self._config.checkpoint.timeout_s)
+        self._deleter.wait(self._config.checkpoint.timeout_s)
         return self._tell()
 
     @contextmanager

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any
 
 from rlhf.config import Config
+from rlhf.data.items import Row
 from rlhf.data.rows import listed, nearest
-from rlhf.data.types import Row
 from rlhf.errors import UserError
 
 PREFIX = "reasoning_gym/"

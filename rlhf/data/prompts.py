@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from rlhf.data.types import Prompt, Row
+from rlhf.data.items import Prompt, Row
 from rlhf.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rlhf.data.types import Row
+from rlhf.data.items import Row
 from rlhf.errors import UserError
 
 VERL_COLUMNS = ("data_source", "reward_model", "extra_info")

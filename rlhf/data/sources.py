@@ -7,10 +7,10 @@ from typing import Any
 from rlhf.config import Config
 from rlhf.config.reward import VERIFIERS
 from rlhf.data import procedural
-from rlhf.data.files import Source, resolve
+from rlhf.data.items import Row
 from rlhf.data.prompts import PromptSet
+from rlhf.data.records import Source, resolve
 from rlhf.data.rows import parse_row
-from rlhf.data.types import Row
 from rlhf.errors import UserError
 
 

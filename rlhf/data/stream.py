@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.data.items import Prompt
 from rlhf.data.prompts import PromptSet
-from rlhf.data.types import Prompt
 from rlhf.errors import UserError
 
 log = logging.getLogger(__name__)

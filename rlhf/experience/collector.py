@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from rlhf.batch import Batch, collate
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.driver_state import DriverState
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.experience.ahead import Ahead
-from rlhf.experience.generation import Generation, Tally
+from rlhf.experience.generation import Generation, RolloutStats
 from rlhf.experience.groups import Group, from_tensors, to_tensors
 from rlhf.experience.journal import combined, digests
 from rlhf.experience.metrics import Summary, merge, slowest, step_metrics
+from rlhf.experience.prefetch import Prefetch
 from rlhf.experience.prompt_share import PromptShare
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward.settings import REWARD_MODEL
 from rlhf.rollout import Request
 
@@ -42,13 +42,13 @@ class Collector:
     coordinator: Coordinator
     driver: DriverState
     device: torch.device
-    _ahead: Ahead = field(init=False)
+    _ahead: Prefetch = field(init=False)
     _carried: list[Group] = field(default_factory=list, init=False)
     # The last step of this process, and a hash of its batch over all ranks.
     _trained: tuple[int, str] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._ahead = Ahead(self.generation)
+        self._ahead = Prefetch(self.generation)
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float], int]:
         """This rank's part of the batch of `step`, metrics over all ranks, and the batch's tokens on all ranks. Collective.
@@ -61,7 +61,7 @@ class Collector:
         """
         generation = self.generation
         sampler, journal = generation.sampler, generation.journal
-        tally, generated_before = Tally(), sampler.seconds
+        tally, generated_before = RolloutStats(), sampler.seconds
         if journal is not None:
             before = self._trained[1] if self._trained is not None and self._trained[0] == step - 1 else None
             journal.begin(step, self.driver.step, before)
@@ -93,7 +93,7 @@ class Collector:
         if (journal := self.generation.journal) is not None:
             journal.drop_published(up_to=self.driver.step)
 
-    def leave_out(self, position: int | None) -> None:
+    def skip_to(self, position: int | None) -> None:
         """Forget the prompts before the uid `position`, those carried over included; None leaves out nothing."""
         if position is not None:
             self._ahead.drop()
@@ -113,7 +113,7 @@ class Collector:
     def _floats(self, values: list[float | None]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.device)
 
-    def _further_metrics(self, groups: list[Group], tally: Tally) -> dict[str, float]:
+    def _further_metrics(self, groups: list[Group], tally: RolloutStats) -> dict[str, float]:
         """Figures of all that the step generated, and of how its batch was put together."""
         mine = {
             "timeouts": Summary.of([tally.timeouts]),
@@ -156,7 +156,7 @@ class Collector:
         position = self.prompts.position
         self._ahead.begin(step, *self.prompts.next(drawn), position)
 
-    def _sample(self, step: int, tally: Tally) -> list[Group]:
+    def _sample(self, step: int, tally: RolloutStats) -> list[Group]:
         """This rank's share of the groups of the next prompts, whatever their rewards."""
         if (ahead := self._ahead.take(tally)) is not None:
             held, wanted = self._uids(ahead), self.config.data.train_batch_size
@@ -170,7 +170,7 @@ class Collector:
             )
         return self.generation.groups(step, *self.prompts.next(), tally)
 
-    def _sample_dynamically(self, step: int, tally: Tally) -> tuple[list[Group], dict[str, float]]:
+    def _sample_dynamically(self, step: int, tally: RolloutStats) -> tuple[list[Group], dict[str, float]]:
         """This rank's share of a full batch of groups with signal, and how it came about. Every rank takes the same decisions."""
         settings, data = self.config.algorithm.filter_groups, self.config.data
         wanted, drawn = data.train_batch_size, data.gen_batch_size or data.train_batch_size

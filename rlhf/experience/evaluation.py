@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.config import TrainerConfig
 from rlhf.data import PromptSet
 from rlhf.events import announce
 from rlhf.experience.metrics import Summary, merge
 from rlhf.experience.policy_sampler import PolicySampler
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reward, RewardItem
 from rlhf.rollout import Request, SamplingParams
 

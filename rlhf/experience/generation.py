@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.shaping import overlong_penalty
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.checkpoint.driver_state import DriverState
 from rlhf.config import Config
 from rlhf.data import Prompt
@@ -16,6 +15,7 @@ from rlhf.events import announce
 from rlhf.experience.groups import Group
 from rlhf.experience.journal import Journal
 from rlhf.experience.policy_sampler import PolicySampler
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reward, RewardItem, RewardResult
 from rlhf.rollout import Job, Request, Sample, SamplingParams
 
@@ -23,7 +23,7 @@ T = TypeVar("T", Sample, RewardResult)
 
 
 @dataclass
-class Tally:
+class RolloutStats:
     """What a generation, or all of a step, cost this rank and what it saw, used for training or not."""
 
     scores: list[float] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Tally:
     rollout_seconds: float = 0.0
     reward_seconds: float = 0.0
 
-    def add(self, other: "Tally") -> None:
+    def add(self, other: "RolloutStats") -> None:
         """Count what `other` has, too."""
         for of_tally in fields(self):
             setattr(self, of_tally.name, getattr(self, of_tally.name) + getattr(other, of_tally.name))
@@ -54,7 +54,7 @@ class Generation:
     driver: DriverState
     journal: Journal | None = None
 
-    def groups(self, step: int, prompts: list[Prompt], requests: list[Request], tally: Tally) -> list[Group]:
+    def groups(self, step: int, prompts: list[Prompt], requests: list[Request], tally: RolloutStats) -> list[Group]:
         """The scored group of each prompt of this rank. Collective."""
         started = time.monotonic()
         samples = self._samples(step, requests, tally)
@@ -66,7 +66,7 @@ class Generation:
         """Start to generate for `step` with the present weights, and return. Collective."""
         self.sampler.begin(self._jobs(requests), version=self.driver.step, step=step)
 
-    def finish(self, prompts: list[Prompt], requests: list[Request], tally: Tally) -> list[Group]:
+    def finish(self, prompts: list[Prompt], requests: list[Request], tally: RolloutStats) -> list[Group]:
         """What `groups` would have returned for what `begin` started. Collective."""
         announce("rollout.before")
         started = time.monotonic()
@@ -76,7 +76,7 @@ class Generation:
         return self._scored(prompts, requests, samples, tally)
 
     def _scored(
-        self, prompts: list[Prompt], requests: list[Request], samples: list[Sample], tally: Tally
+        self, prompts: list[Prompt], requests: list[Request], samples: list[Sample], tally: RolloutStats
     ) -> list[Group]:
         started, n = time.monotonic(), self.params.n
         results = self._results(prompts, requests, samples)
@@ -93,7 +93,7 @@ class Generation:
         tally.reward_seconds += time.monotonic() - started
         return groups
 
-    def _samples(self, step: int, requests: list[Request], tally: Tally) -> list[Sample]:
+    def _samples(self, step: int, requests: list[Request], tally: RolloutStats) -> list[Sample]:
         """The samples of all requests and then, for the baseline, the greedy ones; from the journal if they are there. Collective."""
         known = None if self.journal is None else self.journal.samples([request.uid for request in requests])
         tally.journaled += [known is not None] * (len(requests) * self.params.n)

@@ -13,16 +13,16 @@ import numpy as np
 import xxhash
 
 import rlhf
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.files import fsync_dir
-from rlhf.checkpoint.layout import scan, step_of
 from rlhf.config import Config
 from rlhf.config.schema import SETTINGS
 from rlhf.events import announce
 from rlhf.experience import journal_records as records
 from rlhf.experience.groups import Group
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
+from rlhf.storage.files import fsync_dir
+from rlhf.storage.layout import scan, step_of
 from rlhf.user_functions import split_spec
 
 log = logging.getLogger(__name__)

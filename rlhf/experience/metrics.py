@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from rlhf.batch import Batch
-from rlhf.checkpoint.coordinator import Coordinator
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 
 

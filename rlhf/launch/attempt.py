@@ -26,8 +26,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.launch.evidence import AttemptResult, Hang
 from rlhf.launch.hangs import HangDetector
-from rlhf.launch.preemption import StopRequest
-from rlhf.parent import SUPERVISOR_PID
+from rlhf.launch.stop_request import StopRequest
+from rlhf.ranks.parent import SUPERVISOR_PID
 
 # Long enough for the peers of a dead rank to notice and write down what they saw; NCCL peers never notice by
 # themselves.

@@ -6,7 +6,7 @@ from enum import Enum
 from pathlib import Path
 
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
-from rlhf.launch.status import RankError, RankStatus
+from rlhf.ranks.status import RankError, RankStatus
 
 _TRACEBACK_LINES = 15
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from rlhf.config import Config
 from rlhf.launch.evidence import Hang
 from rlhf.launch.stacks import ask_for_stacks, frames_of, shown, waits_for_peers, why_silent
-from rlhf.launch.status import RankStatus, keep_stacks, read_statuses, stacks_file
 from rlhf.launch.watchdog import Overdue, Watchdog
+from rlhf.ranks.status import RankStatus, keep_stacks, read_statuses, stacks_file
 
 LOOK_EVERY_S = 0.5
 # Of the rank that hangs, and of those that wait for it.

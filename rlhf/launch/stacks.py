@@ -1,25 +1,18 @@
 """The stacks of a process that may not react any more: on SIGUSR2 it writes them itself, without Python's help, and its supervisor reads
 them."""
 
-import faulthandler
 import os
 import re
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-SIGNAL = signal.SIGUSR2
+from rlhf.ranks.status import STACKS_SIGNAL
+
 # A dump takes milliseconds; a process without one by then is stopped, stuck in the kernel or not that far yet.
 PATIENCE_S = 3.0
 _SETTLED_S = 0.2
-
-
-def answer_with_stacks(path: Path) -> None:
-    """From now on SIGUSR2 has this process append the stacks of all its threads to `path`; a deadlock or a held GIL do not keep it from
-    that."""
-    faulthandler.register(SIGNAL, file=path.open("w"), all_threads=True)
 
 
 def ask_for_stacks(files: Mapping[int, Path]) -> None:
@@ -27,7 +20,7 @@ def ask_for_stacks(files: Mapping[int, Path]) -> None:
     before = {path: _size(path) for path in files.values()}
     for process in files:
         with suppress(ProcessLookupError):
-            os.kill(process, SIGNAL)
+            os.kill(process, STACKS_SIGNAL)
     end, last, quiet_since = time.monotonic() + PATIENCE_S, before, time.monotonic()
     while (now := time.monotonic()) < end:
         sizes = {path: _size(path) for path in before}
@@ -51,7 +44,7 @@ def frames_of(dump: str, thread: int) -> list[str]:
 def waits_for_peers(frames: Sequence[str]) -> bool:
     """Whether the thread is in a collective, where the fault is another rank's (as far as frames of Python tell)."""
     for frame in frames:
-        if "/torch/distributed/" in frame or "/rlhf/distributed.py" in frame:
+        if "/torch/distributed/" in frame or "/rlhf/ranks/" in frame:
             return True
         if "/torch/" not in frame:
             return False

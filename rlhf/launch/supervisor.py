@@ -1,7 +1,7 @@
 """The supervisor: owns the run directory, starts the ranks, restarts them after crashes, and takes them with it when it
 ends.
 
-It holds no training state, so it may be killed at any moment as well. Signals: see `rlhf.launch.preemption`.
+It holds no training state, so it may be killed at any moment as well. Signals: see `rlhf.launch.stop_request`.
 """
 
 import logging
@@ -10,16 +10,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf.checkpoint.layout import RESOLVED
 from rlhf.config import Config
-from rlhf.config.files import to_yaml
+from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
 from rlhf.launch import evidence
-from rlhf.launch.lock import run_lock, wait_for_ranks
-from rlhf.launch.logs import configure_logging
-from rlhf.launch.policy import GiveUp, RestartPolicy
-from rlhf.launch.preemption import StopRequest
-from rlhf.launch.status import RankStatus, clear_statuses, read_statuses
+from rlhf.launch.restart_policy import GiveUp, RestartPolicy
+from rlhf.launch.stop_request import StopRequest
+from rlhf.ranks.lock import run_lock, wait_for_ranks
+from rlhf.ranks.logs import configure_logging
+from rlhf.ranks.status import RankStatus, clear_statuses, read_statuses
+from rlhf.storage.layout import RESOLVED
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +47,9 @@ def supervise(config: Config) -> int:
 
 def _supervise_locked(config: Config, run_dir: Path) -> int:
     # Slow imports, after the lock: a second run is refused at once.
-    from rlhf.checkpoint.files import replace_durably
-    from rlhf.checkpoint.remote import copy_pending
-    from rlhf.checkpoint.run_dir import finished_step, prepare, read_run_file
+    from rlhf.checkpoint.remote.copies import copy_pending
+    from rlhf.checkpoint.start.run_dir import finished_step, prepare, read_run_file
+    from rlhf.storage.files import replace_durably
     from rlhf.tracking import Tracker, write_report
 
     prepare(config)
@@ -78,9 +78,9 @@ def _supervise_locked(config: Config, run_dir: Path) -> int:
 
 def run_attempts(config: Config, command: Sequence[str], stop: StopRequest) -> int:
     """Start `python *command` as `trainer.nproc` ranks, again after each crash; returns the exit code of the run."""
-    from rlhf.checkpoint.layout import scan
     from rlhf.launch.attempt import run_attempt
     from rlhf.launch.hangs import HangDetector
+    from rlhf.storage.layout import scan
 
     t = config.trainer
     run_dir = config.run_dir

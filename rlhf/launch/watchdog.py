@@ -9,13 +9,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from rlhf.config.trainer import TrainerConfig
+from rlhf.ranks.status import STARTING
 
 LEARN_AFTER = 3
 FACTOR = 5.0
 SHORTEST_S = 300.0
 # Between two looks no more than this counts: when the supervisor did not run (Ctrl-Z, a paused machine), nor did the ranks.
 LONGEST_LOOK_S = 5.0
-STARTING = "start"
 SAVES = ("commit.", "rollback.")
 """Events of saves and loads, whose deadline is `checkpoint.timeout_s`."""
 

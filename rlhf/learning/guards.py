@@ -10,7 +10,7 @@ from rlhf.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-Verdict = Literal["train", "skip", "rollback"]
+Decision = Literal["train", "skip", "rollback"]
 # Weight of the newest batch in the moving average of rewards.
 NEWEST_WEIGHT = 0.1
 _BOUNDS = {"loss": "max_loss", "kl": "max_kl", "ref_kl": "max_kl", "drop": "max_reward_drop"}
@@ -36,10 +36,10 @@ class Event:
 class Guards:
     """Judges each batch by figures that are equal on all ranks, and so decides the same on each of them.
 
-    The order of calls for a batch: `begin`, `allows` before each optimizer step, `settle`. When the verdict is `rollback`: `remember`,
+    The order of calls for a batch: `begin`, `allows` before each optimizer step, `settle`. When the decision is `rollback`: `remember`,
     restore the newest checkpoint (which calls `load_state_dict`), `recall`.
 
-    A crash between a roll-back and the next save takes the memory of it, and changes nothing: verdicts follow from the batch and from the
+    A crash between a roll-back and the next save takes the memory of it, and changes nothing: decisions follow from the batch and from the
     state of the checkpoint, and both come again when the steps after it are repeated. So the same step is refused again, and draws the
     same later prompts. A roll-back leaves no other trace in the trajectory than those prompts, wherever the checkpoint was: the reward
     average is restored with it, and the figures of a step count the events up to that step only.
@@ -91,8 +91,8 @@ class Guards:
                 self.refused = Event(self._step, who, name, value, bound)
         return self.refused is None
 
-    def settle(self, step: int) -> Verdict:
-        """The verdict on the batch of `step`, once its updates are made or given up.
+    def settle(self, step: int) -> Decision:
+        """The decision on the batch of `step`, once its updates are made or given up.
 
         Raises:
             UserError: the batch is refused and `action` is `stop`, or more than `max_events` are refused in a row.
@@ -148,7 +148,7 @@ class Guards:
         return self._rollbacks[step][1] if step in self._rollbacks else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later verdicts depend on, as plain JSON values."""
+        """Everything that later decisions depend on, as plain JSON values."""
         return {
             "reward_average": self._average,
             "skips": self._skips,

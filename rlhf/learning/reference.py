@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from rlhf.backends.base import Model, TrainingBackend
-from rlhf.checkpoint.tensors import Pieces
 from rlhf.config import RefConfig
 from rlhf.events import announce
 from rlhf.learning.policy import Policy
+from rlhf.storage.shards import Shards
 
 
 class Reference(Policy):
@@ -28,9 +28,9 @@ class Reference(Policy):
         """Whether it ever departs from the starting weights."""
         return self._config.update_freq is not None
 
-    def pieces(self) -> Pieces:
+    def shards(self) -> Shards:
         """Live views of this rank's weights."""
-        return self._model.model_pieces()
+        return self._model.model_shards()
 
     @torch.no_grad()
     def maybe_update(self, actor: TrainingBackend, step: int) -> None:
@@ -38,14 +38,14 @@ class Reference(Policy):
         if self._config.update_freq is None or step % self._config.update_freq:
             return
         announce("reference.update")
-        pieces = self.pieces()
+        shards = self.shards()
         for name, whole in actor.full_tensors():
-            piece = pieces[name]
-            mine = whole.reshape(-1)[piece.start : piece.start + piece.local.numel()].view(piece.local.shape)
+            shard = shards[name]
+            mine = whole.reshape(-1)[shard.start : shard.start + shard.local.numel()].view(shard.local.shape)
             if mine.is_floating_point():
-                piece.local.lerp_(mine.to(piece.local.dtype), self._config.alpha)
+                shard.local.lerp_(mine.to(shard.local.dtype), self._config.alpha)
             else:
-                piece.local.copy_(mine)
+                shard.local.copy_(mine)
         self.updated_at = step
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from torch import Tensor
 from rlhf.algorithms.aggregation import loss_count
 from rlhf.backends.base import TrainingBackend
 from rlhf.batch import Batch
-from rlhf.distributed import all_max, all_sum
 from rlhf.events import announce
 from rlhf.learning.guards import Guards
+from rlhf.ranks.collectives import all_max, all_sum
 
 Figures = dict[str, float]
 

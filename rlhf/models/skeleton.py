@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.models.files import DTYPES, FileTensor
+from rlhf.models.model_files import DTYPES, FileTensor
 from rlhf.models.token_values import HEADS
 
 

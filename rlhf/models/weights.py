@@ -11,11 +11,11 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.tensors import Pieces
 from rlhf.errors import UserError
-from rlhf.models.files import DTYPES, ModelFiles, on_every_rank
+from rlhf.models.model_files import DTYPES, ModelFiles, on_every_rank
 from rlhf.models.skeleton import skeleton
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.shards import Shards
 
 BUCKET_BYTES = 1 << 26
 """What is read, and sent, at a time; a row of a tensor is never divided."""
@@ -38,33 +38,33 @@ class Loaded:
     puts the weights where the engine has them. Where only the library can read the files, `model` is whole and there is nothing to fill.
     """
 
-    def __init__(self, model: PreTrainedModel, names: Mapping[str, str], reader: "TensorReader") -> None:
+    def __init__(self, model: PreTrainedModel, names: Mapping[str, str], reader: "ModelReader") -> None:
         self.model = model
         self._names, self._reader = names, reader
 
-    def fill(self, pieces: Pieces) -> None:
-        """Put the weights into `pieces`, every rank's part of the model. Collective.
+    def fill(self, shards: Shards) -> None:
+        """Put the weights into `shards`, every rank's part of the model. Collective.
 
         Raises:
             UserError: a file can't be read; on every rank.
         """
-        on_every_rank(lambda: self._fill(pieces), self._reader.coordinator)
+        on_every_rank(lambda: self._fill(shards), self._reader.coordinator)
         self._reader.close()
 
     @torch.no_grad()
-    def _fill(self, pieces: Pieces) -> None:
+    def _fill(self, shards: Shards) -> None:
         with contextlib.suppress(ReaderFailed):
-            for name, piece in pieces.items():
+            for name, shard in shards.items():
                 if name not in self._names:  # a new head
                     continue
-                stop, local = piece.start + piece.local.numel(), piece.local.view(-1)
-                for start, chunk in self._reader.chunks(self._names[name], piece.start, stop):
-                    low, high = max(start, piece.start), min(start + chunk.numel(), stop)
+                stop, local = shard.start + shard.local.numel(), shard.local.view(-1)
+                for start, chunk in self._reader.chunks(self._names[name], shard.start, stop):
+                    low, high = max(start, shard.start), min(start + chunk.numel(), stop)
                     if low < high:
-                        local[low - piece.start : high - piece.start].copy_(chunk[low - start : high - start])
+                        local[low - shard.start : high - shard.start].copy_(chunk[low - start : high - start])
 
 
-class TensorReader:
+class ModelReader:
     """Ranges of the tensors in a model's files, read here or received from the rank that reads for all."""
 
     def __init__(self, files: ModelFiles, coordinator: Coordinator, device: torch.device) -> None:
@@ -144,7 +144,7 @@ def load(
     Raises:
         UserError: weights are missing or can't be read; on every rank.
     """
-    reader = TensorReader(files, coordinator, device)
+    reader = ModelReader(files, coordinator, device)
     plain = files.headers is not None and not any(getattr(hf_config, name, None) for name in NOT_PLAIN)
     if plain:
         generator = torch.get_rng_state()

@@ -8,8 +8,8 @@ from rlhf.reward.failures import FailurePolicy
 from rlhf.reward.function import SETTING
 from rlhf.reward.inprocess import ExactMatch, ReasoningGym
 from rlhf.reward.pool import ProcessPool
+from rlhf.reward.scores import RewardError, RewardItem, RewardResult, Score, Scorer
 from rlhf.reward.settings import REWARD_MODEL, check_functions, check_reward, label_of, weights_of
-from rlhf.reward.types import RewardError, RewardItem, RewardResult, Scorer, Verdict
 from rlhf.reward.weighted import Reward, Term
 from rlhf.user_functions import split_spec
 
@@ -44,4 +44,4 @@ def _term(function: str, weight: float, config: RewardConfig, reward_model: Scor
     return Term(label_of(function), weight, scorer, policy)
 
 
-__all__ = ["Reward", "RewardError", "RewardItem", "RewardResult", "Scorer", "Verdict", "build_reward", "check_reward"]
+__all__ = ["Reward", "RewardError", "RewardItem", "RewardResult", "Score", "Scorer", "build_reward", "check_reward"]

@@ -4,7 +4,7 @@ import logging
 import threading
 
 from rlhf.config.reward import RewardConfig
-from rlhf.reward.types import Verdict
+from rlhf.reward.scores import Score
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +18,8 @@ class FailurePolicy:
         self._told = False
         self._lock = threading.Lock()
 
-    def failed(self, error: Exception, *, forgive: bool = False) -> Verdict:
-        """The verdict after `error`, told in the log once; with `on_error=stop` raises the error, unless `forgive`."""
+    def failed(self, error: Exception, *, forgive: bool = False) -> Score:
+        """The score after `error`, told in the log once; with `on_error=stop` raises the error, unless `forgive`."""
         if self._config.on_error == "stop" and not forgive:
             raise error
         with self._lock:
@@ -32,14 +32,14 @@ class FailurePolicy:
                 self._config.failed_score,
                 error,
             )
-        return Verdict(self._config.failed_score, failed=True)
+        return Score(self._config.failed_score, failed=True)
 
-    def timed_out(self) -> Verdict:
-        """The verdict on a sample that took longer than `reward.timeout_s`."""
+    def timed_out(self) -> Score:
+        """The score on a sample that took longer than `reward.timeout_s`."""
         log.warning(
             "reward.functions: %s took longer than reward.timeout_s=%g on a sample, which scores %g.",
             self._function,
             self._config.timeout_s,
             self._config.failed_score,
         )
-        return Verdict(self._config.failed_score, timed_out=True)
+        return Score(self._config.failed_score, timed_out=True)

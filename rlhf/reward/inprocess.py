@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from rlhf.reward.pool import ProcessPool
-from rlhf.reward.types import RewardItem, Verdict
+from rlhf.reward.scores import RewardItem, Score
 from rlhf.reward.verifiers import evaluates_answers, exact_match, reasoning_gym
 
 
 class ExactMatch:
     """`verifiers.exact_match` on every item."""
 
-    def score(self, items: Sequence[RewardItem]) -> list[Verdict]:
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return [exact_match(item) for item in items]
 
     def close(self) -> None:
@@ -24,7 +24,7 @@ class ReasoningGym:
         self._pool = pool
         self._evaluates: dict[str, bool] = {}
 
-    def score(self, items: Sequence[RewardItem]) -> list[Verdict]:
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
         pooled = [self._needs_process(item) for item in items]
         from_pool = iter(self._pool.score([item for item, p in zip(items, pooled, strict=True) if p]))
         return [next(from_pool) if p else reasoning_gym(item) for item, p in zip(items, pooled, strict=True)]

@@ -20,7 +20,7 @@ from rlhf.config.reward import RewardConfig
 from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.reward.failures import FailurePolicy
-from rlhf.reward.types import RewardError, RewardItem, Verdict
+from rlhf.reward.scores import RewardError, RewardItem, Score
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class _Died(Exception):
     """The process ended by itself."""
 
 
-class Process:
+class ScoringProcess:
     """One reward process: started when first asked, killed at a missed deadline, started again when asked again."""
 
     def __init__(self, verifier: str):
@@ -54,7 +54,7 @@ class Process:
     def _start(self) -> None:
         root = str(Path(rlhf.__file__).parents[1])
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
-        command = [sys.executable, "-m", "rlhf.reward.worker", self._verifier, str(os.getpid())]
+        command = [sys.executable, "-m", "rlhf.reward.scoring_process", self._verifier, str(os.getpid())]
         # A session of its own: Ctrl-C is the trainer's to handle, and a kill reaches what the user's code started.
         self._popen = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True, bufsize=0
@@ -155,24 +155,24 @@ class ProcessPool:
         self._forgive_deaths = forgive_deaths
         # Threads as long-lived as the pool: Linux sends the death signal when the *thread* that started a child ends.
         self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="reward")
-        self._idle: queue.LifoQueue[Process] = queue.LifoQueue()
-        self._processes = [Process(verifier) for _ in range(config.num_workers)]
+        self._idle: queue.LifoQueue[ScoringProcess] = queue.LifoQueue()
+        self._processes = [ScoringProcess(verifier) for _ in range(config.num_workers)]
         for process in self._processes:
             self._idle.put(process)
 
-    def score(self, items: Sequence[RewardItem]) -> list[Verdict]:
-        """One verdict for each item, in order.
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        """One score for each item, in order.
 
         Unless the policy forgives it: RewardError if the function raises or dies twice on one item, UserError if it
         returns no number. Whatever the policy: either of them if the process cannot start.
         """
-        verdicts = []
-        for verdict in self._threads.map(self._score_one, items):
-            verdicts.append(verdict)
+        scores = []
+        for score in self._threads.map(self._score_one, items):
+            scores.append(score)
             announce("reward.scored")
-        return verdicts
+        return scores
 
-    def _score_one(self, item: RewardItem) -> Verdict:
+    def _score_one(self, item: RewardItem) -> Score:
         process = self._idle.get()
         try:
             reply = self._ask(process, item)
@@ -186,9 +186,9 @@ class ProcessPool:
         finally:
             self._idle.put(process)
         wrong = _failure(reply, f"\nThe sample: {item}")
-        return Verdict(**reply) if wrong is None else self._policy.failed(wrong)
+        return Score(**reply) if wrong is None else self._policy.failed(wrong)
 
-    def _ask(self, process: Process, item: RewardItem) -> dict[str, Any]:
+    def _ask(self, process: ScoringProcess, item: RewardItem) -> dict[str, Any]:
         request = {name: getattr(item, name) for name in SENT}
         try:
             return process.ask(request, self._config.timeout_s)

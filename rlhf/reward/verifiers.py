@@ -4,7 +4,7 @@ import logging
 import re
 from typing import Any
 
-from rlhf.reward.types import RewardItem, Verdict
+from rlhf.reward.scores import RewardItem, Score
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +43,12 @@ def accepted(ground_truth: Any) -> list[str]:
     return [final_answer(str(answer)) for answer in answers]
 
 
-def exact_match(item: RewardItem) -> Verdict:
+def exact_match(item: RewardItem) -> Score:
     """1 if the response's `final_answer` is one of the reference's, else 0."""
-    return Verdict(float(final_answer(item.response) in accepted(item.ground_truth)))
+    return Score(float(final_answer(item.response) in accepted(item.ground_truth)))
 
 
-def math_verify(item: RewardItem) -> Verdict:
+def math_verify(item: RewardItem) -> Score:
     """1 if math-verify finds the response's answer equal to a reference one, else 0.
 
     Runs without the library's own alarms: they count per expression; only the process's deadline counts per sample.
@@ -60,10 +60,10 @@ def math_verify(item: RewardItem) -> Verdict:
         return bool(verify(parse(f"\\boxed{{{gold}}}", parsing_timeout=None), answer, timeout_seconds=None))
 
     answer = parse(item.response, parsing_timeout=None)
-    return Verdict(float(any(matches(gold) for gold in accepted(item.ground_truth))))
+    return Score(float(any(matches(gold) for gold in accepted(item.ground_truth))))
 
 
-def reasoning_gym(item: RewardItem) -> Verdict:
+def reasoning_gym(item: RewardItem) -> Score:
     """`score_answer` of the task that made the problem, on the stripped response.
 
     The library's verifiers raise on answers that they cannot read; such an answer is wrong and counted.
@@ -78,8 +78,8 @@ def reasoning_gym(item: RewardItem) -> Verdict:
         score = float(dataset.score_answer(item.response.strip(), entry))
     except Exception:
         log.debug("%s cannot read the answer %r", item.data_source, item.response, exc_info=True)
-        return Verdict(0.0, {"unreadable": 1.0})
-    return Verdict(score, {"unreadable": 0.0})
+        return Score(0.0, {"unreadable": 1.0})
+    return Score(score, {"unreadable": 0.0})
 
 
 def gym_dataset(data_source: str, settings: dict[str, Any]) -> Any:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rlhf.errors import UserError
 from rlhf.reward.failures import FailurePolicy
+from rlhf.reward.scores import RewardError, RewardItem, RewardResult, Score, Scorer
 from rlhf.reward.settings import REWARD_MODEL, TAKEN
-from rlhf.reward.types import RewardError, RewardItem, RewardResult, Scorer, Verdict
 
 
 @dataclass(frozen=True)
@@ -40,34 +40,34 @@ class Reward:
         # The other functions work in their processes while this thread computes the reward model.
         others = [term for term in self._terms if term.label != REWARD_MODEL]
         started = {term.label: self._threads.submit(term.scorer.score, items) for term in others}
-        verdicts = {term.label: term.scorer.score(items) for term in self._terms if term.label == REWARD_MODEL}
-        verdicts |= {label: future.result() for label, future in started.items()}
+        scores = {term.label: term.scorer.score(items) for term in self._terms if term.label == REWARD_MODEL}
+        scores |= {label: future.result() for label, future in started.items()}
         columns = [
-            [self._checked(term, verdict, item) for verdict, item in zip(verdicts[term.label], items, strict=True)]
+            [self._checked(term, given, item) for given, item in zip(scores[term.label], items, strict=True)]
             for term in self._terms
         ]
         return [self._sum(row) for row in zip(*columns, strict=True)]
 
-    def _checked(self, term: Term, verdict: Verdict, item: RewardItem) -> Verdict:
+    def _checked(self, term: Term, given: Score, item: RewardItem) -> Score:
         meaning = f"a number that {term.label} returns"
-        for name in verdict.extra:
+        for name in given.extra:
             if (other := self._meanings.setdefault(name, meaning)) != meaning:
                 raise UserError(
                     f"reward.functions: {term.label} returned {name!r}, but the metric reward/{name} has a meaning "
                     f"already: {other}. Give it another name."
                 )
-        if math.isfinite(verdict.score):
-            return verdict
-        return term.policy.failed(RewardError(f"{term.label} gave {verdict.score} to one sample: {item}"))
+        if math.isfinite(given.score):
+            return given
+        return term.policy.failed(RewardError(f"{term.label} gave {given.score} to one sample: {item}"))
 
-    def _sum(self, row: Iterable[Verdict]) -> RewardResult:
+    def _sum(self, row: Iterable[Score]) -> RewardResult:
         row = list(row)
         return RewardResult(
-            score=sum(term.weight * verdict.score for term, verdict in zip(self._terms, row, strict=True)),
-            terms={term.label: verdict.score for term, verdict in zip(self._terms, row, strict=True)},
-            extra={name: number for verdict in row for name, number in verdict.extra.items()},
-            timeouts=sum(verdict.timed_out for verdict in row),
-            failures=sum(verdict.failed for verdict in row),
+            score=sum(term.weight * given.score for term, given in zip(self._terms, row, strict=True)),
+            terms={term.label: given.score for term, given in zip(self._terms, row, strict=True)},
+            extra={name: number for given in row for name, number in given.extra.items()},
+            timeouts=sum(given.timed_out for given in row),
+            failures=sum(given.failed for given in row),
         )
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from rlhf.rollout.types import BackgroundEngine, Job, Request, RolloutEngine, Sample, SamplingParams, Weights
+from rlhf.rollout.engine import BackgroundEngine, Job, Request, RolloutEngine, Sample, SamplingParams, Weights
 
 if TYPE_CHECKING:
     from rlhf.rollout.embedded import EmbeddedEngine, build_embedded_engine, check_lengths, eos_token_ids

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf.rollout.engine import Request, Sample, SamplingParams
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.sampling import fold, row_keys, sample
-from rlhf.rollout.types import Request, Sample, SamplingParams
 
 # Padded prompt tokens of one prefill: bounds its activations.
 PREFILL_TOKENS = 16384

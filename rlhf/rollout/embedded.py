@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from rlhf.config.rollout import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.rollout.decoding import Decoding
+from rlhf.rollout.engine import Request, Sample, SamplingParams, Weights
 from rlhf.rollout.kv_cache import RowCache
-from rlhf.rollout.types import Request, Sample, SamplingParams, Weights
 
 
 def check_lengths(model_config: Any, max_prompt: int, max_response: int) -> None:

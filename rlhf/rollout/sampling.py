@@ -6,7 +6,7 @@ No generator state exists, so nothing about the noise depends on batch split, or
 import torch
 from torch import Tensor
 
-from rlhf.rollout.types import SamplingParams
+from rlhf.rollout.engine import SamplingParams
 
 
 def _signed(value: int) -> int:

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint.files import replace_durably
 from rlhf.errors import UserError
+from rlhf.storage.files import replace_durably
 
 Record = dict[str, Any]
 """`{"step": n, "reward/mean": 0.5, ...}`: an int and then floats or ints by metric name."""

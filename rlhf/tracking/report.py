@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint.files import replace_durably
+from rlhf.storage.files import replace_durably
 from rlhf.tracking.history import History, Record
 
 SMOOTHING_STEPS = 10

@@ -1,10 +1,17 @@
 """What the loop says of itself: to the tracker and the progress display on the driver, to nobody on other ranks."""
 
-from rlhf.checkpoint.load import LoadResult
-from rlhf.checkpoint.writer import SaveResult
+from typing import Protocol
+
 from rlhf.events import announce
 from rlhf.tracking.progress import Progress
 from rlhf.tracking.tracker import Tracker
+
+
+class Measured(Protocol):
+    """The outcome of a save or a resume."""
+
+    def metrics(self) -> dict[str, float]:
+        """Its figures by name."""
 
 
 class RunLog:
@@ -35,13 +42,8 @@ class RunLog:
         self._pending = {}
         self._progress.update(step, metrics)
 
-    def saved(self, result: SaveResult | None) -> None:
-        """Take the figures of a save into the next record: this step's is durable before its checkpoint is."""
-        if result is not None:
-            self._pending |= result.metrics()
-
-    def loaded(self, result: LoadResult | None) -> None:
-        """Take the figures of a resume into the next record."""
+    def note(self, result: Measured | None) -> None:
+        """Take the figures of a save or a resume into the next record: this step's is durable before its checkpoint is."""
         if result is not None:
             self._pending |= result.metrics()
 

@@ -22,11 +22,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.checkpoint.layout import RESOLVED, TEMPORARY, TRASH
-from rlhf.config.files import load
+from rlhf.config.resolved import load
 from rlhf.events import LISTENER_VARIABLE
-from tests.faults.compare_runs import differences
-from tests.faults.killer import PLAN_VARIABLE
+from rlhf.storage.layout import RESOLVED, TEMPORARY, TRASH
+from tests.support.compare_runs import differences
+from tests.support.killer import PLAN_VARIABLE
 
 ON_EVERY_RANK = ("rollout.before", "rollout.after", "update.mid", "commit.file_write", "commit.fsync")
 ON_THE_LEADER = (
@@ -165,7 +165,7 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
     run_dir = folder / "rlhf" / "killed"
     (folder / "plan.json").write_text(json.dumps(plan))
     (folder / "run_dir").write_text(str(run_dir))
-    environment = {LISTENER_VARIABLE: "tests.faults.killer:on_event", PLAN_VARIABLE: str(folder / "plan.json")}
+    environment = {LISTENER_VARIABLE: "tests.support.killer:on_event", PLAN_VARIABLE: str(folder / "plan.json")}
     endless = [
         "trainer.restart_backoff_s=0",
         f"trainer.max_restarts={kills}",

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.coordinator import LostPeer
-from rlhf.checkpoint.errors import SaveFailed
-from rlhf.checkpoint.layout import TEMPORARY, step_dir
-from rlhf.checkpoint.manifest import verify
-from rlhf.checkpoint.run_dir import prepare
+from rlhf.checkpoint.commit.manifest import verify
+from rlhf.checkpoint.start.run_dir import prepare
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.events import subscribe
-from tests.checkpoint_helpers import PlainRole, make_checkpointer
-from tests.saving_behind import DEADLINE_S, Run, on_ranks, published, saving_behind
+from rlhf.ranks.coordinator import LostPeer
+from rlhf.storage.disk_errors import SaveFailed
+from rlhf.storage.layout import TEMPORARY, step_dir
+from tests.support.checkpoints import PlainRole, make_checkpointer
+from tests.support.saving_behind import DEADLINE_S, Run, on_ranks, published, saving_behind
 
 
 @pytest.fixture

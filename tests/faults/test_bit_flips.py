@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.errors import DamagedCheckpoint
-from rlhf.checkpoint.layout import POINTER, scan, step_dir
-from rlhf.checkpoint.manifest import verify
+from rlhf.checkpoint.commit.manifest import verify
 from rlhf.config import Config
 from rlhf.errors import UserError
-from tests.checkpoint_helpers import (
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.layout import POINTER, scan, step_dir
+from tests.support.checkpoints import (
     equal_bits,
     files_of,
     flip_bit,

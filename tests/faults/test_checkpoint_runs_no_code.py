@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.checkpoint.errors import DamagedCheckpoint
-from rlhf.checkpoint.files import hash_file
-from rlhf.checkpoint.layout import step_dir
-from rlhf.checkpoint.manifest import _text, read_manifest
+from rlhf.checkpoint.commit.manifest import _text, read_manifest
 from rlhf.errors import UserError
-from tests.checkpoint_helpers import PlainRole, files_of, make_checkpointer, make_config, resume, save_steps
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import hash_file
+from rlhf.storage.layout import step_dir
+from tests.support.checkpoints import PlainRole, files_of, make_checkpointer, make_config, resume, save_steps
 
 
 class Bomb:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.layout import scan, step_dir
 from rlhf.config import Config
 from rlhf.errors import UserError
-from tests.checkpoint_helpers import (
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.layout import scan, step_dir
+from tests.support.checkpoints import (
     PlainCarried,
     PlainPart,
     PlainRole,

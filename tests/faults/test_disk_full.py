@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.errors import SaveFailed
-from rlhf.checkpoint.layout import POINTER, TEMPORARY, TRASH, scan, step_of
-from rlhf.checkpoint.manifest import verify
-from rlhf.checkpoint.run_dir import prepare
+from rlhf.checkpoint.commit.manifest import verify
+from rlhf.checkpoint.start.run_dir import prepare
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.events import subscribe
-from tests.checkpoint_helpers import (
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.disk_errors import SaveFailed
+from rlhf.storage.layout import POINTER, TEMPORARY, TRASH, scan, step_of
+from tests.support.checkpoints import (
     PlainReference,
     PlainRole,
     listening,
@@ -31,7 +31,7 @@ from tests.checkpoint_helpers import (
     resume,
     run_ranks,
 )
-from tests.published import eventually
+from tests.support.published import eventually
 
 FLOATS = 200_000  # 0.8 MB of weights and as much of moments over all ranks
 PROMPT_S = 10.0

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint import writer
-from rlhf.checkpoint.coordinator import LostPeer
-from rlhf.checkpoint.errors import SaveFailed
-from rlhf.checkpoint.layout import set_aside_dirs, step_dir
+from rlhf.checkpoint.save import writer
 from rlhf.errors import UserError
 from rlhf.events import subscribe
-from tests.checkpoint_helpers import equal_bits, files_of, flip_bit
+from rlhf.ranks.coordinator import LostPeer
+from rlhf.storage.disk_errors import SaveFailed
+from rlhf.storage.layout import set_aside_dirs, step_dir
 from tests.integration.test_domains import on_node, resume, save, start
-from tests.saving_behind import on_ranks, published
+from tests.support.checkpoints import equal_bits, files_of, flip_bit
+from tests.support.saving_behind import on_ranks, published
 
 KILLED_AT = 3
 

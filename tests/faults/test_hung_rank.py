@@ -9,12 +9,12 @@ import pytest
 
 from rlhf.config import Config
 from rlhf.errors import EXIT_DONE
-from rlhf.launch.preemption import StopRequest
+from rlhf.launch.stop_request import StopRequest
 from rlhf.launch.supervisor import run_attempts
 from tests.conftest import EXPORT, Undisturbed
-from tests.faults.compare_runs import differences
-from tests.faults.hanger import hangs
-from tests.launching import Ended, saved_steps, small, train
+from tests.support.compare_runs import differences
+from tests.support.hanger import hangs
+from tests.support.launching import Ended, saved_steps, small, train
 
 # Longer than any phase takes on a busy machine, shorter than two pauses.
 DEADLINE_S = 15
@@ -94,10 +94,10 @@ def test_slow_phases_within_the_deadline_raise_no_alarm(tmp_path, sums):
 RANK = """
 import os, sys
 from pathlib import Path
-from rlhf.parent import die_with_parent
+from rlhf.ranks.parent import die_with_parent
 die_with_parent()
-from rlhf.launch.status import StatusWriter
-from tests.faults import hanger
+from rlhf.ranks.status import StatusWriter
+from tests.support import hanger
 rank, run_dir = int(os.environ["RANK"]), Path(sys.argv[1])
 status = StatusWriter(run_dir, rank)
 if (run_dir / "hung").exists():

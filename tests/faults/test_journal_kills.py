@@ -7,9 +7,9 @@ import pytest
 
 from rlhf.experience.journal import FOLDER
 from tests.conftest import EXPORT
-from tests.faults.compare_runs import differences
-from tests.faults.interrupter import at
-from tests.launching import STEPS, ranks, records, small, train
+from tests.support.compare_runs import differences
+from tests.support.interrupter import at
+from tests.support.launching import STEPS, ranks, records, small, train
 
 pytestmark = pytest.mark.slow
 JOURNAL = "checkpoint.journal=true"

@@ -7,9 +7,9 @@ import pytest
 
 from rlhf.errors import EXIT_REQUEUE
 from tests.conftest import EXPORT
-from tests.faults.background_run import at
-from tests.faults.compare_runs import differences
-from tests.launching import STEPS, Ended, ranks, records, small
+from tests.support.background_run import at
+from tests.support.compare_runs import differences
+from tests.support.launching import STEPS, Ended, ranks, records, small
 
 pytestmark = pytest.mark.slow
 AHEAD = (

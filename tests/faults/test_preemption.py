@@ -8,9 +8,9 @@ import pytest
 
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE
 from tests.conftest import EXPORT, Undisturbed
-from tests.faults.compare_runs import differences
-from tests.faults.interrupter import at
-from tests.launching import Ended, copy_run, ranks, saved_steps, small, train
+from tests.support.compare_runs import differences
+from tests.support.interrupter import at
+from tests.support.launching import Ended, copy_run, ranks, saved_steps, small, train
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint import remote, remote_start, retries
-from rlhf.checkpoint.layout import MANIFEST, PIN, scan, step_dir
-from rlhf.checkpoint.manifest import verify
-from rlhf.checkpoint.remote import RemoteCopies
-from rlhf.checkpoint.remote_start import open_remote
-from rlhf.checkpoint.remote_store import RemoteStore
+from rlhf.checkpoint.commit.manifest import verify
+from rlhf.checkpoint.remote import copies as remote_copies
+from rlhf.checkpoint.remote import remote_start, retries
+from rlhf.checkpoint.remote.copies import RemoteCopies
+from rlhf.checkpoint.remote.remote_start import open_remote
+from rlhf.checkpoint.remote.remote_store import RemoteStore
 from rlhf.config import Config
 from rlhf.errors import UserError
-from tests.checkpoint_helpers import run_ranks
-from tests.remote_helpers import (
+from rlhf.storage.layout import MANIFEST, PIN, scan, step_dir
+from tests.support.checkpoints import run_ranks
+from tests.support.remotes import (
     DEADLINE_S,
     WEATHER,
     assert_same_files,
@@ -153,7 +154,7 @@ def test_a_connection_that_hangs(tmp_path, url, caplog, monkeypatch):
     assert time.monotonic() - started < 10
 
     hung.clear()
-    monkeypatch.setattr(remote, "STALLED_S", 0.5)
+    monkeypatch.setattr(remote_copies, "STALLED_S", 0.5)
     assert copy_all(config) == []
     assert hung.is_set()
     assert "nothing moved for 0.5 s" in caplog.text

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf.checkpoint.layout import DRIVER_STATE, scan
-from rlhf.checkpoint.manifest import verify
+from rlhf.checkpoint.commit.manifest import verify
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
-from rlhf.launch.lock import run_lock
+from rlhf.ranks.lock import run_lock
+from rlhf.storage.layout import DRIVER_STATE, scan
 from tests.conftest import EXPORT, Undisturbed
-from tests.faults.compare_runs import differences
-from tests.faults.interrupter import at
-from tests.launching import TINY_POLICY, Ended, copy_run, flip_a_byte, ranks, records, saved_steps, small
+from tests.support.compare_runs import differences
+from tests.support.interrupter import at
+from tests.support.launching import TINY_POLICY, Ended, copy_run, flip_a_byte, ranks, records, saved_steps, small
 
 
 class Case:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint import commit, retention
-from rlhf.checkpoint.layout import PIN, POINTER, TRASH, step_dir
-from rlhf.checkpoint.manifest import verify
-from rlhf.checkpoint.reaper import Reaper
-from rlhf.checkpoint.room import bytes_freed_by, make_room
+from rlhf.checkpoint.commit import publication, retention
+from rlhf.checkpoint.commit.deleter import Deleter
+from rlhf.checkpoint.commit.manifest import verify
+from rlhf.checkpoint.save.disk_space import bytes_freed_by, make_room
 from rlhf.config.checkpoint import CheckpointConfig
-from tests.checkpoint_helpers import flip_bit, listening
-from tests.published import publish, steps
+from rlhf.storage.layout import PIN, POINTER, TRASH, step_dir
+from tests.support.checkpoints import flip_bit, listening
+from tests.support.published import publish, steps
 
 MIB = 1 << 20
 DEADLINE_S = 30.0
@@ -38,10 +38,10 @@ def disk(tmp_path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def reaper() -> Iterator[Reaper]:
-    reaper = Reaper()
-    yield reaper
-    assert reaper.wait(DEADLINE_S)
+def deleter() -> Iterator[Deleter]:
+    deleter = Deleter()
+    yield deleter
+    assert deleter.wait(DEADLINE_S)
 
 
 def free(disk: Path) -> int:
@@ -63,16 +63,16 @@ def never() -> list[Path]:
     raise AssertionError("nothing is short")
 
 
-def test_enough_room_costs_a_look(disk, reaper):
+def test_enough_room_costs_a_look(disk, deleter):
     publish(disk, 2, nbytes=MIB)
-    assert make_room(disk, 4 * MIB, never, reaper, DEADLINE_S) == []
+    assert make_room(disk, 4 * MIB, never, deleter, DEADLINE_S) == []
 
 
-def test_what_retention_gives_up_anyway_goes_first_and_no_more_than_it_takes(disk, reaper, caplog):
+def test_what_retention_gives_up_anyway_goes_first_and_no_more_than_it_takes(disk, deleter, caplog):
     for step in (2, 4, 6, 8):
         publish(disk, step, nbytes=2 * MIB)
     leave(disk, MIB)
-    assert make_room(disk, 4 * MIB, after_the_save(disk, 10, max_to_keep=2), reaper, DEADLINE_S) == [2, 4]
+    assert make_room(disk, 4 * MIB, after_the_save(disk, 10, max_to_keep=2), deleter, DEADLINE_S) == [2, 4]
     assert free(disk) >= 4 * MIB
     assert steps(disk) == [6, 8]
     assert (disk / POINTER).read_text() == "8\n"
@@ -80,12 +80,12 @@ def test_what_retention_gives_up_anyway_goes_first_and_no_more_than_it_takes(dis
     # As much again, although one more may go: 6 is enough, and 8 is the newest.
     leave_less = free(disk) - MIB
     (disk / "more").write_bytes(bytes(leave_less))
-    assert make_room(disk, 2 * MIB, after_the_save(disk, 10, max_to_keep=1), reaper, DEADLINE_S) == [6]
+    assert make_room(disk, 2 * MIB, after_the_save(disk, 10, max_to_keep=1), deleter, DEADLINE_S) == [6]
     assert steps(disk) == [8]
     publish(disk, 10, nbytes=2 * MIB)
 
 
-def test_the_newest_intact_one_stays_whatever_retention_says(disk, reaper):
+def test_the_newest_intact_one_stays_whatever_retention_says(disk, deleter):
     for step in (2, 4, 6):
         publish(disk, step, nbytes=2 * MIB)
     leave(disk, MIB)
@@ -94,52 +94,52 @@ def test_the_newest_intact_one_stays_whatever_retention_says(disk, reaper):
     assert [path.name for path in rule()] == ["global_step_2", "global_step_4", "global_step_6"]
     # 6 is damaged, so that 4 is what a crash would go back to.
     with pytest.raises(OSError, match=r"needs 4\.0 MiB and the disk has 1\.0 MiB free") as refused:
-        make_room(disk, 4 * MIB, rule, reaper, DEADLINE_S)
+        make_room(disk, 4 * MIB, rule, deleter, DEADLINE_S)
     assert "; removing global_step_2, which retention allows, would free only 2.0 MiB" in str(refused.value)
     assert steps(disk) == [2, 4, 6]
-    assert make_room(disk, 3 * MIB - 8192, rule, reaper, DEADLINE_S) == [2]
+    assert make_room(disk, 3 * MIB - 8192, rule, deleter, DEADLINE_S) == [2]
     assert steps(disk) == [4, 6]
     verify(step_dir(disk, 4))
 
 
-def test_nothing_goes_when_no_checkpoint_is_intact(disk, reaper):
+def test_nothing_goes_when_no_checkpoint_is_intact(disk, deleter):
     for step in (2, 4):
         publish(disk, step, nbytes=2 * MIB)
         flip_bit(step_dir(disk, step) / "actor/model/weights", 999)
     leave(disk, MIB)
     with pytest.raises(OSError, match="there is no checkpoint that may go before the new one is whole"):
-        make_room(disk, 2 * MIB, after_the_save(disk, 6, max_to_keep=1), reaper, DEADLINE_S)
+        make_room(disk, 2 * MIB, after_the_save(disk, 6, max_to_keep=1), deleter, DEADLINE_S)
     assert steps(disk) == [2, 4]
 
 
-def test_what_is_kept_for_good_or_as_the_best_does_not_make_room(disk, reaper):
+def test_what_is_kept_for_good_or_as_the_best_does_not_make_room(disk, deleter):
     for step, accuracy in ((2, 0.9), (4, 0.1), (6, 0.2), (8, 0.3)):
         publish(disk, step, {"val/accuracy": accuracy}, nbytes=2 * MIB)
     leave(disk, MIB)
     rule = after_the_save(disk, 10, max_to_keep=1, keep_best=1, keep_every=4)
     with pytest.raises(OSError, match="removing global_step_6, which retention allows, would free only 2"):
-        make_room(disk, 6 * MIB, rule, reaper, DEADLINE_S)
-    assert make_room(disk, 2 * MIB, rule, reaper, DEADLINE_S) == [6]
+        make_room(disk, 6 * MIB, rule, deleter, DEADLINE_S)
+    assert make_room(disk, 2 * MIB, rule, deleter, DEADLINE_S) == [6]
     assert steps(disk) == [2, 4, 8]
 
 
 def test_trash_is_room_to_come(disk):
-    """The reaper has just taken what fills the disk; a save waits for it and removes nothing else."""
+    """The deleter has just taken what fills the disk; a save waits for it and removes nothing else."""
     for step in (2, 4, 6):
         publish(disk, step, nbytes=4 * MIB)
     leave(disk, MIB)
-    reaper = Reaper()
-    trash = commit.to_trash(step_dir(disk, 2))
+    deleter = Deleter()
+    trash = publication.to_trash(step_dir(disk, 2))
     for number in range(2000):
         (trash / f"{number}").touch()
     assert free(disk) < 4 * MIB
-    reaper.take(trash)
-    assert make_room(disk, 4 * MIB, never, reaper, DEADLINE_S) == []
+    deleter.take(trash)
+    assert make_room(disk, 4 * MIB, never, deleter, DEADLINE_S) == []
     assert not trash.exists()
     assert steps(disk) == [4, 6]
 
 
-def test_shared_files_give_room_only_with_their_last_name(disk, reaper):
+def test_shared_files_give_room_only_with_their_last_name(disk, deleter):
     for step in (2, 4, 6):
         publish(disk, step, nbytes=2 * MIB)
     for step in (4, 6):
@@ -154,11 +154,11 @@ def test_shared_files_give_room_only_with_their_last_name(disk, reaper):
     # 2 alone would not help, which is known before it is gone.
     leave(disk, MIB)
     with pytest.raises(OSError, match=r"removing global_step_2, .* would free only 0\.0 MiB"):
-        make_room(disk, 2 * MIB, after_the_save(disk, 8, max_to_keep=3), reaper, DEADLINE_S)
+        make_room(disk, 2 * MIB, after_the_save(disk, 8, max_to_keep=3), deleter, DEADLINE_S)
     assert two.exists()
 
 
-def test_a_copy_under_way_makes_way(disk, reaper):
+def test_a_copy_under_way_makes_way(disk, deleter):
     """The upload of a checkpoint holds its files by links of its own, also when the checkpoint is gone."""
     pins = []
     for step in (2, 4, 6):
@@ -170,21 +170,21 @@ def test_a_copy_under_way_makes_way(disk, reaper):
     def make_way() -> None:
         for pin in pins:
             if pin.exists() and not (disk / pin.name.split("-")[1]).exists():
-                commit.delete(pin)
+                publication.delete(pin)
 
-    commit.discard(step_dir(disk, 2))
+    publication.discard(step_dir(disk, 2))
     leave(disk, MIB)
-    assert make_room(disk, 3 * MIB, never, reaper, DEADLINE_S, make_way) == []
+    assert make_room(disk, 3 * MIB, never, deleter, DEADLINE_S, make_way) == []
     assert [pin.exists() for pin in pins] == [False, True, True]
     rule = after_the_save(disk, 8, max_to_keep=1)
-    assert make_room(disk, 5 * MIB, rule, reaper, DEADLINE_S, make_way) == [4]
+    assert make_room(disk, 5 * MIB, rule, deleter, DEADLINE_S, make_way) == [4]
     assert [pin.exists() for pin in pins] == [False, False, True]
     assert steps(disk) == [6]
 
 
-def test_room_that_does_not_come_is_refused_with_the_figures_of_then(disk, reaper, monkeypatch):
+def test_room_that_does_not_come_is_refused_with_the_figures_of_then(disk, deleter, monkeypatch):
     """Somebody else takes the freed room at once."""
-    monkeypatch.setattr("rlhf.checkpoint.room.SETTLE_S", 0.3)
+    monkeypatch.setattr("rlhf.checkpoint.save.disk_space.SETTLE_S", 0.3)
     for step in (2, 4):
         publish(disk, step, nbytes=2 * MIB)
     leave(disk, MIB)
@@ -195,7 +195,7 @@ def test_room_that_does_not_come_is_refused_with_the_figures_of_then(disk, reape
             os.link(trash / "actor/model/weights", disk / "held")
 
     with listening(hold), pytest.raises(OSError, match=r"needs 2\.5 MiB and the disk has 1\.0 MiB free; there is no"):
-        make_room(disk, 2 * MIB + MIB // 2, after_the_save(disk, 6, max_to_keep=1), reaper, DEADLINE_S)
+        make_room(disk, 2 * MIB + MIB // 2, after_the_save(disk, 6, max_to_keep=1), deleter, DEADLINE_S)
     assert steps(disk) == [4]
 
 
@@ -203,13 +203,13 @@ FILES = 20_000
 KILLED_WHILE_IT_REAPS = """
     import os, signal, sys, time
     from pathlib import Path
-    from rlhf.checkpoint.layout import TRASH
-    from rlhf.checkpoint.reaper import Reaper
-    from rlhf.checkpoint.retention import apply
+    from rlhf.storage.layout import TRASH
+    from rlhf.checkpoint.commit.deleter import Deleter
+    from rlhf.checkpoint.commit.retention import apply
     from rlhf.config.checkpoint import CheckpointConfig
 
     run_dir = Path(sys.argv[1])
-    assert apply(run_dir, CheckpointConfig(max_to_keep=1), 4, Reaper()) == [2]
+    assert apply(run_dir, CheckpointConfig(max_to_keep=1), 4, Deleter()) == [2]
     [trash] = run_dir.glob(f"{TRASH}*")
     while len(os.listdir(trash / "many")) == int(sys.argv[2]):
         time.sleep(0)
@@ -228,6 +228,6 @@ def test_a_kill_in_the_middle_of_a_deletion_leaves_trash_for_the_next_start(tmp_
     [trash] = tmp_path.glob(f"{TRASH}*")
     assert 0 < len(list((trash / "many").iterdir())) < FILES  # the kill hit in between
     assert steps(tmp_path) == [4]
-    assert commit.clean_leftovers(tmp_path) == [trash.name]
+    assert publication.clean_leftovers(tmp_path) == [trash.name]
     assert {path.name for path in tmp_path.iterdir()} == {new.name, POINTER}
     verify(new)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.run_dir import prepare, read_run_file
+from rlhf.checkpoint.start.run_dir import prepare, read_run_file
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.launch.lock import run_lock
-from rlhf.launch.status import StatusWriter
-from tests.checkpoint_helpers import make_config, run_ranks
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.lock import run_lock
+from rlhf.ranks.status import StatusWriter
+from tests.support.checkpoints import make_config, run_ranks
 
 PROCESSES = 8
 SET_UPS = 1000

@@ -11,22 +11,22 @@ from pathlib import Path
 import pytest
 
 from rlhf.config import Config
-from rlhf.config.files import to_yaml
+from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
 from rlhf.launch import attempt as attempt_module
-from rlhf.launch.lock import run_lock, wait_for_ranks
-from rlhf.launch.preemption import StopRequest
+from rlhf.launch.stop_request import StopRequest
 from rlhf.launch.supervisor import run_attempts, supervise
+from rlhf.ranks.lock import run_lock, wait_for_ranks
 
 # What every rank script begins with; the worker starts in the same order.
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from rlhf.parent import die_with_parent
+from rlhf.ranks.parent import die_with_parent
 die_with_parent()
-from rlhf.launch.lock import hold_rank_lock
-from rlhf.launch.preemption import PreemptionFlag
-from rlhf.launch.status import StatusWriter
+from rlhf.ranks.lock import hold_rank_lock
+from rlhf.ranks.stop import PreemptionFlag
+from rlhf.ranks.status import StatusWriter
 rank, run_dir = int(os.environ["RANK"]), Path(sys.argv[1])
 hold_rank_lock(run_dir)
 status = StatusWriter(run_dir, rank)
@@ -48,10 +48,10 @@ def peers_started():
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from rlhf.config.files import load
-from rlhf.launch.lock import run_lock, wait_for_ranks
-from rlhf.launch.logs import configure_logging
-from rlhf.launch.preemption import StopRequest
+from rlhf.config.resolved import load
+from rlhf.ranks.lock import run_lock, wait_for_ranks
+from rlhf.ranks.logs import configure_logging
+from rlhf.launch.stop_request import StopRequest
 from rlhf.launch.supervisor import run_attempts
 configure_logging()
 config = load(Path(sys.argv[1]))

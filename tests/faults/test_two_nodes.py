@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.layout import scan, step_dir
+from rlhf.storage.layout import scan, step_dir
 from tests.conftest import EXPORT
-from tests.faults.compare_runs import differences
-from tests.faults.interrupter import at
-from tests.launching import DEADLINE_S, ROOT, Ended, records, saved_steps, small
+from tests.support.compare_runs import differences
+from tests.support.interrupter import at
+from tests.support.launching import DEADLINE_S, ROOT, Ended, records, saved_steps, small
 
 
 @dataclass

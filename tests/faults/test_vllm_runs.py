@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from rlhf.errors import EXIT_CRASHED
-from tests.faults.interrupter import at
-from tests.faults.trained_on import recording, trained_on
-from tests.launching import ROOT, STEPS, TINY_POLICY, records, small, train
+from tests.support.interrupter import at
+from tests.support.launching import ROOT, STEPS, TINY_POLICY, records, small, train
+from tests.support.trained_on import recording, trained_on
 
 pytestmark = [
     pytest.mark.vllm,

@@ -16,16 +16,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf import events
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.config import Config
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout import Request, Sample, SamplingParams
-from rlhf.rollout.servers import engine as engine_module
-from rlhf.rollout.servers.engine import ServerEngine, build_server_engine
-from rlhf.rollout.servers.process import ServerProcess, processes_of
-from tests.faults.tcp_proxy import Proxy
-from tests.launching import question
-from tests.numerics.ranks import run_ranks
-from tests.tiny_models import TINY_POLICY
+from rlhf.rollout.servers import server_engine as engine_module
+from rlhf.rollout.servers.server_engine import ServerEngine, build_server_engine
+from rlhf.rollout.servers.server_process import ServerProcess, processes_of
+from tests.support.launching import question
+from tests.support.numeric_ranks import run_ranks
+from tests.support.tcp_proxy import Proxy
+from tests.support.tiny_models import TINY_POLICY
 
 pytestmark = [
     pytest.mark.vllm,

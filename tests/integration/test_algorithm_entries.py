@@ -10,7 +10,7 @@ from rlhf.algorithms.table import check_algorithm
 from rlhf.config.validate import validate
 from rlhf.errors import EXIT_DONE
 from rlhf.reward import check_reward
-from tests.launching import TINY_POLICY, ranks, records
+from tests.support.launching import TINY_POLICY, ranks, records
 
 LIBRARY = train.Library.find(None)
 RECIPES, ALGORITHMS = LIBRARY.entries("recipes"), LIBRARY.entries("algorithm")

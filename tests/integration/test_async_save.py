@@ -6,15 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf.checkpoint.layout import step_dir
-from rlhf.checkpoint.manifest import read_manifest, verify
+from rlhf.checkpoint.commit.manifest import read_manifest, verify
 from rlhf.config import Config
 from rlhf.errors import EXIT_DONE, Preempted, UserError
-from tests.checkpoint_helpers import equal_bits, even_range
+from rlhf.storage.layout import step_dir
 from tests.conftest import EXPORT, Undisturbed
-from tests.faults.compare_runs import differences
-from tests.launching import copy_run, ranks, records, small
-from tests.saving_behind import DEADLINE_S, SIZE, Hold, Run, on_ranks, published, saving_behind
+from tests.support.checkpoints import equal_bits, even_range
+from tests.support.compare_runs import differences
+from tests.support.launching import copy_run, ranks, records, small
+from tests.support.saving_behind import DEADLINE_S, SIZE, Hold, Run, on_ranks, published, saving_behind
 
 
 @pytest.fixture

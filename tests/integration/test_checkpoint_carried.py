@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.layout import step_dir
-from rlhf.checkpoint.manifest import verify
+from rlhf.checkpoint.commit.manifest import verify
 from rlhf.config import Config
 from rlhf.config.checkpoint import CONTENTS
-from tests.checkpoint_helpers import (
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.layout import step_dir
+from tests.support.checkpoints import (
     PlainCarried,
     PlainRole,
     equal_bits,

@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.layout import step_dir
-from rlhf.checkpoint.load import load_state
-from rlhf.checkpoint.manifest import verify
-from rlhf.checkpoint.parts import Parts
-from rlhf.checkpoint.rng import rng_state, seed_everything
-from rlhf.checkpoint.snapshot import RunState
+from rlhf.checkpoint.commit.manifest import verify
+from rlhf.checkpoint.load.locations import FileLocations
+from rlhf.checkpoint.load.restoring import load_state
+from rlhf.checkpoint.save.snapshot import RunState
 from rlhf.config.checkpoint import CONTENTS
 from rlhf.errors import UserError
-from tests.checkpoint_helpers import (
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.rng import rng_state, seed_everything
+from rlhf.storage.layout import step_dir
+from tests.support.checkpoints import (
     TINY_POLICY,
     PlainRole,
     equal_bits,
@@ -95,7 +95,7 @@ def test_loading_restores_exactly_what_it_is_asked_for(saved, load):
     own, own_generators = whole_state(backend), rng_state()
     checkpoint = step_dir(config.run_dir, 3)
     live = RunState({"actor": backend}, make_driver())
-    load_state(Parts.whole(checkpoint, verify(checkpoint)), live, load, 1, Coordinator())
+    load_state(FileLocations.whole(checkpoint, verify(checkpoint)), live, load, 1, Coordinator())
     assert live.driver.step == 3  # where the run stands is no item of contents: it is always restored
     expected = {
         "model": state["model"] if {"model", "hf_model"} & set(load) else own["model"],
@@ -179,7 +179,7 @@ def test_another_architecture_is_refused_with_names_and_shapes(tmp_path, item):
     with pytest.raises(
         UserError, match=r"of another architecture than model\.path: lm_head\.weight.* is not in the ch.*; and \d+ more"
     ):
-        load_state(Parts.whole(checkpoint, verify(checkpoint)), state, [item], 1, Coordinator())
+        load_state(FileLocations.whole(checkpoint, verify(checkpoint)), state, [item], 1, Coordinator())
 
 
 def test_another_configuration_is_told_from_a_harmless_one(saved):
@@ -245,7 +245,7 @@ def test_the_export_opens_as_any_hugging_face_folder(tmp_path, tied):
 
 
 def test_a_large_export_is_split_and_still_opens(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlhf.checkpoint.snapshot.HF_SHARD_BYTES", 30_000)
+    monkeypatch.setattr("rlhf.checkpoint.save.snapshot.HF_SHARD_BYTES", 30_000)
     config = make_config(tmp_path)
     config.checkpoint.contents = ["hf_model"]
     backend = make_backend(3, train_steps=1)

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.files import BLOCK
-from rlhf.checkpoint.layout import step_dir
-from rlhf.checkpoint.load import LoadResult, Transfer, load_state
-from rlhf.checkpoint.manifest import read_manifest
-from rlhf.checkpoint.parts import Parts
-from rlhf.checkpoint.snapshot import RunState
+from rlhf.checkpoint.commit.manifest import read_manifest
+from rlhf.checkpoint.load.locations import FileLocations
+from rlhf.checkpoint.load.restoring import LoadResult, Throughput, load_state
+from rlhf.checkpoint.save.snapshot import RunState
 from rlhf.config import Config
-from tests.checkpoint_helpers import PlainReference, PlainRole, make_checkpointer, make_config, make_driver, run_ranks
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.files import BLOCK
+from rlhf.storage.layout import step_dir
+from tests.support.checkpoints import PlainReference, PlainRole, make_checkpointer, make_config, make_driver, run_ranks
 
 DEADLINE_S = 90
 SIZE = 3 << 20
@@ -41,7 +41,7 @@ def load(rank: int, config: Config, contents: list[str]) -> LoadResult:
     world_size = coordinator.world_size
     roles = {"actor": PlainRole(SIZE, rank, world_size, seed=5)}
     state = RunState(roles, make_driver(), reference=PlainReference(SIZE, rank, world_size))
-    return load_state(Parts.whole(path, read_manifest(path)), state, contents, 1, coordinator)
+    return load_state(FileLocations.whole(path, read_manifest(path)), state, contents, 1, coordinator)
 
 
 def in_folders(config: Config, *folders: str) -> int:
@@ -75,7 +75,7 @@ def test_each_rank_reads_what_it_needs_and_every_byte_is_read(tmp_path, writers,
 
 
 def test_the_metrics_of_a_load():
-    parts = {"actor": Transfer(600, 2.0), "other": Transfer(40, 0.0)}
+    parts = {"actor": Throughput(600, 2.0), "other": Throughput(40, 0.0)}
     metrics = LoadResult(Path("x"), None, parts, 4.0).metrics()  # type: ignore[arg-type]
     assert metrics["perf/load_seconds"] == 4.0
     assert metrics["perf/load_bytes"] == 640

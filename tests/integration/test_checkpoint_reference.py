@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.errors import DamagedCheckpoint
-from rlhf.checkpoint.layout import TEMPORARY, TRASH, scan, step_dir, step_of
-from rlhf.checkpoint.manifest import read_manifest, verify
-from rlhf.checkpoint.run_dir import prepare
+from rlhf.checkpoint.commit.manifest import read_manifest, verify
+from rlhf.checkpoint.start.run_dir import prepare
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.events import subscribe
-from tests.checkpoint_helpers import (
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.layout import TEMPORARY, TRASH, scan, step_dir, step_of
+from tests.support.checkpoints import (
     PlainReference,
     PlainRole,
     even_range,

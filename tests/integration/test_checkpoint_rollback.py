@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.layout import scan, step_dir, step_of
-from rlhf.checkpoint.rng import rng_state, seed_everything
 from rlhf.config import Config
-from tests.checkpoint_helpers import (
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.rng import rng_state, seed_everything
+from rlhf.storage.layout import scan, step_dir, step_of
+from tests.support.checkpoints import (
     PlainCarried,
     PlainPart,
     PlainReference,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf import train
-from rlhf.config.files import from_yaml
+from rlhf.config.resolved import from_yaml
 from rlhf.config.validate import validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 

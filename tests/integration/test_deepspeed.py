@@ -15,8 +15,9 @@ from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.config import Config, RefConfig
 from rlhf.learning.reference import Reference
-from tests.checkpoint_helpers import equal_bits, make_checkpointer, make_config, resume, run_ranks
-from tests.integration.engines import (
+from tests.numerics.test_update_invariance import run_update
+from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
+from tests.support.engines import (
     CPU,
     ENGINES,
     NEEDS_DEEPSPEED,
@@ -29,8 +30,7 @@ from tests.integration.engines import (
     tokens,
     train,
 )
-from tests.numerics.test_update_invariance import run_update
-from tests.numerics.tiny import tiny_qwen2
+from tests.support.tiny_updates import tiny_qwen2
 
 pytestmark = [pytest.mark.slow, NEEDS_DEEPSPEED]
 
@@ -199,13 +199,13 @@ def test_bfloat16_computes_as_fsdp2s_does(found, stage):
 
 def whole_tensors(backend: TrainingBackend) -> dict[str, Any]:
     """With a negative zero in each, which a sum over ranks would lose."""
-    for piece in backend.model_pieces().values():
-        if piece.start == 0:
-            piece.local.view(-1)[:1] = -0.0
+    for shard in backend.model_shards().values():
+        if shard.start == 0:
+            shard.local.view(-1)[:1] = -0.0
     backend.after_load()
     return {
         "full": {name: tensor.clone() for name, tensor in backend.full_tensors()},
-        "pieces": gathered(backend.model_pieces()),
+        "shards": gathered(backend.model_shards()),
         "signature": str(inspect.signature(backend.module.forward)),
     }
 
@@ -213,7 +213,7 @@ def whole_tensors(backend: TrainingBackend) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ALL)
 def test_full_tensors_are_the_float32_weights_bit_for_bit(found, kind):
     run = found[kind]["whole_tensors"]
-    assert equal_bits(run["full"], run["pieces"])
+    assert equal_bits(run["full"], run["shards"])
     assert equal_bits(run["full"], found["fsdp2"]["whole_tensors"]["full"])
     assert list(run["full"]) == list(found["fsdp2"]["whole_tensors"]["full"])
     assert all(tensor.dtype == torch.float32 for tensor in run["full"].values())
@@ -226,7 +226,7 @@ def followed(backend: TrainingBackend, kind: str) -> dict[str, Tensor]:
     frozen = Fsdp2Model(tiny_qwen2(3).requires_grad_(False), ENGINES[kind], CPU)
     average = Reference(frozen, 1.0, RefConfig(update_freq=1, alpha=0.3))
     average.maybe_update(backend, 1)
-    return gathered(average.pieces())
+    return gathered(average.shards())
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -250,8 +250,8 @@ def test_gradient_checkpointing_changes_nothing(found, kind):
 def spread(backend: TrainingBackend) -> list[int]:
     """How many elements of weights each rank saves."""
     counts: list[int] = [0] * dist.get_world_size()
-    pieces = backend.model_pieces().values()
-    dist.all_gather_object(counts, sum(piece.local.numel() for piece in pieces if piece.owner))
+    shards = backend.model_shards().values()
+    dist.all_gather_object(counts, sum(shard.local.numel() for shard in shards if shard.owner))
     return counts
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.manifest import read_manifest
+from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.events import LISTENER_VARIABLE
-from tests.faults.compare_runs import differences
-from tests.faults.killer import PLAN_VARIABLE
-from tests.integration.engines import NEEDS_DEEPSPEED
-from tests.launching import copy_run, records, saved_steps, small, train, write_sums
+from tests.support.compare_runs import differences
+from tests.support.engines import NEEDS_DEEPSPEED
+from tests.support.killer import PLAN_VARIABLE
+from tests.support.launching import copy_run, records, saved_steps, small, train, write_sums
 
 pytestmark = [pytest.mark.slow, NEEDS_DEEPSPEED]
 
@@ -36,7 +36,7 @@ def test_a_killed_rank_changes_nothing(tmp_path, nproc, stage, autocast, algorit
         json.dumps([{"id": 0, "event": "update.mid", "observer": nproc - 1, "victim": "0", "after_step": 3}])
     )
     plan.with_name("run_dir").write_text(str(run_dir(tmp_path, "killed")))
-    environment = {LISTENER_VARIABLE: "tests.faults.killer:on_event", PLAN_VARIABLE: str(plan)}
+    environment = {LISTENER_VARIABLE: "tests.support.killer:on_event", PLAN_VARIABLE: str(plan)}
     killed = train(small(tmp_path, "killed", sums, *settings), environment)
     assert killed.code == 0, killed.output
     assert plan.with_name("fired_0000").exists()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from rlhf.errors import EXIT_DONE
-from tests.launching import DEADLINE_S, ROOT, records
+from tests.support.launching import DEADLINE_S, ROOT, records
 
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 SHORT = [

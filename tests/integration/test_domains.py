@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.domain_start import finished_together, prepare_together
-from rlhf.checkpoint.domains import find_domains
-from rlhf.checkpoint.layout import CONFIG, DRIVER_STATE, HISTORY, MANIFEST, RUN_FILE, scan, set_aside_dirs, step_dir
-from rlhf.checkpoint.manifest import read_manifest, verify
+from rlhf.checkpoint.commit.manifest import read_manifest, verify
+from rlhf.checkpoint.start.domain_start import finished_together, prepare_together
+from rlhf.checkpoint.start.domains import find_domains
 from rlhf.config import Config
 from rlhf.errors import UserError
-from tests.checkpoint_helpers import equal_bits, files_of, make_config
-from tests.saving_behind import Run, on_ranks, published
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.layout import CONFIG, DRIVER_STATE, HISTORY, MANIFEST, RUN_FILE, scan, set_aside_dirs, step_dir
+from tests.support.checkpoints import equal_bits, files_of, make_config
+from tests.support.saving_behind import Run, on_ranks, published
 
 
 def on_node(tmp_path: Path, node: int, *, behind: bool = True) -> Config:

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.errors import UserError
 from rlhf.experience.groups import Group, to_tensors
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
-from tests.integration.plain_collect import (
+from tests.support.numeric_ranks import run_ranks
+from tests.support.plain_collect import (
     BATCH,
     DEFAULTS,
     FILTERED,
@@ -24,7 +25,6 @@ from tests.integration.plain_collect import (
     new_driver,
     plain_way,
 )
-from tests.numerics.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 # Steps, settings, and the step after which everything is built anew from what a checkpoint would hold.
@@ -229,10 +229,10 @@ def test_without_dynamic_sampling_nothing_is_carried_over(caplog):
 def test_what_is_left_out_is_neither_held_nor_drawn():
     collector = build(new_driver(), Coordinator())
     collector.load_tensors([to_tensors([group(5), group(9)])])
-    collector.leave_out(None)
+    collector.skip_to(None)
     assert collector.tensors() != {}
     assert collector.prompts.position == 0
-    collector.leave_out(30)
+    collector.skip_to(30)
     assert collector.tensors() == {}
     assert [request.uid for request in collector.prompts.next(2)[1]] == [30, 31]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rlhf.backends import gather
-from rlhf.checkpoint.tensors import Piece
-from tests.checkpoint_helpers import equal_bits, run_ranks
+from rlhf.storage.shards import Shard
+from tests.support.checkpoints import equal_bits, run_ranks
 
 SHAPES = {"a": (3, 5), "scalar": (), "b": (4, 2, 3), "none": (0, 3), "whole": (2, 2), "c": (70,)}
 
@@ -23,19 +23,19 @@ def tensors() -> dict[str, Tensor]:
     return found
 
 
-def cut(rank: int, world_size: int, tensor: Tensor) -> Piece:
+def cut(rank: int, world_size: int, tensor: Tensor) -> Shard:
     """Uneven parts: the first rank has half, the last but one nothing if there are three."""
     bounds = {1: [0, 1], 2: [0, 0.5, 1], 3: [0, 0.5, 0.5, 1]}[world_size]
     low, high = (int(bounds[r] * tensor.numel()) for r in (rank, rank + 1))
-    return Piece(tuple(tensor.shape), low, tensor.reshape(-1)[low:high].clone())
+    return Shard(tuple(tensor.shape), low, tensor.reshape(-1)[low:high].clone())
 
 
 def gathered(rank: int, world_size: int, bucket_bytes: int) -> tuple[bool, list[str]]:
     gather.BUCKET_BYTES = bucket_bytes
-    pieces = [(name, cut(rank, world_size, tensor)) for name, tensor in tensors().items()]
+    shards = [(name, cut(rank, world_size, tensor)) for name, tensor in tensors().items()]
     whole = tensors()["whole"]
-    pieces = [(n, Piece((2, 2), 0, whole.reshape(-1)) if n == "whole" else p) for n, p in pieces]
-    found = list(gather.whole_tensors(pieces))
+    shards = [(n, Shard((2, 2), 0, whole.reshape(-1)) if n == "whole" else p) for n, p in shards]
+    found = list(gather.whole_tensors(shards))
     return equal_bits(dict(found), tensors()), [name for name, _ in found]
 
 

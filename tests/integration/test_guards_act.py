@@ -4,7 +4,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
-from tests.launching import TINY_POLICY, ranks, records, small
+from tests.support.launching import TINY_POLICY, ranks, records, small
 
 # Two optimizer steps per batch: the first is always within the bound, because the policy has not moved yet; the second never.
 TIGHT = (

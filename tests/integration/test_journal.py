@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from rlhf.batch import Batch
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.experience.collector import Collector
 from rlhf.experience.journal import FOLDER, Journal
 from rlhf.experience.journal_records import frame, payloads
-from rlhf.reward import RewardItem, Verdict
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.reward import RewardItem, Score
 from rlhf.rollout import Request, Sample, SamplingParams, Weights
-from tests.integration.plain_collect import BATCH, FILTERED, OVERLONG, UNFILTERED, N, Sums, build, new_driver
-from tests.launching import flip_a_byte
-from tests.numerics.ranks import run_ranks
+from tests.support.launching import flip_a_byte
+from tests.support.numeric_ranks import run_ranks
+from tests.support.plain_collect import BATCH, FILTERED, OVERLONG, UNFILTERED, N, Sums, build, new_driver
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -58,7 +58,7 @@ class Counting(Sums):
     def __init__(self, fails_at: int | None = None) -> None:
         self.scored, self._calls, self._fails_at = 0, 0, fails_at
 
-    def score(self, items: Sequence[RewardItem]) -> list[Verdict]:
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
         self._calls += 1
         if self._calls == self._fails_at:
             raise RuntimeError("a function of the user's")
@@ -156,7 +156,7 @@ def all_scenarios(folder: Path) -> dict[str, Any]:
     refused_until = collector.prompts.position
     go_back(collector, 1, position)
     steps["second"] = walk(collector, 2)
-    collector.leave_out(refused_until)
+    collector.skip_to(refused_until)
     steps["other data"] = walk(collector, 5)
     # A crash that forgets the roll-back, and a step that is not refused this time.
     steps["not refused"] = walk(start(folder / "rollback", name), 5)

@@ -19,18 +19,18 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from rlhf.backends import build_backend
 from rlhf.backends.fsdp2 import Fsdp2Model
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.tensors import Pieces
 from rlhf.config import BackendConfig
 from rlhf.errors import UserError
 from rlhf.models import loading, weights
-from rlhf.models.files import ModelFiles, find_files, read_headers
 from rlhf.models.loading import ModelSource, hf_files, load_model_config, load_tokenizer
+from rlhf.models.model_files import ModelFiles, find_files, read_headers
 from rlhf.models.skeleton import skeleton
-from tests.checkpoint_helpers import equal_bits, files_of, run_ranks
-from tests.integration.engines import CPU, ENGINES, NEEDS_DEEPSPEED, OPTIM, gathered
-from tests.launching import DEADLINE_S, ROOT, ranks, records, saved_steps, small
-from tests.tiny_models import TINY_POLICY, causal_lm, classifier
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.shards import Shards
+from tests.support.checkpoints import equal_bits, files_of, run_ranks
+from tests.support.engines import CPU, ENGINES, NEEDS_DEEPSPEED, OPTIM, gathered
+from tests.support.launching import DEADLINE_S, ROOT, ranks, records, saved_steps, small
+from tests.support.tiny_models import TINY_POLICY, causal_lm, classifier
 
 CRITIC, JUDGE, POLICY = loading.load_value_model, loading.load_reward_model, loading.load_model
 MODELS = {  # what is in the folder, how it is loaded, and whether its weights can be read tensor by tensor
@@ -111,13 +111,13 @@ def whole(folder: Path, function: Callable[..., PreTrainedModel]) -> PreTrainedM
     return function(source, folder, load_model_config(source, folder), torch.float32)
 
 
-def contents(pieces: Pieces, model: PreTrainedModel) -> dict[str, Any]:
+def contents(shards: Shards, model: PreTrainedModel) -> dict[str, Any]:
     """All that a loaded model is, and the random numbers that its loading has drawn."""
     persistent = model.state_dict().keys()
     files = hf_files(model.config, load_tokenizer(SOURCE, TINY_POLICY), getattr(model, "generation_config", None))
     return {
-        "weights": gathered(pieces),
-        "tied": sorted({name for name, _ in model.named_parameters(remove_duplicate=False)} - pieces.keys()),
+        "weights": gathered(shards),
+        "tied": sorted({name for name, _ in model.named_parameters(remove_duplicate=False)} - shards.keys()),
         "buffers": {name: buffer.clone() for name, buffer in model.named_buffers() if name not in persistent},
         "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
         "training": model.training,
@@ -140,7 +140,7 @@ def same_bits(rank: int, folder: Path) -> dict[str, list[str]]:
     for name, (function, by_tensor) in MODELS.items():
         torch.manual_seed(rank)
         expected = Fsdp2Model(whole(folder / "store" / name, function), BackendConfig(), CPU)
-        expected = contents(expected.model_pieces(), expected.module)
+        expected = contents(expected.model_shards(), expected.module)
         for place, mode in (("all", "auto"), ("all", "broadcast"), ("one", "auto")):
             files = find(f"{place}/{name}", mode, coordinator, folder / f"scratch{rank}" / f"{place}-{mode}-{name}")
             torch.manual_seed(rank)
@@ -148,8 +148,8 @@ def same_bits(rank: int, folder: Path) -> dict[str, list[str]]:
             on_meta = any(p.is_meta for p in loaded.model.parameters())
             assert on_meta == by_tensor, name
             model = Fsdp2Model(loaded.model, BackendConfig(), CPU)
-            loaded.fill(model.model_pieces())
-            found = contents(model.model_pieces(), model.module)
+            loaded.fill(model.model_shards())
+            found = contents(model.model_shards(), model.module)
             differences = [key for key in expected if not equal_bits(expected[key], found[key])]
             result[f"{place} {mode} {name}"] = [str(files.reader), *differences, files.fingerprint]
     return result
@@ -193,11 +193,11 @@ def zero_bits(rank: int, folder: Path) -> dict[str, bool]:
             options = {"grad_clip": 1.0, "total_optimizer_steps": 5, "hf_files": {}}
             backend = build_backend(model, ENGINES[kind], OPTIM, CPU, **options)
             if sent:
-                loaded.fill(backend.model_pieces())
+                loaded.fill(backend.model_shards())
                 backend.after_load()
             logits = backend.module(input_ids=torch.arange(1, 13).view(2, 6), use_cache=False).logits.detach().clone()
             full = {name: tensor.clone() for name, tensor in backend.full_tensors()}
-            results.append({"master": gathered(backend.model_pieces()), "full": full, "logits": logits})
+            results.append({"master": gathered(backend.model_shards()), "full": full, "logits": logits})
         assert torch.isfinite(results[0]["logits"]).all()
         result[kind] = equal_bits(*results)
     return result
@@ -245,7 +245,7 @@ def memory(rank: int, folder: Path) -> dict[str, tuple[int, int]]:
     def by(place: str) -> Fsdp2Model:
         loaded = load(files[place], POLICY, coordinator)
         model = Fsdp2Model(loaded.model, BackendConfig(), CPU)
-        loaded.fill(model.model_pieces())
+        loaded.fill(model.model_shards())
         return model
 
     def library() -> Fsdp2Model:
@@ -293,7 +293,7 @@ def mistakes(rank: int, folder: Path) -> dict[str, str]:
         loaded = load(files, POLICY, coordinator)
         model = Fsdp2Model(loaded.model, BackendConfig(), CPU)
         coordinator.on_leader(damage)
-        loaded.fill(model.model_pieces())
+        loaded.fill(model.model_shards())
 
     told_as("blind", lambda: run("one/tied", "shard"))
     told_as("nowhere", lambda: run("no/where", "auto"))

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from rlhf.batch import Batch
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.experience.collector import Collector
-from tests.checkpoint_helpers import equal_bits
-from tests.integration.plain_collect import BATCH, FILTERED, UNFILTERED, N, build, new_driver
-from tests.numerics.ranks import run_ranks
+from rlhf.ranks.coordinator import Coordinator
+from tests.support.checkpoints import equal_bits
+from tests.support.numeric_ranks import run_ranks
+from tests.support.plain_collect import BATCH, FILTERED, UNFILTERED, N, build, new_driver
 
 pytestmark = pytest.mark.slow
 STEPS = 4
@@ -256,7 +256,7 @@ def test_a_roll_back_trains_on_nothing_that_ran_and_leaves_out_the_refused_promp
     collector.prompts._stream.load_state_dict(collector.prompts._stream.state_dict() | {"consumed": position})
     again = walk(collector, 2)
     assert prompts_of([again], 1) == sorted(every[BATCH : 2 * BATCH])
-    collector.leave_out(refused_until)
+    collector.skip_to(refused_until)
     [third, fourth] = walk(collector, 4)
     assert prompts_of([[third]], 1) == sorted(every[3 * BATCH : 4 * BATCH])
     assert prompts_of([[fourth]], 1) == sorted(every[4 * BATCH : 5 * BATCH])

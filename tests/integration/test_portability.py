@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rlhf.config import Config
-from tests.checkpoint_helpers import equal_bits, make_checkpointer, make_config, resume, run_ranks
-from tests.integration.engines import ENGINES, NEEDS_DEEPSPEED, loss_of, make_engine, state_of, train
+from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
+from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, loss_of, make_engine, state_of, train
 
 pytestmark = [pytest.mark.slow, NEEDS_DEEPSPEED]
 

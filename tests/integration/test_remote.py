@@ -10,19 +10,19 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from rlhf.checkpoint import remote_start, retries
-from rlhf.checkpoint.errors import DamagedCheckpoint
-from rlhf.checkpoint.layout import HISTORY, MANIFEST, PIN, RUN_FILE, scan, step_dir
-from rlhf.checkpoint.manifest import read_manifest, verify, write_manifest
-from rlhf.checkpoint.remote import RemoteCopies
-from rlhf.checkpoint.remote_start import claim, open_remote
-from rlhf.checkpoint.remote_store import COPY, RemoteStore
+from rlhf.checkpoint.commit.manifest import read_manifest, verify, write_manifest
+from rlhf.checkpoint.remote import remote_start, retries
+from rlhf.checkpoint.remote.copies import RemoteCopies
+from rlhf.checkpoint.remote.remote_start import claim, open_remote
+from rlhf.checkpoint.remote.remote_store import COPY, RemoteStore
 from rlhf.errors import UserError
-from tests.checkpoint_helpers import PlainReference, PlainRole, equal_bits, files_of, make_checkpointer, resume
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.layout import HISTORY, MANIFEST, PIN, RUN_FILE, scan, step_dir
 from tests.conftest import EXPORT
-from tests.faults.compare_runs import differences
-from tests.launching import flip_a_byte, small, train
-from tests.remote_helpers import (
+from tests.support.checkpoints import PlainReference, PlainRole, equal_bits, files_of, make_checkpointer, resume
+from tests.support.compare_runs import differences
+from tests.support.launching import flip_a_byte, small, train
+from tests.support.remotes import (
     DEADLINE_S,
     WEATHER,
     assert_same_files,

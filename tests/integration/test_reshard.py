@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.manifest import verify
+from rlhf.checkpoint.commit.manifest import verify
 from rlhf.config import Config
-from tests.checkpoint_helpers import (
+from rlhf.ranks.coordinator import Coordinator
+from tests.support.checkpoints import (
     equal_bits,
     files_of,
     make_backend,
@@ -41,7 +41,7 @@ def load(rank: int, config: Config) -> dict:
     logging.getLogger("rlhf").addHandler(handler)
     backend = make_backend(2, train_steps=1)
     step = resume(config, backend, Coordinator())
-    sizes = {name: piece.local.numel() for name, piece in backend.model_pieces().items()}
+    sizes = {name: shard.local.numel() for name, shard in backend.model_shards().items()}
     return {"step": step, "state": whole_state(backend), "sizes": sizes, "warnings": warnings}
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.manifest import read_manifest, verify
+from rlhf.checkpoint.commit.manifest import read_manifest, verify
 from rlhf.config import Config
 from rlhf.errors import UserError
-from tests.checkpoint_helpers import PlainRole, make_checkpointer, make_config, resume, run_ranks
-from tests.published import steps
+from rlhf.ranks.coordinator import Coordinator
+from tests.support.checkpoints import PlainRole, make_checkpointer, make_config, resume, run_ranks
+from tests.support.published import steps
 
 FLOATS = 200_000  # 0.8 MB of weights and as much of moments over all ranks
 DEADLINE_S = 60

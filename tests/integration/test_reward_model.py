@@ -14,10 +14,10 @@ from rlhf.backends.fsdp2 import shard
 from rlhf.config import BackendConfig, Config, RewardModelConfig
 from rlhf.errors import UserError
 from rlhf.models.loading import ModelSource, load_model_config, load_reward_model, load_tokenizer
-from rlhf.reward.model import RewardModel
-from rlhf.reward.types import RewardItem
-from tests.numerics.ranks import run_ranks, single_rank
-from tests.tiny_models import classifier, tiny_tokenizer
+from rlhf.reward.reward_model import RewardModel
+from rlhf.reward.scores import RewardItem
+from tests.support.numeric_ranks import run_ranks, single_rank
+from tests.support.tiny_models import classifier, tiny_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -48,9 +48,9 @@ def build(folder: Path, *, sharded: bool = False, **settings: int) -> RewardMode
 
 
 def scores(model: RewardModel, items: list[RewardItem]) -> list[float]:
-    verdicts = model.score(items)
-    assert not any(v.failed or v.timed_out or v.extra for v in verdicts)
-    return [v.score for v in verdicts]
+    scores = model.score(items)
+    assert not any(v.failed or v.timed_out or v.extra for v in scores)
+    return [v.score for v in scores]
 
 
 def plain(folder: Path, items: list[RewardItem], last: int = 10_000) -> list[float]:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.config import Config
-from rlhf.rollout.servers.engine import build_server_engine
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.rollout.servers.server_engine import build_server_engine
 from rlhf.rollout.servers.watch import ServersFailed
-from tests.numerics.ranks import run_ranks
-from tests.tiny_models import TINY_POLICY
+from tests.support.numeric_ranks import run_ranks
+from tests.support.tiny_models import TINY_POLICY
 
 
 def told(folder: Path) -> str:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.manifest import read_manifest
+from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
-from tests.launching import TINY_POLICY, ranks, records, saved_steps, small
+from tests.support.launching import TINY_POLICY, ranks, records, saved_steps, small
 
 # No warm-up, so that the first step moves the weights and the second sees it.
 TWO_STEPS = (

@@ -10,7 +10,7 @@ import pytest
 from rlhf.config import Config
 from rlhf.tracking import History, Tracker
 from rlhf.tracking.history import Record
-from tests.integration.tracking_run import metrics
+from tests.support.tracking_run import metrics
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
@@ -19,7 +19,7 @@ def launch(run_dir: Path, *arguments: str) -> int:
     command = [
         sys.executable,
         "-m",
-        "tests.integration.tracking_run",
+        "tests.support.tracking_run",
         str(run_dir),
         "tensorboard",
         "offline",

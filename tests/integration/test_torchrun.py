@@ -2,9 +2,9 @@
 
 from rlhf.errors import EXIT_DONE
 from tests.conftest import EXPORT
-from tests.faults.compare_runs import differences
-from tests.faults.interrupter import at
-from tests.launching import small, train
+from tests.support.compare_runs import differences
+from tests.support.interrupter import at
+from tests.support.launching import small, train
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 

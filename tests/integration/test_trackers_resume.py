@@ -1,10 +1,10 @@
 """wandb (offline) and TensorBoard in a run that is killed and resumed: every step once and in order in both."""
 
-from rlhf.checkpoint.run_dir import read_run_file
+from rlhf.checkpoint.start.run_dir import read_run_file
 from rlhf.errors import EXIT_DONE
-from tests.faults.interrupter import at
 from tests.integration import test_tensorboard, test_wandb
-from tests.launching import ranks, records, saved_steps, small
+from tests.support.interrupter import at
+from tests.support.launching import ranks, records, saved_steps, small
 
 
 def test_both_trackers_show_every_step_once_after_a_kill(tmp_path, sums, monkeypatch):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf.checkpoint.layout import POINTER
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_USER_ERROR
+from rlhf.storage.layout import POINTER
 from tests.conftest import EXPORT, Undisturbed
-from tests.faults.compare_runs import history
-from tests.launching import STEPS, Ended, question, records, saved_steps, small, train
+from tests.support.compare_runs import history
+from tests.support.launching import STEPS, Ended, question, records, saved_steps, small, train
 
 POISON = 9
 """The row, in the order of the file, on which the poisoned function raises: with eight prompts a step that is step 2."""

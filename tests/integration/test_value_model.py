@@ -16,8 +16,8 @@ from rlhf.backends.fsdp2 import shard
 from rlhf.config import BackendConfig
 from rlhf.errors import UserError
 from rlhf.models.loading import ModelSource, hf_files, load_model_config, load_value_model
-from tests.numerics.ranks import run_ranks
-from tests.tiny_models import CAUSAL, causal_lm, classifier, tiny_tokenizer
+from tests.support.numeric_ranks import run_ranks
+from tests.support.tiny_models import CAUSAL, causal_lm, classifier, tiny_tokenizer
 
 OURS = ("olmo2", "gemma3_text", "granite", "opt")
 IDS = torch.arange(1, 25).view(2, 12)

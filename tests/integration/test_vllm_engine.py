@@ -19,15 +19,15 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.backends import build_backend
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.config import BackendConfig, Config, OptimConfig
 from rlhf.config.rollout import EngineKwargsConfig
 from rlhf.errors import UserError
 from rlhf.models.loading import hf_files
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout import Request, Sample, SamplingParams, build_embedded_engine, eos_token_ids
-from tests.launching import TINY_POLICY, question
-from tests.numerics.ranks import run_ranks, single_rank
-from tests.tiny_models import save, tiny_config, tiny_tokenizer
+from tests.support.launching import TINY_POLICY, question
+from tests.support.numeric_ranks import run_ranks, single_rank
+from tests.support.tiny_models import save, tiny_config, tiny_tokenizer
 
 pytestmark = [
     pytest.mark.vllm,
@@ -218,7 +218,7 @@ def test_prompts_that_cannot_be(pair: Pair):
 
 def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp_path: Path):
     from rlhf.rollout.vllm.colocated import ENVIRONMENT
-    from rlhf.rollout.vllm.surroundings import Surroundings
+    from rlhf.rollout.vllm.process_state import ProcessState
 
     before = pair.sampled(GREEDY)
     trained = shaken(copy.deepcopy(pair.model), 0.4)
@@ -241,7 +241,7 @@ def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp
     assert {s.version for s in after} == {4}
     assert [s.token_ids for s in after] != [s.token_ids for s in before]
 
-    with Surroundings(ENVIRONMENT, compiles=False).entered():
+    with ProcessState(ENVIRONMENT, compiles=False).entered():
         from vllm import LLM
         from vllm import SamplingParams as VllmSamplingParams
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.compare_runs import differences
-from tests.faults.interrupter import at
-from tests.launching import STEPS, records, small, train
+from tests.support.compare_runs import differences
+from tests.support.interrupter import at
+from tests.support.launching import STEPS, records, small, train
 
 pytestmark = [
     pytest.mark.vllm,

@@ -1,4 +1,4 @@
-"""Weights from a trainer into a vLLM server, whole, in pieces, and broken off; and the end of a server."""
+"""Weights from a trainer into a vLLM server, whole, in buckets, and broken off; and the end of a server."""
 
 import json
 import os
@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rlhf.config import RolloutConfig
 from rlhf.rollout import Request, SamplingParams, build_embedded_engine
-from rlhf.rollout.servers import transfer as transfer_module
-from rlhf.rollout.servers.process import ServerProcess, processes_of
-from rlhf.rollout.servers.pull import Lender
-from rlhf.rollout.servers.transfer import Transfer
-from tests.launching import question
-from tests.tiny_models import TINY_POLICY, save
-from tests.vllm_process import LONGEST, RESPONSE
+from rlhf.rollout.servers.server_process import ServerProcess, processes_of
+from rlhf.rollout.servers.weights import push as transfer_module
+from rlhf.rollout.servers.weights.pull import Lender
+from rlhf.rollout.servers.weights.push import WeightPush
+from tests.support.launching import question
+from tests.support.tiny_models import TINY_POLICY, save
+from tests.support.vllm_process import LONGEST, RESPONSE
 
 pytestmark = [
     pytest.mark.vllm,
@@ -116,7 +116,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory, server: Server) -> list[list
     folder = tmp_path_factory.mktemp("fresh")
     (folder / "in.json").write_text(json.dumps(prompts()))
     save(policy(changed=True), folder / "model")
-    command = [sys.executable, "-m", "tests.vllm_process", str(folder / "model"), str(folder / "in.json")]
+    command = [sys.executable, "-m", "tests.support.vllm_process", str(folder / "model"), str(folder / "in.json")]
     ended = subprocess.run(
         [*command, str(folder / "out.json")], timeout=START_S, capture_output=True, text=True, check=False
     )
@@ -127,11 +127,11 @@ def fresh(tmp_path_factory: pytest.TempPathFactory, server: Server) -> list[list
 def test_the_server_answers_as_the_weights_that_it_was_given(server: Server, fresh: list[list[int]]):
     server.wait()
     url, old, new = server.process.url, policy(), policy(changed=True)
-    assert Transfer(settings(), CPU).send([url], old.named_parameters(), "step 0") == {url: None}
+    assert WeightPush(settings(), CPU).send([url], old.named_parameters(), "step 0") == {url: None}
     first = server.greedy()
     assert first == (embedded(old), {"step 0"})
 
-    small = Transfer(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
+    small = WeightPush(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
     assert small.send([url], new.named_parameters(), "step 1") == {url: None}
     assert server.greedy() == (embedded(new), {"step 1"}) == (fresh, {"step 1"})
     assert server.greedy() != first
@@ -176,7 +176,7 @@ def test_after_an_update_that_broke_off_the_next_one_is_whole(
             walked.append(pair[0])
             yield pair
 
-    transfer = Transfer(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
+    transfer = WeightPush(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
     with monkeypatch.context() as patched:
         patched.setattr(transfer_module, "Lender", trouble)
         outcome = transfer.send([url, nobody], weights(), "broken")
@@ -196,7 +196,7 @@ def test_an_error_of_the_weights_themselves_propagates(server: Server):
         yield from list(old.named_parameters())[:3]
         raise RuntimeError("a rank is lost")
 
-    transfer = Transfer(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
+    transfer = WeightPush(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
     with pytest.raises(RuntimeError, match="a rank is lost"):
         transfer.send([url], weights(), "half")
     assert transfer.send([url], old.named_parameters(), "again") == {url: None}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rlhf.tracking import History
-from tests.integration.tracking_run import RUN_ID, metrics
-from tests.integration.wandb_server import serve
+from tests.support.tracking_run import RUN_ID, metrics
+from tests.support.wandb_server import serve
 
 pytest.importorskip("wandb")
 
@@ -28,7 +28,7 @@ def environment(run_dir: Path, url: str, key: str | None) -> dict[str, str]:
 def launch(
     run_dir: Path, mode: str, *arguments: str, url: str = "http://127.0.0.1:9", key: str | None = "a" * 40
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.integration.tracking_run", str(run_dir), "wandb", mode, *arguments]
+    command = [sys.executable, "-m", "tests.support.tracking_run", str(run_dir), "wandb", mode, *arguments]
     return subprocess.run(command, env=environment(run_dir, url, key), capture_output=True, text=True, timeout=120)
 
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.algorithms import advantages
-from rlhf.algorithms.advantages import Outcome
+from rlhf.algorithms.advantages import EstimatorInput
 from rlhf.algorithms.statistics import masked_whiten
 from rlhf.config import AlgorithmConfig
-from rlhf.distributed import all_sum
-from tests.numerics import reference
-from tests.numerics.ranks import run_ranks
-from tests.numerics.tables import Rows, close, random_mask, random_table, tensor
+from rlhf.ranks.collectives import all_sum
+from tests.support import float_reference as reference
+from tests.support.numeric_ranks import run_ranks
+from tests.support.tables import Rows, close, random_mask, random_table, tensor
 
 ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax")
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -35,9 +35,9 @@ class Case:
     baselines: list[float]
     group_size: int
 
-    def outcome(self, dtype: torch.dtype = torch.float64) -> Outcome:
+    def inputs(self, dtype: torch.dtype = torch.float64) -> EstimatorInput:
         """NaN outside the mask."""
-        return Outcome(
+        return EstimatorInput(
             tensor(self.rewards, self.mask).to(dtype),
             torch.tensor(self.mask),
             self.group_size,
@@ -77,8 +77,8 @@ def cases(group_size: int, count: int = 12) -> Iterator[Case]:
         )
 
 
-def estimate(name: str, outcome: Outcome, config: AlgorithmConfig) -> advantages.Estimate:
-    return getattr(advantages, name)(outcome, config)
+def estimate(name: str, inputs: EstimatorInput, config: AlgorithmConfig) -> advantages.Estimate:
+    return getattr(advantages, name)(inputs, config)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -87,7 +87,7 @@ def estimate(name: str, outcome: Outcome, config: AlgorithmConfig) -> advantages
 def test_equals_the_reference(name, group_size, config):
     signs = set()
     for case in cases(group_size):
-        ours = estimate(name, case.outcome(), config).advantages
+        ours = estimate(name, case.inputs(), config).advantages
         close(ours, case.expected(name, config), tolerance=1e-10)
         assert not ours[torch.tensor(case.mask) == 0].any()
         signs |= set(ours.sign().flatten().tolist())
@@ -97,31 +97,31 @@ def test_equals_the_reference(name, group_size, config):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_gae_returns_are_taken_before_whitening(config):
     for case in cases(group_size=1):
-        returns = estimate("gae", case.outcome(), config).returns
+        returns = estimate("gae", case.inputs(), config).returns
         expected = reference.gae(case.rewards, case.values, case.mask, config.gamma, config.lam)[1]
         close(returns, reference.on_tokens(expected, case.mask), tolerance=1e-10)
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])
 def test_only_gae_has_something_for_a_critic(name):
-    assert estimate(name, next(cases(2)).outcome(), AlgorithmConfig()).returns is None
+    assert estimate(name, next(cases(2)).inputs(), AlgorithmConfig()).returns is None
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_padding_changes_nothing(name):
     for case in cases(group_size=2):
-        outcome = case.outcome()
+        inputs = case.inputs()
 
         def wider(x: Tensor, filler: float) -> Tensor:
             return torch.nn.functional.pad(x, (0, 7), value=filler)
 
         padded = replace(
-            outcome,
-            token_rewards=wider(outcome.token_rewards, torch.nan),
-            mask=wider(outcome.mask, 0),
-            values=wider(outcome.values, torch.inf),
+            inputs,
+            token_rewards=wider(inputs.token_rewards, torch.nan),
+            mask=wider(inputs.mask, 0),
+            values=wider(inputs.values, torch.inf),
         )
-        one, other = estimate(name, outcome, CONFIGS[1]), estimate(name, padded, CONFIGS[1])
+        one, other = estimate(name, inputs, CONFIGS[1]), estimate(name, padded, CONFIGS[1])
         for narrow, wide in zip(one, other, strict=True):
             if narrow is not None:
                 torch.testing.assert_close(wide[:, :-7], narrow, rtol=1e-12, atol=1e-12)
@@ -132,16 +132,16 @@ def test_padding_changes_nothing(name):
 @pytest.mark.parametrize("mask_type", [torch.float32, torch.bool, torch.int64])
 def test_float32_in_and_out_with_any_type_of_mask(name, mask_type):
     for case in cases(group_size=3):
-        outcome = case.outcome(torch.float32)
+        inputs = case.inputs(torch.float32)
         rounded = replace(
             case,
-            rewards=outcome.token_rewards.nan_to_num().tolist(),
-            values=outcome.values.nan_to_num().tolist(),
-            baselines=outcome.baselines.tolist(),
+            rewards=inputs.token_rewards.nan_to_num().tolist(),
+            values=inputs.values.nan_to_num().tolist(),
+            baselines=inputs.baselines.tolist(),
         )
-        for ours in estimate(name, replace(outcome, mask=outcome.mask.to(mask_type)), CONFIGS[1]):
+        for ours in estimate(name, replace(inputs, mask=inputs.mask.to(mask_type)), CONFIGS[1]):
             assert ours is None or ours.dtype == torch.float32
-        ours = estimate(name, replace(outcome, mask=outcome.mask.to(mask_type)), CONFIGS[1]).advantages
+        ours = estimate(name, replace(inputs, mask=inputs.mask.to(mask_type)), CONFIGS[1]).advantages
         close(ours, rounded.expected(name, CONFIGS[1]))
 
 
@@ -150,16 +150,16 @@ def test_float32_in_and_out_with_any_type_of_mask(name, mask_type):
 def test_grpo_of_equal_rewards_is_exactly_zero(score, norm_by_std):
     config = AlgorithmConfig(norm_adv_by_std_in_grpo=norm_by_std)
     for group_size in (2, 3, 7, 8, 16):
-        outcome = Outcome(torch.full((2 * group_size, 1), score), torch.ones(2 * group_size, 1), group_size)
-        assert not estimate("grpo", outcome, config).advantages.any()
+        inputs = EstimatorInput(torch.full((2 * group_size, 1), score), torch.ones(2 * group_size, 1), group_size)
+        assert not estimate("grpo", inputs, config).advantages.any()
 
 
 def test_a_group_of_one_keeps_its_score():
     scores = torch.tensor([[2.0], [-0.5], [0.0]])
-    outcome = Outcome(scores, torch.ones(3, 1), 1)
-    assert torch.equal(estimate("rloo", outcome, AlgorithmConfig()).advantages, scores)
-    assert torch.equal(estimate("grpo", outcome, AlgorithmConfig(norm_adv_by_std_in_grpo=False)).advantages, scores)
-    close(estimate("grpo", outcome, AlgorithmConfig()).advantages, [[2 / (1 + 1e-6)], [-0.5 / (1 + 1e-6)], [0.0]])
+    inputs = EstimatorInput(scores, torch.ones(3, 1), 1)
+    assert torch.equal(estimate("rloo", inputs, AlgorithmConfig()).advantages, scores)
+    assert torch.equal(estimate("grpo", inputs, AlgorithmConfig(norm_adv_by_std_in_grpo=False)).advantages, scores)
+    close(estimate("grpo", inputs, AlgorithmConfig()).advantages, [[2 / (1 + 1e-6)], [-0.5 / (1 + 1e-6)], [0.0]])
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -167,11 +167,11 @@ def test_a_group_of_one_keeps_its_score():
 def test_one_token_or_none_over_all_ranks(name, tokens):
     mask = torch.zeros(2, 3)
     mask[0, :tokens] = 1
-    outcome = Outcome(mask * 0.7, mask, 1, torch.full((2, 3), 0.2), torch.full((2,), 0.5))
-    for ours in estimate(name, outcome, AlgorithmConfig()):
+    inputs = EstimatorInput(mask * 0.7, mask, 1, torch.full((2, 3), 0.2), torch.full((2,), 0.5))
+    for ours in estimate(name, inputs, AlgorithmConfig()):
         assert ours is None or ours.isfinite().all()
     if name in WHITENED or tokens == 0:
-        assert not estimate(name, outcome, AlgorithmConfig()).advantages.any()
+        assert not estimate(name, inputs, AlgorithmConfig()).advantages.any()
 
 
 def test_whitening_of_small_differences_on_a_large_mean():
@@ -188,8 +188,8 @@ def on_this_rank() -> dict[str, Tensor]:
     """The first three groups are rank 0's, the last one rank 1's."""
     rows = slice(0, 6) if dist.get_rank() == 0 else slice(6, 8)
     mine = Case(*(getattr(SPLIT, f)[rows] for f in ("rewards", "values", "mask", "baselines")), SPLIT.group_size)
-    outcome = replace(mine.outcome(), all_sum=all_sum)
-    return {name: estimate(name, outcome, CONFIGS[1]).advantages for name in ESTIMATORS}
+    inputs = replace(mine.inputs(), all_sum=all_sum)
+    return {name: estimate(name, inputs, CONFIGS[1]).advantages for name in ESTIMATORS}
 
 
 def test_a_split_over_ranks_equals_the_whole():

@@ -7,8 +7,8 @@ import torch
 
 from rlhf.algorithms.aggregation import loss_count, loss_sum
 from rlhf.config.actor import LOSS_AGG_MODES
-from tests.numerics import reference
-from tests.numerics.tables import MODES, close, random_mask, random_table, slopes, tensor
+from tests.support import float_reference as reference
+from tests.support.tables import MODES, close, random_mask, random_table, slopes, tensor
 
 
 def test_the_modes_are_those_of_the_configuration():

@@ -7,8 +7,8 @@ import torch
 
 from rlhf.algorithms.correction import rollout_is_weights
 from rlhf.algorithms.shaping import overlong_penalty
-from tests.numerics import reference
-from tests.numerics.tables import close, random_mask, random_table, tensor
+from tests.support import float_reference as reference
+from tests.support.tables import close, random_mask, random_table, tensor
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])

@@ -7,8 +7,8 @@ import torch
 
 from rlhf.algorithms.kl import adapted_coefficient, kl_estimate
 from rlhf.config.actor import KL_KINDS
-from tests.numerics import reference
-from tests.numerics.tables import close, random_table, slopes, tensor
+from tests.support import float_reference as reference
+from tests.support.tables import close, random_table, slopes, tensor
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rlhf.batch import Batch
 from rlhf.config import AlgorithmConfig, GuardsConfig, KlCtrlConfig
-from rlhf.learning.advantages import Advantages
+from rlhf.learning.credit import Advantages
 from rlhf.learning.guards import Guards
-from tests.numerics.ranks import run_ranks
-from tests.numerics.tiny import random_batch
+from tests.support.numeric_ranks import run_ranks
+from tests.support.tiny_updates import random_batch
 
 SAMPLES, GROUP, BETA, TARGET, HORIZON = 12, 3, 0.3, 0.5, 40
 

@@ -13,8 +13,8 @@ from rlhf.config import BackendConfig
 from rlhf.learning import log_probs as log_probs_module
 from rlhf.learning.log_probs import response_log_probs
 from rlhf.learning.policy import Policy
-from tests.numerics.ranks import single_rank
-from tests.numerics.tiny import VOCAB, random_batch, tiny_qwen2
+from tests.support.numeric_ranks import single_rank
+from tests.support.tiny_updates import VOCAB, random_batch, tiny_qwen2
 
 
 class WithoutLogitsToKeep(nn.Module):

@@ -11,8 +11,8 @@ from rlhf.algorithms import losses
 from rlhf.algorithms.aggregation import loss_count, loss_sum
 from rlhf.algorithms.losses import PolicyLoss, value_loss
 from rlhf.config import ActorConfig
-from tests.numerics import reference
-from tests.numerics.tables import MODES, Rows, close, random_mask, random_table, slopes, tensor
+from tests.support import float_reference as reference
+from tests.support.tables import MODES, Rows, close, random_mask, random_table, slopes, tensor
 
 CASES = 20
 FIGURES = {"vanilla": ["pg_clipfrac", "pg_clipfrac_lower"], "gspo": ["pg_clipfrac"], "cispo": ["pg_clipfrac"]}

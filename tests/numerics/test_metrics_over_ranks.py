@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.experience.metrics import Summary, merge
-from tests.numerics.ranks import run_ranks
+from rlhf.ranks.coordinator import Coordinator
+from tests.support.numeric_ranks import run_ranks
 
 VALUES = [
     {"shared": [1.0, 4.0], "first": [2.0], "nowhere": []},

@@ -7,8 +7,8 @@ from torch import Tensor
 from rlhf.backends.fsdp2 import Fsdp2Backend, Fsdp2Model
 from rlhf.config import BackendConfig, OptimConfig, RefConfig
 from rlhf.learning.reference import Reference
-from tests.numerics.ranks import run_ranks
-from tests.numerics.tiny import random_batch, tiny_qwen2
+from tests.support.numeric_ranks import run_ranks
+from tests.support.tiny_updates import random_batch, tiny_qwen2
 
 CPU = torch.device("cpu")
 ALPHA = 0.25
@@ -37,9 +37,9 @@ def moved(config: RefConfig, steps: int) -> tuple[list[int], dict[str, Tensor], 
         # Gathered weights stay in place after this, and must neither be taken for shards nor be used again once the shards have moved.
         reference.all_log_probs(batch, 4)
         whole = actor_at(step)
-        for name, piece in backend.model_pieces().items():
-            mine = whole[name].detach().reshape(-1)[piece.start : piece.start + piece.local.numel()]
-            piece.local.copy_(mine.view(piece.local.shape))
+        for name, shard in backend.model_shards().items():
+            mine = whole[name].detach().reshape(-1)[shard.start : shard.start + shard.local.numel()]
+            shard.local.copy_(mine.view(shard.local.shape))
         reference.maybe_update(backend, step)
         at.append(reference.updated_at)
     weights = {name: tensor.clone() for name, tensor in model.full_tensors()}

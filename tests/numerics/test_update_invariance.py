@@ -31,9 +31,9 @@ from rlhf.learning.actor import Actor
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
-from tests.numerics.plain_update import Plain, log_softmax_of, plain_actor, plain_critic
-from tests.numerics.ranks import run_ranks
-from tests.numerics.tiny import random_batch, tiny_qwen2, tiny_value_model
+from tests.support.numeric_ranks import run_ranks
+from tests.support.plain_update import Plain, log_softmax_of, plain_actor, plain_critic
+from tests.support.tiny_updates import random_batch, tiny_qwen2, tiny_value_model
 
 GROUP, PROMPTS, TOTAL_STEPS = 2, 12, 10
 CPU = torch.device("cpu")

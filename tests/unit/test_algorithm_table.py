@@ -9,7 +9,7 @@ import yaml
 
 from rlhf import train
 from rlhf.algorithms import advantages, losses
-from rlhf.algorithms.advantages import Outcome
+from rlhf.algorithms.advantages import EstimatorInput
 from rlhf.algorithms.table import (
     ALGORITHMS,
     ESTIMATORS,
@@ -193,7 +193,7 @@ def test_all_problems_at_once():
 FILE = """
 import no_such_module
 
-def two(outcome, config): ...
+def two(inputs, config): ...
 def five(log_probs, old_log_probs, advantages, mask, config): ...
 """
 
@@ -207,11 +207,11 @@ def test_files_are_checked_without_being_run(tmp_path):
         "algorithm.adv_estimator",
         "actor.policy_loss.loss_mode",
     ]
-    assert "is called with 2 arguments: (outcome, config)" in lines[0]
-    assert "the function takes (outcome, config), but is called with 5 arguments: (log_probs, " in lines[1]
+    assert "is called with 2 arguments: (inputs, config)" in lines[0]
+    assert "the function takes (inputs, config), but is called with 5 arguments: (log_probs, " in lines[1]
 
 
-OUTCOME = Outcome(
+OUTCOME = EstimatorInput(
     token_rewards=torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]),
     mask=torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]),
     group_size=2,
@@ -221,23 +221,23 @@ import torch
 from helper_of_mine import TWO
 from rlhf.algorithms.advantages import Estimate
 
-def good(outcome, config):
-    return Estimate(torch.full_like(outcome.token_rewards, TWO * config.gamma, dtype=torch.float64))
+def good(inputs, config):
+    return Estimate(torch.full_like(inputs.token_rewards, TWO * config.gamma, dtype=torch.float64))
 
-def tensor(outcome, config):
-    return outcome.token_rewards
+def tensor(inputs, config):
+    return inputs.token_rewards
 
-def shape(outcome, config):
-    return Estimate(outcome.scores)
+def shape(inputs, config):
+    return Estimate(inputs.scores)
 
-def whole_numbers(outcome, config):
-    return Estimate(outcome.mask.long())
+def whole_numbers(inputs, config):
+    return Estimate(inputs.mask.long())
 
-def not_finite(outcome, config):
-    return Estimate(outcome.token_rewards / 0)
+def not_finite(inputs, config):
+    return Estimate(inputs.token_rewards / 0)
 
-def not_finite_outside(outcome, config):
-    return Estimate(torch.where(outcome.mask.bool(), 1.0, torch.nan))
+def not_finite_outside(inputs, config):
+    return Estimate(torch.where(inputs.mask.bool(), 1.0, torch.nan))
 """
 
 
@@ -280,7 +280,9 @@ def test_what_an_estimator_returns_is_checked(estimators, name, message):
 def test_a_critic_needs_returns(estimators):
     estimator = load_estimator(f"{estimators}:good")
     with pytest.raises(UserError, match="returned no returns, but the run has a critic"):
-        estimator(Outcome(OUTCOME.token_rewards, OUTCOME.mask, 2, values=OUTCOME.token_rewards), Config().algorithm)
+        estimator(
+            EstimatorInput(OUTCOME.token_rewards, OUTCOME.mask, 2, values=OUTCOME.token_rewards), Config().algorithm
+        )
 
 
 LOSS_FILE = """

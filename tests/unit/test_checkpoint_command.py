@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.layout import step_dir
 from rlhf.config.checkpoint import CheckpointConfig
-from rlhf.config.files import to_yaml
-from tests.checkpoint_helpers import (
+from rlhf.config.resolved import to_yaml
+from rlhf.storage.layout import step_dir
+from tests.support.checkpoints import (
     PlainReference,
     PlainRole,
     files_of,
@@ -18,7 +18,7 @@ from tests.checkpoint_helpers import (
     make_config,
     save_steps,
 )
-from tests.published import publish
+from tests.support.published import publish
 
 
 @pytest.fixture

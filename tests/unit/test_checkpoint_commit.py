@@ -3,19 +3,19 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint import commit
-from rlhf.checkpoint.commit import begin, clean_leftovers, discard, publish, set_aside
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.files import write_file
-from rlhf.checkpoint.layout import POINTER, scan, set_aside_dirs, step_dir
-from rlhf.checkpoint.manifest import describe, verify
-from rlhf.checkpoint.reaper import Reaper
-from rlhf.checkpoint.retention import apply
-from rlhf.checkpoint.snapshot import RunState, take_snapshot
-from rlhf.checkpoint.writer import write_checkpoint
+from rlhf.checkpoint.commit import publication
+from rlhf.checkpoint.commit.deleter import Deleter
+from rlhf.checkpoint.commit.manifest import describe, verify
+from rlhf.checkpoint.commit.publication import begin, clean_leftovers, discard, publish, set_aside
+from rlhf.checkpoint.commit.retention import apply
+from rlhf.checkpoint.save.snapshot import RunState, take_snapshot
+from rlhf.checkpoint.save.writer import write_checkpoint
 from rlhf.config.checkpoint import CheckpointConfig
-from tests.checkpoint_helpers import IDENTITY, PlainReference, PlainRole, files_of, listening, make_driver
-from tests.published import eventually
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.files import write_file
+from rlhf.storage.layout import POINTER, scan, set_aside_dirs, step_dir
+from tests.support.checkpoints import IDENTITY, PlainReference, PlainRole, files_of, listening, make_driver
+from tests.support.published import eventually
 
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 
@@ -24,11 +24,11 @@ def save(run_dir: Path, step: int, max_to_keep: int | None = None, reference=Non
     run_dir.mkdir(exist_ok=True)
     state = RunState({"actor": PlainRole()}, make_driver(step), reference=reference)
     snapshot = take_snapshot(step, CONTENTS, state, "", 0, reference_at)
-    settings, reaper = CheckpointConfig(max_to_keep=max_to_keep), Reaper()
+    settings, deleter = CheckpointConfig(max_to_keep=max_to_keep), Deleter()
     try:
-        return write_checkpoint(snapshot, run_dir, IDENTITY, Coordinator(), settings, reaper)
+        return write_checkpoint(snapshot, run_dir, IDENTITY, Coordinator(), settings, deleter)
     finally:
-        assert reaper.wait(30)
+        assert deleter.wait(30)
 
 
 def names(run_dir: Path) -> set[str]:
@@ -82,8 +82,8 @@ def test_a_link_is_made_in_the_temporary_directory_and_made_durable_with_it(tmp_
     reference = PlainReference()
     save(tmp_path, 2, reference=reference)
     fsynced = []
-    fsync = commit.fsync_dir
-    monkeypatch.setattr(commit, "fsync_dir", lambda path: (fsynced.append(path.name), fsync(path)))
+    fsync = publication.fsync_dir
+    monkeypatch.setattr(publication, "fsync_dir", lambda path: (fsynced.append(path.name), fsync(path)))
     witness = Witness(tmp_path)
     with listening(witness):
         save(tmp_path, 4, reference=reference, reference_at=step_dir(tmp_path, 2))
@@ -98,15 +98,15 @@ def test_a_link_is_made_in_the_temporary_directory_and_made_durable_with_it(tmp_
 def test_everything_is_durable_before_it_is_counted_on(tmp_path, monkeypatch):
     """The order of system calls: each file is fsynced, then its folders, then the rename, then the parent, then the pointer."""
     calls: list[str] = []
-    fsync, rename, replace_ = commit.fsync_dir, Path.rename, commit.replace_durably
+    fsync, rename, replace_ = publication.fsync_dir, Path.rename, publication.replace_durably
 
     def where(path: Path) -> str:
         return str(path.relative_to(tmp_path)).partition("/")[2] if ".tmp-" in str(path) else path.name
 
-    monkeypatch.setattr(commit, "fsync_dir", lambda path: (calls.append(f"fsync {where(path)}"), fsync(path)))
+    monkeypatch.setattr(publication, "fsync_dir", lambda path: (calls.append(f"fsync {where(path)}"), fsync(path)))
     monkeypatch.setattr(Path, "rename", lambda self, to: (calls.append(f"rename to {to.name}"), rename(self, to))[1])
     monkeypatch.setattr(
-        commit, "replace_durably", lambda path, text: (calls.append(f"replace {path.name}"), replace_(path, text))
+        publication, "replace_durably", lambda path, text: (calls.append(f"replace {path.name}"), replace_(path, text))
     )
     with listening(lambda event: calls.append(event)):
         save(tmp_path, 2)
@@ -171,7 +171,7 @@ def test_the_pointer_never_names_what_is_not_there(tmp_path):
         named = pointer(tmp_path)
         assert named is None or step_dir(tmp_path, int(named)).is_dir(), f"{event}: the pointer names {named}"
 
-    rename, reaper = Path.rename, Reaper()
+    rename, deleter = Path.rename, Deleter()
 
     def watched(self: Path, target: Path) -> Path:
         result = rename(self, target)
@@ -182,9 +182,9 @@ def test_the_pointer_never_names_what_is_not_there(tmp_path):
         patch.setattr(Path, "rename", watched)
         save(tmp_path, 8, max_to_keep=2)
         set_aside(step_dir(tmp_path, 8), "damaged")
-        apply(tmp_path, CheckpointConfig(max_to_keep=1), 99, reaper)
+        apply(tmp_path, CheckpointConfig(max_to_keep=1), 99, deleter)
         set_aside(step_dir(tmp_path, 6), "damaged")
-    assert reaper.wait(30.0)
+    assert deleter.wait(30.0)
 
 
 def test_discard_leaves_nothing_under_the_name_at_any_time(tmp_path):

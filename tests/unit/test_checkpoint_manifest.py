@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint import manifest as manifest_module
-from rlhf.checkpoint.errors import DamagedCheckpoint
-from rlhf.checkpoint.files import write_file
-from rlhf.checkpoint.manifest import (
+from rlhf.checkpoint.commit import manifest as manifest_module
+from rlhf.checkpoint.commit.manifest import (
     Manifest,
     describe,
     read_manifest,
@@ -17,7 +15,9 @@ from rlhf.checkpoint.manifest import (
     verify_files,
     write_manifest,
 )
-from tests.checkpoint_helpers import flip_bit, lose_on_disk
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import write_file
+from tests.support.checkpoints import flip_bit, lose_on_disk
 
 
 @pytest.fixture

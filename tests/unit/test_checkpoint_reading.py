@@ -12,11 +12,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.checkpoint.errors import DamagedCheckpoint
-from rlhf.checkpoint.files import BLOCK, hash_file, write_file
-from rlhf.checkpoint.reading import PART, THREADS, CheckedFiles
-from rlhf.checkpoint.tensors import LANDING_BYTES, read_through
-from tests.checkpoint_helpers import equal_bits, flip_bit
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import BLOCK, hash_file, write_file
+from rlhf.storage.reading import PART, THREADS, CheckedFiles
+from rlhf.storage.shards import LANDING_BYTES, read_through
+from tests.support.checkpoints import equal_bits, flip_bit
 
 SIZE = 2 * BLOCK + 12345
 CONTENT = random.Random(7).randbytes(SIZE)
@@ -74,8 +74,8 @@ def test_short_reads_are_continued(root, monkeypatch):
 
 
 def test_hashes_are_those_of_the_blocks(root, tmp_path):
-    pieces = [CONTENT[:5], CONTENT[5 : BLOCK + 1], b"", CONTENT[BLOCK + 1 :]]
-    written = write_file(tmp_path, "f", pieces)
+    shards = [CONTENT[:5], CONTENT[5 : BLOCK + 1], b"", CONTENT[BLOCK + 1 :]]
+    written = write_file(tmp_path, "f", shards)
     expected = [xxhash.xxh3_128(CONTENT[b : b + BLOCK]).hexdigest() for b in range(0, SIZE, BLOCK)]
     assert (written.size, written.xxh3_128) == (SIZE, "".join(expected)) == hash_file(root / "f")
     assert write_file(tmp_path, "full", [CONTENT[:BLOCK]]).xxh3_128 == expected[0]

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.commit import clean_leftovers, set_aside
-from rlhf.checkpoint.layout import MANIFEST, POINTER, TRASH, step_dir
-from rlhf.checkpoint.manifest import verify
-from rlhf.checkpoint.reaper import Reaper
-from rlhf.checkpoint.retention import NO_FIGURE, apply, reasons, victims
+from rlhf.checkpoint.commit.deleter import Deleter
+from rlhf.checkpoint.commit.manifest import verify
+from rlhf.checkpoint.commit.publication import clean_leftovers, set_aside
+from rlhf.checkpoint.commit.retention import NO_FIGURE, apply, reasons, victims
 from rlhf.config.checkpoint import CheckpointConfig
-from tests.checkpoint_helpers import flip_bit, listening
-from tests.published import publish, steps
+from rlhf.storage.layout import MANIFEST, POINTER, TRASH, step_dir
+from tests.support.checkpoints import flip_bit, listening
+from tests.support.published import publish, steps
 
 DEADLINE_S = 30.0
 ACCURACY = "val/accuracy"
@@ -23,10 +23,10 @@ def rules(max_to_keep: int | None = 1, keep_every: int | None = None, keep_best:
 
 
 @pytest.fixture
-def reaper() -> Iterator[Reaper]:
-    reaper = Reaper()
-    yield reaper
-    assert reaper.wait(DEADLINE_S)
+def deleter() -> Iterator[Deleter]:
+    deleter = Deleter()
+    yield deleter
+    assert deleter.wait(DEADLINE_S)
 
 
 def names(run_dir: Path) -> set[str]:
@@ -74,7 +74,7 @@ def test_the_start_is_not_kept_for_good():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_was_removed_would_never_have_been_wanted_again(seed, tmp_path, reaper):
+def test_what_was_removed_would_never_have_been_wanted_again(seed, tmp_path, deleter):
     """After every save of a run, what lies there is what the rules choose from everything that was ever saved."""
     draw = random.Random(seed)
     settings = rules(draw.randint(1, 3), draw.choice([None, 6, 7]), draw.randint(0, 3))
@@ -83,31 +83,31 @@ def test_what_was_removed_would_never_have_been_wanted_again(seed, tmp_path, rea
         figure = draw.choice([NO_FIGURE, draw.randint(0, 5) / 5])
         ever[step] = figure
         publish(tmp_path, step, {} if figure is NO_FIGURE else {ACCURACY: figure, "val/reward": -figure})
-        apply(tmp_path, settings, step, reaper)
+        apply(tmp_path, settings, step, deleter)
         assert steps(tmp_path) == sorted(kept(ever, settings))
 
 
-def test_removed_ones_lose_their_name_at_once_and_their_bytes_soon(tmp_path, reaper):
+def test_removed_ones_lose_their_name_at_once_and_their_bytes_soon(tmp_path, deleter):
     for step in (8, 9, 10, 11):
         publish(tmp_path, step)
     seen = []
     with listening(lambda event: seen.append((event, steps(tmp_path)))):
         # Numbers, not texts: 10 is newer than 9.
-        assert apply(tmp_path, rules(2), 11, reaper) == [8, 9]
+        assert apply(tmp_path, rules(2), 11, deleter) == [8, 9]
     assert seen == [
         ("commit.prune", [8, 9, 10, 11]),
         ("commit.trash", [9, 10, 11]),
         ("commit.prune", [9, 10, 11]),
         ("commit.trash", [10, 11]),
     ]
-    assert reaper.wait(DEADLINE_S)
+    assert deleter.wait(DEADLINE_S)
     assert names(tmp_path) == {"global_step_10", "global_step_11", POINTER}
     assert (tmp_path / POINTER).read_text() == "11\n"
-    assert apply(tmp_path, rules(2), 11, reaper) == []
-    assert apply(tmp_path, rules(None), 11, reaper) == []
+    assert apply(tmp_path, rules(2), 11, deleter) == []
+    assert apply(tmp_path, rules(None), 11, deleter) == []
 
 
-def test_ranking_reads_the_metric_that_is_asked_for(tmp_path, reaper):
+def test_ranking_reads_the_metric_that_is_asked_for(tmp_path, deleter):
     for step, accuracy, reward in ((2, 0.9, -1.0), (4, 0.1, 5.0), (6, 0.5, 0.0)):
         publish(tmp_path, step, {ACCURACY: accuracy, "val/reward": reward})
     settings = rules(1, keep_best=1)
@@ -116,20 +116,20 @@ def test_ranking_reads_the_metric_that_is_asked_for(tmp_path, reaper):
     assert victims(tmp_path, settings, 6) == [step_dir(tmp_path, 2)]
 
 
-def test_a_later_checkpoint_that_could_not_be_set_aside_pushes_nothing_out(tmp_path, reaper):
+def test_a_later_checkpoint_that_could_not_be_set_aside_pushes_nothing_out(tmp_path, deleter):
     for step, accuracy in ((2, 0.1), (4, 0.5), (6, 0.9)):
         publish(tmp_path, step, {ACCURACY: accuracy})
     # 6 cannot be read: the run went back to 4 and has come to 5.
     flip_bit(step_dir(tmp_path, 6) / MANIFEST, 100)
     publish(tmp_path, 5, {ACCURACY: 0.3})
-    assert apply(tmp_path, rules(1, keep_best=1), 5, reaper) == [2]
+    assert apply(tmp_path, rules(1, keep_best=1), 5, deleter) == [2]
     assert steps(tmp_path) == [4, 5, 6]
-    assert apply(tmp_path, rules(1), 5, reaper) == [4]
+    assert apply(tmp_path, rules(1), 5, deleter) == [4]
     assert steps(tmp_path) == [5, 6]
 
 
 @pytest.mark.parametrize("harm", ["flip", "remove", "unreadable"])
-def test_a_checkpoint_whose_figure_cannot_be_known_is_not_removed_by_a_ranking(tmp_path, reaper, harm, caplog):
+def test_a_checkpoint_whose_figure_cannot_be_known_is_not_removed_by_a_ranking(tmp_path, deleter, harm, caplog):
     for step in (2, 4, 6, 8):
         publish(tmp_path, step, {ACCURACY: step / 10})
     manifest = step_dir(tmp_path, 4) / MANIFEST
@@ -139,16 +139,16 @@ def test_a_checkpoint_whose_figure_cannot_be_known_is_not_removed_by_a_ranking(t
         manifest.unlink()
     if harm == "unreadable":  # a link to itself: the system's error is none of those that mean damage
         manifest.symlink_to(manifest)
-    assert apply(tmp_path, rules(1, keep_best=1), 8, reaper) == [2, 6]
+    assert apply(tmp_path, rules(1, keep_best=1), 8, deleter) == [2, 6]
     assert "global_step_4 is kept: it may be among the best, but" in caplog.text
     # Without a ranking it is an old checkpoint like any other.
-    assert apply(tmp_path, rules(1), 8, reaper) == [4]
+    assert apply(tmp_path, rules(1), 8, deleter) == [4]
 
 
-def test_checkpoints_without_metrics_are_old_ones_like_any_other(tmp_path, reaper):
+def test_checkpoints_without_metrics_are_old_ones_like_any_other(tmp_path, deleter):
     for step in (2, 4, 6):
         publish(tmp_path, step)
-    assert apply(tmp_path, rules(1, keep_best=5), 6, reaper) == [2, 4]
+    assert apply(tmp_path, rules(1, keep_best=5), 6, deleter) == [2, 4]
 
 
 def test_a_checkpoint_to_come_counts_as_if_it_were_there(tmp_path):
@@ -161,7 +161,7 @@ def test_a_checkpoint_to_come_counts_as_if_it_were_there(tmp_path):
     assert victims(tmp_path, settings, 8, {}) == [paths[0], paths[2]]
 
 
-def test_what_is_no_published_checkpoint_is_left_alone(tmp_path, reaper):
+def test_what_is_no_published_checkpoint_is_left_alone(tmp_path, deleter):
     for step in (2, 4, 6):
         publish(tmp_path, step, {ACCURACY: 1 / step})
     # The best one is set aside: it neither counts nor goes.
@@ -170,25 +170,25 @@ def test_what_is_no_published_checkpoint_is_left_alone(tmp_path, reaper):
         (tmp_path / name).mkdir()
     (tmp_path / "global_step_1").write_text("a file of that name is no checkpoint")
     others = names(tmp_path) - {"global_step_4"}
-    assert apply(tmp_path, rules(1, keep_best=1), 6, reaper) == []
-    assert apply(tmp_path, rules(1), 6, reaper) == [4]
-    assert reaper.wait(DEADLINE_S)
+    assert apply(tmp_path, rules(1, keep_best=1), 6, deleter) == []
+    assert apply(tmp_path, rules(1), 6, deleter) == [4]
+    assert deleter.wait(DEADLINE_S)
     assert names(tmp_path) == others
 
 
-def test_an_old_checkpoint_that_was_moved_and_linked_costs_only_the_link(tmp_path, reaper):
+def test_an_old_checkpoint_that_was_moved_and_linked_costs_only_the_link(tmp_path, deleter):
     archive, run_dir = tmp_path / "archive", tmp_path / "run"
     for step in (2, 4):
         publish(run_dir, step)
     step_dir(run_dir, 2).rename(archive)
     step_dir(run_dir, 2).symlink_to(archive)
-    assert apply(run_dir, rules(1), 4, reaper) == [2]
-    assert reaper.wait(DEADLINE_S)
+    assert apply(run_dir, rules(1), 4, deleter) == [2]
+    assert deleter.wait(DEADLINE_S)
     assert names(run_dir) == {"global_step_4", POINTER}
     assert verify(archive).step == 2
 
 
-def test_trash_that_cannot_be_deleted_is_told_and_stops_nothing(tmp_path, reaper, caplog):
+def test_trash_that_cannot_be_deleted_is_told_and_stops_nothing(tmp_path, deleter, caplog):
     for step in (2, 4, 6):
         publish(tmp_path, step)
 
@@ -198,14 +198,14 @@ def test_trash_that_cannot_be_deleted_is_told_and_stops_nothing(tmp_path, reaper
             trash.rename(tmp_path / "taken")
 
     with listening(take_away), caplog.at_level(logging.ERROR):
-        assert apply(tmp_path, rules(1), 6, reaper) == [2, 4]
-    assert reaper.wait(DEADLINE_S)
+        assert apply(tmp_path, rules(1), 6, deleter) == [2, 4]
+    assert deleter.wait(DEADLINE_S)
     assert ".trash-global_step_2" in caplog.text
     assert "could not be removed" in caplog.text
     assert names(tmp_path) == {"global_step_6", "taken", POINTER}
 
 
-def test_a_removal_that_fails_does_not_fail_the_save(tmp_path, reaper, caplog):
+def test_a_removal_that_fails_does_not_fail_the_save(tmp_path, deleter, caplog):
     for step in (2, 4):
         publish(tmp_path, step)
 
@@ -213,19 +213,19 @@ def test_a_removal_that_fails_does_not_fail_the_save(tmp_path, reaper, caplog):
         raise PermissionError(13, "Permission denied", "global_step_2")
 
     with listening(refuse):
-        assert apply(tmp_path, rules(1), 4, reaper) == []
+        assert apply(tmp_path, rules(1), 4, deleter) == []
     assert "An old checkpoint in" in caplog.text
     assert steps(tmp_path) == [2, 4]
 
 
 def test_the_reaper_takes_more_while_it_works(tmp_path):
-    reaper = Reaper()
-    assert reaper.wait(0)
+    deleter = Deleter()
+    assert deleter.wait(0)
     for number in range(50):
         trash = tmp_path / f"{TRASH}{number}"
         trash.mkdir()
         (trash / "file").write_bytes(bytes(1000))
-        reaper.take(trash)
-    assert reaper.wait(DEADLINE_S)
+        deleter.take(trash)
+    assert deleter.wait(DEADLINE_S)
     assert names(tmp_path) == set()
     assert clean_leftovers(tmp_path) == []

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf.checkpoint.files import write_file
-from rlhf.checkpoint.rng import rng_state, seed_everything, set_rng_state
-from rlhf.checkpoint.tensors import safetensors_chunks
-from tests.checkpoint_helpers import equal_bits
+from rlhf.ranks.rng import rng_state, seed_everything, set_rng_state
+from rlhf.storage.files import write_file
+from rlhf.storage.shards import safetensors_chunks
+from tests.support.checkpoints import equal_bits
 
 
 @pytest.fixture(autouse=True)

@@ -2,24 +2,24 @@
 
 import torch
 
-from rlhf.checkpoint.snapshot import RunState, take_snapshot
-from rlhf.checkpoint.staging import ALIGNMENT, Stager
-from rlhf.checkpoint.tensors import Piece
-from tests.checkpoint_helpers import PlainReference, PlainRole, equal_bits, make_driver
+from rlhf.checkpoint.save.snapshot import RunState, take_snapshot
+from rlhf.checkpoint.save.staging import ALIGNMENT, Stager
+from rlhf.storage.shards import Shard
+from tests.support.checkpoints import PlainReference, PlainRole, equal_bits, make_driver
 
 
 def snapshot_of(size: int):
-    """One rank's part of a save, with pieces of other types than float32, a scalar and one that another rank writes."""
+    """One rank's part of a save, with shards of other types than float32, a scalar and one that another rank writes."""
     role, reference = PlainRole(size), PlainReference(size)
     snapshot = take_snapshot(
         1, ["model", "optimizer"], RunState({"actor": role}, make_driver(), reference=reference), "", 0
     )
     snapshot.components["critic/model"] = {
-        "odd": Piece((7,), 0, torch.arange(7, dtype=torch.uint8)),
-        "half": Piece((size,), 0, torch.randn(size).bfloat16()),
-        "steps": Piece((), 0, torch.tensor(5.0)),
-        "empty": Piece((0, 4), 0, torch.empty(0, 4)),
-        "elsewhere": Piece((size,), 0, role.weight, owner=False),
+        "odd": Shard((7,), 0, torch.arange(7, dtype=torch.uint8)),
+        "half": Shard((size,), 0, torch.randn(size).bfloat16()),
+        "steps": Shard((), 0, torch.tensor(5.0)),
+        "empty": Shard((0, 4), 0, torch.empty(0, 4)),
+        "elsewhere": Shard((size,), 0, role.weight, owner=False),
     }
     return snapshot
 
@@ -28,7 +28,7 @@ def addresses(snapshot) -> dict[str, int]:
     """Where each tensor that the rank writes lies."""
     found = {}
     for folder, component in snapshot.components.items():
-        written = {name: piece.local for name, piece in component.items() if piece.owner and piece.local.numel()}
+        written = {name: shard.local for name, shard in component.items() if shard.owner and shard.local.numel()}
         found |= {f"{folder}/{name}": tensor.data_ptr() for name, tensor in written.items()}
     return found
 
@@ -39,10 +39,10 @@ def test_copies_lie_in_the_same_memory_from_save_to_save():
         live = snapshot_of(1000)
         staged = stager.copy(live, linked=("ref/model",))
         for folder, component in live.components.items():
-            for name, piece in component.items():
+            for name, shard in component.items():
                 copy = staged.components[folder][name]
-                assert (copy.shape, copy.start, copy.owner) == (piece.shape, piece.start, piece.owner)
-                assert equal_bits(copy.local, piece.local)
+                assert (copy.shape, copy.start, copy.owner) == (shard.shape, shard.start, shard.owner)
+                assert equal_bits(copy.local, shard.local)
         own = {name for name, address in addresses(staged).items() if address != addresses(live)[name]}
         # What nobody reads is not copied.
         assert own == addresses(live).keys() - {"ref/model/weight"}

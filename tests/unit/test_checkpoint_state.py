@@ -6,17 +6,17 @@ import logging
 
 import pytest
 
-from rlhf.checkpoint.coordinator import Coordinator
-from rlhf.checkpoint.layout import step_dir
-from rlhf.checkpoint.load import load_state
-from rlhf.checkpoint.manifest import verify
-from rlhf.checkpoint.parts import Parts
-from rlhf.checkpoint.rng import rng_state, set_rng_state
-from rlhf.checkpoint.snapshot import RunState
+from rlhf.checkpoint.commit.manifest import verify
+from rlhf.checkpoint.load.locations import FileLocations
+from rlhf.checkpoint.load.restoring import load_state
+from rlhf.checkpoint.save.snapshot import RunState
 from rlhf.config import Config
 from rlhf.config.checkpoint import CONTENTS
 from rlhf.errors import UserError
-from tests.checkpoint_helpers import (
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.rng import rng_state, set_rng_state
+from rlhf.storage.layout import step_dir
+from tests.support.checkpoints import (
     PlainPart,
     PlainReference,
     PlainRole,
@@ -74,7 +74,7 @@ def test_every_role_takes_back_what_load_names(config, load):
     make_checkpointer(config, saved, 2).save(2)
     roles, path = two_roles(50), step_dir(config.run_dir, 2)
     before = {name: state_of(role) for name, role in roles.items()}
-    load_state(Parts.whole(path, verify(path)), RunState(roles, make_driver()), load, 1, Coordinator())
+    load_state(FileLocations.whole(path, verify(path)), RunState(roles, make_driver()), load, 1, Coordinator())
     for name, role in roles.items():
         source = {
             "weight": saved[name] if {"model", "hf_model"} & set(load) else None,

@@ -3,7 +3,7 @@ from dataclasses import fields
 import pytest
 
 from rlhf.config import Config
-from rlhf.config.files import from_yaml, to_yaml
+from rlhf.config.resolved import from_yaml, to_yaml
 from rlhf.config.schema import SECTIONS, SETTINGS, nearest, nearest_setting, setting_of
 
 

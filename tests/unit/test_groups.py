@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from rlhf.checkpoint.tensors import DTYPE_NAMES
 from rlhf.experience.groups import Group, from_tensors, to_tensors
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
+from rlhf.storage.shards import DTYPE_NAMES
 
 AWKWARD = [0.1 + 0.2, -0.0, 1e-320, -math.pi * 1e200, math.nextafter(1, 2), 2.0, 1 / 3]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -19,9 +18,10 @@ from rlhf.config import (
 )
 from rlhf.experience.groups import Group
 from rlhf.experience.journal import FOLDER, Journal, combined, digests
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
-from tests.launching import flip_a_byte
+from tests.support.launching import flip_a_byte
 
 UIDS = [4, 5]
 FILES = {"model.path": "a", "prompts": "b"}

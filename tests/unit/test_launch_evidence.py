@@ -13,7 +13,7 @@ from rlhf.launch.evidence import (
     report,
     user_error,
 )
-from rlhf.launch.status import RankError, RankStatus
+from rlhf.ranks.status import RankError, RankStatus
 
 KILLED = -signal.SIGKILL
 

@@ -6,12 +6,12 @@ import time
 import pytest
 
 from rlhf.errors import UserError
-from rlhf.launch.lock import run_lock, wait_for_ranks
+from rlhf.ranks.lock import run_lock, wait_for_ranks
 
 RANK = """
 import sys, time
 from pathlib import Path
-from rlhf.launch.lock import hold_rank_lock
+from rlhf.ranks.lock import hold_rank_lock
 hold_rank_lock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(float(sys.argv[2]))

@@ -1,5 +1,5 @@
 from rlhf.config import TrainerConfig
-from rlhf.launch.policy import GiveUp, Restart, RestartPolicy
+from rlhf.launch.restart_policy import GiveUp, Restart, RestartPolicy
 
 
 def policy(**settings) -> RestartPolicy:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from rlhf.launch.status import SCORED, RankError, StatusWriter, clear_statuses, read_statuses
+from rlhf.ranks.status import SCORED, RankError, StatusWriter, clear_statuses, read_statuses
 
 
 def test_events_and_errors_come_back(tmp_path):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlhf.batch import Batch
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.experience.metrics import Summary, merge, slowest, step_metrics
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 
 

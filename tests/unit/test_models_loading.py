@@ -17,7 +17,7 @@ from rlhf.models.loading import (
     load_tokenizer,
     resolve_path,
 )
-from tests.tiny_models import causal_lm, classifier
+from tests.support.tiny_models import causal_lm, classifier
 
 
 def config() -> Config:

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf.data import PromptSet, PromptStream
-from rlhf.data.types import Row
+from rlhf.data.items import Row
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.models.loading import ModelSource, load_tokenizer
 from rlhf.train import PACKAGE

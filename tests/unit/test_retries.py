@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rlhf.checkpoint import retries
-from rlhf.checkpoint.retries import Retries, Stopped, in_threads
+from rlhf.checkpoint.remote import retries
+from rlhf.checkpoint.remote.retries import Retries, Stopped, in_threads
 
 DEADLINE_S = 30.0
 

@@ -212,7 +212,7 @@ def test_a_busy_process_dies_with_a_killed_parent(tmp_path):
 
 
 def test_reward_process_imports_no_torch():
-    code = "import sys, rlhf.reward.worker, rlhf.reward.verifiers; sys.exit('torch' in sys.modules)"
+    code = "import sys, rlhf.reward.scoring_process, rlhf.reward.verifiers; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf.config import RewardConfig
 from rlhf.errors import UserError
-from rlhf.reward import RewardError, RewardItem, RewardResult, Verdict, build_reward
+from rlhf.reward import RewardError, RewardItem, RewardResult, Score, build_reward
 
 REWARDS = """
 import os
@@ -64,13 +64,13 @@ class Model:
         self.called_in: list[threading.Thread] = []
         self.closed = False
 
-    def score(self, items: Sequence[RewardItem]) -> list[Verdict]:
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
         self.called_in.append(threading.current_thread())
         deadline = time.monotonic() + 30
         while self.waits_for and not self.waits_for.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not self.waits_for or self.waits_for.exists(), "the functions must work meanwhile"
-        return [Verdict(float(item.messages[0]["content"])) for item in items]
+        return [Score(float(item.messages[0]["content"])) for item in items]
 
     def close(self) -> None:
         self.closed = True

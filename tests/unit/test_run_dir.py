@@ -4,12 +4,12 @@ import os
 
 import pytest
 
-from rlhf.checkpoint.commit import begin
-from rlhf.checkpoint.layout import POINTER, scan, step_dir, step_of
-from rlhf.checkpoint.run_dir import finished_step, planned_steps, prepare, read_run_file, resume_source
+from rlhf.checkpoint.commit.publication import begin
+from rlhf.checkpoint.start.run_dir import finished_step, planned_steps, prepare, read_run_file, resume_source
 from rlhf.config import Config
 from rlhf.errors import UserError
-from tests.checkpoint_helpers import PlainRole, flip_bit, make_checkpointer, make_config, resume, save_steps
+from rlhf.storage.layout import POINTER, scan, step_dir, step_of
+from tests.support.checkpoints import PlainRole, flip_bit, make_checkpointer, make_config, resume, save_steps
 
 
 @pytest.fixture

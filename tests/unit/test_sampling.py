@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf.rollout.engine import SamplingParams
 from rlhf.rollout.sampling import fold, row_keys, sample, uniform
-from rlhf.rollout.types import SamplingParams
 
 VOCAB = 12
 

@@ -9,8 +9,8 @@ import torch
 from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.backends.training import learning_rate_factor
 from rlhf.config import BackendConfig, OptimConfig
-from tests.numerics.ranks import single_rank
-from tests.numerics.tiny import tiny_qwen2
+from tests.support.numeric_ranks import single_rank
+from tests.support.tiny_updates import tiny_qwen2
 
 TOTAL = 20
 

@@ -16,15 +16,15 @@ from rlhf.config import Config
 from rlhf.config.rollout import ServersConfig
 from rlhf.errors import UserError
 from rlhf.rollout.servers.client import Ask
-from rlhf.rollout.servers.engine import server_gpus, vocab_size
 from rlhf.rollout.servers.fleet import Fleet
-from rlhf.rollout.servers.watch import Process, ServersFailed
+from rlhf.rollout.servers.server_engine import server_gpus, vocab_size
+from rlhf.rollout.servers.watch import ServerHandle, ServersFailed
 
 DEADLINE_S = 60.0
 
 
 @contextmanager
-def fleet(settings: ServersConfig, processes: dict[Path, Process]) -> Iterator[Fleet]:
+def fleet(settings: ServersConfig, processes: dict[Path, ServerHandle]) -> Iterator[Fleet]:
     made = Fleet(settings, processes, Ask([1], {}, 10), capacity=4)
     try:
         yield made

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rlhf.config import RolloutConfig
-from rlhf.parent import SUPERVISOR_PID
+from rlhf.ranks.parent import SUPERVISOR_PID
 from rlhf.rollout.servers.__main__ import with_our_flags
-from rlhf.rollout.servers.process import as_flags, environment, flags, processes_of
+from rlhf.rollout.servers.server_process import as_flags, environment, flags, processes_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -13,8 +13,8 @@ import xxhash
 
 from rlhf.config import RolloutConfig
 from rlhf.rollout.servers.control import CallFailed, get, in_parallel, post
-from rlhf.rollout.servers.pull import Lender, address_towards, fetch
-from rlhf.rollout.servers.transfer import Transfer, buckets
+from rlhf.rollout.servers.weights.pull import Lender, address_towards, fetch
+from rlhf.rollout.servers.weights.push import WeightPush, buckets
 
 CPU = torch.device("cpu")
 HERE = "127.0.0.1"
@@ -54,7 +54,7 @@ def test_weights_are_walked_to_their_end_without_any_server():
             yield name, torch.zeros(2)
 
     nobody = f"http://{HERE}:{free_port()}"
-    outcome = Transfer(RolloutConfig(), CPU).send([nobody], weights(), "1")
+    outcome = WeightPush(RolloutConfig(), CPU).send([nobody], weights(), "1")
     assert "refused" in (outcome[nobody] or "")
     assert walked == ["a", "b"]
 

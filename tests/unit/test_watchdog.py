@@ -5,8 +5,8 @@ import pytest
 from rlhf.config.trainer import TrainerConfig
 from rlhf.launch.evidence import AttemptResult, Ending, Hang, classify, describe_rank, first_cause, report
 from rlhf.launch.stacks import frames_of, shown, waits_for_peers
-from rlhf.launch.status import StatusWriter, keep_stacks, read_statuses, stacks_file
 from rlhf.launch.watchdog import Watchdog
+from rlhf.ranks.status import StatusWriter, keep_stacks, read_statuses, stacks_file
 
 SAVE_S = 900.0
 LOOP = {"step.begin": 1, "rollout.before": 20, "rollout.after": 4, "update.before": 30}
@@ -227,7 +227,7 @@ def test_status_keeps_the_loop_and_the_save_behind_it_apart(tmp_path):
 
 def test_an_event_that_comes_often_is_noted_ten_times_a_second(tmp_path, monkeypatch):
     clock = iter([100.0, 100.5, 100.55, 100.7, 100.71])
-    monkeypatch.setattr("rlhf.launch.status.time.time", lambda: next(clock))
+    monkeypatch.setattr("rlhf.ranks.status.time.time", lambda: next(clock))
     writer = StatusWriter(tmp_path, 0)
     noted = []
     for event in ("update.mid", "update.mid", "update.mid", "update.after"):

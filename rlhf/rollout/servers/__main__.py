@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rlhf.parent import die_with_parent
-from rlhf.rollout.servers.receiver import BACKEND, SERVER_PID
+from rlhf.ranks.parent import die_with_parent
+from rlhf.rollout.servers.weights.plugin import BACKEND, SERVER_PID
 
 DEFAULTS = ["--host", "127.0.0.1", "--served-model-name", "policy", "--disable-uvicorn-access-log"]
 REQUIRED = [

@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 
 from rlhf.errors import UserError
-from rlhf.rollout.types import Request, Sample, SamplingParams
-from rlhf.rollout.vllm.sampling import sampling_kwargs
+from rlhf.rollout.engine import Request, Sample, SamplingParams
+from rlhf.rollout.vllm.requests import sampling_kwargs
 
 CONNECT_S = 10.0
 LOWEST_LOG_PROB = -9999.0

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf.config.rollout import ServersConfig
+from rlhf.rollout.engine import Sample
 from rlhf.rollout.servers.client import Ask
-from rlhf.rollout.servers.watch import Outcome, Process, Watch, Work
-from rlhf.rollout.types import Sample
+from rlhf.rollout.servers.watch import FleetState, ServerHandle, Watch, Work
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -28,7 +28,9 @@ class Fleet:
     server decodes together. A `label` names weights: only servers with the one that is wanted are asked, and answers by others are refused.
     """
 
-    def __init__(self, settings: ServersConfig, processes: Mapping[Path, Process], ask: Ask, *, capacity: int) -> None:
+    def __init__(
+        self, settings: ServersConfig, processes: Mapping[Path, ServerHandle], ask: Ask, *, capacity: int
+    ) -> None:
         self._processes = processes
         self._watch = Watch(settings, processes, ask, capacity=capacity)
         self._began = threading.Event()
@@ -37,7 +39,7 @@ class Fleet:
         self._thread.start()
         self._began.wait()
 
-    def wait(self, seconds: float, generating: bool = True) -> Outcome | None:
+    def wait(self, seconds: float, generating: bool = True) -> FleetState | None:
         """What the fleet has come to, or None after so many seconds.
 
         `weights`: the generation cannot go on before a server gets weights. Without one, `ready`: a server lives.

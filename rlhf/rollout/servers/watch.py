@@ -15,12 +15,12 @@ import aiohttp
 from rlhf.config.rollout import ServersConfig
 from rlhf.config.vllm_versions import server_problem
 from rlhf.errors import UserError
+from rlhf.rollout.engine import Request, Sample, SamplingParams
 from rlhf.rollout.servers.client import Ask, ServerClient, ServerFailure, StaleAnswer
 from rlhf.rollout.servers.health import Budget, ServerHealth
-from rlhf.rollout.types import Request, Sample, SamplingParams
 
 log = logging.getLogger(__name__)
-Outcome = Literal["ready", "weights", "done"]
+FleetState = Literal["ready", "weights", "done"]
 
 TICK_S = 0.25
 """Between two looks at the servers when nothing happens."""
@@ -30,7 +30,7 @@ class ServersFailed(RuntimeError):
     """The rollout servers failed more often than rollout.servers.max_failures allows."""
 
 
-class Process(Protocol):
+class ServerHandle(Protocol):
     """A server that we start ourselves."""
 
     @property
@@ -57,7 +57,7 @@ class _Member:
     health: ServerHealth
     client: ServerClient
     url: str
-    process: Process | None = None
+    process: ServerHandle | None = None
     log: Path | None = None
     starts: int = 0
     pushing: bool = False
@@ -80,7 +80,9 @@ class _Generation:
 class Watch:
     """All of it runs in one event loop. For the arguments, and what the methods mean, see `Fleet`."""
 
-    def __init__(self, settings: ServersConfig, processes: Mapping[Path, Process], ask: Ask, *, capacity: int) -> None:
+    def __init__(
+        self, settings: ServersConfig, processes: Mapping[Path, ServerHandle], ask: Ask, *, capacity: int
+    ) -> None:
         self.closing = False
         self.error: BaseException | None = None
         """What nothing of the fleet can mend."""
@@ -113,12 +115,12 @@ class Watch:
                     await asyncio.wait_for(self._wake.wait(), TICK_S)
                 self._wake.clear()
 
-    def _member(self, url: str, now: float, process: Process | None = None, log: Path | None = None) -> _Member:
+    def _member(self, url: str, now: float, process: ServerHandle | None = None, log: Path | None = None) -> _Member:
         health = ServerHealth(self._settings, self._budget, ours=process is not None, now=now)
         client = ServerClient(self._session, url, self._ask, self._settings.answer_timeout_s)
         return _Member(health, client, url, process, log)
 
-    async def until(self, generating: bool, seconds: float) -> Outcome | None:
+    async def until(self, generating: bool, seconds: float) -> FleetState | None:
         """See `Fleet.wait`."""
         outcome_now = self._ended if generating else self._ready
         self._budget.needed = True
@@ -166,11 +168,11 @@ class Watch:
         serving = sum(member.health.state == "serving" for member in self._members)
         return {"perf/servers_serving": float(serving)} | {f"perf/{name}": float(counts[name]) for name in names}
 
-    def _ready(self) -> Outcome | None:
+    def _ready(self) -> FleetState | None:
         self._check()
         return "ready" if any(m.health.state in ("stale", "serving") for m in self._members) else None
 
-    def _ended(self) -> Outcome | None:
+    def _ended(self) -> FleetState | None:
         self._check()
         assert self._generation is not None
         if len(self._generation.samples) == len(self._generation.work):

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf.checkpoint.coordinator import Coordinator
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.rollout.types import Request, Sample, SamplingParams, Weights
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.rollout.engine import Request, Sample, SamplingParams, Weights
 from rlhf.rollout.vllm.heads import repack_heads
-from rlhf.rollout.vllm.sampling import request_seed, sampling_kwargs
-from rlhf.rollout.vllm.surroundings import Surroundings
+from rlhf.rollout.vllm.process_state import ProcessState
+from rlhf.rollout.vllm.requests import request_seed, sampling_kwargs
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # all of it in this process
@@ -44,7 +44,7 @@ class VllmEngine:
     batch. With the same requests it is the same to the bit, whatever was generated before.
 
     Args:
-        llm: `vllm.LLM`, made in `surroundings`. Its weights come with the first update.
+        llm: `vllm.LLM`, made in `process_state`. Its weights come with the first update.
         shapes: of the weights that an update must bring; for those that are tied, each of their names in one tuple.
         eos: the tokens that end a response.
         group: the ranks that this engine is spread over.
@@ -53,7 +53,7 @@ class VllmEngine:
     def __init__(
         self,
         llm: Any,
-        surroundings: Surroundings,
+        process_state: ProcessState,
         config: Config,
         shapes: Mapping[tuple[str, ...], torch.Size],
         eos: Sequence[int],
@@ -63,7 +63,7 @@ class VllmEngine:
     ) -> None:
         self.version = 0
         self._llm = llm
-        self._surroundings = surroundings
+        self._surroundings = process_state
         self._structured_outputs = config.rollout.structured_outputs
         self._limit = config.data.max_prompt_length + config.data.max_response_length
         self._shapes = shapes
@@ -227,8 +227,8 @@ def build_vllm_engine(
     first = coordinator.rank // tensor_parallel * tensor_parallel
     ranks = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(device.index or 0)}
     # For a CPU vLLM compiles two small functions, which takes longer than they ever save.
-    surroundings = Surroundings(ENVIRONMENT | ranks, compiles=device.type == "cuda")
-    with tempfile.TemporaryDirectory(prefix="rlhf-vllm-") as scratch, surroundings.entered():
+    process_state = ProcessState(ENVIRONMENT | ranks, compiles=device.type == "cuda")
+    with tempfile.TemporaryDirectory(prefix="rlhf-vllm-") as scratch, process_state.entered():
         folder = Path(scratch)
         for name, content in files.items():
             (folder / name).write_bytes(content)
@@ -237,7 +237,7 @@ def build_vllm_engine(
         llm = _start(arguments, coordinator.broadcast(uuid.uuid4().hex), device)
     sleep_level = rollout.sleep_level if device.type == "cuda" else 0
     group = range(first, first + tensor_parallel)
-    engine = VllmEngine(llm, surroundings, config, shapes, eos, coordinator, group, sleep_level)
+    engine = VllmEngine(llm, process_state, config, shapes, eos, coordinator, group, sleep_level)
     engine.sleep()
     return engine
 

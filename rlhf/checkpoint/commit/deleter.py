@@ -1,0 +1,44 @@
+"""Empties the trash behind the training. What it does not get to, or a kill leaves half deleted, goes at the next start."""
+
+import logging
+import threading
+from pathlib import Path
+
+from rlhf.checkpoint.commit.publication import delete
+
+log = logging.getLogger(__name__)
+
+
+class Deleter:
+    """Deletes what was renamed to trash, one directory after another, in a thread that lives for as long as there is any."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._trash: list[Path] = []
+
+    def take(self, trash: Path) -> None:
+        """Delete `trash` soon; nobody else may touch it from now on."""
+        with self._changed:
+            self._trash.append(trash)
+            if len(self._trash) == 1:
+                # A daemon: the end of the process, a crash above all, does not wait for it. Who wants to, calls `wait`.
+                threading.Thread(target=self._run, name="checkpoint-deleter", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all that was taken is gone (or was reported as not removable), at most `timeout_s` seconds; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._trash, timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            trash = self._trash[0]
+            try:
+                delete(trash)
+            except OSError as error:
+                # It costs room, not the run.
+                log.error("%s could not be removed (%s); the next start tries again.", trash, error)
+            with self._changed:
+                del self._trash[0]
+                self._changed.notify_all()
+                if not self._trash:
+                    return

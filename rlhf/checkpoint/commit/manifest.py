@@ -1,0 +1,134 @@
+"""manifest.json: the list of what was committed and the proof that it is whole. A directory without a valid one is not a checkpoint."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from rlhf.storage.disk_errors import DamagedCheckpoint, is_unreadable
+from rlhf.storage.files import WrittenFile, write_file
+from rlhf.storage.layout import MANIFEST
+from rlhf.storage.reading import CheckedFiles
+
+FORMAT = 3
+DOMAINS = "domains"
+"""In a file's entry: the storage domains (see coordinator.py) that have it, at the save. Without it, each of them has."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds. `files` maps each path to its size and hashes; the manifest's own text carries a checksum of itself.
+
+    Where nodes have disks of their own, the same manifest lies on each, and the entries say which files are not on all of them (`DOMAINS`).
+
+    `fingerprints` are of the files that settings name (`model.path` and so on). `linked` maps each folder whose files this save did not
+    write to the checkpoint that it shares them with. `metrics` are the figures of the step.
+    """
+
+    step: int
+    world_size: int
+    backend: str
+    contents: list[str]
+    roles: list[str]
+    config_hash: str
+    fingerprints: dict[str, str]
+    created: str
+    versions: dict[str, str]
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    linked: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    format: int = FORMAT
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the save wrote, the manifest itself aside."""
+        return sum(entry["size"] for entry in self.files.values()) - self.linked_bytes
+
+    @property
+    def linked_bytes(self) -> int:
+        """Bytes of the files that it linked instead."""
+        return sum(entry["size"] for folder in self.linked for entry in self.in_folder(folder).values())
+
+    def in_folder(self, folder: str) -> dict[str, dict[str, Any]]:
+        """The part of `files` that lies in `folder`."""
+        return {name: entry for name, entry in self.files.items() if name.startswith(f"{folder}/")}
+
+    def expected_at(self, root: Path) -> list[str]:
+        """The files that must lie at `root`: all of them or, on a disk that a node has for itself, those of its storage domain.
+
+        That is the domain of which most files are there. Files of others that are there as well count too.
+        """
+        domains = {domain for entry in self.files.values() for domain in entry.get(DOMAINS, ())}
+        there = {name for name, entry in self.files.items() if DOMAINS not in entry or (root / name).is_file()}
+        parts = [{name for name, entry in self.files.items() if domain in entry.get(DOMAINS, ())} for domain in domains]
+        own = max(parts, key=lambda part: len(part & there), default=set())
+        return [name for name in self.files if name in there | own]
+
+
+def describe(files: list[WrittenFile]) -> dict[str, dict[str, Any]]:
+    """`Manifest.files` from what the writers returned."""
+    return {f.path: {"size": f.size, "xxh3_128": f.xxh3_128} for f in sorted(files, key=lambda f: f.path)}
+
+
+def _text(payload: dict[str, Any]) -> bytes:
+    body = json.dumps(payload, indent=1, sort_keys=True)
+    checksum = xxhash.xxh3_128(body.encode()).hexdigest()
+    return (json.dumps({"payload": payload, "checksum": checksum}, indent=1, sort_keys=True) + "\n").encode()
+
+
+def write_manifest(root: Path, manifest: Manifest) -> None:
+    """Write and fsync `root/manifest.json`, the last file of a checkpoint."""
+    write_file(root, MANIFEST, [_text(asdict(manifest))])
+
+
+def read_manifest(root: Path) -> Manifest:
+    """The manifest of a checkpoint; raises DamagedCheckpoint unless every byte of it is as written."""
+    path = root / MANIFEST
+    try:
+        raw = path.read_bytes()
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise DamagedCheckpoint(f"{root} has no {MANIFEST}: it was never committed") from None
+    except OSError as error:
+        if is_unreadable(error):
+            raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+        raise
+    try:
+        payload = json.loads(raw)["payload"]
+        # One text per content: comparing whole texts also catches a flip that JSON would forgive, such as one in white space.
+        if _text(payload) != raw:
+            raise ValueError("its checksum does not match")
+        if payload["format"] != FORMAT:
+            raise ValueError(f"format {payload['format']} is not {FORMAT}")
+        manifest = Manifest(**payload)
+        if not all(isinstance(figure, int | float) for figure in manifest.metrics.values()):
+            raise ValueError("its metrics are not all numbers")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
+    for name in manifest.files:
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts:
+            raise DamagedCheckpoint(f"{path} names {name!r}, which points outside the checkpoint")
+    return manifest
+
+
+def verify_files(root: Path, manifest: Manifest, names: list[str] | None = None) -> list[str]:
+    """Compare files with the manifest (all, or `names`) by size and hashes; returns one line per damaged file, none when intact."""
+    files = CheckedFiles(root, manifest.files)
+    problems = []
+    for name in manifest.files if names is None else names:
+        try:
+            files.check_entry(name)
+            files.prove(name, files.blocks(name))
+        except DamagedCheckpoint as problem:
+            problems.append(str(problem))
+    return problems
+
+
+def verify(root: Path) -> Manifest:
+    """Read the manifest and check every file against it that must lie here; raises DamagedCheckpoint that lists what is wrong."""
+    manifest = read_manifest(root)
+    if problems := verify_files(root, manifest, manifest.expected_at(root)):
+        raise DamagedCheckpoint(f"{root} is damaged: " + "; ".join(problems))
+    return manifest

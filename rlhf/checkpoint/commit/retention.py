@@ -1,0 +1,99 @@
+"""Which checkpoints stay: the newest, every n-th, the best by a metric. Decided after each save from what lies in the directory.
+
+Nothing is remembered between saves, so a restart changes nothing. Files that several checkpoints share by hard links need no care: the file
+system keeps them for as long as any checkpoint has them.
+"""
+
+import logging
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from rlhf.checkpoint.commit.deleter import Deleter
+from rlhf.checkpoint.commit.manifest import read_manifest
+from rlhf.checkpoint.commit.publication import to_trash
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.events import announce
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.layout import scan, step_of
+
+log = logging.getLogger(__name__)
+NO_FIGURE = math.nan
+"""The figure of a checkpoint whose step was not evaluated."""
+
+
+def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> dict[int, list[str]]:
+    """Why the checkpoint of each step stays: any of `newest`, `for good`, `best`, `unreadable`; none for one that may go.
+
+    `figures` has `settings.best_metric` of each step; one that is not finite is never best, and of two equal ones the newer is better. None
+    is a checkpoint whose manifest cannot be read: it may be among the best, so it stays while there is a ranking.
+    """
+    steps = sorted(figures, reverse=True)
+    ranked = sorted(
+        ((figure, step) for step, figure in figures.items() if figure is not None and math.isfinite(figure))
+    )
+    every, best = settings.keep_every, settings.keep_best
+    kept = {
+        "newest": steps[: settings.max_to_keep],
+        # The start of a run is a multiple of everything, and nothing that training has made.
+        "for good": [step for step in steps if every and step and step % every == 0],
+        "best": [step for _, step in ranked[::-1][:best]],
+        "unreadable": [step for step in steps if best and figures[step] is None],
+    }
+    return {step: [reason for reason, chosen in kept.items() if step in chosen] for step in steps}
+
+
+def victims(
+    run_dir: Path, settings: CheckpointConfig, newest_step: int, coming: Mapping[str, float] | None = None
+) -> list[Path]:
+    """The checkpoints that may go once that of `newest_step` is published, oldest first; it is never among them.
+
+    `coming` are its metrics while it is not published yet. A checkpoint later than `newest_step` is there only when it could neither be
+    read nor set aside: it does not count, and it is left alone.
+    """
+    paths = {step: path for path in scan(run_dir) if (step := step_of(path)) is not None and step <= newest_step}
+    figures = {step: _figure(path, settings) for step, path in paths.items()}
+    if coming is not None:
+        figures[newest_step] = coming.get(settings.best_metric, NO_FIGURE)
+    return [paths[step] for step, why in sorted(reasons(figures, settings).items()) if not why]
+
+
+def _figure(path: Path, settings: CheckpointConfig) -> float | None:
+    if not settings.keep_best:
+        return NO_FIGURE
+    try:
+        return read_manifest(path).metrics.get(settings.best_metric, NO_FIGURE)
+    except (DamagedCheckpoint, OSError) as error:
+        log.warning("%s is kept: it may be among the best, but %s", path, error)
+        return None
+
+
+def survivors(run_dir: Path, settings: CheckpointConfig, step: int) -> set[int] | None:
+    """The steps that stay here once that of `step` is published; None when the disk does not say."""
+    try:
+        going = {path.name for path in victims(run_dir, settings, step)}
+        return {step_of(path) or 0 for path in scan(run_dir) if path.name not in going}
+    except OSError as error:
+        log.error("The old checkpoints in %s could not be looked through: %s", run_dir, error)
+        return None
+
+
+def apply(
+    run_dir: Path, settings: CheckpointConfig, step: int, deleter: Deleter, spared: Collection[int] = ()
+) -> list[int]:
+    """Remove what no rule keeps, now that the checkpoint of `step` is published; returns the removed steps. `spared` ones stay.
+
+    Each one loses its name at once, by a rename to trash; `deleter` deletes the bytes. Never raises for the disk's sake.
+    """
+    removed: list[int] = []
+    try:
+        for path in victims(run_dir, settings, step):
+            if step_of(path) in spared:
+                continue
+            announce("commit.prune")
+            deleter.take(to_trash(path))
+            removed.append(step_of(path) or 0)
+    except OSError as error:
+        # The new checkpoint is published; an old one that cannot be removed costs room, not the run.
+        log.error("An old checkpoint in %s could not be removed: %s", run_dir, error)
+    return removed

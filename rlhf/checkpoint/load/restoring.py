@@ -1,0 +1,286 @@
+"""Loading one checkpoint: every rank reads what it restores, proves it while it reads, and shares out the proof of the rest."""
+
+import json
+import logging
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from safetensors.torch import load as load_safetensors
+from torch import Tensor
+
+from rlhf.checkpoint.commit.manifest import Manifest
+from rlhf.checkpoint.load.locations import Fetched, FileLocations
+from rlhf.checkpoint.save.snapshot import HF_FOLDER, RunState
+from rlhf.errors import UserError
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.rng import seed_everything, set_rng_state
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.layout import CARRIED, DRIVER_STATE, REFERENCE, SCHEDULE, rank_file
+from rlhf.storage.reading import CheckedFiles
+from rlhf.storage.shards import INDEX, Shards, TensorReader
+
+log = logging.getLogger(__name__)
+REST = "other"
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Bytes read, and the seconds that it took."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What was restored, and how long it took from the manifest to the last generator.
+
+    `by_part` has the bytes that all ranks read and the seconds of the slowest one: of each role's tensors, of the reference's (`ref`), and
+    of all else that was restored or only proven (`other`).
+    """
+
+    path: Path
+    manifest: Manifest
+    by_part: dict[str, Throughput]
+    seconds: float
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that all ranks read."""
+        return sum(transfer.bytes for transfer in self.by_part.values())
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes, seconds and bytes per second: of all under `perf/load_*`, of each part under `perf/load_*/PART`."""
+        named = {"": Throughput(self.total_bytes, self.seconds)}
+        named |= {f"/{part}": transfer for part, transfer in self.by_part.items()}
+        figures: dict[str, float] = {}
+        for name, transfer in named.items():
+            figures[f"perf/load_seconds{name}"] = transfer.seconds
+            figures[f"perf/load_bytes{name}"] = transfer.bytes
+            figures[f"perf/load_bytes_per_second{name}"] = transfer.bytes / max(transfer.seconds, 1e-9)
+        return figures
+
+
+def load_state(
+    parts: FileLocations, state: RunState, load_contents: list[str], seed: int, coordinator: Coordinator
+) -> LoadResult:
+    """Put everything of `state` and this rank's generators where a checkpoint has them; in place, so that it can be repeated. Collective.
+
+    What lies only on another node's disk is fetched from there first, as far as ranks here read it. Raises DamagedCheckpoint on every rank
+    unless each byte of the checkpoint is as committed: tensors may be overwritten by then, all else is untouched. Parts of the driver state
+    that the checkpoint does not know start at their beginning, with a warning.
+    """
+    started = time.monotonic()
+    loading = _Loading(parts, state, load_contents, coordinator)
+    fetched = Fetched(parts, coordinator)
+    try:
+        if len(parts.held) > 1:
+            for ask in (loading.ask_for_indices, loading.ask_for_the_rest):
+                loading.raise_together(coordinator.everywhere(ask))
+                fetched.get(loading.files, loading.wanted)
+        loading.raise_together(found := coordinator.everywhere(loading.read))
+        proven = [outcome.checked for outcome in found]
+        loading.raise_together(found := coordinator.everywhere(lambda: loading.prove_rest(proven)))
+        coordinator.everywhere(lambda: loading.apply(seed))
+        size = sum(coordinator.gather(fetched.bytes)) if len(parts.held) > 1 else 0
+        if size and coordinator.is_leader:
+            log.info("Fetched %.1f MiB of %s from other nodes' disks.", size / 2**20, parts.path.name)
+    finally:
+        fetched.remove()
+    ranks = [outcome.transfers for outcome in found]
+    by_part = {
+        part: Throughput(sum(rank[part].bytes for rank in ranks), max(rank[part].seconds for rank in ranks))
+        for part in loading.outcome.transfers
+    }
+    return LoadResult(parts.path, parts.manifest, by_part, time.monotonic() - started)
+
+
+@dataclass
+class _Outcome:
+    """What a rank tells the others: damage, one line each; the blocks that it has proven, by file; what it read so far."""
+
+    damage: list[str] = field(default_factory=list)
+    checked: dict[str, set[int]] = field(default_factory=dict)
+    transfers: dict[str, Throughput] = field(default_factory=dict)
+
+
+class _Loading:
+    """One rank's part of it. Damage is noted and not raised, so that a rank that meets some makes the same calls as its peers."""
+
+    def __init__(self, parts: FileLocations, state: RunState, contents: list[str], coordinator: Coordinator) -> None:
+        self._parts, self._path, self._manifest = parts, parts.path, parts.manifest
+        self._state, self._contents = state, contents
+        self._rank, self._world_size, self._domains = coordinator.rank, coordinator.world_size, coordinator.domains
+        self.files = CheckedFiles(parts.path, parts.manifest.files)
+        self.outcome = _Outcome(checked=self.files.checked)
+        self.wanted: dict[str, Collection[int]] = {}
+        """The blocks of each file that this rank asks for."""
+        self._documents: dict[str, bytes] = {}
+
+    def raise_together(self, outcomes: list[_Outcome]) -> None:
+        """Raise DamagedCheckpoint with what all ranks have noted, if any has."""
+        if lines := dict.fromkeys(line for outcome in outcomes for line in outcome.damage):
+            raise DamagedCheckpoint(f"{self._path} is damaged: " + "; ".join(lines))
+
+    def ask_for_indices(self) -> _Outcome:
+        """Want what must be there before `ask_for_the_rest` can tell more."""
+        names = [f"{folder}/{INDEX}" for _, folder, *_ in self._tensors()]
+        self.wanted = {name: self.files.blocks(name) for name in names if name in self._manifest.files}
+        return self.outcome
+
+    def ask_for_the_rest(self) -> _Outcome:
+        """Want all that `read` reads."""
+        self.wanted |= {name: self.files.blocks(name) for name in self._own_documents()}
+        for _, folder, shards, what, setting in self._tensors():
+            with self._noting():
+                if PurePosixPath(folder).name == HF_FOLDER:
+                    self.wanted |= {name: self.files.blocks(name) for name in self._manifest.in_folder(folder)}
+                else:
+                    self.wanted |= self._reader(folder, shards, what, setting).blocks(shards)
+        return self.outcome
+
+    def read(self) -> _Outcome:
+        """Fill the tensors, and read whatever else this rank restores."""
+        for part, folder, shards, what, setting in self._tensors():
+            with self._part(part), self._noting():
+                self._reader(folder, shards, what, setting).read_into(shards)
+        with self._part(REST):
+            for name in self._own_documents():
+                with self._noting():
+                    self._documents[name] = self.files.content(name)
+        return self.outcome
+
+    def prove_rest(self, proven: list[dict[str, set[int]]]) -> _Outcome:
+        """Prove this rank's share of what no rank had a use for, given the blocks that each has proven.
+
+        A model that was saved for others to open is damaged if its file is, whatever the run itself reads.
+        """
+        mine = self._domains[self._rank]
+        peers = [rank for rank, domain in enumerate(self._domains) if domain == mine]
+        # Each file is left to one domain that has it, or to the driver's if it is gone.
+        names = [name for name in self._manifest.files if self._parts.holder(name) == mine]
+        rest = []
+        for name in names:
+            done = set().union(*(blocks.get(name, ()) for blocks in proven))
+            rest += [(name, block) for block in self.files.blocks(name) if block not in done]
+        place = peers.index(self._rank)
+        begin, end = (len(rest) * n // len(peers) for n in (place, place + 1))
+        share: dict[str, list[int]] = {}
+        for name, block in rest[begin:end]:
+            share.setdefault(name, []).append(block)
+        with self._part(REST):
+            for name in names[place :: len(peers)]:
+                with self._noting():
+                    self.files.check_entry(name)
+            for name, blocks in share.items():
+                with self._noting():
+                    self.files.prove(name, blocks)
+        return self.outcome
+
+    def apply(self, seed: int) -> None:
+        """Take over what was read."""
+        state = self._state
+        for role in state.roles.values():
+            role.after_load()
+        if "extra" in self._contents:
+            for name, role in state.roles.items():
+                role.load_extra_state(json.loads(self._documents[f"{name}/{SCHEDULE}"]))
+        if state.carried is not None:
+            state.carried.load_tensors([_tensors(self._documents[name]) for name in self._carried()])
+        elif self._manifest.in_folder(CARRIED) and self._rank == 0:
+            log.warning(
+                "%s has samples carried over to later steps; this run does not carry any, they are dropped.", self._path
+            )
+        saved = json.loads(self._documents[DRIVER_STATE])
+        state.driver.load_state_dict(saved)
+        for name, part in state.parts.items():
+            if name not in saved and self._rank == 0:
+                log.warning("%s has no state of %s, which starts at its beginning.", self._path, name)
+            part.load_state_dict(saved[name] if name in saved else json.loads(state.initial_parts[name]))
+        # Last: nothing that is loaded may move the generators.
+        if "extra" in self._contents:
+            self._set_rng(seed)
+
+    def _tensors(self) -> Iterator[tuple[str, str, Shards, str, str]]:
+        """Each folder of tensors that is read: its part of the transfer, its name, where they go, and what it is from which setting."""
+        for name, role in self._state.roles.items():
+            if name not in self._manifest.roles:
+                raise UserError(f"{self._path} has no {name}; it holds {', '.join(self._manifest.roles)}.")
+            setting = "critic.path" if name == "critic" else "model.path"
+            if {"model", "hf_model"} & set(self._contents):
+                folder = "model" if "model" in self._contents else HF_FOLDER
+                yield name, f"{name}/{folder}", role.model_shards(), f"{name}'s weights", setting
+            if "optimizer" in self._contents:
+                yield name, f"{name}/optimizer", role.optimizer_shards(), f"{name}'s optimizer", setting
+        if self._state.reference is not None:
+            yield "ref", REFERENCE, self._state.reference.shards(), "reference weights", "model.path"
+
+    def _reader(self, folder: str, shards: Shards, what: str, setting: str) -> TensorReader:
+        if PurePosixPath(folder).name == HF_FOLDER:
+            # By the manifest, not by what lies there: only those files can be proven.
+            files = [f for f in map(PurePosixPath, self._manifest.files) if f.parent == PurePosixPath(folder)]
+            weights = [f.name for f in files if f.suffix == ".safetensors"]
+            reader = TensorReader.of_whole_tensors(self.files, folder, weights)
+        else:
+            reader = TensorReader.of_component(self.files, folder)
+        if mismatches := reader.mismatches(shards):
+            shown = "; ".join(mismatches[:5]) + (f"; and {len(mismatches) - 5} more" if len(mismatches) > 5 else "")
+            raise UserError(f"{what} in {self._path} are of another architecture than {setting}: {shown}.")
+        return reader
+
+    def _own_documents(self) -> list[str]:
+        """The small files that this rank takes over."""
+        names = [DRIVER_STATE]
+        if self._state.carried is not None:
+            names += self._carried()
+        if "extra" in self._contents:
+            names += [f"{role}/{SCHEDULE}" for role in self._state.roles]
+            names += [name for name in [self._rng_file] if name in self._manifest.files]
+        return names
+
+    def _carried(self) -> list[str]:
+        """What the ranks of the save carried and this one takes over: its own, and at another world size every W-th."""
+        saved = range(self._rank, self._manifest.world_size, self._world_size)
+        names = [f"{CARRIED}/{rank_file(rank)}" for rank in saved]
+        return [name for name in names if name in self._manifest.files]
+
+    @property
+    def _rng_file(self) -> str:
+        return f"rng/{rank_file(self._rank)}"
+
+    def _set_rng(self, seed: int) -> None:
+        if self._rng_file in self._documents:
+            set_rng_state(_tensors(self._documents[self._rng_file]))
+            return
+        log.warning(
+            "%s was saved by %d ranks and has no RNG state for rank %d; seeded afresh.",
+            self._path,
+            self._manifest.world_size,
+            self._rank,
+        )
+        seed_everything(seed + self._manifest.step, self._rank)
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except DamagedCheckpoint as problem:
+            self.outcome.damage.append(str(problem))
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        """Add what happens inside to the transfer `name`."""
+        before, started = self.files.bytes_read, time.monotonic()
+        yield
+        known = self.outcome.transfers.get(name, Throughput())
+        self.outcome.transfers[name] = Throughput(
+            known.bytes + self.files.bytes_read - before, known.seconds + time.monotonic() - started
+        )
+
+
+def _tensors(content: bytes) -> dict[str, Tensor]:
+    # Clones: none keeps the bytes of all.
+    return {name: tensor.clone() for name, tensor in load_safetensors(content).items()}

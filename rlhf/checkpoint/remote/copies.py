@@ -1,0 +1,316 @@
+"""Copies of published checkpoints in a remote folder, made behind the training. Failures are retried, logged and counted, never raised."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlhf.checkpoint.commit.manifest import read_manifest
+from rlhf.checkpoint.remote.remote_start import claim
+from rlhf.checkpoint.remote.remote_store import (
+    CHUNK,
+    COPY,
+    RUN_FILES,
+    THREADS,
+    LocalFault,
+    RemoteStore,
+    describe_run_files,
+    hash_of,
+    object_name,
+)
+from rlhf.checkpoint.remote.retries import Retries, Stopped, in_threads
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.events import announce
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import BlockHashes
+from rlhf.storage.layout import HISTORY, MANIFEST, PIN, RUN_FILE, fresh_name, scan, step_dir, step_of
+
+log = logging.getLogger(__name__)
+STALLED_S = 300.0
+
+
+class RemoteCopies:
+    """Keeps the remote folder of a run up to date, newest checkpoint first. For the leader only; all network calls are in its own thread.
+
+    What is published in the run directory and not complete there is pending, whoever published it: a restart needs no memory.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._run_dir = config, config.run_dir
+        self._keep = config.checkpoint.remote_max_to_keep
+        self._retries = Retries(f"checkpoint.remote={config.checkpoint.remote}", stalled_s=STALLED_S)
+        self._changed = threading.Condition()
+        self._pending: set[int] = set()
+        self._busy = True  # until the first look at what is there
+        self._started = self._over = False
+        self._pin: Path | None = None
+        self._complete: dict[int, str] = {}  # step -> hash of its manifest; this run's only
+        self._bytes, self._seconds = 0, 0.0
+
+    def start(self) -> None:
+        """Begin with what an earlier start left to do, unless it has begun; returns at once."""
+        if self._started:
+            return
+        self._started = True
+        remove_pins(self._run_dir)
+        self._pending.update(step for path in scan(self._run_dir) if (step := step_of(path)) is not None)
+        threading.Thread(target=self._work, name="remote-copies", daemon=True).start()
+
+    def published(self, path: Path) -> None:
+        """Copy the checkpoint that was just published as `path`, when its turn comes."""
+        with self._changed:
+            self._pending.add(step_of(path) or 0)
+            self._changed.notify_all()
+
+    def metrics(self) -> dict[str, float]:
+        """Checkpoints pending and failed calls so far; bytes and seconds of the copies completed since the last call, if any were."""
+        with self._changed:
+            found: dict[str, float] = {
+                "perf/remote_pending": len(self._pending),
+                "perf/remote_failures": self._retries.failures,
+            }
+            if self._bytes:
+                found |= {"perf/remote_bytes": self._bytes, "perf/remote_seconds": self._seconds}
+            self._bytes, self._seconds = 0, 0.0
+            return found
+
+    def make_way(self) -> None:
+        """Give up the copy under way if it is all that keeps a removed checkpoint's bytes on the disk; for a save that is short of room."""
+        with self._changed:
+            pin, self._pin = self._pin, None
+            if pin is not None and not (self._run_dir / pin.name.split("-")[1]).exists():
+                log.warning("%s is not copied to checkpoint.remote: a save needs its room.", pin.name.split("-")[1])
+                shutil.rmtree(pin, ignore_errors=True)
+            else:
+                self._pin = pin
+
+    def finish(self, deadline_s: float) -> list[int]:
+        """End the copying: wait for what is pending, at most `deadline_s` seconds; returns the steps that are left, newest first."""
+        self._retries.hurry()
+        end = time.monotonic() + deadline_s
+        with self._changed:
+            while self._started and not self._over and (self._pending or self._busy) and time.monotonic() < end:
+                announce("commit.remote")  # this rank waits, it does not hang
+                self._changed.wait(min(1.0, max(0.0, end - time.monotonic())))
+            left = sorted(self._pending, reverse=True)
+        self._retries.stop()
+        with self._changed:
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._over or not self._started, 1.0)
+        if left:
+            names = ", ".join(step_dir(Path(), step).name for step in left)
+            log.warning(
+                "Not copied to checkpoint.remote=%s: %s. The next start goes on with it.",
+                self._config.checkpoint.remote,
+                names,
+            )
+        return left
+
+    def _work(self) -> None:
+        try:
+            store = self._retries.call("opening", partial(RemoteStore, self._config))
+            claim(store, self._config, self._retries)
+            self._look(store)
+            while True:
+                self._copy_next(store)
+        except Stopped:
+            pass
+        except UserError as error:
+            log.error("%s No more checkpoints are copied there; training goes on.", error)
+        except Exception:
+            log.exception("No more checkpoints are copied to checkpoint.remote; training goes on.")
+        finally:
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+
+    def _look(self, store: RemoteStore) -> None:
+        """Learn what is complete, and remove what earlier starts left half copied or half removed."""
+        run_id, others = _run_id(self._run_dir), 0
+        for step in self._retries.call("listing", store.steps):
+            copy = self._retries.call(f"reading step {step}", partial(store.copy, step))
+            if copy is not None and copy.run_id == run_id:
+                self._complete[step] = copy.manifest_hash
+            elif copy is not None or not self._retries.call(f"reading step {step}", partial(store.is_partial, step)):
+                others += 1
+            else:
+                log.info("Removing what an interrupted copy left of step %d in %s.", step, store.url)
+                self._retries.call(f"removing step {step}", partial(store.remove, step))
+        if others:
+            log.warning(
+                "%s holds %d checkpoints of other runs or versions; they are neither used nor removed, except for one of the same step.",
+                store.url,
+                others,
+            )
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+
+    def _copy_next(self, store: RemoteStore) -> None:
+        with self._changed:
+            while not self._pending:
+                self._retries.beat()
+                self._changed.wait()
+            self._retries.beat()
+            self._busy, step = True, max(self._pending)
+        try:
+            self._copy(store, step)
+            with self._changed:
+                self._pending.discard(step)
+            self._retain(store)
+        except (LocalFault, DamagedCheckpoint) as error:
+            log.error("The checkpoint of step %d is not copied to checkpoint.remote: %s", step, error)
+            with self._changed:
+                self._pending.discard(step)
+            self._retries.call(f"removing step {step}", partial(store.remove, step))
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _copy(self, store: RemoteStore, step: int) -> None:
+        path = step_dir(self._run_dir, step)
+        if self._keep is not None and sum(other > step for other in self._complete) >= self._keep:
+            return
+        try:
+            if self._complete.get(step) == hash_of((path / MANIFEST).read_bytes()):
+                return
+            source = self._pinned(path)
+        except (FileNotFoundError, NotADirectoryError):
+            log.info("%s was removed before its turn to be copied to checkpoint.remote.", path.name)
+            return
+        try:
+            self._upload(store, step, source)
+        finally:
+            with self._changed:
+                self._pin = None
+            if source != path:
+                _remove_pin(source)
+
+    def _pinned(self, path: Path) -> Path:
+        """A folder of hard links to the files of `path`, which local retention cannot take away before they are copied.
+
+        `path` itself where links cannot be made; raises FileNotFoundError when it is gone.
+        """
+        pin = self._run_dir / fresh_name(PIN, path.name)
+        try:
+            for name in [*read_manifest(path).files, MANIFEST]:
+                (pin / name).parent.mkdir(parents=True, exist_ok=True)
+                os.link(path / name, pin / name)
+        except OSError as error:
+            shutil.rmtree(pin, ignore_errors=True)
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                raise
+            log.warning("%s cannot be linked and is copied from its place: %s", path.name, error)
+            return path
+        except DamagedCheckpoint:
+            if not path.exists():
+                raise FileNotFoundError(path) from None
+            raise
+        with self._changed:
+            self._pin = pin
+        return pin
+
+    def _upload(self, store: RemoteStore, step: int, source: Path) -> None:
+        started, call = time.monotonic(), self._retries.call
+        try:
+            sealed, manifest = (source / MANIFEST).read_bytes(), read_manifest(source)
+        except FileNotFoundError as error:
+            raise LocalFault(f"{error.filename} is gone") from error
+        # Whatever lies there is of an interrupted attempt or of another course, and might have other files.
+        self._complete.pop(step, None)
+        call(f"removing step {step}", partial(store.remove, step))
+        run_files = _run_files(self._run_dir, step)
+        about = {"run_id": _run_id(self._run_dir), "step": step, "files": describe_run_files(run_files)}
+        largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name]["size"])
+        in_threads(
+            [partial(self._send, store, step, source, name, manifest.files[name]) for name in largest_first], THREADS
+        )
+        small = {RUN_FILES[name]: content for name, content in run_files.items()}
+        # The manifest is the last: with it the copy is complete.
+        for name, content in [*small.items(), (COPY, json.dumps(about, indent=1).encode()), (MANIFEST, sealed)]:
+            call(f"writing {name} of step {step}", partial(store.write, object_name(step, name), [content]))
+        self._complete[step] = hash_of(sealed)
+        size = sum(entry["size"] for entry in manifest.files.values()) + sum(map(len, run_files.values()))
+        seconds = time.monotonic() - started
+        with self._changed:
+            self._bytes, self._seconds = self._bytes + size, self._seconds + seconds
+        log.info("Copied step %d to %s: %.1f MiB in %.1f s.", step, store.url, size / 2**20, seconds)
+
+    def _send(self, store: RemoteStore, step: int, source: Path, name: str, entry: dict[str, Any]) -> None:
+        def attempt() -> None:
+            hashes = BlockHashes()
+
+            def chunks() -> Iterator[bytes]:
+                for chunk in _chunks_of(source / name):
+                    hashes.update(memoryview(chunk))
+                    self._retries.beat()
+                    yield chunk
+
+            store.write(object_name(step, name), chunks())
+            if (hashes.size, hashes.hexdigests()) != (entry["size"], entry["xxh3_128"]):
+                raise LocalFault(f"{name} differs from its hash")
+
+        self._retries.call(f"writing {name} of step {step}", attempt, final=(LocalFault,))
+
+    def _retain(self, store: RemoteStore) -> None:
+        """Keep the newest `checkpoint.remote_max_to_keep` complete copies of this run."""
+        for step in sorted(self._complete, reverse=True)[self._keep :] if self._keep is not None else []:
+            self._retries.call(f"removing step {step}", partial(store.remove, step))
+            del self._complete[step]
+
+
+def copy_pending(config: Config) -> list[int]:
+    """Copy what a finished run still has to copy, within `checkpoint.timeout_s`; returns the steps that are not complete."""
+    if config.checkpoint.remote is None:
+        return []
+    copies = RemoteCopies(config)
+    copies.start()
+    return copies.finish(config.checkpoint.timeout_s)
+
+
+def remove_pins(run_dir: Path) -> None:
+    """Remove what a killed upload left in the run directory; only for a time when none is under way."""
+    for pin in run_dir.glob(f"{PIN}*"):
+        _remove_pin(pin)
+
+
+def _remove_pin(pin: Path) -> None:
+    try:
+        if pin.exists():
+            shutil.rmtree(pin)
+    except OSError as error:
+        # It costs room, not the run.
+        log.warning("%s could not be removed (%s); the next start tries again.", pin, error)
+
+
+def _chunks_of(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+    except OSError as error:
+        raise LocalFault(f"{path.name} cannot be read: {error.strerror}") from error
+
+
+def _run_id(run_dir: Path) -> str:
+    return json.loads((run_dir / RUN_FILE).read_text())["run_id"]
+
+
+def _run_files(run_dir: Path, step: int) -> dict[str, bytes]:
+    """run.json, and the lines of the metric history up to `step`: they are durable before its checkpoint is, and never change again."""
+    history = run_dir / HISTORY
+    lines = history.read_bytes().split(b"\n")[:-1] if history.exists() else []
+    try:
+        kept = [line + b"\n" for line in lines if json.loads(line)["step"] <= step]
+    except (ValueError, KeyError, TypeError) as error:
+        raise LocalFault(f"{history} is damaged: {error}") from error
+    return {RUN_FILE: (run_dir / RUN_FILE).read_bytes(), HISTORY: b"".join(kept)}

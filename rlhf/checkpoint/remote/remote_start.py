@@ -1,0 +1,229 @@
+"""The remote folder before the ranks start: can it be used, whose is it, and does it hold the checkpoints that the disk lacks?"""
+
+import errno
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlhf.checkpoint.commit import publication
+from rlhf.checkpoint.remote.remote_store import RUN_FILES, THREADS, Copy, LocalFault, RemoteStore, hash_of, object_name
+from rlhf.checkpoint.remote.retries import Retries, in_threads, told
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import replace_durably, write_file
+from rlhf.storage.layout import HISTORY, RUN_FILE, scan
+
+log = logging.getLogger(__name__)
+CHECK_S = 30.0
+"""How long a remote that does not answer is tried before training starts."""
+DOWNLOAD_S = 600.0
+"""How long it is tried again, without any success, in the middle of a download."""
+MENDED_BY_A_PERSON = (ImportError, ValueError, PermissionError, FileNotFoundError, NotADirectoryError)
+
+
+def open_remote(config: Config) -> RemoteStore | None:
+    """The remote folder, after a small object was written and removed there; None without `checkpoint.remote`.
+
+    Raises UserError when a person must mend something. A remote that does not answer is one only for a run directory without
+    checkpoints, since what it may hold decides where the run begins; else it is logged, and None is returned.
+    """
+    remote = config.checkpoint.remote
+    if remote is None:
+        return None
+    if remote.startswith("file://"):
+        _keep_apart(config, Path(remote.removeprefix("file://")))
+    retries = Retries(f"checkpoint.remote={remote}", stalled_s=CHECK_S, give_up_s=CHECK_S)
+    try:
+        store = retries.call("opening", partial(RemoteStore, config), final=(Exception,))
+        retries.call("writing", store.check, final=MENDED_BY_A_PERSON)
+    except Exception as error:
+        if not _needs_a_person(error) and scan(config.run_dir):
+            log.warning(
+                "checkpoint.remote=%s does not answer (%s); training goes on and tries again.", remote, told(error)
+            )
+            return None
+        raise UserError(
+            f"checkpoint.remote={remote}: a small file cannot be written and removed there ({told(error)}). Check the name, the "
+            "credentials in the environment, the permissions and the network, or set checkpoint.remote=null."
+        ) from error
+    return store
+
+
+def _needs_a_person(error: Exception) -> bool:
+    read_only = isinstance(error, OSError) and error.errno == errno.EROFS
+    # The clients of the object stores have classes of their own for credentials that are missing.
+    return isinstance(error, MENDED_BY_A_PERSON) or read_only or "Credential" in type(error).__name__
+
+
+def _keep_apart(config: Config, folder: Path) -> None:
+    target = (folder / config.trainer.project_name / config.trainer.experiment_name).resolve()
+    if target == config.run_dir.resolve() or config.run_dir.resolve() in target.parents:
+        raise UserError(
+            f"checkpoint.remote={config.checkpoint.remote}: the copies would lie in the run directory {config.run_dir} itself; "
+            "name a folder on another disk."
+        )
+
+
+def restore(store: RemoteStore, config: Config, source: Path | None) -> int | None:
+    """Bring the newest intact remote checkpoint into a run directory that has none, with run.json and the history; returns its step.
+
+    To be called before the run directory gets a run.json; `source` is the checkpoint that a fork begins from. None, and nothing changed,
+    when the directory has checkpoints, when the run is to start anew, or when nothing there is this run's. Raises UserError when all that
+    is there is damaged, when the remote falls silent, and when the disk refuses what is fetched.
+    """
+    run_dir, trainer = config.run_dir, config.trainer
+    own = _run_file(run_dir)
+    if scan(run_dir) or trainer.resume_mode == "disable" or (trainer.overwrite and not own):
+        return None
+    retries = Retries(store.url, stalled_s=DOWNLOAD_S, give_up_s=DOWNLOAD_S)
+    try:
+        owner = _owner(store, retries)
+        if not owner or (own and own["run_id"] != owner["run_id"]):
+            return None
+        if source is not None and owner.get("resumed_from") != str(source):
+            return None  # it is of another fork; this one begins at its source
+        damaged = 0
+        for step in retries.call("listing", store.steps):
+            copy = retries.call(f"reading step {step}", partial(store.copy, step))
+            try:
+                if copy is None and not retries.call(f"reading step {step}", partial(store.is_partial, step)):
+                    raise DamagedCheckpoint(f"{store.url}: step {step} has no valid manifest")
+                if copy is not None and copy.run_id == owner["run_id"]:
+                    download(store, copy, run_dir, retries)
+                    return step
+            except DamagedCheckpoint as error:
+                log.error("%s; falling back to the copy before it.", error)
+                damaged += 1
+    except LocalFault as error:
+        raise UserError(
+            f"A checkpoint from {store.url} cannot be written: {error}. Mend it and start again."
+        ) from error
+    except Exception as error:
+        raise UserError(
+            f"checkpoint.remote={config.checkpoint.remote} may hold checkpoints of this run and cannot be read "
+            f"({told(error)}). Start again when it can."
+        ) from error
+    if damaged:
+        raise UserError(
+            f"Every checkpoint in {store.url} is damaged, and the run will not start again at step 0 by itself. Start anew with "
+            "trainer.overwrite=true or another trainer.experiment_name."
+        )
+    return None
+
+
+def _owner(store: RemoteStore, retries: Retries) -> dict[str, Any]:
+    """The run that the folder belongs to, by its run.json or else by the newest copy; empty when it is nobody's."""
+    run = retries.call("reading run.json", store.run, final=MENDED_BY_A_PERSON)
+    if "run_id" in run:
+        return run
+    return next(({"run_id": copy.run_id} for copy in complete_copies(store, retries) if copy.run_id is not None), {})
+
+
+def complete_copies(store: RemoteStore, retries: Retries) -> Iterator[Copy]:
+    """The complete checkpoints there, of whatever run, newest first."""
+    for step in retries.call("listing", store.steps):
+        copy = retries.call(f"reading step {step}", partial(store.copy, step))
+        if copy is not None:
+            yield copy
+
+
+def download(store: RemoteStore, copy: Copy, run_dir: Path, retries: Retries) -> Path:
+    """Publish `copy` in `run_dir`, every file compared with its hash, after run.json and the history have their place.
+
+    Raises DamagedCheckpoint when a file is missing or not as committed, LocalFault when the disk refuses it.
+    """
+    log.info("Fetching step %d from %s.", copy.step, store.url)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    temporary = publication.begin(run_dir, copy.step)
+    try:
+        jobs = sorted(copy.manifest.files.items(), key=lambda item: -item[1]["size"])
+        in_threads(
+            [partial(_fetch, store, copy.step, temporary, name, entry, retries) for name, entry in jobs], THREADS
+        )
+        history, run_file = (_run_file_of(store, copy, name, retries) for name in (HISTORY, RUN_FILE))
+        try:
+            # Before the checkpoint: a kill in between finds no checkpoint and begins again.
+            if history is not None:
+                replace_durably(run_dir / HISTORY, history)
+            if run_file is not None and not (run_dir / RUN_FILE).exists():
+                replace_durably(run_dir / RUN_FILE, run_file)
+            return publication.publish(run_dir, temporary, copy.manifest)
+        except OSError as error:
+            raise LocalFault(str(error)) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _fetch(store: RemoteStore, step: int, root: Path, name: str, entry: dict[str, Any], retries: Retries) -> None:
+    def chunks() -> Iterator[bytes]:
+        try:
+            for chunk in store.chunks(object_name(step, name)):
+                retries.beat()
+                yield chunk
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{store.url}: {name} of step {step} is missing") from None
+        except OSError as error:  # not to be taken for one of the disk
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+
+    def attempt() -> None:
+        try:
+            (root / name).unlink(missing_ok=True)
+            written = write_file(root, name, chunks())
+        except ConnectionError:
+            raise
+        except OSError as error:
+            raise LocalFault(str(error)) from error
+        if (written.size, written.xxh3_128) != (entry["size"], entry["xxh3_128"]):
+            raise DamagedCheckpoint(f"{store.url}: {name} of step {step} differs from its hash")
+
+    retries.call(f"fetching {name} of step {step}", attempt, final=(DamagedCheckpoint, LocalFault))
+
+
+def _run_file_of(store: RemoteStore, copy: Copy, name: str, retries: Retries) -> bytes | None:
+    """A file of the run directory that went along with `copy`; None, with a warning, when it is not as it was sent."""
+    content = retries.call(f"fetching {name}", partial(store.read, object_name(copy.step, RUN_FILES[name])))
+    if content is None or hash_of(content) != copy.run_files.get(name, {}).get("xxh3_128"):
+        log.warning("%s: %s of step %d is damaged or missing and is left out.", store.url, name, copy.step)
+        return None
+    return content
+
+
+def claim_at_start(store: RemoteStore, config: Config) -> None:
+    """`claim` before the ranks start; a remote that has fallen silent is left to the copies behind the training, which claim it as well."""
+    try:
+        claim(store, config, Retries(store.url, stalled_s=CHECK_S, give_up_s=CHECK_S))
+    except UserError:
+        raise
+    except Exception as error:
+        log.warning("%s does not answer (%s); training goes on and tries again.", store.url, told(error))
+
+
+def claim(store: RemoteStore, config: Config, retries: Retries) -> None:
+    """Make the run of the run directory the one whose checkpoints count there. Its run.json must be there.
+
+    Raises UserError when the folder holds checkpoints of another run and this one was neither forked nor told to overwrite.
+    """
+    own = _run_file(config.run_dir)
+    if retries.call("reading run.json", store.run) == own:
+        return
+    owner = _owner(store, retries)
+    if owner and owner["run_id"] != own["run_id"] and "resumed_from" not in own and not config.trainer.overwrite:
+        newest = next((copy for copy in complete_copies(store, retries) if copy.run_id == owner["run_id"]), None)
+        if newest is not None:
+            raise UserError(
+                f"checkpoint.remote={config.checkpoint.remote}: {store.url} holds checkpoints of another run, up to step {newest.step}. "
+                "Set another trainer.experiment_name or checkpoint.remote; or, to continue that run, start in an empty run directory "
+                "with trainer.resume_mode=auto; or take its place with trainer.overwrite=true."
+            )
+    retries.call("writing run.json", partial(store.write, RUN_FILE, [json.dumps(own).encode() + b"\n"]))
+
+
+def _run_file(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / RUN_FILE
+    return json.loads(path.read_text()) if path.exists() else {}

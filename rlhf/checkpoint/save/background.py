@@ -1,0 +1,67 @@
+"""A save under way: written here, or by a thread behind the training."""
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from rlhf.checkpoint.save.writer import SaveResult
+from rlhf.events import announce
+from rlhf.ranks.coordinator import LostPeer
+
+
+@dataclass
+class SaveInFlight:
+    """The save of `step`. `reference_at`: the step of the moving reference's last change, as it is saved; None without one."""
+
+    step: int
+    reference_at: int | None
+    timeout_s: float
+    _outcome: Future[SaveResult] = field(default_factory=Future)
+    _started: float = field(default_factory=time.monotonic)
+
+    def run(self, write: Callable[[], SaveResult]) -> None:
+        """Run `write` and keep how it ended."""
+        try:
+            announce("commit.before")
+            try:
+                result = write()
+            finally:
+                announce("commit.after")
+        except BaseException as error:
+            self._outcome.set_exception(error)
+        else:
+            self._outcome.set_result(result)
+
+    def start(self, write: Callable[[], SaveResult]) -> None:
+        """Run `write` in a thread."""
+        # A daemon: a crash of the training does not wait for it. Who leaves in order, does.
+        threading.Thread(target=self.run, args=(write,), name="checkpoint-writer", daemon=True).start()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._outcome.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it has ended with, None while it runs and after a success."""
+        return self._outcome.exception() if self.over else None
+
+    def linger(self, seconds: float) -> None:
+        """Wait until it is over, however it ends, at most `seconds`."""
+        concurrent.futures.wait([self._outcome], seconds)
+
+    def wait(self) -> SaveResult:
+        """Its result, as soon as it is there; raises what it raised, and LostPeer when `timeout_s` have passed since its start."""
+        if not self.over:
+            announce("commit.wait")
+            concurrent.futures.wait([self._outcome], max(0.0, self._started + self.timeout_s - time.monotonic()))
+        if not self.over:
+            raise LostPeer(
+                f"The checkpoint of step {self.step} was not written within checkpoint.timeout_s={self.timeout_s:g}; earlier checkpoints "
+                "are intact."
+            )
+        return self._outcome.result()

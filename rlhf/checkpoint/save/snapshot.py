@@ -1,0 +1,134 @@
+"""What one save writes, taken at one moment. The big tensors are live views until they are written, or copied (staging.py)."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from rlhf.checkpoint.driver_state import DriverState
+from rlhf.ranks.rng import rng_state
+from rlhf.storage.layout import CARRIED, CONFIG, DRIVER_STATE, REFERENCE, SCHEDULE, rank_file
+from rlhf.storage.shards import Shards
+from rlhf.storage.state import Carried, MovingReference, Stateful, TrainState
+
+HF_FOLDER = "huggingface"
+HF_SHARD_BYTES = 5 << 30
+
+
+@dataclass
+class RunState:
+    """Everything that a checkpoint saves and restores, as live objects.
+
+    `reference` is None unless it moves: a frozen one is the starting policy. `parts` are the driver state's beside `driver`, by name.
+    """
+
+    roles: Mapping[str, TrainState]
+    driver: DriverState
+    parts: Mapping[str, Stateful] = field(default_factory=dict)
+    reference: MovingReference | None = None
+    carried: Carried | None = None
+    initial_parts: dict[str, str] = field(init=False)
+    """The parts' states at the start, for a roll-back to a checkpoint that does not know them; as JSON, which no part can change."""
+
+    def __post_init__(self) -> None:
+        self.initial_parts = {name: json.dumps(part.state_dict()) for name, part in self.parts.items()}
+
+
+@dataclass
+class Snapshot:
+    """This rank's part of a save. `files` and `whole_tensors` (path -> safetensors content) are its own and written as they are;
+    `components` (folder -> shards) are live views and get an index over all ranks. `unchanged` names components that a published
+    checkpoint already has, bit for bit. `metrics` are the step's figures, for the manifest."""
+
+    step: int
+    contents: list[str]
+    roles: list[str]
+    components: dict[str, Shards] = field(default_factory=dict)
+    whole_tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+    unchanged: dict[str, Path] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def nbytes(self, linked: Collection[str] = ()) -> int:
+        """Bytes that this rank writes, headers aside, when the components `linked` need none."""
+        written = (component for folder, component in self.components.items() if folder not in linked)
+        shards = (p.local for component in written for p in component.values() if p.owner)
+        whole = (t for tensors in self.whole_tensors.values() for t in tensors.values())
+        return sum(t.numel() * t.element_size() for t in [*shards, *whole]) + sum(map(len, self.files.values()))
+
+
+def take_snapshot(
+    step: int,
+    contents: list[str],
+    state: RunState,
+    config_yaml: str,
+    rank: int,
+    reference_at: Path | None = None,
+    metrics: Mapping[str, float] | None = None,
+) -> Snapshot:
+    """Collect what `contents` asks for. Collective.
+
+    `reference_at` is a published checkpoint that holds the reference as it is now.
+    """
+    snapshot = Snapshot(step, list(contents), sorted(state.roles), metrics=dict(metrics or {}))
+    for name, role in state.roles.items():
+        if "model" in contents:
+            snapshot.components[f"{name}/model"] = role.model_shards()
+        if "optimizer" in contents:
+            snapshot.components[f"{name}/optimizer"] = role.optimizer_shards()
+        if "extra" in contents and rank == 0:
+            snapshot.files[f"{name}/{SCHEDULE}"] = _json(role.extra_state())
+        if "hf_model" in contents:
+            _add_hf_model(snapshot, f"{name}/{HF_FOLDER}", role, rank)
+    if "extra" in contents:
+        snapshot.whole_tensors[f"rng/{rank_file(rank)}"] = rng_state()
+    if state.reference is not None and {"model", "hf_model"} & set(contents):
+        snapshot.components[REFERENCE] = state.reference.shards()
+        if reference_at is not None:
+            snapshot.unchanged[REFERENCE] = reference_at
+    if state.carried is not None and (carried := state.carried.tensors()):
+        snapshot.whole_tensors[f"{CARRIED}/{rank_file(rank)}"] = {
+            name: _own(tensor) for name, tensor in carried.items()
+        }
+    if rank == 0:
+        parts = {name: part.state_dict() for name, part in state.parts.items()}
+        snapshot.files[DRIVER_STATE] = _json(state.driver.state_dict() | parts)
+        snapshot.files[CONFIG] = config_yaml.encode()
+    return snapshot
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy on the CPU."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _json(document: object) -> bytes:
+    return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _add_hf_model(snapshot: Snapshot, folder: str, role: TrainState, rank: int) -> None:
+    """The role as a Hugging Face folder, on the leader; one file below 5 GiB, else numbered ones with their index."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = total = 0
+    for name, tensor in role.full_tensors():
+        if rank != 0:
+            continue
+        nbytes = tensor.numel() * tensor.element_size()
+        if shards[-1] and size + nbytes > HF_SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = _own(tensor)
+        size, total = size + nbytes, total + nbytes
+    if rank != 0:
+        return
+    snapshot.files |= {f"{folder}/{name}": content for name, content in role.hf_files().items()}
+    if len(shards) == 1:
+        snapshot.whole_tensors[f"{folder}/model.safetensors"] = shards[0]
+        return
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    snapshot.whole_tensors |= {f"{folder}/{name}": tensors for name, tensors in zip(names, shards, strict=True)}
+    weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    snapshot.files[f"{folder}/model.safetensors.index.json"] = _json(index)

@@ -1,0 +1,76 @@
+"""A copy of the state in memory of its own, so that training may go on while it is written."""
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rlhf.checkpoint.save.snapshot import Snapshot
+from rlhf.errors import UserError
+
+ALIGNMENT = 64
+
+
+class Stager:
+    """Copies the live tensors of a snapshot into memory that is kept from save to save.
+
+    Fresh memory costs several times what the copy itself does, so only a save that needs more than any before it allocates. What lies on
+    a CUDA device goes into pinned memory, on a stream of its own.
+    """
+
+    def __init__(self) -> None:
+        self._memory = {pinned: torch.empty(0, dtype=torch.uint8) for pinned in (False, True)}
+        self._stream: torch.cuda.Stream | None = None
+
+    @torch.no_grad()
+    def copy(self, snapshot: Snapshot, linked: Collection[str] = ()) -> Snapshot:
+        """`snapshot` with copies in the place of every live tensor that this rank writes, good until the next call.
+
+        Components in `linked` are not written and stay as they are. Raises UserError when there is no memory for the copies.
+        """
+        written = [folder for folder in snapshot.components if folder not in linked]
+        live = [shard.local for folder in written for shard in snapshot.components[folder].values() if shard.owner]
+        copies = iter(self._copies(live))
+        components = dict(snapshot.components)
+        for folder in written:
+            components[folder] = {
+                name: replace(shard, local=next(copies)) if shard.owner else shard
+                for name, shard in snapshot.components[folder].items()
+            }
+        return replace(snapshot, components=components)
+
+    def _copies(self, live: list[Tensor]) -> list[Tensor]:
+        used: Counter[bool] = Counter()
+        starts = []
+        for tensor in live:
+            starts.append(used[tensor.is_cuda])
+            used[tensor.is_cuda] += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        for pinned, nbytes in used.items():
+            self._reserve(nbytes, pinned=pinned)
+        copies = [
+            self._memory[tensor.is_cuda][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for tensor, start in zip(live, starts, strict=True)
+        ]
+        if used[True]:
+            self._stream = self._stream or torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for tensor, copy in zip(live, copies, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return copies
+
+    def _reserve(self, nbytes: int, *, pinned: bool) -> None:
+        if self._memory[pinned].nbytes >= nbytes:
+            return
+        self._memory[pinned] = torch.empty(0, dtype=torch.uint8)  # the old memory is free for the new one
+        try:
+            self._memory[pinned] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        except RuntimeError as error:
+            raise UserError(
+                f"There is no memory for the copy that a save behind the training is written from ({nbytes / 2**20:.1f} MiB on this rank). "
+                "Set checkpoint.async_save=false, or give the machine more memory."
+            ) from error

@@ -1,0 +1,52 @@
+"""A request to stop the run, as the supervisor hears it; which signals mean that: `rlhf.ranks.stop`."""
+
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Self
+
+from rlhf.ranks.stop import STOP_SIGNALS
+
+# Some senders deliver one request twice, to the process and to its group (GNU timeout does); that isn't impatience.
+_REPEAT_S = 1.0
+
+
+class StopRequest:
+    """The supervisor's side: while entered, signals set `signal_name`; a second SIGTERM or SIGINT sets `kill`."""
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+        self.at = 0.0
+        """When the request came, on the monotonic clock."""
+        self.kill = False
+        self._urgent_at: float | None = None
+        self._previous: dict[int, signal.Handlers | object] = {}
+
+    def __enter__(self) -> Self:
+        assert threading.current_thread() is threading.main_thread(), "only the main thread can handle signals"
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signal_name is None:
+            self.signal_name, self.at = signal.Signals(number).name, now
+        # SLURM warns with SIGUSR1 and follows with one SIGTERM: that is still a single wish to leave in order.
+        if number in (signal.SIGTERM, signal.SIGINT):
+            if self._urgent_at is None:
+                self._urgent_at = now
+            elif now - self._urgent_at >= _REPEAT_S:
+                self.kill = True
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until the time is over or a signal comes."""
+        end = time.monotonic() + seconds
+        while self.signal_name is None and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, 0.1))

@@ -1,0 +1,213 @@
+"""Which ranks see a model's files, and how the others get at them."""
+
+import json
+import logging
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from rlhf.errors import UserError
+from rlhf.models.loading import ModelSource, fingerprint, resolve_path
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.shards import DTYPE_NAMES
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SMALL = (".json", ".jinja", ".model", ".txt")
+"""Files that reach a node which does not see the folder."""
+CODE = ".py"
+HEADERS = "headers"
+SEEN_BYTES = 1 << 16
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """Where a tensor lies."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model's files as this rank gets at them."""
+
+    source: ModelSource
+    folder: Path
+    """The folder itself, or one of this rank's own with copies of its small files."""
+    reader: int | None
+    """The rank that reads the weights for all; None: each rank reads what it needs."""
+    headers: Mapping[str, FileTensor] | None
+    """The tensors of the safetensors files by name; None where the folder is laid out otherwise and only the library can read it."""
+    fingerprint: str
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads weights from `folder`."""
+        return self.reader is None or self.reader == dist.get_rank()
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """What reading `folder` raises is told as the mistake that it is."""
+        with _telling(self.source):
+            yield
+
+
+def find_files(
+    source: ModelSource, loading: str, coordinator: Coordinator, device: torch.device, scratch: Path
+) -> ModelFiles:
+    """See who sees what `source` names, and give the others its small files, below `scratch`. Collective.
+
+    Args:
+        loading: `model.loading`.
+
+    Raises:
+        UserError: no rank sees it, or, with `loading=shard`, one does not. The same on every rank.
+    """
+    folder = Path(source.path).expanduser()
+    seen = _seen_by_rank(source, folder, _has_model, coordinator)
+    if not any(seen):
+        folder = coordinator.on_leader(partial(resolve_path, source))
+        if loading == "shard":  # each node downloads onto a disk of its own
+            folder = coordinator.everywhere(lambda: folder if folder.is_dir() else resolve_path(source))[
+                coordinator.rank
+            ]
+        seen = _seen_by_rank(source, folder, Path.is_dir, coordinator)
+    reader = next(rank for rank, content in enumerate(seen) if content is not None)
+    others = [rank for rank, content in enumerate(seen) if content != seen[reader]]
+    if others and loading == "shard":
+        host = coordinator.gather(socket.gethostname())[others[0]]
+        what = "does not see" if seen[others[0]] is None else f"sees other files than rank {reader} in"
+        raise UserError(
+            f"model.loading=shard: rank {others[0]} (on {host}) {what} {source}. Put the same folder at that path on every node, or set "
+            "model.loading=auto."
+        )
+    partial_copies = [rank for rank in others if seen[rank] is not None]
+    if partial_copies and coordinator.is_leader:
+        log.warning(
+            "Ranks %s see other files in %s than rank %d, and take rank %d's.", partial_copies, source, reader, reader
+        )
+    shared = bool(others) or loading == "broadcast"
+    is_reader = coordinator.rank == reader
+
+    def look() -> tuple[dict[str, bytes], str]:
+        with _telling(source):
+            small = _small_files(folder, source.trust_remote_code) if shared and is_reader else {}
+            if is_reader or not shared:
+                found = read_headers(folder)
+                entries = None if found is None else {name: (t.file, t.dtype, t.shape) for name, t in found.items()}
+                small[HEADERS] = json.dumps(entries).encode()
+            return small, fingerprint(folder) if is_reader else ""
+
+    small, print_of_files = on_every_rank(look, coordinator)
+    mark = coordinator.gather(print_of_files)[reader]
+    if shared:
+        small = _send(small, reader, coordinator, device)
+    entries = json.loads(small.pop(HEADERS))
+    if coordinator.rank in others:
+        folder = scratch / source.setting
+    on_every_rank(lambda: _write(small, folder) if coordinator.rank in others else None, coordinator)
+    headers = entries and {
+        name: FileTensor(file, dtype, tuple(shape)) for name, (file, dtype, shape) in entries.items()
+    }
+    return ModelFiles(source, folder, reader if shared else None, headers, mark)
+
+
+def read_headers(folder: Path) -> dict[str, FileTensor] | None:
+    """The tensors of `folder` by name; None where it is not one model in safetensors files that are named as usual."""
+    names = ["model.safetensors"]
+    if not (folder / names[0]).is_file():
+        index = folder / "model.safetensors.index.json"
+        if not index.is_file():
+            return None
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    if (folder / "adapter_config.json").is_file() or any(Path(name).name != name for name in names):
+        return None
+    tensors = {}
+    for name in names:
+        with safe_open(folder / name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                part = file.get_slice(key)
+                tensors[key] = FileTensor(name, part.get_dtype(), tuple(part.get_shape()))
+    return tensors if all(tensor.dtype in DTYPES for tensor in tensors.values()) else None
+
+
+@contextmanager
+def _telling(source: ModelSource) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{source} can't be loaded from safetensors: {error}") from error
+
+
+def on_every_rank(action: Callable[[], T], coordinator: Coordinator) -> T:
+    """What `action` returns on this rank; when it raises anywhere, every rank raises. Unlike `Coordinator.everywhere` no result is sent."""
+    results: list[T] = []
+    coordinator.everywhere(lambda: results.append(action()))
+    return results[0]
+
+
+def _has_model(folder: Path) -> bool:
+    """Not the empty folder of a disk that is not mounted, nor a copy without the weights."""
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def _seen_by_rank(
+    source: ModelSource, folder: Path, sees: Callable[[Path], bool], coordinator: Coordinator
+) -> list[str | None]:
+    def look() -> str | None:
+        with _telling(source):
+            return _seen(folder) if sees(folder) else None
+
+    return coordinator.everywhere(look)
+
+
+def _seen(folder: Path) -> str:
+    """A hash of the names and sizes of the files, the small ones' content and a sample of the weights."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (*SMALL, ".safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if path.suffix == ".safetensors":
+                file.seek(max(0, size - SEEN_BYTES) // 2)
+                digest.update(file.read(SEEN_BYTES))
+            else:
+                digest.update(file.read())
+    return digest.hexdigest()
+
+
+def _small_files(folder: Path, code: bool) -> dict[str, bytes]:
+    suffixes = (*SMALL, CODE) if code else SMALL
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in suffixes}
+
+
+def _send(contents: dict[str, bytes], reader: int, coordinator: Coordinator, device: torch.device) -> dict[str, bytes]:
+    """The reader's `contents` on every rank."""
+    sizes = coordinator.gather({name: len(content) for name, content in contents.items()})[reader]
+    sent = {}
+    for name, size in sizes.items():
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        if coordinator.rank == reader and size:
+            buffer.copy_(torch.frombuffer(bytearray(contents[name]), dtype=torch.uint8))
+        dist.broadcast(buffer, reader)
+        sent[name] = buffer.cpu().numpy().tobytes()
+    return sent
+
+
+def _write(contents: Mapping[str, bytes], folder: Path) -> None:
+    folder.mkdir()
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)

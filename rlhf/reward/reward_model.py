@@ -1,0 +1,99 @@
+"""A sequence classifier as a reward. Imports torch, so only a rank imports it, not `rlhf.reward`."""
+
+import itertools
+from collections.abc import Sequence
+
+import jinja2
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf.config import RewardModelConfig
+from rlhf.errors import UserError
+from rlhf.ranks.collectives import all_max
+from rlhf.reward.scores import RewardItem, Score
+
+
+class RewardModel:
+    """Scores whole chats with a classifier of one label, sharded over all ranks (`backends.fsdp2.shard`) or whole.
+
+    A score is what `module(input_ids)` gives for that chat alone, up to rounding, whatever it is batched with.
+
+    Args:
+        module: from `load_reward_model`, on `device`.
+        tokenizer: the reward model's own. With a chat template it renders the chat; without, the texts are put end to end.
+        config: `max_length` tokens are read, at most what the model and its tokenizer allow; of longer chats the end.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RewardModelConfig,
+        device: torch.device,
+    ) -> None:
+        self._module, self._tokenizer, self._config, self._device = module, tokenizer, config, device
+        self._hf_config = module.config.get_text_config()
+        positions = getattr(self._hf_config, "max_position_embeddings", None) or config.max_length
+        self._max_length = min(config.max_length, positions, tokenizer.model_max_length)
+        pad = self._hf_config.pad_token_id
+        self._pad = pad if pad is not None and 0 <= pad < self._hf_config.vocab_size else None
+        tokenizer.truncation_side = "left"
+
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        """See `Scorer`. Collective; the ranks may have different numbers of items, or none."""
+        sequences = self._tokenize(items)
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+        size = self._config.micro_batch_size_per_gpu
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        # A sharded forward pass is collective: who has fewer micro-batches joins in the others' with one of one token.
+        most = int(all_max(torch.tensor(len(batches), device=self._device)))
+        scores: dict[int, float] = {}
+        for batch in batches:
+            scores.update(zip(batch, self._forward([sequences[i] for i in batch]), strict=True))
+        for _ in range(most - len(batches)):
+            self._forward([[0]])
+        return [Score(scores[i]) for i in range(len(items))]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _tokenize(self, items: Sequence[RewardItem]) -> list[list[int]]:
+        if not items:
+            return []
+        templated = self._tokenizer.chat_template is not None
+        texts = [self._render(item) if templated else self._join(item) for item in items]
+        # A template writes its special tokens itself. The tokenizer's own truncation keeps those that it adds.
+        return self._tokenizer(texts, add_special_tokens=not templated, truncation=True, max_length=self._max_length)[
+            "input_ids"
+        ]
+
+    def _render(self, item: RewardItem) -> str:
+        chat = [*item.messages, {"role": "assistant", "content": item.response}]
+        try:
+            text = self._tokenizer.apply_chat_template(chat, tokenize=False)
+        except jinja2.TemplateError as error:
+            roles = ", ".join(message["role"] for message in chat)
+            raise UserError(
+                f"reward_model.path={self._config.path}: its chat template refuses a chat (roles: {roles}): {error}. Correct the "
+                "prompts, or take another reward model."
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    def _join(self, item: RewardItem) -> str:
+        return "".join(message["content"] for message in item.messages) + item.response
+
+    @torch.no_grad()
+    def _forward(self, sequences: list[list[int]]) -> list[float]:
+        pad = self._pad
+        if pad is None:
+            # The class takes the last token that is not padding; so any id will do that ends no sequence.
+            ends = {ids[-1] for ids in sequences}
+            pad = next(i for i in itertools.count() if i not in ends)
+            self._hf_config.pad_token_id = pad
+        width = max(map(len, sequences))
+        ids = torch.tensor([s + [pad] * (width - len(s)) for s in sequences], device=self._device)
+        lengths = torch.tensor([len(s) for s in sequences], device=self._device)
+        mask = torch.arange(width, device=self._device) < lengths[:, None]
+        logits: torch.Tensor = self._module(input_ids=ids, attention_mask=mask.long()).logits
+        return logits[:, 0].float().tolist()

@@ -1,0 +1,60 @@
+"""What goes into a reward and what comes out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class RewardItem:
+    """One sample to judge: the response, its prompt's chat, and what the prompt's row says about the answer."""
+
+    data_source: str
+    response: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    messages: list[dict[str, str]]
+    """The prompt as a chat; a reward model reads it, functions don't get it."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one function says of one sample; `extra` are further numbers to log."""
+
+    score: float
+    extra: dict[str, float] = field(default_factory=dict)
+    timed_out: bool = False
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The reward of a sample: what all functions say of it together."""
+
+    score: float
+    """The weighted sum of `terms`."""
+    terms: dict[str, float]
+    """Each function's own score by its label, unweighted, in the order of `reward.functions`."""
+    extra: dict[str, float] = field(default_factory=dict)
+    """Further numbers to log."""
+    timeouts: int = 0
+    """How many functions ran out of time on it."""
+    failures: int = 0
+    """How many functions failed on it."""
+
+    @property
+    def correct(self) -> bool:
+        """Whether the first function gives at least 1."""
+        return next(iter(self.terms.values())) >= 1
+
+
+class Scorer(Protocol):
+    """One function. `score` keeps the order of its items; `close` ends whatever processes it started."""
+
+    def score(self, items: Sequence[RewardItem]) -> list[Score]: ...
+
+    def close(self) -> None: ...
+
+
+class RewardError(Exception):
+    """A function failed on a sample; the message has the sample and the function's traceback."""

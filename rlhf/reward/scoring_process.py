@@ -1,0 +1,137 @@
+"""The other end of a reward process: one JSON line in, one JSON line out.
+
+`python -m rlhf.reward.scoring_process VERIFIER PARENT_PID`, where VERIFIER is `math_verify`, `reasoning_gym` or
+`/path/to/file.py:name`. The first line out says ready, or why not.
+"""
+
+import ctypes
+import dataclasses
+import inspect
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+from rlhf.errors import UserError
+from rlhf.reward import verifiers
+from rlhf.reward.function import KEYWORDS, SETTING
+from rlhf.reward.scores import RewardItem, Score
+from rlhf.user_functions import load_function
+
+PR_SET_PDEATHSIG = 1
+
+Verifier = Callable[[RewardItem], Score]
+
+
+def main(verifier: str, parent_pid: int) -> None:
+    """Serve until the parent closes the pipe."""
+    _die_with(parent_pid)
+    requests, replies = _take_pipes()
+    try:
+        score = _load(verifier)
+        _send(replies, {"ready": True})
+    # Also SystemExit: a script without a __main__ guard must not look like a process that died by itself.
+    except BaseException as error:
+        _send(replies, _failure(error))
+        return
+    for line in requests:
+        try:
+            reply = dataclasses.asdict(score(RewardItem(**json.loads(line), messages=[])))
+        except BaseException as error:
+            reply = _failure(error)
+        _send(replies, reply)
+
+
+def _die_with(parent_pid: int) -> None:
+    # A busy loop never reads the end of its input; Linux kills the process with the parent's thread that started it.
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit("the parent is gone")
+
+
+def _take_pipes() -> tuple[Any, int]:
+    """Keep the protocol's pipes for ourselves: what the user's code prints goes to stderr, and it reads nothing."""
+    requests, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return requests, replies
+
+
+def _send(replies: int, reply: dict[str, Any]) -> None:
+    data = json.dumps(reply).encode() + b"\n"
+    while data:
+        data = data[os.write(replies, data) :]
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    return {"error": str(error), "user": isinstance(error, UserError), "traceback": traceback.format_exc()}
+
+
+def _load(verifier: str) -> Verifier:
+    if verifier == "math_verify":
+        # It warns once that its own timeouts are off; the pool's deadline is the timeout.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        verifiers.math_verify(RewardItem("", "\\boxed{1}", "1", {}, []))
+        return verifiers.math_verify
+    if verifier == "reasoning_gym":
+        import reasoning_gym  # noqa: F401
+
+        return verifiers.reasoning_gym
+    return _user_function(verifier)
+
+
+def _user_function(spec: str) -> Verifier:
+    function = load_function(SETTING, spec)
+    _check_call(function, spec)
+
+    def score(item: RewardItem) -> Score:
+        value = function(
+            data_source=item.data_source,
+            solution_str=item.response,
+            ground_truth=item.ground_truth,
+            extra_info=item.extra_info,
+        )
+        return as_score(value, spec)
+
+    return score
+
+
+def _check_call(function: Any, spec: str) -> None:
+    """What the early check of the file cannot see: names that are assigned, imported or made."""
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(KEYWORDS))
+    except TypeError as error:
+        raise UserError(
+            f"{SETTING}={spec} cannot be called with {', '.join(KEYWORDS)}: {error}. Correct its parameters."
+        ) from error
+    except ValueError:
+        pass  # something built in, without a signature to look at
+
+
+def as_score(value: Any, spec: str) -> Score:
+    """What the user's function returned; UserError unless it is a finite number or a dict of them with `score`."""
+    numbers = value if isinstance(value, dict) else {"score": value}
+    for key, number in numbers.items():
+        if not isinstance(number, Real) or not math.isfinite(number):
+            what = f"{key}={number!r}" if isinstance(value, dict) else repr(value)
+            raise UserError(
+                f"{SETTING}={spec} returned {what} ({type(number).__name__}). Return a finite number, or a "
+                f"dict of them with 'score'."
+            )
+    if "score" not in numbers:
+        raise UserError(f"{SETTING}={spec} returned a dict without 'score': {value!r}. Add it.")
+    extra = {str(key): float(number) for key, number in numbers.items() if key != "score"}
+    return Score(float(numbers["score"]), extra)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,232 @@
+"""vLLM in processes of its own as a rollout engine: the leader talks to the servers for all ranks."""
+
+import json
+import logging
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.events import announce
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.rollout.engine import Job, Request, Sample, SamplingParams, Weights
+from rlhf.rollout.servers.client import Ask
+from rlhf.rollout.servers.fleet import Fleet
+from rlhf.rollout.servers.server_process import ServerProcess
+from rlhf.rollout.servers.watch import FleetState, Work
+from rlhf.rollout.servers.weights.push import WeightPush
+from rlhf.rollout.vllm.requests import request_seed
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+BEAT_S = 20.0
+"""Between two signs of life from the leader to ranks that wait for it, whose patience has an end."""
+
+
+class ServerEngine:
+    """A `BackgroundEngine`. `fleet` and `transfer` are the leader's, None on the other ranks; `resources` are closed with it."""
+
+    def __init__(
+        self, coordinator: Coordinator, fleet: Fleet | None, transfer: WeightPush | None, resources: ExitStack
+    ) -> None:
+        self._coordinator, self._fleet, self._transfer, self._resources = coordinator, fleet, transfer, resources
+        self._weights: Weights | None = None
+        self._version, self._pushes = 0, 0
+        # A server that outlives a trainer, or a roll-back, must not pass for up to date in the next one.
+        self._name = uuid.uuid4().hex[:12]
+        self._label = ""
+        self._sizes: list[list[int]] = []
+
+    def update_weights(self, weights: Weights, version: int) -> None:
+        """Push to all servers that live; the others get them before they serve."""
+        self._weights, self._version = weights, version
+        self._new_label(version)
+        self._push(version)
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[Sample]:
+        """`params.n` samples of each of this rank's requests, in their order.
+
+        Raises:
+            ServersFailed: the servers failed too often (rollout.servers.max_failures).
+        """
+        self.begin([(requests, params)], seed=seed, step=step)
+        return self.finish(self._version)[0]
+
+    def begin(self, jobs: Sequence[Job], *, seed: int, step: int) -> None:
+        """Start to generate in the background; `finish` ends it."""
+        announce("rollout.begin")
+        self._push(self._version)  # to servers that came up since the last update
+        of_ranks = self._coordinator.gather([(list(requests), params) for requests, params in jobs])
+        work = [
+            Work(request, params, request_seed(seed, step, request.uid))
+            for of_rank in of_ranks
+            for requests, params in of_rank
+            for request in requests
+        ]
+        self._sizes = [[len(requests) for requests, _ in of_rank] for of_rank in of_ranks]
+        self._lead(lambda fleet: fleet.begin(work))
+
+    def finish(self, version: int) -> list[list[Sample]]:
+        """The samples of each job of `begin`.
+
+        Raises:
+            ServersFailed: as `generate`.
+        """
+        while self._outcome() == "weights":
+            # By now the policy may be another than that of `begin`.
+            self._version = version
+            self._new_label(version)
+            self._push(version)
+        parts: list[list[list[Sample]]] = []
+        self._lead(lambda fleet: parts.extend(self._parted(fleet.take())))
+        return self._coordinator.scatter(parts)
+
+    def sleep(self) -> bool:
+        """Servers have devices of their own."""
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        """On the leader: what happened to the servers since the last call."""
+        return self._fleet.metrics() if self._fleet is not None else {}
+
+    def close(self) -> None:
+        """End the servers that we have started; not collective."""
+        self._resources.close()
+
+    def wait_until_ready(self) -> None:
+        """Return once a server lives. Collective."""
+        self._outcome(generating=False)
+
+    def _outcome(self, *, generating: bool = True) -> FleetState:
+        """What the fleet comes to. Collective."""
+        while True:
+            outcome = self._lead(lambda fleet: fleet.wait(BEAT_S, generating))
+            if outcome is not None:
+                return outcome
+            if generating:  # which may take as long as servers need to start; the fleet has deadlines of its own
+                announce("rollout.wait")
+
+    def _lead(self, action: Callable[[Fleet], T]) -> T:
+        """What `action` gives on the leader, or what it raises, on every rank."""
+
+        def lead() -> T:
+            assert self._fleet is not None
+            return action(self._fleet)
+
+        return self._coordinator.on_leader(lead)
+
+    def _new_label(self, version: int) -> None:
+        self._pushes += 1
+        self._label = f"{self._name}.{self._pushes}.step_{version}"
+
+    def _push(self, version: int) -> None:
+        """Bring all servers that live to the present weights. Collective."""
+        weights, label = self._weights, self._label
+        assert weights is not None, "generation needs weights"
+        urls = self._lead(lambda fleet: fleet.want(label, version))
+        if not urls:
+            return
+        announce("rollout.push")
+
+        def walk() -> dict[str, str | None]:
+            if self._transfer is not None:
+                return self._transfer.send(urls, weights(), label)
+            for _ in weights():
+                pass
+            return {}
+
+        errors = self._coordinator.everywhere(walk)[0]
+        self._lead(lambda fleet: fleet.pushed(label, errors))
+
+    def _parted(self, samples: list[list[Sample]]) -> list[list[list[Sample]]]:
+        """The samples of all requests, by rank and job."""
+        left = iter(samples)
+        return [[[s for _ in range(size) for s in next(left)] for size in of_rank] for of_rank in self._sizes]
+
+
+def build_server_engine(
+    config: Config, files: Mapping[str, bytes], eos: Sequence[int], coordinator: Coordinator, device: torch.device
+) -> ServerEngine:
+    """The engine, with at least one server that lives. Collective.
+
+    Args:
+        files: the small files of a Hugging Face folder, by name.
+        eos: the tokens that end a response.
+
+    Raises:
+        UserError: too few GPUs for the servers, or a server with another release of vLLM than is supported.
+        ServersFailed: no server came up (rollout.servers.max_failures).
+    """
+    resources = ExitStack()
+    try:
+        of_leader: list[tuple[Fleet, WeightPush]] = []
+        coordinator.on_leader(lambda: of_leader.append(_start(config, files, eos, device, resources)))
+        fleet, transfer = of_leader[0] if of_leader else (None, None)
+        engine = ServerEngine(coordinator, fleet, transfer, resources)
+        engine.wait_until_ready()
+    except BaseException:
+        resources.close()
+        raise
+    return engine
+
+
+def _start(
+    config: Config, files: Mapping[str, bytes], eos: Sequence[int], device: torch.device, resources: ExitStack
+) -> tuple[Fleet, WeightPush]:
+    """What the leader has of an engine; `resources` closes it."""
+    rollout, servers = config.rollout, config.rollout.servers
+    processes = {}
+    if not servers.urls:
+        gpus = server_gpus(config, device)
+        folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-rollout-")))
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        logs = config.run_dir / "rollout_servers"
+        logs.mkdir(parents=True, exist_ok=True)
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        processes = {
+            logs / f"server_{i}.log": ServerProcess(rollout, folder, longest, device, gpus[i], logs / f"server_{i}.log")
+            for i in range(servers.count)
+        }
+    transfer = WeightPush(rollout, device)
+    resources.callback(transfer.close)
+    ask = Ask(eos, rollout.structured_outputs, vocab_size(files))
+    fleet = Fleet(servers, processes, ask, capacity=rollout.max_num_seqs)
+    resources.callback(fleet.close)
+    log.info("Waiting for the first of %d rollout servers.", len(processes) or len(servers.urls))
+    return fleet, transfer
+
+
+def server_gpus(config: Config, device: torch.device) -> list[list[str]]:
+    """The GPUs of each server that we start, as CUDA_VISIBLE_DEVICES names them: those after the ranks' on this machine.
+
+    Raises:
+        UserError: there are too few.
+    """
+    count, size = config.rollout.servers.count, config.rollout.tensor_model_parallel_size
+    if device.type != "cuda":
+        return [[] for _ in range(count)]
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.nproc))
+    there, needed = torch.cuda.device_count(), ranks + count * size
+    if there < needed:
+        raise UserError(
+            f"rollout.servers.count={count}: with rollout.tensor_model_parallel_size={size} the servers need {count * size} GPUs of their "
+            f"own, beside those of the {ranks} ranks on this machine (trainer.nproc), but it has {there}. "
+            f"Set trainer.nproc={max(1, there - count * size)}, fewer servers, or rollout=vllm, which shares the ranks' GPUs."
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(there)]
+    return [names[first : first + size] for first in range(ranks, needed, size)]
+
+
+def vocab_size(files: Mapping[str, bytes]) -> int:
+    """Of the model whose files these are."""
+    config = json.loads(files["config.json"])
+    return config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"]

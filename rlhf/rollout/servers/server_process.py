@@ -1,0 +1,148 @@
+"""A vLLM server as a process of this rank's."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf.config import RolloutConfig
+from rlhf.ranks.parent import SUPERVISOR_PID
+
+# What torchrun and elastic tell a rank; vLLM would take them for its own.
+_OF_THE_RANK = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+_KILL_PATIENCE_S = 10.0
+
+log = logging.getLogger(__name__)
+# The kernel ends a server with the thread that started it (rlhf/parent.py): one that lives as long as the process.
+_starter = ThreadPoolExecutor(1, "server-starter")
+
+
+class ServerProcess:
+    """One server of this machine, started with the weights of nobody: dummies until the first update."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        folder: Path,
+        max_model_len: int,
+        device: torch.device,
+        gpus: Sequence[int | str],
+        log: Path,
+    ) -> None:
+        """
+        Args:
+            folder: configuration and tokenizer of the model, as Hugging Face has them.
+            max_model_len: tokens of the longest prompt with its response.
+            device: of whose type the server's devices are.
+            gpus: the CUDA devices that it may see, as CUDA_VISIBLE_DEVICES names them; without meaning on a CPU.
+            log: what it says is appended here.
+        """
+        self._flags = flags(config, folder, max_model_len, device)
+        self._environment = environment(os.environ, device, gpus)
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    def start(self) -> None:
+        """Start it at a port that is free now, and return at once; `url` is where it will answer, in half a minute or so."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._process = _starter.submit(self._start, port).result()
+
+    def _start(self, port: int) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "rlhf.rollout.servers", *self._flags, "--port", str(port)]
+        with self._log.open("ab") as output:
+            return subprocess.Popen(
+                command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        """The exit code of the server, negative for a signal; None while it runs or if it was never started."""
+        return self._process.poll() if self._process else None
+
+    def kill(self) -> None:
+        """SIGKILL to all of its processes; returns once they are gone. It can be started again."""
+        if self._process is None:
+            return
+        group, deadline = self._process.pid, time.monotonic() + _KILL_PATIENCE_S
+        while running := processes_of(group):
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                log.warning("Processes %s of a rollout server don't end with SIGKILL: the kernel holds them.", running)
+                break
+            time.sleep(0.02)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.1)
+
+
+def flags(config: RolloutConfig, folder: Path, max_model_len: int, device: torch.device) -> list[str]:
+    """The command line of `python -m rlhf.rollout.servers`; vLLM's own arguments come last and so win."""
+    ours: dict[str, Any] = {
+        "dtype": config.dtype,
+        "seed": 0,
+        "load_format": "dummy",
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+    }
+    if device.type == "cuda":
+        ours |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enforce_eager": config.enforce_eager}
+    return [str(folder), *as_flags(ours | config.engine_kwargs.vllm)]
+
+
+def as_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """vLLM's engine arguments as its command line has them; one that is None is left to vLLM."""
+    words = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, Mapping):
+            words += [f"--{flag}", json.dumps(value)]
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            words += [f"--{flag}", *map(str, value)]
+        elif value is not None:
+            words += [f"--{flag}={value}"]
+    return words
+
+
+def environment(rank: Mapping[str, str], device: torch.device, gpus: Sequence[int | str]) -> dict[str, str]:
+    """A server's environment, from that of the rank which starts it: not a rank itself, and it ends with this process."""
+    kept = {name: value for name, value in rank.items() if not name.startswith(_OF_THE_RANK)}
+    kept[SUPERVISOR_PID] = str(os.getpid())
+    kept["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    if device.type == "cuda":
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    return kept
+
+
+def processes_of(group: int) -> list[int]:
+    """The processes of a process group that run; a zombie that its adoptive parent has yet to collect doesn't."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with suppress(FileNotFoundError, ProcessLookupError):
+            state, _, of_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state not in "ZX":
+                found.append(int(entry.name))
+    return found

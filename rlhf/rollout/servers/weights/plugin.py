@@ -1,0 +1,23 @@
+"""How vLLM's processes come to know the weight transfer of ours; `register` is a plugin's entry point that vLLM calls in each of them."""
+
+import os
+
+from rlhf.ranks.parent import die_with_parent
+
+BACKEND = "rlhf"
+SERVER_PID = "RLHF_ROLLOUT_SERVER_PID"
+
+
+def register() -> None:
+    """Make the backend known, once. What it needs of vLLM is imported when an engine is made.
+
+    vLLM's engine core would outlive a killed server; this is where it learns not to. Workers see to themselves.
+    """
+    if os.environ.get(SERVER_PID) == str(os.getppid()):
+        die_with_parent(SERVER_PID)
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:  # a second registration is an error there
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "rlhf.rollout.servers.weights.vllm_worker", "ReceivingEngine"
+        )

@@ -1,0 +1,164 @@
+"""The trainer's end of a weight update: on the leader, all weights to all servers at once, bucket by bucket."""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+import xxhash
+from safetensors.torch import save
+from torch import Tensor
+
+from rlhf.config import RolloutConfig
+from rlhf.rollout.servers.control import CallFailed, in_parallel, post
+from rlhf.rollout.servers.weights.nccl import NcclGroup
+from rlhf.rollout.servers.weights.pull import Lender, address_towards
+
+BUCKET_BYTES = 256 << 20
+
+log = logging.getLogger(__name__)
+Bucket = dict[str, Tensor]
+
+
+class Route(Protocol):
+    """A way for buckets to servers that expect them."""
+
+    device: torch.device
+    """Where a bucket lies when it is sent."""
+
+    def send(self, bucket: Bucket, urls: Sequence[str]) -> dict[str, str]:
+        """The same bucket to each of `urls`; the reasons of those that do not have it."""
+
+    def close(self) -> None:
+        """After the last bucket."""
+
+
+class WeightPush:
+    """Hands weights to servers: through NCCL where the leader and they have it, else they fetch them from this machine over HTTP."""
+
+    def __init__(self, config: RolloutConfig, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """
+        Args:
+            device: the leader's, where the weights come from.
+            bucket_bytes: weights that are gathered, cast and sent together; it takes a few times that much memory.
+        """
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._timeout_s = config.servers.answer_timeout_s
+        self._bucket_bytes = bucket_bytes
+        self._nccl = NcclGroup(device, self._timeout_s) if device.type == "cuda" and find_spec("vllm") else None
+        self._told = ""
+
+    def send(self, urls: Sequence[str], tensors: Iterable[tuple[str, Tensor]], label: str) -> dict[str, str | None]:
+        """All of `tensors` to the servers at `urls`, which drop what they generate and go on with the new weights.
+
+        `tensors` is walked to its end whatever fails, since other ranks wait in it; what it raises itself propagates.
+
+        Args:
+            label: what the servers call these weights from now on, in vLLM's words the weight version.
+
+        Returns:
+            For each URL None, or why that server does not have the weights. It generates nothing then until a later
+            call has succeeded.
+        """
+        failed: dict[str, str] = {}
+        left = iter(tensors)
+        try:
+            failed |= in_parallel(self._begin, urls)
+            with ExitStack() as stack:
+                route = self._route([url for url in urls if url not in failed])
+                stack.callback(route.close)
+                for bucket in buckets(left, self._dtype, route.device, self._bucket_bytes):
+                    failed |= route.send(bucket, [url for url in urls if url not in failed])
+            failed |= in_parallel(lambda url: self._end(url, label), [url for url in urls if url not in failed])
+            if self._nccl is not None:
+                self._nccl.label = label
+        finally:
+            for _ in left:
+                pass
+        return {url: failed.get(url) for url in urls}
+
+    def _begin(self, url: str) -> None:
+        # What is under way there belongs to the old weights; whoever asked for it asks again.
+        post(url, "/pause?mode=abort", self._timeout_s)
+        try:
+            post(url, "/start_weight_update", self._timeout_s)
+        except CallFailed:
+            # An update that broke off is still open; a bucket that cannot be read makes the server drop it.
+            with suppress(CallFailed):
+                post(url, "/update_weights", self._timeout_s, {"update_info": {"broke": "off"}})
+            post(url, "/start_weight_update", self._timeout_s)
+
+    def _end(self, url: str, label: str) -> None:
+        post(url, "/finish_weight_update", self._timeout_s, {"weight_version": label})
+        post(url, "/reset_prefix_cache", self._timeout_s)
+        post(url, "/resume", self._timeout_s)
+
+    def _route(self, urls: Sequence[str]) -> Route:
+        route: Route
+        if self._nccl is not None and urls and self._nccl.join(urls):
+            route, name = self._nccl, "NCCL"
+        else:
+            route, name = HttpRoute(urls, self._timeout_s), "HTTP"
+        if urls and name != self._told:
+            log.info("Weights go to the rollout servers over %s.", name)
+            self._told = name
+        return route
+
+    def close(self) -> None:
+        """Leave the NCCL group, if there is one."""
+        if self._nccl is not None:
+            self._nccl.leave()
+
+
+class HttpRoute:
+    """Servers fetch the buckets from this machine."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._address = {url: address_towards(url) for url in urls}
+        self._lenders = {address: Lender(address, timeout_s) for address in set(self._address.values())}
+
+    def send(self, bucket: Bucket, urls: Sequence[str]) -> dict[str, str]:
+        """Lend the bucket until each of `urls` has fetched and loaded it."""
+        if not urls:
+            return {}
+        data = save(bucket)
+        about = {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data), "timeout_s": self._timeout_s}
+        with ExitStack() as lent:
+            at = {address: lent.enter_context(lender.lend(data)) for address, lender in self._lenders.items()}
+
+            def fetch(url: str) -> None:
+                update = {"url": at[self._address[url]], **about}
+                post(url, "/update_weights", self._timeout_s, {"update_info": update})
+
+            return in_parallel(fetch, urls)
+
+    def close(self) -> None:
+        """Listen no more."""
+        for lender in self._lenders.values():
+            lender.close()
+
+
+def buckets(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device, limit: int
+) -> Iterator[Bucket]:
+    """`tensors` as copies on `device`, floating-point ones cast to `dtype`, in groups of at most `limit` bytes.
+
+    A tensor larger than that is a group of its own.
+    """
+    bucket: Bucket = {}
+    size = 0
+    for name, tensor in tensors:
+        to = dtype if tensor.is_floating_point() else tensor.dtype
+        if bucket and size + tensor.numel() * to.itemsize > limit:
+            yield bucket
+            bucket, size = {}, 0
+        # A copy in any case: what the trainer gathers may be gone once it gathers the next.
+        bucket[name] = tensor.detach().to(device, to, copy=True).contiguous()
+        size += tensor.numel() * to.itemsize
+    if bucket:
+        yield bucket

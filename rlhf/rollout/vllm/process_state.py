@@ -1,0 +1,106 @@
+"""What vLLM does to the process it lives in, in effect while it is called and undone for the rest of the rank."""
+
+import gc
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch._dynamo
+
+from rlhf.ranks.rng import rng_state, set_rng_state
+
+_set_num_threads = torch.set_num_threads
+_memory: Any = torch.utils.deterministic
+
+
+class ProcessState:
+    """Keeps two states of the process: the rank's own, and vLLM's, with `environment` on top when it is first entered.
+
+    Both have their environment variables, numbers and functions of torch, log handlers and signal handlers. Generators of random numbers
+    are always left as they were found. On a GPU vLLM makes a stream of its own the current one, and so it stays: training then runs
+    there, too.
+
+    Args:
+        compiles: whether torch.compile does in there what it says.
+    """
+
+    def __init__(self, environment: Mapping[str, str], *, compiles: bool) -> None:
+        self._compiles = compiles
+        self._variables: dict[str, str | None] = dict(environment)
+        self._inside: dict[str, Any] = {}
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Code in here sees vLLM's state. Not reentrant."""
+        variables, outside, rng = dict(os.environ), _read(), rng_state()
+        _set_variables(self._variables)
+        _write(outside | self._inside)
+        # What deterministic mode has no implementation for would raise, and vLLM fills its own memory.
+        torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=True)
+        _memory.fill_uninitialized_memory = False
+        try:
+            with nullcontext() if self._compiles else torch._dynamo.config.patch(disable=True):
+                yield
+        finally:
+            seen = dict(os.environ)
+            changed = {name for name in seen.keys() | variables.keys() if seen.get(name) != variables.get(name)}
+            self._variables = {name: seen.get(name) for name in changed}
+            _set_variables({name: variables.get(name) for name in changed})
+            inside = _read()
+            self._inside = {name: value for name, value in inside.items() if value != outside[name]}
+            _write(outside)
+            set_rng_state(rng)
+            gc.unfreeze()  # vLLM freezes all objects that there are, after which the rank's own garbage would stay, too
+
+
+def _set_variables(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _read() -> dict[str, Any]:
+    root = logging.getLogger()
+    state: dict[str, Any] = {
+        "threads": torch.get_num_threads(),
+        "dtype": torch.get_default_dtype(),
+        "grad": torch.is_grad_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "fill": _memory.fill_uninitialized_memory,
+        "handlers": (root.level, tuple(root.handlers)),
+        # vLLM for CPUs puts functions that do nothing in the place of these.
+        "set_num_threads": torch.set_num_threads,
+        "synchronize": torch.accelerator.synchronize,
+        "empty_cache": torch.accelerator.empty_cache,
+    }
+    return state | {f"signal.{number}": signal.getsignal(number) for number in signal.valid_signals()}
+
+
+def _write(state: Mapping[str, Any]) -> None:
+    _set_num_threads(state["threads"])
+    torch.set_default_dtype(state["dtype"])
+    torch.set_grad_enabled(state["grad"])
+    torch.set_float32_matmul_precision(state["matmul"])
+    enabled, warn_only = state["deterministic"]
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    _memory.fill_uninitialized_memory = state["fill"]
+    root = logging.getLogger()
+    root.setLevel(state["handlers"][0])
+    root.handlers[:] = state["handlers"][1]
+    torch.set_num_threads = state["set_num_threads"]
+    torch.accelerator.synchronize = state["synchronize"]
+    torch.accelerator.empty_cache = state["empty_cache"]
+    for number in signal.valid_signals():
+        handler: Callable | int | None = state[f"signal.{number}"]
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)

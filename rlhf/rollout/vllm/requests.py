@@ -1,0 +1,43 @@
+"""A request in vLLM's words, the same for the engine in the rank and for servers. Imports no vLLM."""
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from rlhf.rollout.engine import SamplingParams
+
+
+def request_seed(seed: int, step: int, uid: int) -> int:
+    """The seed of sample 0 of a request, 62 bits; sample i has this plus i, which is vLLM's own rule for several samples."""
+    return xxhash.xxh3_64_intdigest(struct.pack("<qqq", seed, step, uid)) >> 2
+
+
+def sampling_kwargs(
+    params: SamplingParams, request_seed: int, eos: Sequence[int], structured_outputs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """JSON-able arguments of `vllm.SamplingParams`.
+
+    Args:
+        eos: the tokens that end a response; the one that does is part of it.
+        structured_outputs: arguments of vLLM's StructuredOutputsParams; empty for none.
+    """
+    kwargs: dict[str, Any] = {
+        "n": params.n,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "max_tokens": params.max_tokens,
+        "seed": request_seed,
+        "logprobs": 0,  # of the sampled token alone
+        "ignore_eos": params.ignore_eos,
+        "stop_token_ids": [] if params.ignore_eos else list(eos),
+        "skip_special_tokens": False,
+        "detokenize": bool(params.stop),
+    }
+    if params.stop:
+        kwargs |= {"stop": list(params.stop), "include_stop_str_in_output": True}
+    if structured_outputs:
+        kwargs["structured_outputs"] = dict(structured_outputs)
+    return kwargs

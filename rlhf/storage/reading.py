@@ -1,0 +1,161 @@
+"""Bytes of a checkpoint on the way in: each block is compared with its hash while it goes to where it belongs, several at a time.
+
+Imports no torch: `python -m rlhf.checkpoint verify` reads through it, too.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rlhf.storage.disk_errors import DamagedCheckpoint, is_unreadable
+from rlhf.storage.files import BLOCK
+
+THREADS = 4
+# One read: small enough to be in the processor's cache when it is hashed. Also what a thread needs for bytes that nobody wants.
+PART = 256 << 10
+HASH_DIGITS = 32
+BUFFERS_PER_READ = min(1024, os.sysconf("SC_IOV_MAX"))
+
+Range = tuple[int, memoryview]
+"""Where in a file, and the memory that the bytes from there go to."""
+
+
+class CheckedFiles:
+    """The files below `root` as a manifest describes them (`files`: path -> size and hashes), read with proof.
+
+    Whatever is read raises DamagedCheckpoint, "<path>: <what is wrong>", unless each block that it touches is as it was written. What lies
+    in the destination is undefined then. `checked` has the numbers of the blocks that were proven, by path; `bytes_read` counts them.
+    """
+
+    def __init__(self, root: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+        self._root, self._files = root, files
+        self._elsewhere: dict[str, Path] = {}
+        self.checked: dict[str, set[int]] = {}
+        self.bytes_read = 0
+
+    def find_below(self, root: Path, names: Iterable[str]) -> None:
+        """Look for the files `names` below another directory from now on."""
+        self._elsewhere |= dict.fromkeys(names, root)
+
+    def check_entry(self, name: str) -> None:
+        """Compare a file with the manifest as far as that takes no reading: it is there, inside, and of its size."""
+        root, size = self._elsewhere.get(name, self._root), self._files[name]["size"]
+        path = root / name
+        with _damage(name):
+            if not path.is_file():
+                raise DamagedCheckpoint(f"{name}: missing")
+            if not path.resolve().is_relative_to(root.resolve()):
+                raise DamagedCheckpoint(f"{name}: a link that points outside the checkpoint")
+            if (found := path.stat().st_size) != size:
+                raise DamagedCheckpoint(f"{name}: {found} bytes instead of {size}")
+
+    def blocks(self, name: str) -> range:
+        """The numbers of a file's blocks."""
+        return range(-(-self._files[name]["size"] // BLOCK))
+
+    def content(self, name: str) -> bytes:
+        """A whole file."""
+        return self.start(name, self._entry(name)["size"])
+
+    def start(self, name: str, size: int) -> bytes:
+        """The first `size` bytes of a file, or all when it has fewer."""
+        content = bytearray(min(size, self._entry(name)["size"]))
+        self.read(name, [(0, memoryview(content))])
+        return bytes(content)
+
+    def read(self, name: str, ranges: Iterable[Range]) -> None:
+        """Fill every range with its bytes of the file; they must not overlap."""
+        size = self._entry(name)["size"]
+        parts: dict[int, list[Range]] = {}
+        for start, view in sorted(ranges, key=lambda part: part[0]):
+            if start + len(view) > size:
+                raise DamagedCheckpoint(f"{name}: ends before byte {start + len(view)}, which an index says is there")
+            while view:
+                length = BLOCK - start % BLOCK
+                parts.setdefault(start // BLOCK, []).append((start, view[:length]))
+                start, view = start + length, view[length:]
+        self._read_blocks(name, parts)
+
+    def prove(self, name: str, blocks: Iterable[int]) -> None:
+        """Read blocks only to compare them with their hashes."""
+        self._read_blocks(name, {number: [] for number in blocks})
+
+    def _entry(self, name: str) -> Mapping[str, Any]:
+        if name not in self._files:
+            raise DamagedCheckpoint(f"{name}: not in the manifest")
+        return self._files[name]
+
+    def _read_blocks(self, name: str, parts: dict[int, list[Range]]) -> None:
+        if not parts:
+            return
+        with _damage(name), (self._elsewhere.get(name, self._root) / name).open("rb", buffering=0) as file:
+            read = partial(self._read_block, file.fileno(), name)
+            if len(parts) == 1:
+                read(*next(iter(parts.items())))
+            else:
+                with ThreadPoolExecutor(min(THREADS, len(parts))) as threads:
+                    list(threads.map(read, parts.keys(), parts.values()))
+        self.checked.setdefault(name, set()).update(parts)
+        self.bytes_read += sum(min(BLOCK, self._files[name]["size"] - number * BLOCK) for number in parts)
+
+    def _read_block(self, descriptor: int, name: str, number: int, wanted: list[Range]) -> None:
+        entry, position = self._files[name], number * BLOCK
+        end = min(position + BLOCK, entry["size"])
+        digest, scratch = xxhash.xxh3_128(), memoryview(bytearray(PART))
+        for views in _reads(position, end, wanted, scratch):
+            _fill(descriptor, views, position, name)
+            for view in views:
+                digest.update(view)
+                position += len(view)
+        if digest.hexdigest() != entry["xxh3_128"][number * HASH_DIGITS : (number + 1) * HASH_DIGITS]:
+            raise DamagedCheckpoint(f"{name}: content differs from its hash")
+
+
+@contextmanager
+def _damage(name: str) -> Iterator[None]:
+    """What the disk has lost is damage of the file `name`; other trouble may pass."""
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise DamagedCheckpoint(f"{name}: missing") from None
+    except OSError as error:
+        if not is_unreadable(error):
+            raise
+        raise DamagedCheckpoint(f"{name}: cannot be read: {error.strerror}") from error
+
+
+def _reads(position: int, end: int, wanted: list[Range], scratch: memoryview) -> Iterator[list[memoryview]]:
+    """The bytes [position, end) as lists of memory to be filled by one read each: `wanted` where it is, `scratch` in between."""
+    views: list[memoryview] = []
+    filled = 0
+    for start, into in [*wanted, (end, memoryview(b""))]:
+        for gap, stop in ((True, start), (False, start + len(into))):
+            while position < stop:
+                if filled == PART or len(views) == BUFFERS_PER_READ:
+                    yield views
+                    views, filled = [], 0
+                length = min(stop - position, PART - filled)
+                source, offset = (scratch, filled) if gap else (into, position - start)
+                views.append(source[offset : offset + length])
+                position, filled = position + length, filled + length
+    yield views
+
+
+def _fill(descriptor: int, views: list[memoryview], position: int, name: str) -> None:
+    """Read from `position` on into `views`, one after the other, to the last byte."""
+    while views:
+        count = os.preadv(descriptor, views, position)
+        if not count:
+            raise DamagedCheckpoint(f"{name}: ends at byte {position}")
+        position += count
+        while views and count >= len(views[0]):
+            count -= len(views[0])
+            views = views[1:]
+        if count:
+            views = [views[0][count:], *views[1:]]

@@ -1,0 +1,63 @@
+"""Protocols of what a checkpoint stores: state as shards, plain values or tensors of one rank, handed over by whoever owns it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rlhf.storage.shards import Shards
+
+
+class TrainState(Protocol):
+    """A model in training (actor, critic) as the checkpoint sees it: state, not a backend."""
+
+    def model_shards(self) -> Shards:
+        """Live views of this rank's weights and persistent buffers; loading writes into them."""
+
+    def optimizer_shards(self) -> Shards:
+        """Live views of this rank's optimizer moments and step counts, named `<parameter>.<moment>`."""
+
+    def after_load(self) -> None:
+        """What is to be done once a resume has written to the shards, such as making other weights from them."""
+
+    def extra_state(self) -> dict[str, Any]:
+        """JSON-able rest: the LR schedule."""
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over `extra_state`."""
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model, whole; collective: all ranks iterate together."""
+
+    def hf_files(self) -> Mapping[str, bytes]:
+        """The small files of a Hugging Face folder: config, generation config, tokenizer, chat template."""
+
+
+class MovingReference(Protocol):
+    """A reference policy that moves in the course of the run, as the checkpoint sees it: weights that few saves find changed."""
+
+    updated_at: int
+    """The step after which it last changed; 0 at the start. The same on every rank."""
+
+    def shards(self) -> Shards:
+        """Live views of this rank's weights, float32; loading writes into them."""
+
+
+class Stateful(Protocol):
+    """A part of the driver state: plain values, the same on every rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that its future depends on, JSON-able."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over `state_dict`."""
+
+
+class Carried(Protocol):
+    """Tensors that each rank holds for itself and takes along to later steps, such as what dynamic sampling carries over."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """This rank's, by name; empty when there are none. Collective: each save asks on every rank."""
+
+    def load_tensors(self, saved: list[dict[str, Tensor]]) -> None:
+        """Take over the `tensors` of these ranks and forget all others: one entry per rank that had any, none to many of them."""

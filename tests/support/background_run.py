@@ -1,0 +1,28 @@
+"""A run whose engine is the embedded one in a thread; subscribed in every rank through RLHF_EVENT_LISTENER, and an interrupter as well."""
+
+import os
+from typing import Any
+
+import rlhf.assemble.run
+from rlhf.events import LISTENER_VARIABLE
+from rlhf.rollout import build_embedded_engine
+from tests.support import interrupter
+from tests.support.background_engine import BackgroundThread
+
+
+def at(event: str = "", number: int = 0, what: str = "", **more: Any) -> dict[str, str]:
+    """`interrupter.at` for such a run; by default nothing interrupts it."""
+    return interrupter.at(event, number, what, **more) | {LISTENER_VARIABLE: f"{__name__}:on_event"}
+
+
+def on_event(event: str) -> None:
+    """The listener."""
+    interrupter.on_event(event)
+
+
+def _engine(config: Any, policy: Any, model: Any, coordinator: Any, device: Any) -> BackgroundThread:
+    return BackgroundThread(build_embedded_engine(model, policy.tokenizer, config.rollout, device))
+
+
+if "RANK" in os.environ:
+    rlhf.assemble.run._engine = _engine  # type: ignore[assignment]

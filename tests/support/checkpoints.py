@@ -1,0 +1,334 @@
+"""What the tests of the checkpoint subsystem share: a plain role, a small policy under FSDP2, and real ranks on gloo."""
+
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing import get_context, set_forkserver_preload
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import rlhf
+from rlhf import events
+from rlhf.backends.fsdp2 import Fsdp2Backend
+from rlhf.checkpoint.checkpointer import Checkpointer
+from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.save.writer import Identity
+from rlhf.config import BackendConfig, Config, OptimConfig
+from rlhf.events import Listener
+from rlhf.models.loading import hf_files
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.shards import Shard, Shards
+from rlhf.storage.state import Carried, MovingReference, Stateful, TrainState
+
+TINY_POLICY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
+IDENTITY = Identity(
+    backend="fsdp2", config_hash="c" * 32, fingerprints={"model.path": "f" * 32}, versions={"rlhf": "0"}
+)
+
+# Ranks are forked from a server that has imported torch once, but has no threads and no process group.
+set_forkserver_preload(["tests.support.checkpoints"])
+
+
+class PlainRole:
+    """A role of plain tensors: rank `rank` of `world_size` holds an even range of one weight and of its moment."""
+
+    def __init__(self, size: int = 1000, rank: int = 0, world_size: int = 1, seed: int = 0) -> None:
+        self.weight, self.start = even_range(size, rank, world_size, seed)
+        self.moment, _ = even_range(size, rank, world_size, seed + 1000)
+        self.shape = (size,)
+        self.position = seed
+
+    def model_shards(self) -> Shards:
+        return {"weight": Shard(self.shape, self.start, self.weight)}
+
+    def optimizer_shards(self) -> Shards:
+        return {"weight.exp_avg": Shard(self.shape, self.start, self.moment)}
+
+    def extra_state(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+    def after_load(self) -> None:
+        pass
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield "weight", self.weight
+
+    def hf_files(self) -> Mapping[str, bytes]:
+        return {"config.json": b"{}"}
+
+
+class PlainReference:
+    """A moving reference of one plain tensor, of which rank `rank` of `world_size` holds an even range."""
+
+    def __init__(self, size: int = 1000, rank: int = 0, world_size: int = 1) -> None:
+        self._own = size, rank, world_size
+        self.updated_at = 0
+        self.weight, self.start = even_range(size, rank, world_size, seed=0)
+
+    def update(self, step: int) -> None:
+        """Move to what the reference is after `step`, in place."""
+        self.weight.copy_(even_range(*self._own, seed=step)[0])
+        self.updated_at = step
+
+    def shards(self) -> Shards:
+        return {"weight": Shard((self._own[0],), self.start, self.weight)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updated_at": self.updated_at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updated_at = state["updated_at"]
+
+
+class PlainPart:
+    """A part of the driver state that counts."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.state: dict[str, Any] = {"count": count}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class PlainCarried:
+    """What a rank carries over: some tensors, or none."""
+
+    def __init__(self, tensors: dict[str, Tensor] | None = None) -> None:
+        self.held = [tensors] if tensors else []
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self.held[0] if self.held else {}
+
+    def load_tensors(self, saved: list[dict[str, Tensor]]) -> None:
+        self.held = saved
+
+
+def even_range(size: int, rank: int, world_size: int, seed: int) -> tuple[Tensor, int]:
+    """The part of `rank` of a random tensor that follows from `seed`, and where it starts."""
+    start, stop = size * rank // world_size, size * (rank + 1) // world_size
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))[start:stop].clone(), start
+
+
+def make_config(folder: Path) -> Config:
+    """A configuration whose run directory is `folder`/rlhf/default; a save is committed when it returns."""
+    config = Config()
+    config.checkpoint.async_save = False
+    config.model.path = str(TINY_POLICY)
+    config.trainer.default_local_dir = str(folder)
+    config.trainer.total_training_steps = 10
+    return config
+
+
+def make_checkpointer(
+    config: Config,
+    role: TrainState | Mapping[str, TrainState],
+    step: int = 0,
+    coordinator: Coordinator | None = None,
+    fingerprints: Mapping[str, str] = IDENTITY.fingerprints,
+    *,
+    driver: DriverState | None = None,
+    parts: Mapping[str, Stateful] | None = None,
+    reference: MovingReference | None = None,
+    carried: Carried | None = None,
+) -> Checkpointer:
+    """A checkpointer of one actor (or of several roles by name); the driver state that it saves stands at `step`."""
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    roles = role if isinstance(role, Mapping) else {"actor": role}
+    driver = driver or make_driver(step)
+    coordinator = coordinator or Coordinator()
+    return Checkpointer(config, coordinator, roles, driver, parts or {}, reference, fingerprints, carried)
+
+
+def make_driver(step: int = 0) -> DriverState:
+    """Where a run of ten steps stands."""
+    return DriverState("r", 10, 5.0, step=step)
+
+
+def resume(config: Config, role: TrainState | Mapping[str, TrainState], *arguments: Any, **parts: Any) -> int | None:
+    """Resume with a new checkpointer (see `make_checkpointer`) and return the step, None when there is no checkpoint."""
+    driver = make_driver()
+    return driver.step if make_checkpointer(config, role, 0, *arguments, driver=driver, **parts).resume() else None
+
+
+def save_steps(config: Config, role: TrainState, *steps: int) -> None:
+    """Save `role` as it is as the checkpoints of `steps`."""
+    for step in steps:
+        assert make_checkpointer(config, role, step).save(step) is not None
+
+
+def make_backend(seed: int, *, train_steps: int = 0, tied: bool = False) -> Fsdp2Backend:
+    """A random one-layer policy under FSDP2 with odd sizes, `train_steps` optimizer steps from its start."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 12, "intermediate_size": 17, "num_hidden_layers": 1, "num_attention_heads": 3}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + 3,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **shape,
+    )
+    model = LlamaForCausalLM(config)
+    backend = Fsdp2Backend(
+        model,
+        BackendConfig(),
+        OptimConfig(lr=0.01, lr_scheduler_type="cosine", lr_warmup_steps=2),
+        torch.device("cpu"),
+        grad_clip=1.0,
+        total_optimizer_steps=20,
+        hf_files=hf_files(config, tokenizer, model.generation_config),
+    )
+    for step in range(train_steps):
+        ids = torch.arange(10).view(2, 5) * (step + 1)
+        backend.backward(backend.module(input_ids=ids).logits.float().square().mean())
+        backend.optimizer_step()
+    return backend
+
+
+def whole_state(backend: Fsdp2Backend) -> dict[str, dict[str, Any]]:
+    """Copies of everything that a checkpoint restores in a role, by item of `checkpoint.contents`. Collective."""
+    optimizer = {
+        f"{name}.{key}": (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, parameter in backend.module.named_parameters()
+        for key, value in backend.optimizer.state[parameter].items()
+    }
+    rates = [group["lr"] for group in backend.optimizer.param_groups]
+    return {
+        "model": {name: tensor.clone() for name, tensor in backend.full_tensors()},
+        "optimizer": optimizer,
+        "extra": backend.extra_state() | {"rates": rates},
+    }
+
+
+def equal_bits(a: Any, b: Any) -> bool:
+    """Whether two nests of mappings, lists, tensors and plain values are the same; in tensors NaNs and signs of zeros included."""
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(equal_bits(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal_bits, a, b))
+    if isinstance(a, Tensor):
+        same_kind = a.dtype == b.dtype and a.shape == b.shape
+        return same_kind and np.array_equal(*(t.reshape(-1).view(torch.uint8).numpy() for t in (a, b)))
+    return a == b
+
+
+def files_of(checkpoint: Path) -> set[str]:
+    """Every file below `checkpoint`, relative to it."""
+    return {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    """Invert one bit of a file in place; a second call restores it."""
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def lose_on_disk(monkeypatch: pytest.MonkeyPatch, path: Path, code: int) -> None:
+    """Let reads of the file `path` fail with the error `code`, as only a broken disk does: here the call that reads the bytes."""
+    preadv = os.preadv
+
+    def failing(descriptor: int, *arguments: Any) -> int:
+        if Path(f"/proc/self/fd/{descriptor}").readlink() == path:
+            raise OSError(code, os.strerror(code))
+        return preadv(descriptor, *arguments)
+
+    monkeypatch.setattr(os, "preadv", failing)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call `listener` at every event of this process for a while."""
+    events.subscribe(listener)
+    try:
+        yield
+    finally:
+        events._listeners.remove(listener)
+
+
+@contextmanager
+def world_of_one(folder: Path) -> Iterator[None]:
+    """A gloo process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float, join: Path) -> list:
+    """`function(rank, *arguments)` in `world_size` real processes; what each returned, "died" for one that ended by itself.
+
+    They join a gloo group over files in the folder `join`. Fails when one raises, or when one is still there after `deadline_s`.
+    """
+    context = get_context("forkserver")
+    join.mkdir(parents=True, exist_ok=True)
+    pipes, processes = [], []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        processes.append(context.Process(target=_rank, args=(rank, world_size, str(join), sender, function, arguments)))
+        pipes.append(receiver)
+        processes[-1].start()
+        sender.close()
+    end = time.monotonic() + deadline_s
+    outcomes: dict[int, Any] = {}
+    try:
+        while len(outcomes) < world_size:
+            ready = wait([p for r, p in enumerate(pipes) if r not in outcomes], max(0.0, end - time.monotonic()))
+            assert ready, f"ranks {set(range(world_size)) - outcomes.keys()} are still there after {deadline_s} s"
+            for pipe in ready:
+                rank = pipes.index(pipe)
+                try:
+                    error, outcomes[rank] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    error, outcomes[rank] = None, "died"
+                assert error is None, f"rank {rank}:\n{error}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [outcomes[rank] for rank in range(world_size)]
+
+
+def _rank(rank: int, world_size: int, join: str, sender: Any, function: Callable[..., Any], arguments: tuple) -> None:
+    torch.set_num_threads(1)
+    outcome: tuple[str | None, Any]
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{join}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        outcome = None, function(rank, *arguments)
+    except BaseException:
+        outcome = traceback.format_exc(), None
+    # Not sender.send, which would share the memory of tensors with a process that is about to end.
+    sender.send_bytes(pickle.dumps(outcome))
+    sender.close()
+    # Peers may still need the connection; the parent ends all ranks at once.
+    time.sleep(3600)

@@ -1,0 +1,101 @@
+"""Training backends for tests: a tiny model in any engine, a few steps of it, and all of its state, gathered."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf.backends import build_backend
+from rlhf.backends.base import TrainingBackend
+from rlhf.config import BackendConfig, OptimConfig
+from rlhf.storage.shards import Shards
+from tests.support.tiny_updates import VOCAB, tiny_qwen2
+
+NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+CPU = torch.device("cpu")
+# An epsilon far above rounding noise: with a tiny one AdamW makes steps of full size out of gradients that are only noise.
+OPTIM = OptimConfig(lr=0.02, eps=1e-2, weight_decay=0.1, lr_scheduler_type="cosine", lr_warmup_steps=2)
+ROWS, LENGTH, MICRO_BATCHES = 8, 9, 2
+ENGINES = {
+    "fsdp2": BackendConfig(),
+    **{f"zero{stage}": BackendConfig(name="deepspeed", zero_stage=stage) for stage in range(4)},
+    "fsdp2-bfloat16": BackendConfig(autocast="bfloat16"),
+    **{
+        f"zero{stage}-bfloat16": BackendConfig(name="deepspeed", zero_stage=stage, autocast="bfloat16")
+        for stage in range(4)
+    },
+}
+
+
+def make_engine(kind: str, seed: int = 0, grad_clip: float = 0.5) -> TrainingBackend:
+    """A tiny Qwen2 in the engine that `ENGINES` calls `kind`; its gradients are large enough to be clipped."""
+    return build_backend(
+        tiny_qwen2(seed),
+        ENGINES[kind],
+        OPTIM,
+        CPU,
+        grad_clip=grad_clip,
+        total_optimizer_steps=20,
+        hf_files={"config.json": b"{}"},
+    )
+
+
+def tokens(step: int) -> Tensor:
+    """The batch of a step, [ROWS, LENGTH], the same at any number of ranks."""
+    return torch.randint(0, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def accumulate(backend: TrainingBackend, step: int, scale: float = 1.0) -> None:
+    """The gradient of the mean token loss of `tokens(step)` times `scale`, each rank with its rows, in micro-batches."""
+    for micro in tokens(step).chunk(dist.get_world_size())[dist.get_rank()].chunk(MICRO_BATCHES):
+        with torch.no_grad():  # as the log-probs of a policy are taken between its updates
+            logits_of(backend, micro)
+        backend.backward(token_losses(backend, micro).sum() * scale / (ROWS * (LENGTH - 1)))
+
+
+def train(backend: TrainingBackend, *steps: int) -> list[dict[str, float]]:
+    """An optimizer step on the batch of each of `steps`; returns what the steps said."""
+    figures = []
+    for step in steps:
+        accumulate(backend, step)
+        figures.append(backend.optimizer_step())
+    return figures
+
+
+@torch.no_grad()
+def loss_of(backend: TrainingBackend, step: int) -> Tensor:
+    """The mean token loss of `tokens(step)`, computed by every rank on all rows."""
+    return token_losses(backend, tokens(step)).mean()
+
+
+def token_losses(backend: TrainingBackend, ids: Tensor) -> Tensor:
+    logits = logits_of(backend, ids)[:, :-1].float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+
+
+def logits_of(backend: TrainingBackend, ids: Tensor) -> Tensor:
+    return backend.module(input_ids=ids, use_cache=False).logits
+
+
+def state_of(backend: TrainingBackend) -> dict[str, Any]:
+    """Everything that a checkpoint restores, whole, by item of `checkpoint.contents`. Collective."""
+    return {
+        "model": gathered(backend.model_shards()),
+        "optimizer": gathered(backend.optimizer_shards()),
+        "extra": backend.extra_state(),
+    }
+
+
+def gathered(shards: Shards) -> dict[str, Tensor]:
+    """The whole tensors that the ranks' shards are of. Collective; fails where they do not cover one."""
+    mine = {name: (shard.start, shard.local.reshape(-1)) for name, shard in shards.items() if shard.owner}
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    whole = {}
+    for name, shard in shards.items():
+        parts = sorted((rank[name] for rank in ranks if name in rank), key=lambda part: part[0])
+        whole[name] = torch.cat([part for _, part in parts if part.numel()]).view(shard.shape)
+    return whole

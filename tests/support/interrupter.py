@@ -1,0 +1,46 @@
+"""Interrupts a run once at an exact moment: subscribed in every rank through RLHF_EVENT_LISTENER, told what to do by a JSON variable."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from rlhf.events import LISTENER_VARIABLE
+from rlhf.ranks.parent import SUPERVISOR_PID
+
+VARIABLE = "RLHF_TEST_INTERRUPT"
+_seen = 0
+
+
+class Planned(Exception):
+    """The crash that a test asked for."""
+
+
+def at(
+    event: str, number: int, what: str, *, to: str = "rank", rank: int = 0, once: Path | None = None
+) -> dict[str, str]:
+    """The environment that interrupts `rank` (or the supervisor) at the `number`th `event` of this start, by a signal's name or "raise".
+
+    With the marker file `once`, only the first start that comes there is interrupted.
+    """
+    plan = {"event": event, "number": number, "what": what, "to": to, "rank": rank, "once": str(once or "")}
+    return {LISTENER_VARIABLE: f"{__name__}:on_event", VARIABLE: json.dumps(plan)}
+
+
+def on_event(event: str) -> None:
+    """The listener."""
+    global _seen
+    plan = json.loads(os.environ[VARIABLE])
+    if event != plan["event"] or int(os.environ["RANK"]) != plan["rank"]:
+        return
+    _seen += 1
+    if _seen != plan["number"]:
+        return
+    if plan["once"]:
+        if Path(plan["once"]).exists():
+            return
+        Path(plan["once"]).touch()
+    if plan["what"] == "raise":
+        raise Planned(f"asked for at {event} number {_seen}")
+    victim = int(os.environ[SUPERVISOR_PID]) if plan["to"] == "supervisor" else os.getpid()
+    os.kill(victim, signal.Signals[plan["what"]])

@@ -1,0 +1,145 @@
+"""Starts training from a test: `train` as a user does, `ranks` as torchrun does but from a server that has paid for the imports once."""
+
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf.storage.layout import scan, step_of
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY_POLICY = ROOT / "rlhf" / "models" / "tiny_policy"
+DEADLINE_S = 300
+STEPS = 7
+SAVE_FREQ = 3
+
+_forkserver = multiprocessing.get_context("forkserver")
+_forkserver.set_forkserver_preload(["rlhf.train", "rlhf.worker"])
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a start ended: the (first) exit code, negative for a signal, and all that it said."""
+
+    code: int
+    output: str
+
+
+def write_sums(path: Path, count: int = 30) -> Path:
+    """A JSONL file with prompt/answer pairs that the bundled policy understands."""
+    pairs = [(10 + (7 * i) % 83, 10 + (11 * i) % 79) for i in range(count)]
+    rows = [{"prompt": question(a, b), "answer": str(a + b)} for a, b in pairs]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def question(a: int, b: int) -> str:
+    """A sum in the words that the bundled policy was trained on."""
+    return f"State the final answer to the following arithmetic problem: {a} + {b} ="
+
+
+def small(folder: Path, name: str, sums: Path, *more: str) -> list[str]:
+    """A run of a few seconds in which all that a checkpoint holds matters: mini-batches, a schedule, a reference."""
+    return [
+        f"trainer.default_local_dir={folder}",
+        f"trainer.experiment_name={name}",
+        f"trainer.total_training_steps={STEPS}",
+        f"trainer.save_freq={SAVE_FREQ}",
+        "trainer.device=cpu",
+        "trainer.threads_per_rank=1",
+        f"data.train_files={sums}",
+        "reward=exact_match",
+        "data.train_batch_size=8",
+        "rollout.n=4",
+        "actor.ppo_mini_batch_size=4",
+        "actor.use_kl_loss=true",
+        "actor.optim.lr_scheduler_type=cosine",
+        "actor.optim.lr_warmup_steps=3",
+        *more,
+    ]
+
+
+def train(arguments: Sequence[str], environment: dict[str, str] | None = None, program: Sequence[str] = ()) -> Ended:
+    """`python -m rlhf.train ARGUMENTS` to its end; `program` stands between python and the module, such as torchrun's."""
+    command = [sys.executable, *program, "-m", "rlhf.train", *arguments]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | (environment or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    return Ended(done.returncode, done.stdout)
+
+
+def ranks(log: Path, arguments: Sequence[str], environment: dict[str, str] | None = None, nproc: int = 1) -> Ended:
+    """The same command in `nproc` ranks with torchrun's variables, without torchrun; what they say goes through the file `log`."""
+    log.unlink(missing_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | (environment or {})
+    processes = [
+        _forkserver.Process(
+            target=_rank, args=(list(arguments), world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, str(log))
+        )
+        for rank in range(nproc)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(DEADLINE_S)
+    stuck = [process for process in processes if process.exitcode is None]
+    for process in stuck:
+        process.kill()
+    output = log.read_text()
+    assert not stuck, f"ranks hang:\n{output}"
+    codes = [process.exitcode for process in processes]
+    return Ended(next((code for code in codes if code), 0), output)  # type: ignore[misc]
+
+
+def _rank(arguments: list[str], environment: dict[str, str], log: str) -> None:
+    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.environ.update(environment)
+    from rlhf.train import main
+
+    code = main(arguments)
+    logging.shutdown()
+    os._exit(code)
+
+
+def records(run_dir: Path) -> list[dict]:
+    """The metric history."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """The steps of the published checkpoints, newest first."""
+    return [step for path in scan(run_dir) if (step := step_of(path)) is not None]
+
+
+def copy_run(source: Path, target: Path, last_step: int) -> Path:
+    """A run as a kill would have left it: `source` without its checkpoints after `last_step`."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.lock", "status"))
+    for step in saved_steps(target):
+        if step > last_step:
+            shutil.rmtree(target / f"global_step_{step}")
+    return target
+
+
+def flip_a_byte(path: Path) -> None:
+    """Damage a file as a bad disk does: same size, one byte different."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    path.write_bytes(content)

@@ -1,0 +1,204 @@
+"""A collector over the bundled policy with some settings, and the plain way to its batches: one prompt at a time, on one rank."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf.checkpoint.driver_state import DriverState
+from rlhf.config import (
+    ActorConfig,
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    FilterGroupsConfig,
+    OverlongBufferConfig,
+    RewardConfig,
+    RolloutConfig,
+)
+from rlhf.data import PromptSet, PromptStream
+from rlhf.data.items import Row
+from rlhf.experience.collector import Collector
+from rlhf.experience.generation import Generation
+from rlhf.experience.policy_sampler import PolicySampler
+from rlhf.experience.prompt_share import PromptShare
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.reward import Reward, RewardItem, Score
+from rlhf.reward.failures import FailurePolicy
+from rlhf.reward.weighted import Term
+from rlhf.rollout import Request, Sample, SamplingParams, build_embedded_engine
+from tests.support.background_engine import BackgroundThread
+from tests.support.launching import TINY_POLICY, question
+
+BATCH, MINI, N, LONGEST, SEED, WEIGHT = 8, 4, 4, 5, 5, 2.0
+CPU = torch.device("cpu")
+UNFILTERED, FILTERED = FilterGroupsConfig(), FilterGroupsConfig(enable=True)
+OVERLONG = OverlongBufferConfig(enable=True, len=3, penalty_factor=0.6)
+DEFAULTS: dict[str, Any] = {
+    "filter_groups": FILTERED,
+    "overlong": OverlongBufferConfig(),
+    "greedy": False,
+    "drawn": 7,
+    "answers": True,
+    "ahead": False,
+}
+
+
+class Sums:
+    """1 for the right sum, half a point for an odd first digit; what is no number fails, a 9 at the end is late. 0 without an answer."""
+
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        return [self.verdict(item.response, item.ground_truth) for item in items]
+
+    def verdict(self, text: str, truth: str) -> Score:
+        if not truth:
+            return Score(0.0)
+        failed = not text.isdigit()
+        score = float(text == truth) + 0.5 * (not failed and int(text[0]) % 2)
+        return Score(score, timed_out=text.endswith("9"), failed=failed)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@cache
+def tiny() -> tuple[Any, Any]:
+    """The bundled policy and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(TINY_POLICY)
+
+
+class DriftingPolicy:
+    """An actor whose weights follow from the steps that it has done."""
+
+    def __init__(self, driver: DriverState) -> None:
+        self._driver = driver
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tiny()[0].named_parameters():
+            yield name, tensor.detach() * (1 - 0.02 * self._driver.step)
+
+
+def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Collector:
+    """A collector as a run has it, over the settings that a scenario names."""
+    chosen = DEFAULTS | settings
+    model, tokenizer = tiny()
+    rows = []
+    for i in range(300):
+        a, b = 10 + i % 83, 10 + (11 * i) % 79
+        messages = [{"role": "user", "content": question(a, b)}]
+        rows.append(Row(i, f"row {i}", messages, "sums", str(a + b) if chosen["answers"] else "", {}))
+    config = Config(
+        data=DataConfig(train_batch_size=BATCH, gen_batch_size=chosen["drawn"], max_response_length=LONGEST),
+        actor=ActorConfig(ppo_mini_batch_size=MINI),
+        algorithm=AlgorithmConfig(filter_groups=chosen["filter_groups"]),
+        reward=RewardConfig(overlong_buffer=chosen["overlong"]),
+        rollout=RolloutConfig(async_steps=int(chosen["ahead"])),
+    )
+    stream = PromptStream(PromptSet(rows, tokenizer, 128, "error", "data.train_files"), seed=3, shuffle=True)
+    embedded = build_embedded_engine(model, tokenizer, RolloutConfig(max_num_seqs=32))
+    engine = BackgroundThread(embedded) if chosen["ahead"] else embedded
+    generation = Generation(
+        config,
+        PolicySampler(engine, DriftingPolicy(driver), SEED),  # type: ignore[arg-type]
+        SamplingParams(n=N, temperature=1.4, max_tokens=LONGEST),
+        chosen["greedy"],
+        Reward([Term("sums", WEIGHT, Sums(), FailurePolicy("sums", config.reward))]),
+        tokenizer,
+        coordinator,
+        driver,
+    )
+    prompts = PromptShare(stream, BATCH, MINI, coordinator.rank, coordinator.world_size)
+    return Collector(config, prompts, generation, coordinator, driver, CPU)
+
+
+def new_driver() -> DriverState:
+    return DriverState("run", total_steps=99, steps_per_epoch=1.0)
+
+
+def plain_way(steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every step should have trained on and told, over all ranks."""
+    driver = new_driver()
+    parts = build(driver, Coordinator(), **settings)
+    chosen = DEFAULTS | settings
+    filters, drawn = chosen["filter_groups"], chosen["drawn"] if chosen["filter_groups"].enable else BATCH
+    waiting: list[dict[str, Any]] = []
+    records = []
+    for step in range(1, steps + 1):
+        rounds, seen, without = 0, [], []
+        while len(waiting) < BATCH and rounds < filters.max_num_gen_batches:
+            rounds += 1
+            for prompt, request in zip(*parts.prompts.next(drawn), strict=True):
+                group = plain_group(parts, chosen, prompt.ground_truth, request, step)
+                seen.append(group)
+                useful = len(set(group[filters.metric])) > 1 or not filters.enable
+                (waiting if useful else without).append(group)
+        trained, waiting = waiting[:BATCH], waiting[BATCH:]
+        missing = BATCH - len(trained)
+        trained = sorted(trained + without[len(without) - missing :], key=lambda group: group["uid"])
+        every = [score for group in trained for score in group["seq_reward"]]
+        metrics = {
+            "reward/mean": sum(every) / len(every),
+            "reward/sums": sum(v for group in trained for v in group["acc"]) / len(every),
+            "reward/timeouts": sum(group["timeouts"] for group in seen),
+            "reward/failures": sum(group["failures"] for group in seen),
+            "data/epoch": 0,
+        }
+        if chosen["overlong"].enable:
+            metrics["reward/overlong"] = sum(v for group in trained for v in group["penalties"]) / len(every)
+        if filters.enable:
+            ages = [driver.step - group["version"] for group in trained]
+            metrics |= {
+                "sampling/gen_batches": rounds,
+                "sampling/groups_generated": len(seen),
+                "sampling/groups_dropped": len(without),
+                "sampling/groups_carried": len(waiting),
+                "sampling/groups_filled": missing,
+                "sampling/staleness_max": max(ages),
+                "sampling/staleness_mean": sum(ages) / BATCH,
+            }
+            if seen:
+                scores = [score for group in seen for score in group["seq_reward"]]
+                metrics["sampling/reward_mean"] = sum(scores) / len(scores)
+        tokens = sum(len(group["prompt"]) + len(ids) for group in trained for ids in group["responses"])
+        records.append({"groups": trained, "metrics": metrics, "tokens": tokens})
+        driver.finish_step(tokens, len(every), 0.0)
+    return records
+
+
+def plain_group(parts: Collector, chosen: dict[str, Any], truth: str, request: Request, step: int) -> dict[str, Any]:
+    """One prompt, sampled and scored by itself."""
+
+    def sampled(params: SamplingParams) -> list[Sample]:
+        return parts.generation.sampler.generate([request], params, version=parts.driver.step, step=step)
+
+    def verdict(sample: Sample) -> Score:
+        return Sums().verdict(parts.generation.tokenizer.decode(sample.token_ids, skip_special_tokens=True), truth)
+
+    def penalty(sample: Sample) -> float:
+        if not chosen["overlong"].enable:
+            return 0.0
+        # Lengths up to 5 - 3 go unpunished; 5 costs 0.6.
+        return -0.2 * max(0, len(sample.token_ids) - 2)
+
+    samples = sampled(parts.generation.params)
+    verdicts = [verdict(sample) for sample in samples]
+    greedy = sampled(replace(parts.generation.params, n=1, temperature=0.0)) if chosen["greedy"] else []
+    counted = verdicts + [verdict(sample) for sample in greedy]
+    return {
+        "uid": request.uid,
+        "version": parts.driver.step,
+        "prompt": request.token_ids,
+        "responses": [sample.token_ids for sample in samples],
+        "log_probs": [sample.log_probs for sample in samples],
+        "acc": [v.score for v in verdicts],
+        "penalties": [penalty(sample) for sample in samples],
+        "seq_reward": [WEIGHT * v.score + penalty(s) for v, s in zip(verdicts, samples, strict=True)],
+        "baseline": WEIGHT * verdict(greedy[0]).score + penalty(greedy[0]) if greedy else None,
+        "timeouts": sum(v.timed_out for v in counted),
+        "failures": sum(v.failed for v in counted),
+    }

@@ -1,0 +1,210 @@
+"""What the tests of remote copies share: a run with checkpoints, and a remote that fails, hangs, dies or kills when told to."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
+
+from rlhf.checkpoint.commit.manifest import read_manifest
+from rlhf.checkpoint.remote.copies import RemoteCopies
+from rlhf.checkpoint.remote.remote_start import claim, restore
+from rlhf.checkpoint.remote.remote_store import RemoteStore
+from rlhf.checkpoint.remote.retries import Retries
+from rlhf.config import Config
+from rlhf.events import LISTENER_VARIABLE
+from rlhf.ranks.parent import SUPERVISOR_PID
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.layout import HISTORY, RUN_FILE
+from tests.support.checkpoints import PlainRole, files_of, make_config, save_steps
+
+DEADLINE_S = 30.0
+KILL_VARIABLE = "RLHF_TEST_KILL_ONCE_COPIED"
+_seen = 0
+
+
+class Weather:
+    """What the next calls of the faulty remote meet; shared by all its instances of this process."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        """Every call so far: its name and path."""
+        self.before: Callable[[int, str, str], None] = lambda number, call, path: None
+        """Called with the number from 1, the name and the path of a call before it; what it raises, the call raises."""
+        self._lock = threading.Lock()
+
+    def meet(self, call: str, path: str) -> None:
+        with self._lock:
+            self.calls.append((call, path))
+            number = len(self.calls)
+        self.before(number, call, path)
+
+    def fail_every(self, k: int) -> None:
+        def before(number: int, call: str, path: str) -> None:
+            if number % k == 0:
+                raise OSError(errno.EIO, "asked for by the test", path)
+
+        self.before = before
+
+    def kill_at(self, n: int, call: str | None = None) -> None:
+        """SIGKILL this process at the `n`th call (of that name)."""
+
+        def before(number: int, name: str, path: str) -> None:
+            seen = number if call is None else sum(1 for made, _ in self.calls if made == call)
+            if seen == n and call in (None, name):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        self.before = before
+
+
+WEATHER = Weather()
+
+
+class FaultyFile(LocalFileOpener):
+    def write(self, data: bytes) -> int:
+        WEATHER.meet("write", self.path)
+        return super().write(data)
+
+
+LOCAL = LocalFileSystem()
+
+
+class FaultyFileSystem(LocalFileSystem):
+    """A local folder behind bad weather."""
+
+    protocol = "faulty"
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> LocalFileOpener:
+        WEATHER.meet(f"open {mode}", path)
+        if "w" in mode:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return FaultyFile(path, mode, fs=self)
+
+    def info(self, path: str, **kwargs: Any) -> dict:
+        WEATHER.meet("info", path)
+        return LOCAL.info(path)
+
+    def ls(self, path: str, detail: bool = False, **kwargs: Any) -> list:
+        WEATHER.meet("ls", path)
+        return LOCAL.ls(path, detail)
+
+    def rm_file(self, path: str) -> None:
+        WEATHER.meet("rm_file", path)
+        LOCAL.rm_file(path)
+
+    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
+        """One file after another, as an object store does; each is a call."""
+        WEATHER.meet("rm", path)
+        for name in LOCAL.find(path):
+            self.rm_file(name)
+        shutil.rmtree(path)
+
+
+fsspec.register_implementation("faulty", FaultyFileSystem)
+
+
+def make_run(folder: Path, *steps: int, remote: str, run_id: str = "run-a") -> Config:
+    """A run directory below `folder` with checkpoints of `steps`, their history and an identity."""
+    config = make_config(folder)
+    config.checkpoint.remote = remote
+    config.checkpoint.max_to_keep = None
+    config.checkpoint.async_save = False
+    identify(config, run_id)
+    save(config, *steps)
+    return config
+
+
+def identify(config: Config, run_id: str, **more: str) -> None:
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.run_dir / RUN_FILE).write_text(json.dumps({"run_id": run_id, **more}) + "\n")
+
+
+def save(config: Config, *steps: int) -> None:
+    """Record and save steps, each with state of its own."""
+    history = config.run_dir / HISTORY
+    for step in steps:
+        known = len(history.read_text().splitlines()) if history.exists() else 0
+        with history.open("a") as file:
+            file.writelines(
+                json.dumps({"step": number, "loss": 0.1 * number}) + "\n" for number in range(known + 1, step + 1)
+            )
+        save_steps(config, PlainRole(seed=step), step)
+
+
+def copy_all(config: Config, *, deadline_s: float = DEADLINE_S) -> list[int]:
+    """One start of the copies to its end; returns the steps that it did not copy."""
+    copies = RemoteCopies(config)
+    copies.start()
+    return copies.finish(deadline_s)
+
+
+def on_empty_disk(config: Config, folder: Path) -> Config:
+    """The same run on another machine."""
+    other = make_config(folder)
+    other.checkpoint.remote = config.checkpoint.remote
+    other.checkpoint.async_save = False
+    return other
+
+
+def start_there(config: Config, source: Path | None = None) -> int | None:
+    """What a start does before the ranks: restore, identity, claim. Returns the step that was restored."""
+    store = RemoteStore(config)
+    step = restore(store, config, source)
+    if not (config.run_dir / RUN_FILE).exists():
+        identify(config, "run-new")
+    claim(store, config, patient())
+    return step
+
+
+def patient() -> Retries:
+    return Retries("remote", stalled_s=DEADLINE_S, give_up_s=DEADLINE_S)
+
+
+def complete_steps(config: Config) -> list[int]:
+    """The steps with a valid manifest in the remote folder."""
+    store = RemoteStore(config)
+    return [step for step in store.steps() if store.copy(step) is not None]
+
+
+def kill_once_copied(copy: Path, event: str, number: int) -> dict[str, str]:
+    """The environment that kills the supervisor and so the ranks at the `number`th `event`, where it waits until `copy` is complete."""
+    return {
+        LISTENER_VARIABLE: f"{__name__}:on_event",
+        KILL_VARIABLE: json.dumps({"copy": str(copy), "event": event, "number": number}),
+    }
+
+
+def on_event(event: str) -> None:
+    """The listener in the ranks."""
+    global _seen
+    plan = json.loads(os.environ[KILL_VARIABLE])
+    if event != plan["event"]:
+        return
+    _seen += 1
+    if _seen == plan["number"]:
+        end = time.monotonic() + DEADLINE_S
+        while not _is_complete(Path(plan["copy"])):
+            assert time.monotonic() < end, f"{plan['copy']} is not complete"
+            time.sleep(0.05)
+        os.kill(int(os.environ[SUPERVISOR_PID]), signal.SIGKILL)
+
+
+def _is_complete(copy: Path) -> bool:
+    try:
+        return bool(read_manifest(copy))
+    except DamagedCheckpoint:
+        return False
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    assert files_of(one) == files_of(other)
+    for name in files_of(one):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
