@@ -28,7 +28,7 @@ from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, 
 from rlhf.events import announce, subscribe_from_environment
 from rlhf.loop import train
 from rlhf.ranks import collectives
-from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.coordinator import Coordinator, GlooTransport
 from rlhf.ranks.lock import hold_rank_lock, run_lock
 from rlhf.ranks.logs import configure_logging
 from rlhf.ranks.status import StatusWriter
@@ -88,7 +88,7 @@ def main_under_torchrun(config: Config) -> int:
 
 
 def _coordinator(config: Config) -> Coordinator:
-    return Coordinator(timedelta(seconds=config.checkpoint.timeout_s))
+    return Coordinator(GlooTransport(timedelta(seconds=config.checkpoint.timeout_s)))
 
 
 def _guarded(run_dir: Path, work: Callable[[StatusWriter], None]) -> int:

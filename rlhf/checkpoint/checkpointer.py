@@ -75,7 +75,7 @@ class Checkpointer:
         self._copies = RemoteCopies(config) if leads and remote is not None else None
         # Made here, where all ranks are together: the thread may not touch the training's groups.
         self._behind = (
-            Coordinator(timedelta(seconds=config.checkpoint.timeout_s), coordinator.domains)
+            coordinator.another(timedelta(seconds=config.checkpoint.timeout_s))
             if config.checkpoint.async_save
             else None
         )

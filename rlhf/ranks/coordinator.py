@@ -1,13 +1,14 @@
-"""How the ranks act as one on the run directory: one leader touches it, and its outcome, good or bad, is everyone's outcome.
+"""Coordinator of the ranks' work on the run directory: one leader touches it, and its outcome, good or bad, is everyone's outcome.
 
-Where nodes have disks of their own, there is one such leader for each storage domain.
+Where nodes have disks of their own, there is one such leader for each storage domain. How objects get from rank to rank is the
+business of a `Transport`, in a run always gloo.
 """
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,6 +34,34 @@ def _sendable(error: Exception) -> Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
+class Transport(Protocol):
+    """Exchange of pickled objects between the ranks of one group.
+
+    Every rank must make the same calls in the same order. Each raises LostPeer when a rank is gone, or does not answer in time.
+    """
+
+    rank: int
+    world_size: int
+
+    def another(self, timeout: timedelta) -> "Transport":
+        """A further group of the same ranks with a deadline of its own, whose calls are in no order with this one's. Collective."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order, on every rank."""
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """The `value` of the rank `source` on every rank."""
+
+    def scatter(self, values: Sequence[Any] | None, source: int) -> Any:
+        """This rank's of the `values` of the rank `source`, one for each rank; None on all others."""
+
+    def send(self, block: Tensor, to: int) -> None:
+        """Hand `block`, bytes in the memory of the CPU, to a rank that calls `receive` with as many. Only these two take part."""
+
+    def receive(self, block: Tensor, source: int) -> None:
+        """Fill `block` with what the rank `source` sends."""
+
+
 @contextmanager
 def _collective() -> Iterator[None]:
     try:
@@ -41,23 +70,72 @@ def _collective() -> Iterator[None]:
         raise LostPeer(f"a rank is gone, or did not answer in time: {error}") from error
 
 
-class Coordinator:
-    """Collective calls over Python objects on a gloo group of their own; every one has the group's deadline.
+class GlooTransport:
+    """Transport over a gloo group of its own; a world of one without an initialised process group.
 
-    Every rank must make the same calls in the same order. Without an initialised process group it is a world of one.
-
-    `domains` has each rank's storage domain, which is named by its leader, the lowest rank that sees the same run directory. By default all
-    ranks share one.
+    A call may take `timeout`, by default as long as one of the training's group.
     """
 
-    def __init__(self, timeout: timedelta | None = None, domains: Sequence[int] | None = None) -> None:
+    def __init__(self, timeout: timedelta | None = None) -> None:
         self.rank, self.world_size, self._group = 0, 1, None
         if dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if self.world_size > 1:
                 # A group of its own: object collectives on the training group would order themselves between its tensors.
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def another(self, timeout: timedelta) -> "GlooTransport":
+        return GlooTransport(timeout)
+
+    def gather(self, value: Any) -> list[Any]:
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        with _collective():
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        if self._group is None:
+            return value
+        values = [value]
+        with _collective():
+            dist.broadcast_object_list(values, src=source, group=self._group)
+        return values[0]
+
+    def scatter(self, values: Sequence[Any] | None, source: int) -> Any:
+        if self._group is None:
+            assert values is not None
+            return values[0]
+        received: list[Any] = [None]
+        with _collective():
+            dist.scatter_object_list(received, None if values is None else list(values), src=source, group=self._group)
+        return received[0]
+
+    def send(self, block: Tensor, to: int) -> None:
+        with _collective():
+            dist.send(block, to, group=self._group)
+
+    def receive(self, block: Tensor, source: int) -> None:
+        with _collective():
+            dist.recv(block, source, group=self._group)
+
+
+class Coordinator:
+    """Collective calls over Python objects; every rank must make the same ones in the same order.
+
+    `domains` has each rank's storage domain, which is named by its leader, the lowest rank that sees the same run directory. By default all
+    ranks share one. `transport` is gloo by default. A call raises LostPeer when a rank is gone, or does not answer in time.
+    """
+
+    def __init__(self, transport: Transport | None = None, domains: Sequence[int] | None = None) -> None:
+        self._transport: Transport = transport or GlooTransport()
+        self.rank, self.world_size = self._transport.rank, self._transport.world_size
         self.domains = list(domains or [0] * self.world_size)
+
+    def another(self, timeout: timedelta) -> "Coordinator":
+        """A further coordinator of the same ranks, for another thread of each; a call of it may take `timeout`. Collective."""
+        return Coordinator(self._transport.another(timeout), self.domains)
 
     @property
     def is_leader(self) -> bool:
@@ -81,30 +159,15 @@ class Coordinator:
 
     def gather(self, value: T) -> list[T]:
         """`value` of every rank, in rank order, on every rank."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        with _collective():
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+        return self._transport.gather(value)
 
     def broadcast(self, value: T | None, source: int = 0) -> T:
         """The `value` of the rank `source`, by default the leader, on every rank."""
-        if self._group is None:
-            return value  # type: ignore[return-value]
-        values = [value]
-        with _collective():
-            dist.broadcast_object_list(values, src=source, group=self._group)
-        return values[0]  # type: ignore[return-value]
+        return self._transport.broadcast(value, source)
 
     def scatter(self, values: Sequence[T]) -> T:
         """This rank's of the leader's `values`, one for each rank; those of other ranks don't count."""
-        if self._group is None:
-            return values[0]
-        received: list[Any] = [None]
-        with _collective():
-            dist.scatter_object_list(received, list(values) if self.is_leader else None, src=0, group=self._group)
-        return received[0]
+        return self._transport.scatter(values if self.is_leader else None, 0)
 
     def on_leader(self, action: Callable[[], T]) -> T:
         """Run `action` on the leader only; every rank gets its result, or raises when it raised. No rank is left waiting."""
@@ -134,13 +197,11 @@ class Coordinator:
 
     def send(self, block: Tensor, to: int) -> None:
         """Hand `block`, bytes in the memory of the CPU, to a rank that calls `receive` with as many. Only these two take part."""
-        with _collective():
-            dist.send(block, to, group=self._group)
+        self._transport.send(block, to)
 
     def receive(self, block: Tensor, source: int) -> None:
         """Fill `block` with what the rank `source` sends."""
-        with _collective():
-            dist.recv(block, source, group=self._group)
+        self._transport.receive(block, source)
 
     def everywhere(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank and return all results; when it raises anywhere, every rank raises."""

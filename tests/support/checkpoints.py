@@ -32,6 +32,7 @@ from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.shards import Shard, Shards
 from rlhf.storage.state import Carried, MovingReference, Stateful, TrainState
+from tests.support.thread_ranks import make_coordinator
 
 TINY_POLICY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
 IDENTITY = Identity(
@@ -154,7 +155,7 @@ def make_checkpointer(
     config.run_dir.mkdir(parents=True, exist_ok=True)
     roles = role if isinstance(role, Mapping) else {"actor": role}
     driver = driver or make_driver(step)
-    coordinator = coordinator or Coordinator()
+    coordinator = coordinator or make_coordinator()
     return Checkpointer(config, coordinator, roles, driver, parts or {}, reference, fingerprints, carried)
 
 

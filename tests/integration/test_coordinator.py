@@ -1,0 +1,254 @@
+"""The ranks' agreement on objects and errors, over gloo between processes and over memory between threads: the same in both."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf import events
+from rlhf.ranks.coordinator import Coordinator, LostPeer, PeerError
+from tests.support.checkpoints import run_ranks
+from tests.support.thread_ranks import die, make_coordinator, messages, replaced, run_thread_ranks, subscribe, this_rank
+
+DEADLINE_S = 60
+Start = Callable[..., list[Any]]
+
+
+@pytest.fixture(params=["gloo", "threads"])
+def start(request, tmp_path) -> Start:
+    """Starts ranks and returns what each of them returned."""
+    if request.param == "threads":
+        return lambda *arguments: run_thread_ranks(*arguments, deadline_s=DEADLINE_S)
+    return lambda *arguments: run_ranks(*arguments, deadline_s=DEADLINE_S, join=tmp_path / "join")
+
+
+class UnsendableError(Exception):
+    """Pickles well; whoever unpickles it gets a TypeError."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def outcome(action: Callable[[], Any]) -> Any:
+    """What `action` returns; for an error its text, and those of its causes."""
+    try:
+        return action()
+    except Exception as error:
+        texts, cause = [], error
+        while cause is not None:
+            texts.append(f"{type(cause).__name__}: {cause}")
+            cause = cause.__cause__
+        return texts
+
+
+def fail(error: Exception) -> Any:
+    raise error
+
+
+def all_calls(rank: int, domains: list[int]) -> dict[str, Any]:
+    coordinator = make_coordinator()
+    coordinator.domains = domains
+    other = coordinator.another(timedelta(seconds=20))
+    ran: list[str] = []
+    found: dict[str, Any] = {
+        "own": (coordinator.rank, coordinator.world_size, coordinator.is_leader),
+        "domains": (coordinator.domain, coordinator.domain_leaders, coordinator.leads_domain, other.domains),
+        "gather": coordinator.gather({"rank": rank, "tensor": torch.arange(rank)}),
+        "broadcast": [coordinator.broadcast(f"of {rank}", source) for source in range(coordinator.world_size)],
+        "scatter": coordinator.scatter([f"for {to}, from {rank}" for to in range(coordinator.world_size)]),
+        "on_leader": coordinator.on_leader(lambda: ran.append("leader") or rank),
+        "on_rank": coordinator.on_rank(1, lambda: ran.append("rank 1") or rank),
+        "on_domain_leaders": coordinator.on_domain_leaders(lambda: ran.append("domain") or rank),
+        "everywhere": coordinator.everywhere(lambda: ran.append("everywhere") or rank),
+        "other": other.everywhere(lambda: -rank),
+        "wrong on the leader": outcome(lambda: coordinator.on_leader(lambda: fail(ValueError(rank)))),
+        "wrong on rank 1": outcome(lambda: coordinator.on_rank(1, lambda: fail(OSError(28, "full", f"file {rank}")))),
+        "wrong on rank 2": outcome(lambda: coordinator.everywhere(lambda: fail(KeyError(rank)) if rank == 2 else rank)),
+        "wrong everywhere": outcome(lambda: coordinator.everywhere(lambda: fail(ValueError(rank)))),
+        "unsendable": outcome(lambda: coordinator.on_leader(lambda: fail(UnsendableError(1, rank)))),
+        "after them": coordinator.gather(rank),
+    }
+    # What arrives is a copy: nobody changes another rank's object.
+    mine = [rank]
+    everyones = coordinator.gather(mine)
+    for received in everyones:
+        received.append("changed")
+    found["a copy"] = mine, coordinator.broadcast(mine, 1) is mine
+    # A block goes round all ranks.
+    block = torch.full((5,), rank, dtype=torch.uint8)
+    following, previous = (rank + 1) % coordinator.world_size, (rank - 1) % coordinator.world_size
+    if rank == 0:
+        coordinator.send(block, following)
+        coordinator.receive(block, previous)
+    else:
+        received = torch.empty_like(block)
+        coordinator.receive(received, previous)
+        coordinator.send(received + block, following)
+    return found | {"ran": ran, "block": block}
+
+
+def expected(rank: int, domains: list[int]) -> dict[str, Any]:
+    leaders = sorted(set(domains))
+    ran = ["leader"] * (rank == 0) + ["rank 1"] * (rank == 1) + ["domain"] * (rank in leaders) + ["everywhere"]
+    return {
+        "own": (rank, 3, rank == 0),
+        "domains": (domains[rank], leaders, rank in leaders, domains),
+        "broadcast": ["of 0", "of 1", "of 2"],
+        "scatter": f"for {rank}, from 0",
+        "on_leader": 0,
+        "on_rank": 1,
+        "on_domain_leaders": leaders,
+        "everywhere": [0, 1, 2],
+        "other": [0, -1, -2],
+        "wrong on the leader": ["ValueError: 0"],
+        "wrong on rank 1": ["OSError: [Errno 28] full: 'file 1'"],
+        "wrong on rank 2": ["KeyError: 2"] if rank == 2 else ["KeyError: 2", "PeerError: on rank 2"],
+        "wrong everywhere": [f"ValueError: {rank}"],
+        "unsendable": ["UnsendableError: 1 and 0" if rank == 0 else "RuntimeError: UnsendableError: 1 and 0"],
+        "after them": [0, 1, 2],
+        "a copy": ([rank], rank == 1),
+        "ran": ran,
+    }
+
+
+@pytest.mark.parametrize("domains", [[0, 0, 0], [0, 1, 0], [0, 1, 2]])
+def test_all_calls_and_all_errors(start: Start, domains):
+    for rank, found in enumerate(start(3, all_calls, domains)):
+        gathered, block = found.pop("gather"), found.pop("block")
+        assert found == expected(rank, domains)
+        assert [value["rank"] for value in gathered] == [0, 1, 2]
+        assert all(value["tensor"].equal(torch.arange(value["rank"])) for value in gathered)
+        assert block.tolist() == [3 if rank == 0 else rank] * 5
+
+
+def lose_rank_1(rank: int, how: str) -> tuple[list[Any], float]:
+    """Rank 1 dies, or does not answer, before each kind of call; what rank 0 gets to know, and the seconds until then."""
+    coordinator = make_coordinator().another(timedelta(seconds=60 if how == "dies" else 1.0))
+    assert coordinator.gather(rank) == [0, 1]
+    if rank == 1:
+        if how == "dies":
+            die()
+        time.sleep(2.5)
+        return [], 0.0
+    started = time.monotonic()
+    block = torch.empty(3)
+    calls = (
+        lambda: coordinator.gather(1),
+        lambda: coordinator.broadcast(None, 1),
+        lambda: coordinator.on_rank(1, lambda: 1),
+        lambda: coordinator.everywhere(lambda: 1),
+        lambda: coordinator.receive(block, 1),
+    )
+    caught = []
+    for call in calls[: 5 if how == "dies" else 1]:
+        with pytest.raises(LostPeer) as lost:
+            call()
+        caught.append(str(lost.value).partition(":")[0])
+    return caught, time.monotonic() - started
+
+
+@pytest.mark.parametrize("how", ["dies", "does not answer"])
+def test_a_lost_rank(start: Start, how):
+    (told, seconds), other = start(2, lose_rank_1, how)
+    assert set(told) == {"a rank is gone, or did not answer in time"}
+    assert len(told) == (5 if how == "dies" else 1)
+    if how == "dies":
+        assert other == "died"
+        assert seconds < 30
+    else:
+        assert 0.9 < seconds < 30
+
+
+def fail_on_rank_1(rank: int) -> None:
+    coordinator = make_coordinator()
+    if rank == 1:
+        raise ValueError("wrong")
+    coordinator.gather(rank)
+
+
+def test_a_rank_that_fails_fails_the_test(start: Start):
+    with pytest.raises(AssertionError, match=r"rank 1:\n(.|\n)*ValueError: wrong"):
+        start(2, fail_on_rank_1)
+
+
+def stay(rank: int) -> None:
+    time.sleep(3 * rank)
+
+
+def test_a_rank_that_stays_fails_the_test(tmp_path):
+    with pytest.raises(AssertionError, match=r"ranks \{1\} are still there after 0\.2 s"):
+        run_thread_ranks(2, stay, deadline_s=0.2)
+    with pytest.raises(AssertionError, match=r"ranks \{1\} are still there after 2 s"):
+        run_ranks(2, stay, deadline_s=2, join=tmp_path)
+
+
+def differ(rank: int) -> None:
+    coordinator = make_coordinator()
+    if rank == 0:
+        coordinator.gather(1)
+    else:
+        coordinator.broadcast(1)
+
+
+def test_threads_notice_when_ranks_make_different_calls():
+    with pytest.raises(AssertionError, match=r"the ranks make different calls: \{0: 'gather', 1: 'broadcast'\}"):
+        run_thread_ranks(2, differ)
+
+
+def own_things(rank: int, settings: dict[str, int]) -> tuple[Any, ...]:
+    """What a rank changes is its own, as in a process, in the threads too that it starts."""
+    import logging
+    import threading
+
+    coordinator, heard = make_coordinator(), list[str]()
+    settings["rank"] = rank
+    subscribe(heard.append)
+    said = messages()
+    with replaced(time, "asctime", lambda: f"replaced by {rank}") if rank == 1 else replaced(events, "nothing", stay):
+        coordinator.gather(None)
+
+        def behind() -> None:
+            events.announce(f"behind {this_rank()}")
+            logging.getLogger("rlhf.test").warning("of rank %d", rank)
+
+        thread = threading.Thread(target=behind)
+        thread.start()
+        thread.join()
+        events.announce(f"in front {this_rank()}")
+        clock = time.asctime()
+        coordinator.gather(None)
+    return settings, heard, said, clock.startswith("replaced by")
+
+
+def test_threads_hear_and_replace_what_is_their_own(monkeypatch):
+    monkeypatch.setattr(events, "nothing", None, raising=False)
+    listeners, settings = list(events._listeners), {"rank": 9}
+    outcomes = run_thread_ranks(2, own_things, settings)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome == ({"rank": rank}, [f"behind {rank}", f"in front {rank}"], [f"of rank {rank}"], rank == 1)
+    assert settings == {"rank": 9}
+    assert events._listeners == listeners
+    assert this_rank() is None
+
+
+def unsendable(rank: int, path: Path) -> None:
+    make_coordinator().gather(lambda: path)
+
+
+def test_what_cannot_be_pickled_cannot_travel(start: Start, tmp_path):
+    with pytest.raises(AssertionError, match=r"(?i)can't pickle|cannot pickle|can't get local object"):
+        start(2, unsendable, tmp_path)
+
+
+def test_a_world_of_one_needs_no_group():
+    coordinator = Coordinator()
+    unsendable = object()
+    assert coordinator.gather(unsendable) == [unsendable]
+    assert coordinator.broadcast(unsendable) is unsendable
+    assert coordinator.scatter([unsendable]) is unsendable
+    assert coordinator.another(timedelta(seconds=1)).everywhere(lambda: 3) == [3]
+    assert PeerError is not LostPeer

@@ -1,0 +1,297 @@
+"""Ranks as threads of one process, for tests of what ranks agree on: a rank starts in microseconds, and all of it is in one place.
+
+What travels is pickled and unpickled on the way, arguments and results included, with the deadlines and the errors of the real ranks.
+All that belongs to a process is everyone's here: the generators of random numbers, limits, the environment, what a test patches. A rank
+that dies cannot be stopped in the middle of a line. Tests of such things start processes (`checkpoints.run_ranks`).
+"""
+
+import logging
+import os
+import pickle
+import threading
+import time
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import pytest
+from torch import Tensor
+
+from rlhf import events
+from rlhf.events import Listener
+from rlhf.ranks.coordinator import Coordinator, LostPeer
+from rlhf.ranks.rng import rng_state, set_rng_state
+
+TIMEOUT = timedelta(seconds=60)
+DEADLINE_S = 90.0
+# What a rank leaves running when it ends, such as a deletion, ends soon after it.
+LINGER_S = 10.0
+
+
+class RankDied(BaseException):
+    """The end of a rank that died: raised in each of its threads at its next call."""
+
+
+class _World:
+    """What the ranks of one run share: all that was sent and not yet received, and who is dead."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.dead: set[int] = set()
+        self.groups = [0] * size
+        """How many groups each rank has joined; all join the same ones in the same order."""
+        self.calls: defaultdict[tuple[int, int], dict[int, tuple[str, bytes]]] = defaultdict(dict)
+        """Of each group's call the message of each rank that has come to it."""
+        self.passed: defaultdict[int, list[int]] = defaultdict(lambda: [0] * size)
+        """How many calls of each group each rank has behind it."""
+        self.blocks: defaultdict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
+        """Of each group what one rank has sent another."""
+
+    def join(self, rank: int, timeout: timedelta) -> "ThreadTransport":
+        with self.changed:
+            group = self.groups[rank]
+            self.groups[rank] += 1
+        return ThreadTransport(self, rank, group, timeout)
+
+    def end(self, ranks: Collection[int]) -> None:
+        with self.changed:
+            self.dead.update(ranks)
+            self.changed.notify_all()
+
+
+class ThreadTransport:
+    """Transport between the threads of one process."""
+
+    def __init__(self, world: _World, rank: int, group: int, timeout: timedelta) -> None:
+        self.rank, self.world_size = rank, world.size
+        self._world, self._group, self._timeout = world, group, timeout
+        self._call = 0
+        self._meet("group", b"", range(world.size))
+
+    def another(self, timeout: timedelta) -> "ThreadTransport":
+        return self._world.join(self.rank, timeout)
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.world_size == 1:
+            return [value]
+        return list(map(pickle.loads, self._meet("gather", pickle.dumps(value), range(self.world_size))))
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        message = pickle.dumps(value) if self.rank == source and self.world_size > 1 else b""
+        [received] = self._meet("broadcast", message, [source])
+        return value if self.rank == source else pickle.loads(received)
+
+    def scatter(self, values: Sequence[Any] | None, source: int) -> Any:
+        if self.world_size == 1:
+            assert values is not None
+            return values[0]
+        # One message for each, so that no rank sees another's.
+        messages = None if values is None else [pickle.dumps(value) for value in values]
+        assert (messages is None) == (self.rank != source)
+        assert messages is None or len(messages) == self.world_size
+        [received] = self._meet("scatter", pickle.dumps(messages), [source])
+        return pickle.loads(pickle.loads(received)[self.rank])
+
+    def send(self, block: Tensor, to: int) -> None:
+        with self._world.changed:
+            self._see_to_it_that_it_lives()
+            self._world.blocks[self._group, self.rank, to].append(block.clone())
+            self._world.changed.notify_all()
+
+    def receive(self, block: Tensor, source: int) -> None:
+        sent = self._world.blocks[self._group, source, self.rank]
+        with self._world.changed:
+            self._wait_for(lambda: [] if sent else [source])
+            received = sent.popleft()
+        assert (received.dtype, received.shape) == (block.dtype, block.shape)
+        block.copy_(received)
+
+    def _meet(self, kind: str, message: bytes, sources: Collection[int]) -> list[bytes]:
+        """Leave a message at this call; those of the ranks `sources`, once they are there."""
+        world, number = self._world, self._call
+        self._call += 1
+        with world.changed:
+            self._see_to_it_that_it_lives()
+            here = world.calls[self._group, number]
+            here[self.rank] = kind, message
+            world.changed.notify_all()
+            self._wait_for(lambda: [rank for rank in sources if rank not in here])
+            kinds = {rank: kind for rank, (kind, _) in sorted(here.items())}
+            assert len(set(kinds.values())) == 1, f"the ranks make different calls: {kinds}"
+            world.passed[self._group][self.rank] = number + 1
+            if min(world.passed[self._group]) > number:
+                del world.calls[self._group, number]
+        return [here[rank][1] for rank in sources]
+
+    def _wait_for(self, missing: Callable[[], Collection[int]]) -> None:
+        """Wait until no rank is `missing` any more; raises LostPeer when one of them is dead or lets the deadline pass."""
+        end = time.monotonic() + self._timeout.total_seconds()
+        while ranks := missing():
+            self._see_to_it_that_it_lives()
+            left = end - time.monotonic()
+            if left <= 0 or self._world.dead.intersection(ranks):
+                raise LostPeer(f"a rank is gone, or did not answer in time: {sorted(ranks)}, {self._timeout}")
+            self._world.changed.wait(left)
+        self._see_to_it_that_it_lives()
+
+    def _see_to_it_that_it_lives(self) -> None:
+        if self.rank in self._world.dead:
+            raise RankDied
+
+
+class _Rank:
+    """One rank of a world, known to every thread that it starts."""
+
+    def __init__(self, world: _World, number: int) -> None:
+        self.world, self.number = world, number
+        self.threads: list[threading.Thread] = []
+
+
+def _here() -> _Rank | None:
+    return getattr(threading.current_thread(), "test_rank", None)
+
+
+def this_rank() -> int | None:
+    """The rank that the current thread belongs to; None in a process of one rank."""
+    here = _here()
+    return None if here is None else here.number
+
+
+def in_front() -> bool:
+    """Whether this is the thread that a rank trains in, and not one that it has started."""
+    thread = threading.current_thread()
+    return isinstance(thread, _RankThread) or thread is threading.main_thread()
+
+
+def make_coordinator() -> Coordinator:
+    """The coordinator of this rank: of threads in a thread, over gloo in a process of its own. Collective."""
+    here = _here()
+    return Coordinator() if here is None else Coordinator(here.world.join(here.number, TIMEOUT))
+
+
+def subscribe(listener: Listener) -> None:
+    """Call `listener` at every later event of this rank, in whichever of its threads, until it ends."""
+    mine = this_rank()
+    events.subscribe(lambda event: listener(event) if this_rank() == mine else None)
+
+
+def messages(level: int = logging.INFO) -> list[str]:
+    """What this rank logs from now on, until it ends."""
+    mine, said = this_rank(), list[str]()
+    handler = logging.Handler(level)
+    handler.addFilter(lambda record: this_rank() == mine)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rlhf").addHandler(handler)
+    return said
+
+
+@contextmanager
+def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Let this rank, and no other, call `replacement` for `owner.name`. One rank at a time can do so."""
+    mine, original = this_rank(), getattr(owner, name)
+
+    def either(*arguments: Any, **named: Any) -> Any:
+        return (replacement if this_rank() == mine else original)(*arguments, **named)
+
+    setattr(owner, name, either)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def die() -> NoReturn:
+    """End this rank at once, without a word to its peers."""
+    here = _here()
+    if here is None:
+        os._exit(9)
+    here.world.end([here.number])
+    raise RankDied
+
+
+class _RankThread(threading.Thread):
+    """Runs `function` as one rank. `outcome` is the pickled pair of an error's traceback and what it returned."""
+
+    def __init__(self, rank: _Rank, function: Callable[..., Any], arguments: bytes) -> None:
+        super().__init__(name=f"rank {rank.number}", daemon=True)
+        self.test_rank, self._function, self._arguments = rank, function, arguments
+        self.outcome: bytes | None = None
+
+    def run(self) -> None:
+        outcome: tuple[str | None, Any]
+        try:
+            outcome = None, self._function(self.test_rank.number, *pickle.loads(self._arguments))
+            self.outcome = pickle.dumps(outcome)
+        except RankDied:
+            self.outcome = pickle.dumps((None, "died"))
+        except BaseException:
+            self.outcome = pickle.dumps((traceback.format_exc(), None))
+        with self.test_rank.world.changed:
+            self.test_rank.world.changed.notify_all()
+
+
+@contextmanager
+def _as_of_processes() -> Iterator[None]:
+    """What ranks change in their process is undone, and a thread that a rank starts is the rank's."""
+    log, start = logging.getLogger("rlhf"), threading.Thread.start
+    listeners, handlers, generators = list(events._listeners), list(log.handlers), rng_state()
+
+    def start_as_the_same_rank(thread: threading.Thread) -> None:
+        if (here := _here()) is not None:
+            thread.test_rank = here  # type: ignore[attr-defined]
+            here.threads.append(thread)
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_as_the_same_rank)
+        try:
+            yield
+        finally:
+            events._listeners[:], log.handlers[:] = listeners, handlers
+            set_rng_state(generators)
+
+
+def run_thread_ranks(
+    world_size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float = DEADLINE_S
+) -> list[Any]:
+    """`function(rank, *arguments)` in `world_size` threads; what each returned, "died" for one that has called `die`.
+
+    Fails when one raises, when one is still there after `deadline_s`, or when one leaves a thread running.
+    """
+    world = _World(world_size)
+    ranks = [_Rank(world, number) for number in range(world_size)]
+    with _as_of_processes():
+        threads = [_RankThread(rank, function, pickle.dumps(arguments)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        try:
+            _wait_for_all(world, threads, deadline_s)
+        finally:
+            world.end(range(world_size))
+            for thread in threads:
+                thread.join(LINGER_S)
+        end = time.monotonic() + LINGER_S
+        for thread in [thread for rank in ranks for thread in rank.threads]:
+            thread.join(max(0.0, end - time.monotonic()))
+            assert not thread.is_alive(), f"a rank has left {thread.name} running"
+    return [pickle.loads(thread.outcome)[1] for thread in threads if thread.outcome is not None]
+
+
+def _wait_for_all(world: _World, threads: Sequence[_RankThread], deadline_s: float) -> None:
+    """Return when all have ended, raise when one has failed."""
+    end, left = time.monotonic() + deadline_s, list(threads)
+    with world.changed:
+        while left:
+            for thread in [thread for thread in left if thread.outcome is not None]:
+                left.remove(thread)
+                error, _ = pickle.loads(thread.outcome or b"")
+                assert error is None, f"{thread.name}:\n{error}"
+            ranks = {thread.test_rank.number for thread in left}
+            seconds = end - time.monotonic()
+            assert not ranks or seconds > 0, f"ranks {ranks} are still there after {deadline_s} s"
+            if left:
+                world.changed.wait(seconds)
