@@ -1,25 +1,32 @@
 """Nodes with disks of their own, and what happens to one: killed in the commit, short of room, without its disk, with a damaged one."""
 
 import errno
-import logging
 import os
 import shutil
 import signal
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.save import writer
+from rlhf.checkpoint.commit import publication
+from rlhf.checkpoint.start import domains
 from rlhf.errors import UserError
-from rlhf.events import subscribe
 from rlhf.ranks.coordinator import LostPeer
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import set_aside_dirs, step_dir
-from tests.integration.test_domains import on_node, resume, save, start
 from tests.support.checkpoints import equal_bits, files_of, flip_bit
+from tests.support.nodes import on_node, resume, save, start
 from tests.support.saving_behind import on_ranks, published
+from tests.support.thread_ranks import messages, replaced, run_thread_ranks, subscribe
 
 KILLED_AT = 3
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """No folder here shows a file late. Ranks in processes of their own look again as late as in a run."""
+    monkeypatch.setattr(domains, "LOOK_AGAIN_S", 0.001)
 
 
 def kill_in_a_save(rank: int, tmp_path: Path, event: str, victim: int) -> dict:
@@ -63,7 +70,7 @@ def test_a_kill_between_the_disks(tmp_path, event, victim, left, resumed_step):
     assert outcomes[victim] == "died"
     assert tuple(published(on_node(tmp_path, node)) for node in (0, 1)) == left
     survivor = outcomes[1 - victim]
-    after = on_ranks(tmp_path, 2, resume, tmp_path, [1, 0])
+    after = run_thread_ranks(2, resume, tmp_path, [1, 0])
     assert [outcome[1]["driver"]["step"] for outcome in after] == [resumed_step] * 2
     assert equal_bits(after[1 - victim][1], survivor["state"]) == (resumed_step == KILLED_AT)
     for node in (0, 1):
@@ -79,10 +86,7 @@ def lose_parts(tmp_path: Path, node: int, *steps: int) -> None:
 
 def resume_and_listen(rank: int, tmp_path: Path, nodes: list[int]) -> tuple[int | str, list[str]]:
     """The step that the ranks have come to, or why not; and what was said."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rlhf").addHandler(handler)
+    said = messages()
     try:
         return resume(rank, tmp_path, nodes)[1]["driver"]["step"], said
     except UserError as error:
@@ -90,11 +94,11 @@ def resume_and_listen(rank: int, tmp_path: Path, nodes: list[int]) -> tuple[int 
 
 
 def test_a_lost_disk(tmp_path):
-    saved = on_ranks(tmp_path, 2, save, tmp_path, [0, 1], 3)
+    saved = run_thread_ranks(2, save, tmp_path, [0, 1], 3)
     kept = shutil.copytree(on_node(tmp_path, 1).run_dir, tmp_path / "kept")
     # The newest steps are gone: the newest complete one counts, and what is missing is named.
     lose_parts(tmp_path, 1, 2, 3)
-    outcomes = on_ranks(tmp_path, 2, resume_and_listen, tmp_path, [0, 1])
+    outcomes = run_thread_ranks(2, resume_and_listen, tmp_path, [0, 1])
     assert [outcome[0] for outcome in outcomes] == [1, 1]
     [told, *_] = [text for text in outcomes[0][1] if "global_step_3" in text]
     assert "is not complete: on no node's disk are" in told
@@ -107,7 +111,7 @@ def test_a_lost_disk(tmp_path):
     # All of it is gone: said, and nothing is touched.
     shutil.rmtree(on_node(tmp_path, 1).run_dir)
     before = files_of(run_dir)
-    for text, _ in on_ranks(tmp_path, 2, resume_and_listen, tmp_path, [0, 1]):
+    for text, _ in run_thread_ranks(2, resume_and_listen, tmp_path, [0, 1]):
         assert "No checkpoint in" in text
         assert "global_step_1 is not complete" in text
         assert "rng/rank_00001.safetensors" in text
@@ -119,16 +123,16 @@ def test_a_lost_disk(tmp_path):
     for step in (2, 3):
         (run_dir / f"global_step_{step}.incomplete-1").rename(step_dir(run_dir, step))
     shutil.copytree(kept, on_node(tmp_path, 2).run_dir)
-    outcomes = on_ranks(tmp_path, 2, resume, tmp_path, [2, 0])
+    outcomes = run_thread_ranks(2, resume, tmp_path, [2, 0])
     assert [equal_bits(outcome[1], saved[rank]) for rank, outcome in enumerate(outcomes)] == [True, True]
 
 
 def test_damage_on_one_disk_is_everyones(tmp_path):
-    on_ranks(tmp_path, 2, save, tmp_path, [0, 1], 3)
+    run_thread_ranks(2, save, tmp_path, [0, 1], 3)
     # Of step 3 a file that is fetched after the swap, of step 2 the manifest.
     flip_bit(step_dir(on_node(tmp_path, 1).run_dir, 3) / "actor/optimizer/rank_00001.safetensors", 9000)
     flip_bit(step_dir(on_node(tmp_path, 0).run_dir, 2) / "manifest.json", 9000)
-    outcomes = on_ranks(tmp_path, 2, resume_and_listen, tmp_path, [1, 0])
+    outcomes = run_thread_ranks(2, resume_and_listen, tmp_path, [1, 0])
     assert [outcome[0] for outcome in outcomes] == [1, 1]
     assert any("actor/optimizer/rank_00001.safetensors: content differs" in text for text in outcomes[0][1])
     for node in (0, 1):
@@ -145,31 +149,25 @@ def fail_on_one(rank: int, tmp_path: Path, where: str) -> tuple[str, bool, list[
     run = start(rank, config)
     run.checkpointer.save(run.step())
     run.checkpointer.finish()
-    undo: list = []
 
     def failing(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(config.run_dir))
 
-    if rank == 1 and where == "room":
-        statvfs = os.statvfs
-        full = type("Full", (), {"f_bavail": 0, "f_frsize": 4096})()
-        os.statvfs = lambda path: full  # type: ignore[assignment, return-value]
-        undo.append(lambda: setattr(os, "statvfs", statvfs))
-    elif rank == 1:
-        name = {"begin": "link", "manifest": "seal", "rename": "rename"}[where]
-        original = getattr(writer.commit, name)
-        setattr(writer.commit, name, failing)
-        undo.append(lambda: setattr(writer.commit, name, original))
     run.step()
-    try:
-        run.checkpointer.save(run.driver.step)
-        run.checkpointer.finish()
-        raise AssertionError("the save did not fail")
-    except (SaveFailed, UserError) as error:
-        text, user = str(error), isinstance(error, UserError)
+    with ExitStack() as broken:
+        if rank == 1 and where == "room":
+            full = type("Full", (), {"f_bavail": 0, "f_frsize": 4096})()
+            broken.enter_context(replaced(os, "statvfs", lambda path: full))
+        elif rank == 1:
+            name = {"begin": "link", "manifest": "seal", "rename": "rename"}[where]
+            broken.enter_context(replaced(publication, name, failing))
+        try:
+            run.checkpointer.save(run.driver.step)
+            run.checkpointer.finish()
+            raise AssertionError("the save did not fail")
+        except (SaveFailed, UserError) as error:
+            text, user = str(error), isinstance(error, UserError)
     left = sorted(path.name for path in config.run_dir.iterdir() if "global_step_2" in path.name)
-    for action in undo:
-        action()
     run.checkpointer.save(run.step())
     run.checkpointer.finish()
     return text, user, left, run.everything()
@@ -177,7 +175,7 @@ def fail_on_one(rank: int, tmp_path: Path, where: str) -> tuple[str, bool, list[
 
 @pytest.mark.parametrize("where", ["begin", "room", "manifest", "rename"])
 def test_a_failure_on_one_disk_is_everyones_and_leaves_nothing(tmp_path, where):
-    outcomes = on_ranks(tmp_path, 2, fail_on_one, tmp_path, where)
+    outcomes = run_thread_ranks(2, fail_on_one, tmp_path, where)
     for text, user, left, _ in outcomes:
         assert "The checkpoint of step 2" in text
         assert "earlier checkpoints are intact" in text
@@ -185,27 +183,28 @@ def test_a_failure_on_one_disk_is_everyones_and_leaves_nothing(tmp_path, where):
         assert left == []
     assert "node_1" in outcomes[0][0]
     assert [published(on_node(tmp_path, node)) for node in (0, 1)] == [[3, 1]] * 2
-    after = on_ranks(tmp_path, 2, resume, tmp_path, [1, 0])
+    after = run_thread_ranks(2, resume, tmp_path, [1, 0])
     assert [equal_bits(outcome[1], outcomes[rank][3]) for rank, outcome in enumerate(after)] == [True, True]
 
 
 def resume_onto_a_full_disk(rank: int, tmp_path: Path) -> str:
     """After a swap; the disk of rank 1 takes nothing that is fetched."""
     run = start(rank, on_node(tmp_path, 1 - rank))
-    if rank == 1:
 
-        def full(*_: object) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        os.pwrite = full  # type: ignore[assignment]
-    with pytest.raises(OSError, match="No space left on device") as failed:
+    with (
+        replaced(os, "pwrite", full) if rank == 1 else nullcontext(),
+        pytest.raises(OSError, match="No space left on device") as failed,
+    ):
         run.checkpointer.resume()
     return str(failed.value)
 
 
 def test_no_room_for_what_is_fetched(tmp_path):
-    on_ranks(tmp_path, 2, save, tmp_path, [0, 1], 2)
-    for text in on_ranks(tmp_path, 2, resume_onto_a_full_disk, tmp_path):
+    run_thread_ranks(2, save, tmp_path, [0, 1], 2)
+    for text in run_thread_ranks(2, resume_onto_a_full_disk, tmp_path):
         assert ".tmp-fetched-global_step_2" in text
     # It is no fault of the checkpoint.
     assert [published(on_node(tmp_path, node)) for node in (0, 1)] == [[2, 1]] * 2
@@ -213,12 +212,12 @@ def test_no_room_for_what_is_fetched(tmp_path):
 
 
 def test_a_part_of_another_run_does_not_count(tmp_path):
-    on_ranks(tmp_path, 2, save, tmp_path, [0, 1], 2)
+    run_thread_ranks(2, save, tmp_path, [0, 1], 2)
     (tmp_path / "other").mkdir()
-    on_ranks(tmp_path, 2, save, tmp_path / "other", [0, 1], 2)
+    run_thread_ranks(2, save, tmp_path / "other", [0, 1], 2)
     step = step_dir(on_node(tmp_path, 1).run_dir, 2)
     shutil.rmtree(step)
     shutil.copytree(step_dir(on_node(tmp_path / "other", 1).run_dir, 2), step)
-    outcomes = on_ranks(tmp_path, 2, resume_and_listen, tmp_path, [0, 1])
+    outcomes = run_thread_ranks(2, resume_and_listen, tmp_path, [0, 1])
     assert [outcome[0] for outcome in outcomes] == [1, 1]
     assert any("global_step_2 is not complete" in text for text in outcomes[0][1])

@@ -1,39 +1,32 @@
 """Nodes with disks of their own, as folders: found out, saved in parts, resumed in any order, with one history and one run id."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rlhf.checkpoint.commit.manifest import read_manifest, verify
-from rlhf.checkpoint.start.domain_start import finished_together, prepare_together
+from rlhf.checkpoint.start import domains as storage_domains
+from rlhf.checkpoint.start.domain_start import finished_together
 from rlhf.checkpoint.start.domains import find_domains
-from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.layout import CONFIG, DRIVER_STATE, HISTORY, MANIFEST, RUN_FILE, scan, set_aside_dirs, step_dir
-from tests.support.checkpoints import equal_bits, files_of, make_config
-from tests.support.saving_behind import Run, on_ranks, published
+from tests.support.checkpoints import equal_bits, files_of
+from tests.support.nodes import on_node, resume, save, start
+from tests.support.saving_behind import on_ranks, published
+from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
 
-def on_node(tmp_path: Path, node: int, *, behind: bool = True) -> Config:
-    """The configuration as the node `node` sees it."""
-    config = make_config(tmp_path / f"node_{node}")
-    config.checkpoint.async_save = behind
-    return config
-
-
-def start(rank: int, config: Config) -> Run:
-    """What a rank does before it trains."""
-    coordinator = Coordinator()
-    coordinator.domains = find_domains(config.run_dir, coordinator)
-    prepare_together(config, coordinator)
-    return Run(rank, config, coordinator)
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """No folder here shows a file late. Ranks in processes of their own look again as late as in a run."""
+    monkeypatch.setattr(storage_domains, "LOOK_AGAIN_S", 0.001)
 
 
 def look(rank: int, tmp_path: Path, nodes: list[int]) -> tuple[list[int], list[int], bool, list[int], list[str]]:
     config = on_node(tmp_path, nodes[rank])
-    coordinator = Coordinator()
+    coordinator = make_coordinator()
     coordinator.domains = find_domains(config.run_dir, coordinator)
     acted = coordinator.on_domain_leaders(lambda: rank)
     left = sorted(path.name for path in config.run_dir.iterdir())
@@ -45,32 +38,10 @@ def look(rank: int, tmp_path: Path, nodes: list[int]) -> tuple[list[int], list[i
 )
 def test_who_shares_a_disk_is_found_out(tmp_path, nodes, domains):
     leaders = sorted(set(domains))
-    for rank, seen in enumerate(on_ranks(tmp_path, len(nodes), look, tmp_path, nodes)):
+    for rank, seen in enumerate(run_thread_ranks(len(nodes), look, tmp_path, nodes)):
         assert seen[:4] == (domains, leaders, rank in leaders, leaders)
     # No token stays. (A rank may have looked before its neighbour was through with it.)
     assert not any(list(on_node(tmp_path, node).run_dir.iterdir()) for node in nodes)
-
-
-def save(rank: int, tmp_path: Path, nodes: list[int], steps: int) -> dict:
-    """A start that resumes if it can, and saves each of so many further steps."""
-    config = on_node(tmp_path, nodes[rank])
-    run = start(rank, config)
-    run.checkpointer.resume()
-    for _ in range(steps):
-        step = run.step()
-        if rank == 0:
-            with (config.run_dir / HISTORY).open("a") as history:
-                history.write(json.dumps({"step": step}) + "\n")
-        run.checkpointer.save(step, {"val/accuracy": 0.5})
-    run.checkpointer.finish()
-    return run.everything()
-
-
-def resume(rank: int, tmp_path: Path, nodes: list[int]) -> tuple[bool, dict, int | None]:
-    config = on_node(tmp_path, nodes[rank])
-    run = start(rank, config)
-    resumed = run.checkpointer.resume()
-    return resumed, run.everything(), finished_together(config, run.coordinator)
 
 
 def test_each_disk_has_its_part_and_nodes_may_be_swapped(tmp_path):
@@ -98,8 +69,14 @@ def test_each_disk_has_its_part_and_nodes_may_be_swapped(tmp_path):
     assert [published(on_node(tmp_path, node)) for node in (0, 1)] == [[5, 4, 3]] * 2
     assert {(run_dir / "latest_checkpointed_iteration.txt").read_text() for run_dir in run_dirs} == {"5\n"}
 
-    for nodes in ([0, 1], [1, 0], [1, 0], [0, 1]):
-        outcomes = on_ranks(tmp_path, 2, resume, tmp_path, nodes)
+    processes = partial(on_ranks, tmp_path)
+    for start_ranks, nodes in (
+        (run_thread_ranks, [0, 1]),
+        (processes, [1, 0]),
+        (run_thread_ranks, [1, 0]),
+        (run_thread_ranks, [0, 1]),
+    ):
+        outcomes = start_ranks(2, resume, tmp_path, nodes)
         assert [outcome[0] for outcome in outcomes] == [True, True]
         for rank in (0, 1):
             assert equal_bits(outcomes[rank][1], saved[rank])
@@ -110,11 +87,11 @@ def test_each_disk_has_its_part_and_nodes_may_be_swapped(tmp_path):
 
 
 def test_a_swapped_run_goes_on_saving(tmp_path):
-    on_ranks(tmp_path, 2, save, tmp_path, [0, 1], 2)
-    saved = on_ranks(tmp_path, 2, save, tmp_path, [1, 0], 2)
+    run_thread_ranks(2, save, tmp_path, [0, 1], 2)
+    saved = run_thread_ranks(2, save, tmp_path, [1, 0], 2)
     manifest = read_manifest(step_dir(on_node(tmp_path, 0).run_dir, 4))
     assert manifest.linked == {"ref/model": "global_step_3"}
-    outcomes = on_ranks(tmp_path, 2, resume, tmp_path, [0, 1])
+    outcomes = run_thread_ranks(2, resume, tmp_path, [0, 1])
     assert [equal_bits(outcome[1], saved[rank]) for rank, outcome in enumerate(outcomes)] == [True, True]
     history = (on_node(tmp_path, 0).run_dir / HISTORY).read_text().splitlines()
     assert [json.loads(line)["step"] for line in history] == [1, 2, 3, 4]
@@ -122,12 +99,12 @@ def test_a_swapped_run_goes_on_saving(tmp_path):
 
 def test_other_numbers_of_ranks_and_disks(tmp_path):
     """Four ranks on two nodes, then two ranks, then three of which two share a disk."""
-    on_ranks(tmp_path, 4, save, tmp_path, [0, 1, 0, 1], 1)
+    run_thread_ranks(4, save, tmp_path, [0, 1, 0, 1], 1)
     assert {"rng/rank_00001.safetensors", "rng/rank_00003.safetensors"} == {
         name for name in files_of(step_dir(on_node(tmp_path, 1).run_dir, 1)) if name.startswith("rng/")
     }
-    two = on_ranks(tmp_path, 2, resume, tmp_path, [1, 0])
-    three = on_ranks(tmp_path, 3, resume, tmp_path, [0, 0, 1])
+    two = run_thread_ranks(2, resume, tmp_path, [1, 0])
+    three = run_thread_ranks(3, resume, tmp_path, [0, 0, 1])
     for name in ("weight", "moment", "reference"):
         whole = [[value for outcome in outcomes for value in outcome[1][name].tolist()] for outcomes in (two, three)]
         assert len(whole[0]) == 100_000
@@ -136,14 +113,14 @@ def test_other_numbers_of_ranks_and_disks(tmp_path):
 
 
 def test_parts_in_one_folder_are_a_whole_checkpoint(tmp_path):
-    on_ranks(tmp_path, 2, save, tmp_path, [0, 1], 1)
+    run_thread_ranks(2, save, tmp_path, [0, 1], 1)
     parts = [step_dir(on_node(tmp_path, node).run_dir, 1) for node in (0, 1)]
     for name in files_of(parts[1]) - files_of(parts[0]):
         (parts[0] / name).write_bytes((parts[1] / name).read_bytes())
-    outcomes = on_ranks(tmp_path, 1, resume, tmp_path, [0])
+    outcomes = run_thread_ranks(1, resume, tmp_path, [0])
     assert outcomes[0][0]
     with pytest.raises(AssertionError, match=r"is not complete: on no node.s disk are .*rank_00000"):
-        on_ranks(tmp_path, 1, resume, tmp_path, [1])
+        run_thread_ranks(1, resume, tmp_path, [1])
     assert scan(parts[1].parent)
     assert not set_aside_dirs(parts[1].parent, "damaged")
 
@@ -157,22 +134,22 @@ def roll_back(rank: int, tmp_path: Path) -> tuple[bool, bool]:
 
 
 def test_a_roll_back_in_the_running_process(tmp_path):
-    assert on_ranks(tmp_path, 2, roll_back, tmp_path) == [(True, True)] * 2
+    assert run_thread_ranks(2, roll_back, tmp_path) == [(True, True)] * 2
 
 
 def finished(rank: int, tmp_path: Path, nodes: list[int]) -> int | None:
     config = on_node(tmp_path, nodes[rank])
     config.trainer.total_training_steps = 2
-    coordinator = Coordinator()
+    coordinator = make_coordinator()
     coordinator.domains = find_domains(config.run_dir, coordinator)
     return finished_together(config, coordinator)
 
 
 def test_a_finished_run_is_known_as_such(tmp_path):
-    on_ranks(tmp_path, 2, save, tmp_path, [0, 1], 1)
-    assert on_ranks(tmp_path, 2, finished, tmp_path, [0, 1]) == [None, None]
-    on_ranks(tmp_path, 2, save, tmp_path, [0, 1], 1)
-    assert on_ranks(tmp_path, 2, finished, tmp_path, [1, 0]) == [2, 2]
+    run_thread_ranks(2, save, tmp_path, [0, 1], 1)
+    assert run_thread_ranks(2, finished, tmp_path, [0, 1]) == [None, None]
+    run_thread_ranks(2, save, tmp_path, [0, 1], 1)
+    assert run_thread_ranks(2, finished, tmp_path, [1, 0]) == [2, 2]
 
 
 def refuse(rank: int, tmp_path: Path) -> str:
@@ -184,6 +161,6 @@ def refuse(rank: int, tmp_path: Path) -> str:
 
 
 def test_a_remote_needs_one_disk(tmp_path):
-    for text in on_ranks(tmp_path, 2, refuse, tmp_path):
+    for text in run_thread_ranks(2, refuse, tmp_path):
         assert "checkpoint.remote=file://" in text
         assert "trainer.default_local_dir" in text

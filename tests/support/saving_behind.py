@@ -8,7 +8,6 @@ import torch
 
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.config import Config
-from rlhf.events import subscribe
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.layout import scan, step_of
 from tests.support.checkpoints import (
@@ -22,6 +21,7 @@ from tests.support.checkpoints import (
     make_driver,
     run_ranks,
 )
+from tests.support.thread_ranks import in_front, make_coordinator, subscribe
 
 SIZE = 100_000
 DEADLINE_S = 90
@@ -47,7 +47,7 @@ class Hold:
         self._gate.set()
 
     def _listen(self, event: str) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if in_front():
             if event == "commit.wait":
                 self.release()
         elif event == self._event:
@@ -59,7 +59,7 @@ class Run:
     """What a rank saves; `step` moves all of it in place."""
 
     def __init__(self, rank: int, config: Config, coordinator: Coordinator | None = None) -> None:
-        self.coordinator = coordinator or Coordinator()
+        self.coordinator = coordinator or make_coordinator()
         self.world = self.coordinator.world_size
         self.rank, self.driver, self.part = rank, make_driver(), PlainPart()
         self.role = PlainRole(SIZE, rank, self.world)

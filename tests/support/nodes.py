@@ -1,0 +1,49 @@
+"""Nodes with disks of their own, as folders, for tests of storage domains: what a rank does there at the start and in a run."""
+
+import json
+from pathlib import Path
+
+from rlhf.checkpoint.start.domain_start import finished_together, prepare_together
+from rlhf.checkpoint.start.domains import find_domains
+from rlhf.config import Config
+from rlhf.storage.layout import HISTORY
+from tests.support.checkpoints import make_config
+from tests.support.saving_behind import Run
+from tests.support.thread_ranks import make_coordinator
+
+
+def on_node(tmp_path: Path, node: int, *, behind: bool = True) -> Config:
+    """The configuration as the node `node` sees it."""
+    config = make_config(tmp_path / f"node_{node}")
+    config.checkpoint.async_save = behind
+    return config
+
+
+def start(rank: int, config: Config) -> Run:
+    """What a rank does before it trains."""
+    coordinator = make_coordinator()
+    coordinator.domains = find_domains(config.run_dir, coordinator)
+    prepare_together(config, coordinator)
+    return Run(rank, config, coordinator)
+
+
+def save(rank: int, tmp_path: Path, nodes: list[int], steps: int) -> dict:
+    """A start that resumes if it can, and saves each of so many further steps."""
+    config = on_node(tmp_path, nodes[rank])
+    run = start(rank, config)
+    run.checkpointer.resume()
+    for _ in range(steps):
+        step = run.step()
+        if rank == 0:
+            with (config.run_dir / HISTORY).open("a") as history:
+                history.write(json.dumps({"step": step}) + "\n")
+        run.checkpointer.save(step, {"val/accuracy": 0.5})
+    run.checkpointer.finish()
+    return run.everything()
+
+
+def resume(rank: int, tmp_path: Path, nodes: list[int]) -> tuple[bool, dict, int | None]:
+    config = on_node(tmp_path, nodes[rank])
+    run = start(rank, config)
+    resumed = run.checkpointer.resume()
+    return resumed, run.everything(), finished_together(config, run.coordinator)
