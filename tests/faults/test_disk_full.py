@@ -17,8 +17,6 @@ from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.start.run_dir import prepare
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.events import subscribe
-from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import POINTER, TEMPORARY, TRASH, scan, step_of
 from tests.support.checkpoints import (
@@ -32,6 +30,7 @@ from tests.support.checkpoints import (
     run_ranks,
 )
 from tests.support.published import eventually
+from tests.support.thread_ranks import make_coordinator, messages, run_thread_ranks, subscribe
 
 FLOATS = 200_000  # 0.8 MB of weights and as much of moments over all ranks
 PROMPT_S = 10.0
@@ -58,14 +57,19 @@ def mounted(tmp_path) -> Iterator[Config]:
 
 
 @pytest.fixture
-def ranks(tmp_path):
-    """Run an attempt on two real ranks; each returns (kind of error, its text, seconds to it)."""
+def processes(tmp_path):
+    """Run an attempt on two ranks with processes of their own, for what belongs to a process: its limits, its user, its end."""
 
     def run(function: Callable, *arguments) -> list:
         join = Path(tempfile.mkdtemp(dir=tmp_path))
         return run_ranks(2, function, *arguments, deadline_s=DEADLINE_S, join=join)
 
     return run
+
+
+def ranks(function: Callable, *arguments) -> list:
+    """Run an attempt on two ranks; each returns (kind of error, its text, seconds to it)."""
+    return run_thread_ranks(2, function, *arguments, deadline_s=DEADLINE_S)
 
 
 def leftovers(config: Config) -> list[str]:
@@ -86,7 +90,7 @@ def assert_whole(config: Config, *steps: int) -> None:
 
 def save(rank: int, config: Config, step: int, prepare_failure: Callable[[int, Config], None] | None = None) -> tuple:
     """Save `step` on this rank; how that ended."""
-    coordinator = Coordinator()
+    coordinator = make_coordinator()
     role = PlainRole(FLOATS, rank, coordinator.world_size, seed=step)
     checkpointer = make_checkpointer(config, role, step, coordinator)
     if prepare_failure is not None:
@@ -109,9 +113,9 @@ def limit_file_size_of_rank_1(rank: int, config: Config) -> None:
         limit_file_size(rank, config)
 
 
-def test_a_write_that_fails_in_the_middle_of_a_file_is_told_on_every_rank(config, ranks):
+def test_a_write_that_fails_in_the_middle_of_a_file_is_told_on_every_rank(config, processes):
     assert [kind.__name__ for kind, *_ in ranks(save, config, 2)] == ["SaveResult"] * 2
-    for kind, message, seconds in ranks(save, config, 4, limit_file_size):
+    for kind, message, seconds in processes(save, config, 4, limit_file_size):
         assert kind is UserError  # a restart would meet the same limit
         assert f"The checkpoint of step 4 in {config.run_dir} was not saved; earlier checkpoints are intact." in message
         assert os.strerror(errno.EFBIG) in message
@@ -121,9 +125,9 @@ def test_a_write_that_fails_in_the_middle_of_a_file_is_told_on_every_rank(config
     assert_whole(config, 2)
 
 
-def test_a_failure_of_one_rank_ends_the_save_on_all(config, ranks):
+def test_a_failure_of_one_rank_ends_the_save_on_all(config, processes):
     ranks(save, config, 2)
-    outcomes = ranks(save, config, 4, limit_file_size_of_rank_1)
+    outcomes = processes(save, config, 4, limit_file_size_of_rank_1)
     for kind, message, seconds in outcomes:
         assert kind is UserError
         assert os.strerror(errno.EFBIG) in message
@@ -134,11 +138,8 @@ def test_a_failure_of_one_rank_ends_the_save_on_all(config, ranks):
 
 def save_twice(rank: int, config: Config) -> list[tuple]:
     """Fail at step 4, find the room again, save step 6: what training does that goes on."""
-    errors: list[str] = []
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = lambda record: errors.append(record.getMessage())
-    logging.getLogger("rlhf").addHandler(handler)
-    coordinator = Coordinator()
+    errors = messages(logging.ERROR)
+    coordinator = make_coordinator()
     results = []
     for step, limit in ((4, 100_000), (6, resource.RLIM_INFINITY)):
         role = PlainRole(FLOATS, rank, coordinator.world_size, seed=step)
@@ -149,10 +150,10 @@ def save_twice(rank: int, config: Config) -> list[tuple]:
     return [None if result is None else result.path.name for result in results] + errors
 
 
-def test_on_save_error_continue_says_so_and_trains_on(config, ranks):
+def test_on_save_error_continue_says_so_and_trains_on(config, processes):
     config.checkpoint.on_save_error = "continue"
     ranks(save, config, 2)
-    leader, other = ranks(save_twice, config)
+    leader, other = processes(save_twice, config)
     assert leader[:2] == other == [None, "global_step_6"]
     [message] = leader[2:]
     assert "The checkpoint of step 4" in message
@@ -160,7 +161,7 @@ def test_on_save_error_continue_says_so_and_trains_on(config, ranks):
     assert_whole(config, 2, 6)
 
 
-def test_too_little_room_is_refused_before_a_byte_is_written(mounted, ranks):
+def test_too_little_room_is_refused_before_a_byte_is_written(mounted):
     ranks(save, mounted, 2)
     filler = mounted.run_dir / "filler"
     stats = os.statvfs(mounted.run_dir)
@@ -208,7 +209,7 @@ def neighbour_fills_the_disk(rank: int, config: Config) -> None:
         subscribe(lambda event: fill_the_disk(config) if event == "commit.file_write" else None)
 
 
-def test_a_disk_that_fills_up_during_the_save(mounted, ranks):
+def test_a_disk_that_fills_up_during_the_save(mounted):
     ranks(save, mounted, 2)
     outcomes = ranks(save, mounted, 4, neighbour_fills_the_disk)
     for kind, message, seconds in outcomes:
@@ -258,9 +259,9 @@ def lose_permission_on_rank_1(rank: int, config: Config) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to let one rank be another user")
-def test_a_rank_without_permission_is_told_on_every_rank(config, ranks):
+def test_a_rank_without_permission_is_told_on_every_rank(config, processes):
     ranks(save, config, 2)
-    for kind, message, seconds in ranks(save, config, 4, lose_permission_on_rank_1):
+    for kind, message, seconds in processes(save, config, 4, lose_permission_on_rank_1):
         assert kind is UserError
         assert os.strerror(errno.EACCES) in message
         assert seconds < PROMPT_S
@@ -278,7 +279,7 @@ def obstruct_rank_1(rank: int, config: Config) -> None:
         subscribe(listener)
 
 
-def test_an_error_that_a_restart_may_cure_ends_the_attempt_not_the_run(config, ranks):
+def test_an_error_that_a_restart_may_cure_ends_the_attempt_not_the_run(config):
     ranks(save, config, 2)
     for kind, message, seconds in ranks(save, config, 4, obstruct_rank_1):
         assert kind is SaveFailed
@@ -292,9 +293,9 @@ def die_on_rank_1(rank: int, config: Config) -> None:
         subscribe(lambda event: os._exit(9) if event == "commit.fsync" else None)
 
 
-def test_a_rank_that_dies_in_the_save_is_an_error_on_the_other_at_once(config, ranks):
+def test_a_rank_that_dies_in_the_save_is_an_error_on_the_other_at_once(config, processes):
     ranks(save, config, 2)
-    (kind, message, seconds), dead = ranks(save, config, 4, die_on_rank_1)
+    (kind, message, seconds), dead = processes(save, config, 4, die_on_rank_1)
     assert dead == "died"
     assert kind is SaveFailed
     assert "The checkpoint of step 4" in message
@@ -302,7 +303,7 @@ def test_a_rank_that_dies_in_the_save_is_an_error_on_the_other_at_once(config, r
     assert_whole(config, 2)
 
 
-def test_a_step_that_is_there_already_is_refused_and_kept(config, ranks):
+def test_a_step_that_is_there_already_is_refused_and_kept(config):
     ranks(save, config, 2)
     for kind, message, _ in ranks(save, config, 2):
         assert kind is SaveFailed

@@ -1,4 +1,4 @@
-"""Retention and room as a run uses them: two real ranks and real saves, each from a new checkpointer, as if restarted in between."""
+"""Retention and room as a run uses them: two ranks and real saves, each from a new checkpointer, as if restarted in between."""
 
 import os
 import re
@@ -10,9 +10,9 @@ import pytest
 from rlhf.checkpoint.commit.manifest import read_manifest, verify
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.ranks.coordinator import Coordinator
 from tests.support.checkpoints import PlainRole, make_checkpointer, make_config, resume, run_ranks
 from tests.support.published import steps
+from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
 FLOATS = 200_000  # 0.8 MB of weights and as much of moments over all ranks
 DEADLINE_S = 60
@@ -21,7 +21,7 @@ ACCURACY = {2: 0.5, 4: 0.9, 6: None, 8: 0.1, 10: 0.2}
 
 def save(rank: int, config: Config, *figures: tuple[int, float | None]) -> list[str | list[int | None]]:
     """Save each step with its accuracy; after each the steps that are there, or the error."""
-    coordinator = Coordinator()
+    coordinator = make_coordinator()
     seen: list[str | list[int | None]] = []
     for step, accuracy in figures:
         role = PlainRole(FLOATS, rank, coordinator.world_size, seed=step)
@@ -71,12 +71,12 @@ def fill(config: Config, leave: int) -> Path:
     return filler
 
 
-def test_a_save_that_does_not_fit_removes_what_may_go_or_says_what_it_lacks(small_disk, tmp_path):
+def test_a_save_that_does_not_fit_removes_what_may_go_or_says_what_it_lacks(small_disk):
     small_disk.checkpoint.async_save = False
     small_disk.checkpoint.max_to_keep = 2
 
     def on_ranks(*figures: tuple[int, float | None]) -> list:
-        return run_ranks(2, save, small_disk, *figures, deadline_s=DEADLINE_S, join=tmp_path / f"join{figures[0][0]}")
+        return run_thread_ranks(2, save, small_disk, *figures, deadline_s=DEADLINE_S)
 
     assert on_ranks((2, None), (4, None)) == [[[2], [2, 4]]] * 2
     # A save takes 1.6 MB, and as it reckons 2.6 MiB: what is free is not enough by itself, nor without step 2.
