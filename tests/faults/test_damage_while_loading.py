@@ -1,13 +1,15 @@
 """Damage that one rank meets while it loads: all ranks fall back together, at the same and at another number of ranks."""
 
-import tempfile
+import functools
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.layout import scan, step_dir
 from tests.support.checkpoints import (
     PlainCarried,
@@ -19,6 +21,7 @@ from tests.support.checkpoints import (
     make_driver,
     run_ranks,
 )
+from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
 DEADLINE_S = 90
 # Of float32: five blocks of 4 MiB on one rank, so that ranges of other ranks' files are some blocks and not others.
@@ -30,7 +33,7 @@ class Run:
     """An actor, a part of the driver state and something carried over, all of which follow from `seed`."""
 
     def __init__(self, config: Config, rank: int, seed: int) -> None:
-        coordinator = Coordinator()
+        coordinator = make_coordinator()
         self.role = PlainRole(SIZE, rank, coordinator.world_size, seed)
         self.driver, self.part, self.carried = make_driver(seed), PlainPart(seed), PlainCarried()
         self.checkpointer = make_checkpointer(
@@ -67,27 +70,56 @@ def resume(rank: int, config: Config) -> int | str | None:
     return run.step_if_whole()
 
 
-@pytest.fixture
-def ranks(tmp_path):
-    def run(world_size: int, function, *arguments) -> list:
-        join = Path(tempfile.mkdtemp(dir=tmp_path))
-        return run_ranks(world_size, function, *arguments, deadline_s=DEADLINE_S, join=join)
-
-    return run
-
-
-@pytest.fixture
-def config(tmp_path) -> Config:
-    config = make_config(tmp_path)
+def configuration(folder: Path) -> Config:
+    config = make_config(folder)
     config.checkpoint.contents = list(CONTENTS)
     config.checkpoint.max_to_keep = None
     return config
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 2), (1, 2), (2, 1), (2, 3)])
-def test_all_ranks_fall_back_together_whoever_reads_the_damage(config, ranks, writers, readers):
-    ranks(writers, save, config, [1, 2, 3, 4, 5])
-    assert ranks(readers, resume, config) == [5] * readers
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Callable[[int], Path]:
+    """The directory of a run of so many ranks with the checkpoints of five steps, which nobody changes."""
+
+    @functools.cache
+    def by(writers: int) -> Path:
+        config = configuration(tmp_path_factory.mktemp(f"original_{writers}"))
+        run_thread_ranks(writers, save, config, [1, 2, 3, 4, 5])
+        return config.run_dir
+
+    return by
+
+
+@pytest.fixture
+def saved(original, tmp_path) -> Callable[..., Config]:
+    """A run with the checkpoints of some of those steps; their files are those of `original` until `own` makes copies."""
+
+    def by(writers: int, *steps: int) -> Config:
+        config = configuration(tmp_path)
+        config.run_dir.mkdir(parents=True)
+        for step in steps:
+            source = step_dir(original(writers), step)
+            shutil.copytree(source, step_dir(config.run_dir, step), copy_function=os.link)
+        return config
+
+    return by
+
+
+def own(path: Path) -> Path:
+    """`path`, now a file that no other run shares."""
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("writers", "readers", "in_processes"),
+    [(1, 1, False), (2, 2, False), (1, 2, False), (2, 1, False), (2, 3, True)],
+)
+def test_all_ranks_fall_back_together_whoever_reads_the_damage(tmp_path, saved, writers, readers, in_processes):
+    config = saved(writers, 1, 2, 3, 4, 5)
+    assert run_thread_ranks(readers, resume, config) == [5] * readers
     # The first and last bytes of tensors, which only the first or the last rank reads; and what every rank reads, or none.
     damage = {
         5: ("actor/model/rank_00000.safetensors", 8 * 600),
@@ -96,23 +128,27 @@ def test_all_ranks_fall_back_together_whoever_reads_the_damage(config, ranks, wr
         2: ("actor/huggingface/model.safetensors", -1),
     }
     for step, (name, bit) in damage.items():
-        path = step_dir(config.run_dir, step) / name
+        path = own(step_dir(config.run_dir, step) / name)
         flip_bit(path, bit % (8 * path.stat().st_size))
-    assert ranks(readers, resume, config) == [1] * readers
+    if in_processes:
+        resumed = run_ranks(readers, resume, config, deadline_s=DEADLINE_S, join=tmp_path / "join")
+    else:
+        resumed = run_thread_ranks(readers, resume, config)
+    assert resumed == [1] * readers
     assert [path.name for path in scan(config.run_dir)] == ["global_step_1"]
 
 
-def test_every_rank_is_told_when_nothing_is_left(config, ranks):
-    ranks(2, save, config, [1])
-    flip_bit(step_dir(config.run_dir, 1) / "actor/model/rank_00001.safetensors", 8 * 600)
-    texts = ranks(2, resume, config)
+def test_every_rank_is_told_when_nothing_is_left(saved):
+    config = saved(2, 1)
+    flip_bit(own(step_dir(config.run_dir, 1) / "actor/model/rank_00001.safetensors"), 8 * 600)
+    texts = run_thread_ranks(2, resume, config)
     assert all("Every checkpoint in" in text and "global_step_1.damaged-1" in text for text in texts)
 
 
 @pytest.mark.parametrize("name", ["actor/model/rank_00001.safetensors", "rng/rank_00001.safetensors"])
-def test_a_file_that_is_gone_or_cut_is_damage_to_all(config, ranks, name):
-    ranks(2, save, config, [1, 2, 3])
+def test_a_file_that_is_gone_or_cut_is_damage_to_all(saved, name):
+    config = saved(2, 1, 2, 3)
     (step_dir(config.run_dir, 3) / name).unlink()
-    path = step_dir(config.run_dir, 2) / name
+    path = own(step_dir(config.run_dir, 2) / name)
     path.write_bytes(path.read_bytes()[:-1])
-    assert ranks(2, resume, config) == [1, 1]
+    assert run_thread_ranks(2, resume, config) == [1, 1]

@@ -1,7 +1,8 @@
 """What a load reads, and what it says of it."""
 
+import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.load.restoring import LoadResult, Throughput, load_state
 from rlhf.checkpoint.save.snapshot import RunState
 from rlhf.config import Config
-from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.files import BLOCK
 from rlhf.storage.layout import step_dir
 from tests.support.checkpoints import PlainReference, PlainRole, make_checkpointer, make_config, make_driver, run_ranks
+from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
 DEADLINE_S = 90
 SIZE = 3 << 20
@@ -30,14 +31,14 @@ class WholeRole(PlainRole):
 
 
 def save(rank: int, config: Config) -> None:
-    coordinator = Coordinator()
+    coordinator = make_coordinator()
     role = WholeRole(SIZE, rank, coordinator.world_size)
     reference = PlainReference(SIZE, rank, coordinator.world_size)
     make_checkpointer(config, role, 1, coordinator, reference=reference).save(1)
 
 
 def load(rank: int, config: Config, contents: list[str]) -> LoadResult:
-    coordinator, path = Coordinator(), step_dir(config.run_dir, 1)
+    coordinator, path = make_coordinator(), step_dir(config.run_dir, 1)
     world_size = coordinator.world_size
     roles = {"actor": PlainRole(SIZE, rank, world_size, seed=5)}
     state = RunState(roles, make_driver(), reference=PlainReference(SIZE, rank, world_size))
@@ -49,18 +50,36 @@ def in_folders(config: Config, *folders: str) -> int:
     return sum(entry["size"] for folder in folders for entry in manifest.in_folder(folder).values())
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 2), (1, 2), (2, 1), (3, 2)])
-def test_each_rank_reads_what_it_needs_and_every_byte_is_read(tmp_path, writers, readers):
-    config = make_config(tmp_path)
-    config.checkpoint.contents = list(CONTENTS)
-    run_ranks(writers, save, config, deadline_s=DEADLINE_S, join=Path(tempfile.mkdtemp(dir=tmp_path)))
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Callable[[int], Config]:
+    """The configuration of a run with a checkpoint by so many ranks, which nobody changes."""
+
+    @functools.cache
+    def by(writers: int) -> Config:
+        config = make_config(tmp_path_factory.mktemp(f"saved_{writers}"))
+        config.checkpoint.contents = list(CONTENTS)
+        run_thread_ranks(writers, save, config, deadline_s=DEADLINE_S)
+        return config
+
+    return by
+
+
+@pytest.mark.parametrize(
+    ("writers", "readers", "in_processes"),
+    [(1, 1, False), (2, 2, False), (1, 2, False), (2, 1, False), (3, 2, True)],
+)
+def test_each_rank_reads_what_it_needs_and_every_byte_is_read(tmp_path, saved, writers, readers, in_processes):
+    config = saved(writers)
     for contents, folders in (
         (CONTENTS, ["actor/model", "actor/optimizer"]),
         (["model"], ["actor/model"]),
         (["optimizer", "hf_model"], ["actor/optimizer", "actor/huggingface"]),
     ):
-        join = Path(tempfile.mkdtemp(dir=tmp_path))
-        result, *others = run_ranks(readers, load, config, contents, deadline_s=DEADLINE_S, join=join)
+        if in_processes:
+            join = Path(tempfile.mkdtemp(dir=tmp_path))
+            result, *others = run_ranks(readers, load, config, contents, deadline_s=DEADLINE_S, join=join)
+        else:
+            result, *others = run_thread_ranks(readers, load, config, contents, deadline_s=DEADLINE_S)
         assert all(other.by_part == result.by_part for other in others)
         assert set(result.by_part) == {"actor", "ref", "other"}
         # A block that two ranks have a part of, and what lies before the tensors, is read by both.

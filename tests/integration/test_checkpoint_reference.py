@@ -12,8 +12,6 @@ from rlhf.checkpoint.commit.manifest import read_manifest, verify
 from rlhf.checkpoint.start.run_dir import prepare
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.events import subscribe
-from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import TEMPORARY, TRASH, scan, step_dir, step_of
 from tests.support.checkpoints import (
@@ -28,6 +26,7 @@ from tests.support.checkpoints import (
     resume,
     run_ranks,
 )
+from tests.support.thread_ranks import make_coordinator, run_thread_ranks, subscribe
 
 DEADLINE_S = 90
 SIZE = 5000
@@ -42,8 +41,12 @@ def config(tmp_path) -> Config:
     return config
 
 
+def ranks(world_size: int, function, *arguments) -> list:
+    return run_thread_ranks(world_size, function, *arguments, deadline_s=DEADLINE_S)
+
+
 @pytest.fixture
-def ranks(tmp_path):
+def processes(tmp_path):
     def run(world_size: int, function, *arguments) -> list:
         join = Path(tempfile.mkdtemp(dir=tmp_path))
         return run_ranks(world_size, function, *arguments, deadline_s=DEADLINE_S, join=join)
@@ -56,7 +59,7 @@ def train(rank: int, config: Config, last: int, lose: int | None = None, die_at:
 
     Before the save of step `lose` the checkpoint before it vanishes.
     """
-    coordinator, driver = Coordinator(), make_driver()
+    coordinator, driver = make_coordinator(), make_driver()
     world_size = coordinator.world_size
     role, reference = PlainRole(SIZE, rank, world_size), PlainReference(SIZE, rank, world_size)
     parts = {"reference": reference}
@@ -109,8 +112,8 @@ def bytes_on_disk(config: Config) -> int:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_each_change_is_written_once_and_linked_from_then_on(config, ranks, world_size):
-    ranks(world_size, train, config, 14)
+def test_each_change_is_written_once_and_linked_from_then_on(config, processes, world_size):
+    processes(world_size, train, config, 14)
     linked = {4: 2, 8: 6, 12: 10, 14: 12}
     names = {"index.json", *(f"rank_{rank:05d}.safetensors" for rank in range(world_size))}
     for step in range(2, 15, 2):
@@ -134,7 +137,7 @@ def test_each_change_is_written_once_and_linked_from_then_on(config, ranks, worl
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_reference_that_no_checkpoint_uses_is_gone(config, ranks, world_size):
+def test_a_reference_that_no_checkpoint_uses_is_gone(config, world_size):
     config.checkpoint.max_to_keep = 2
     ranks(world_size, train, config, 10)
     with weights(config, 10).open("rb") as file:
@@ -147,7 +150,7 @@ def test_a_reference_that_no_checkpoint_uses_is_gone(config, ranks, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_falling_back_two_checkpoints_restores_that_reference(config, ranks, world_size):
+def test_falling_back_two_checkpoints_restores_that_reference(config, world_size):
     ranks(world_size, train, config, 12)
     for step in (10, 12):
         flip_bit(step_dir(config.run_dir, step) / "driver_state.json", 30)
@@ -164,14 +167,14 @@ def test_falling_back_two_checkpoints_restores_that_reference(config, ranks, wor
     assert read_manifest(step_dir(config.run_dir, 12)).linked == {FOLDER: "global_step_10"}
 
 
-def test_after_a_resume_the_stored_reference_is_linked_again(config, ranks):
+def test_after_a_resume_the_stored_reference_is_linked_again(config):
     for last in (6, 8, 9, 9):
         ranks(2, train, config, last)
     assert read_manifest(step_dir(config.run_dir, 8)).linked == {FOLDER: "global_step_6"}
     assert inodes(config, 6) == inodes(config, 8)
 
 
-def test_damage_in_a_shared_file_is_damage_to_all_that_share_it(config, ranks):
+def test_damage_in_a_shared_file_is_damage_to_all_that_share_it(config):
     ranks(2, train, config, 14)
     flip_bit(weights(config, 12, rank=1), 4000)
     for step in (10, 12, 14):
@@ -189,7 +192,7 @@ def test_damage_in_a_shared_file_is_damage_to_all_that_share_it(config, ranks):
     }
 
 
-def test_another_world_size_reads_and_links_what_the_first_one_wrote(config, ranks):
+def test_another_world_size_reads_and_links_what_the_first_one_wrote(config):
     ranks(2, train, config, 6)
     [(step, changed, weight, *_)] = ranks(1, train, config, 8)
     assert (step, changed) == (6, 5)
@@ -209,7 +212,7 @@ def test_another_world_size_reads_and_links_what_the_first_one_wrote(config, ran
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_source_that_is_gone_is_written_instead(config, ranks, world_size):
+def test_a_source_that_is_gone_is_written_instead(config, world_size):
     ranks(world_size, train, config, 8, 8)
     manifest = verify(step_dir(config.run_dir, 8))
     assert manifest.linked == {}
@@ -257,7 +260,7 @@ def fork(config: Config, folder: Path, step: int) -> Config:
     return forked
 
 
-def test_a_fork_in_another_directory_shares_the_files_of_its_source(config, tmp_path, ranks):
+def test_a_fork_in_another_directory_shares_the_files_of_its_source(config, tmp_path):
     ranks(2, train, config, 6)
     forked = fork(config, tmp_path / "other", 6)
     for rank, (step, changed, weight, *_) in enumerate(ranks(2, train, forked, 8)):
@@ -272,7 +275,7 @@ def test_a_fork_in_another_directory_shares_the_files_of_its_source(config, tmp_
     assert weights(forked, 8).stat().st_nlink == 1
 
 
-def test_a_fork_on_another_file_system_writes_the_reference_once_more(config, ranks):
+def test_a_fork_on_another_file_system_writes_the_reference_once_more(config):
     shared_memory = Path("/dev/shm")
     ranks(2, train, config, 6)
     if not os.access(shared_memory, os.W_OK) or shared_memory.stat().st_dev == config.run_dir.stat().st_dev:
@@ -286,10 +289,10 @@ def test_a_fork_on_another_file_system_writes_the_reference_once_more(config, ra
             assert torch.equal(weight, expected(8, rank, 2))
 
 
-def test_a_kill_between_links_leaves_all_as_it_was(config, ranks):
+def test_a_kill_between_links_leaves_all_as_it_was(config, processes):
     ranks(2, train, config, 6)
     before = files_of(config.run_dir), inodes(config, 6)
-    assert ranks(1, train, config, 8, None, "commit.link") == ["died"]
+    assert processes(1, train, config, 8, None, "commit.link") == ["died"]
     [leftover] = [path.name for path in config.run_dir.iterdir() if path.name.startswith((TEMPORARY, TRASH))]
     assert leftover.startswith(".tmp-global_step_8-")
     prepare(config)
