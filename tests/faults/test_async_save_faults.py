@@ -12,12 +12,12 @@ from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.start.run_dir import prepare
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.events import subscribe
 from rlhf.ranks.coordinator import LostPeer
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import TEMPORARY, step_dir
 from tests.support.checkpoints import PlainRole, make_checkpointer
 from tests.support.saving_behind import DEADLINE_S, Run, on_ranks, published, saving_behind
+from tests.support.thread_ranks import in_front, run_thread_ranks, subscribe
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def stuck(rank: int, config: Config) -> str:
     gate = threading.Event()
 
     def listen(event: str) -> None:
-        if event == "commit.fsync" and threading.current_thread() is not threading.main_thread():
+        if event == "commit.fsync" and not in_front():
             gate.wait(DEADLINE_S)
 
     subscribe(listen)
@@ -123,8 +123,8 @@ def stuck(rank: int, config: Config) -> str:
     return "nothing"
 
 
-def test_a_disk_that_does_not_answer_ends_the_attempt_within_the_deadline(tmp_path, config):
-    [told] = on_ranks(tmp_path, 1, stuck, config)
+def test_a_disk_that_does_not_answer_ends_the_attempt_within_the_deadline(config):
+    [told] = run_thread_ranks(1, stuck, config)
     assert "The checkpoint of step 1 was not written within checkpoint.timeout_s=0.5" in told
 
 

@@ -1,4 +1,4 @@
-"""Saves behind the training, on real ranks: what is saved is the moment of the save, and nothing is lost, hidden or left waiting."""
+"""Saves behind the training: what is saved is the moment of the save, and nothing is lost, hidden or left waiting."""
 
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from tests.support.checkpoints import equal_bits, even_range
 from tests.support.compare_runs import differences
 from tests.support.launching import copy_run, ranks, records, small
 from tests.support.saving_behind import DEADLINE_S, SIZE, Hold, Run, on_ranks, published, saving_behind
+from tests.support.thread_ranks import run_thread_ranks
 
 
 @pytest.fixture
@@ -72,8 +73,8 @@ def save_twice(rank: int, config: Config) -> list[str]:
     return wrong
 
 
-def test_the_next_save_waits_for_the_one_in_flight(tmp_path, config):
-    assert on_ranks(tmp_path, 2, save_twice, config) == [[], []]
+def test_the_next_save_waits_for_the_one_in_flight(config):
+    assert run_thread_ranks(2, save_twice, config) == [[], []]
     assert published(config) == [2, 1]
     # The reference of step 1 was not written again, which is decided before the copy.
     assert verify(step_dir(config.run_dir, 2)).linked == {"ref/model": "global_step_1"}
@@ -81,6 +82,7 @@ def test_the_next_save_waits_for_the_one_in_flight(tmp_path, config):
 
 def leave(rank: int, config: Config, how: str) -> tuple[list[int], str]:
     """Leave the training with a save in flight; what is published by then, and how it ended."""
+    config.trainer.preempt_grace_s = 4.0  # of which a crash waits a quarter for the save
     run, hold = Run(rank, config), Hold()
     try:
         with run.checkpointer.committing():
@@ -109,7 +111,9 @@ def leave(rank: int, config: Config, how: str) -> tuple[list[int], str]:
     ],
 )
 def test_who_leaves_in_order_waits_for_the_commit(tmp_path, config, how, outcome):
-    assert on_ranks(tmp_path, 1, leave, config, how) == [outcome]
+    # The end of a process is what cuts off a save that a crash leaves behind.
+    [ended] = on_ranks(tmp_path, 1, leave, config, how) if how == "crash" else run_thread_ranks(1, leave, config, how)
+    assert ended == outcome
 
 
 def roll_back(rank: int, config: Config) -> tuple[bool, list[int]]:
@@ -125,8 +129,8 @@ def roll_back(rank: int, config: Config) -> tuple[bool, list[int]]:
     return equal_bits(run.everything(), saved), published(config)
 
 
-def test_a_roll_back_waits_for_the_commit_and_returns_to_it(tmp_path, config):
-    assert on_ranks(tmp_path, 2, roll_back, config) == [(True, [2, 1])] * 2
+def test_a_roll_back_waits_for_the_commit_and_returns_to_it(config):
+    assert run_thread_ranks(2, roll_back, config) == [(True, [2, 1])] * 2
 
 
 @pytest.mark.slow
