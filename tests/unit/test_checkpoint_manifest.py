@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import random
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from rlhf.checkpoint.commit import manifest as manifest_module
 from rlhf.checkpoint.commit.manifest import (
     Manifest,
     describe,
+    parse_manifest,
     read_manifest,
     verify,
     verify_files,
@@ -58,20 +60,30 @@ def test_round_trip(checkpoint):
 def test_every_single_bit_flip_of_the_manifest_is_detected(checkpoint):
     path = checkpoint / "manifest.json"
     raw = path.read_bytes()
+    assert parse_manifest(raw, path) == read_manifest(checkpoint)
     for bit in range(8 * len(raw)):
         changed = bytearray(raw)
         changed[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(changed)
         with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is damaged"):
-            read_manifest(checkpoint)
-    path.write_bytes(raw)
+            parse_manifest(bytes(changed), path)
+    # On the disk it is the same: the first and the last bits, and some between them.
+    for bit in sorted({0, 8 * len(raw) - 1, *random.Random(1).sample(range(8 * len(raw)), 18)}):
+        flip_bit(path, bit)
+        for read in (read_manifest, verify):
+            with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is damaged"):
+                read(checkpoint)
+        flip_bit(path, bit)
     verify(checkpoint)
 
 
 def test_every_cut_of_the_manifest_and_every_appended_byte_is_detected(checkpoint):
     path = checkpoint / "manifest.json"
     raw = path.read_bytes()
-    for content in [raw[:length] for length in range(len(raw))] + [raw + b"\n", raw + b" ", b"\n" + raw]:
+    appended = [raw + b"\n", raw + b" ", b"\n" + raw]
+    for content in [raw[:length] for length in range(len(raw))] + appended:
+        with pytest.raises(DamagedCheckpoint):
+            parse_manifest(content, path)
+    for content in [raw[:0], raw[:1], raw[: len(raw) // 2], raw[:-1], *appended]:
         path.write_bytes(content)
         with pytest.raises(DamagedCheckpoint):
             read_manifest(checkpoint)

@@ -94,6 +94,11 @@ def read_manifest(root: Path) -> Manifest:
         if is_unreadable(error):
             raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
         raise
+    return parse_manifest(raw, path)
+
+
+def parse_manifest(raw: bytes, path: Path) -> Manifest:
+    """The manifest whose file `path` holds the bytes `raw`; raises DamagedCheckpoint unless every one of them is as written."""
     try:
         payload = json.loads(raw)["payload"]
         # One text per content: comparing whole texts also catches a flip that JSON would forgive, such as one in white space.
