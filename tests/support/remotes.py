@@ -1,10 +1,12 @@
 """What the tests of remote copies share: a run with checkpoints, and a remote that fails, hangs, dies or kills when told to."""
 
 import errno
+import functools
 import json
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -117,9 +119,25 @@ def make_run(folder: Path, *steps: int, remote: str, run_id: str = "run-a") -> C
     config.checkpoint.remote = remote
     config.checkpoint.max_to_keep = None
     config.checkpoint.async_save = False
+    if steps:
+        shutil.copytree(_saved(steps), config.run_dir)
     identify(config, run_id)
-    save(config, *steps)
     return config
+
+
+@functools.cache
+def _originals() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="rlhf-remotes-")
+
+
+@functools.cache
+def _saved(steps: tuple[int, ...]) -> Path:
+    """A directory with checkpoints of `steps` and their history, made once in this process; to be copied."""
+    config = make_config(Path(_originals().name, "-".join(map(str, steps))))
+    config.checkpoint.max_to_keep = None
+    config.run_dir.mkdir(parents=True)
+    save(config, *steps)
+    return config.run_dir
 
 
 def identify(config: Config, run_id: str, **more: str) -> None:
