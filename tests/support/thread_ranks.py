@@ -28,7 +28,7 @@ from rlhf.ranks.rng import rng_state, set_rng_state
 TIMEOUT = timedelta(seconds=60)
 DEADLINE_S = 90.0
 # What a rank leaves running when it ends, such as a deletion, ends soon after it.
-LINGER_S = 10.0
+LINGER_S = 30.0
 
 
 class RankDied(BaseException):
@@ -98,7 +98,7 @@ class ThreadTransport:
 
     def send(self, block: Tensor, to: int) -> None:
         with self._world.changed:
-            self._see_to_it_that_it_lives()
+            self._raise_if_dead()
             self._world.blocks[self._group, self.rank, to].append(block.clone())
             self._world.changed.notify_all()
 
@@ -115,7 +115,7 @@ class ThreadTransport:
         world, number = self._world, self._call
         self._call += 1
         with world.changed:
-            self._see_to_it_that_it_lives()
+            self._raise_if_dead()
             here = world.calls[self._group, number]
             here[self.rank] = kind, message
             world.changed.notify_all()
@@ -131,14 +131,14 @@ class ThreadTransport:
         """Wait until no rank is `missing` any more; raises LostPeer when one of them is dead or lets the deadline pass."""
         end = time.monotonic() + self._timeout.total_seconds()
         while ranks := missing():
-            self._see_to_it_that_it_lives()
+            self._raise_if_dead()
             left = end - time.monotonic()
             if left <= 0 or self._world.dead.intersection(ranks):
                 raise LostPeer(f"a rank is gone, or did not answer in time: {sorted(ranks)}, {self._timeout}")
             self._world.changed.wait(left)
-        self._see_to_it_that_it_lives()
+        self._raise_if_dead()
 
-    def _see_to_it_that_it_lives(self) -> None:
+    def _raise_if_dead(self) -> None:
         if self.rank in self._world.dead:
             raise RankDied
 
