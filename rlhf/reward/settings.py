@@ -2,8 +2,8 @@
 
 import math
 
-from rlhf.config import Config
 from rlhf.config.reward import VERIFIERS, RewardConfig
+from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.schema import did_you_mean, nearest
 from rlhf.errors import UserError
 from rlhf.reward.function import SETTING, check_function
@@ -25,12 +25,12 @@ def weights_of(config: RewardConfig) -> list[float]:
     return config.weights if config.weights is not None else [1.0] * len(config.functions)
 
 
-def check_reward(config: Config) -> None:
+def check_reward(config: RewardConfig, reward_model: RewardModelConfig) -> None:
     """UserError for names, files, labels or weights that make no reward, and for a reward model without a path."""
-    check_functions(config.reward)
-    if REWARD_MODEL in config.reward.functions and config.reward_model.path is None:
+    check_functions(config)
+    if REWARD_MODEL in config.functions and reward_model.path is None:
         raise UserError(
-            f"{SETTING}={config.reward.functions}: {REWARD_MODEL} needs reward_model.path, a folder in Hugging "
+            f"{SETTING}={config.functions}: {REWARD_MODEL} needs reward_model.path, a folder in Hugging "
             f"Face format or a Hub name. Set it, or take {REWARD_MODEL} out."
         )
 
