@@ -67,9 +67,9 @@ def _train(p: Components) -> None:
         p.collector.skip_to(p.guards.skip_for(step))
         collected = p.collector.collect(step)
         batch, metrics = collected.batch, collected.metrics
+        update_started = time.monotonic()
 
         announce("update.before")
-        update_started = time.monotonic()
         p.guards.begin(step, metrics["reward/mean"])
         if p.reference is not None:
             batch.ref_log_probs = p.reference.all_log_probs(batch, size)

@@ -37,7 +37,7 @@ def equal_shares(owners: Sequence[int], mini_batch_size: int, world_size: int) -
             `world_size`.
 
     Returns:
-        A rank for each group. A rank keeps its first ones; those beyond its share go, in order, to the lowest rank with room.
+        A rank for each group. A rank keeps its first ones; the others go, in order, to the lowest rank with room.
     """
     takers, share = list(owners), mini_batch_size // world_size
     for start in range(0, len(owners), mini_batch_size):

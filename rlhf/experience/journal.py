@@ -76,7 +76,8 @@ class Journal:
         """Turn to `step`, whose samples are by the policy after `version` steps; drop what no resume needs.
 
         Args:
-            after: a hash of the batch of the step before, the same on every rank; None if this process did not train on it.
+            after: a hash of the batch of the step before, the same on every rank; None if it was not this process
+                that trained on it.
         """
         self._header = {"format": FORMAT, "run": self._course, "step": step, "version": version, "after": after}
         self._known, self._unread, self._writable, self.written = {}, [], True, 0

@@ -1,4 +1,4 @@
-"""Share of a rank in each step's prompts, dealt so that a mini-batch holds the same prompts at every number of ranks."""
+"""Share of a rank in each step's prompts: a mini-batch holds the same prompts at every number of ranks."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The `reward` settings: which functions, under which labels, with which weights; checked without running any."""
+"""Checks of the `reward` settings (functions, labels, weights), without running any function."""
 
 import math
 
@@ -16,7 +16,7 @@ TAKEN = ("mean", "std", "overlong", "timeouts", "failures")
 
 
 def label_of(function: str) -> str:
-    """What metrics call an entry of `reward.functions`: its name, or for a file's function what follows the colon."""
+    """Name of an entry of `reward.functions` in metrics: its own, or of a file's function what follows the colon."""
     return function if function in NAMES else split_spec(SETTING, function)[1]
 
 

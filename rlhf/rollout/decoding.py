@@ -1,4 +1,4 @@
-"""Decoding of one call of the embedded engine: rows are prefilled, decoded token by token, replaced when they finish."""
+"""Decoding of one call of the embedded engine: rows are prefilled, decoded token by token, replaced at their end."""
 
 import inspect
 from collections.abc import Sequence

@@ -120,8 +120,8 @@ def build_embedded_engine(
     """An engine over a copy of `model` in `config.dtype` on `device` (default: where the model is).
 
     Args:
-        model: the whole policy, before any sharding; it is left as it is. Where its weights are on the meta device, the engine has none
-            before the first `update_weights`.
+        model: the whole policy, before any sharding; it is left as it is. Where its weights are on the meta device, the
+            engine has none before the first `update_weights`.
     """
     dtype = getattr(torch, config.dtype)
     # Only weights are converted: buffers such as rotary frequencies lose the far positions in half precision.

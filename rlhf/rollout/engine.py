@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length"]
 Weights = Callable[[], Iterable[tuple[str, "Tensor"]]]
-"""The policy's weights, whole and one by one, each time it is called; a collective call that every rank walks to its end."""
+"""The policy's weights, whole and one by one, each time it is called; every rank walks them to their end."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to sample it: `uid` names it for the whole run and seeds its noise, `token_ids` is what the model reads."""
+    """A prompt and how to sample it: `uid` names it for the run and seeds its noise, the model reads `token_ids`."""
 
     uid: int
     token_ids: list[int]
@@ -63,7 +63,10 @@ class RolloutEngine(Protocol):
     """Turns prompts into samples with the weights it was last given. All calls are collective."""
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Take over the policy's weights; `version` is the step they belong to. An engine may ask for them again until the next update."""
+        """Take over the policy's weights; `version` is the step they belong to.
+
+        An engine may ask for them again until the next update.
+        """
 
     def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[list[Sample]]:
         """For each of this rank's requests, in their order, its `params.n` samples."""
@@ -79,7 +82,7 @@ class RolloutEngine(Protocol):
 
 
 class BackgroundEngine(RolloutEngine, Protocol):
-    """An engine that does not need this rank's devices, and so can generate while the rank trains. All calls are collective."""
+    """An engine with devices of its own, which can generate while the rank trains. All calls are collective."""
 
     def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:
         """Start to generate, with the weights as they are now; no other call but `finish` may follow."""
@@ -87,5 +90,6 @@ class BackgroundEngine(RolloutEngine, Protocol):
     def finish(self, version: int) -> list[list[Sample]]:
         """Wait for what `begin` started: the samples of each request.
 
-        What could not be generated then (an engine died) is generated now, by the policy as it is by now, after `version` steps.
+        What could not be generated then (an engine died) is generated now, by the policy as it is by now, after
+        `version` steps.
         """

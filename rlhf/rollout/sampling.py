@@ -73,7 +73,7 @@ def _race(log_probs: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The `k` highest of `logits` [rows, vocab] in descending order, and their token ids, both [rows, k]; equal logits by token id."""
+    """The `k` highest of `logits` [rows, vocab], equal ones by token id; and their token ids, both [rows, k]."""
     width = 2 * k + 64
     if width < logits.shape[-1]:
         highest, candidates = logits.topk(width, dim=-1)

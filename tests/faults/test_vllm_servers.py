@@ -1,4 +1,4 @@
-"""Two real vLLM servers of ours behind proxies: killed, stopped, cut off, answering garbage, in the middle of a generation."""
+"""Two real vLLM servers of ours behind proxies: killed, stopped, cut off, answering garbage while they generate."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every entry of conf/algorithm and every recipe composes, passes the checks, and trains: two steps of a small job on one rank."""
+"""Every entry of conf/algorithm and every recipe composes, passes the checks, and trains two small steps."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The collector with the real engine and real ranks: each step is that of the plain way, and its state outlives a restart."""
+"""Collector with the real engine and real ranks: each step is that of the plain way; its state outlives a restart."""
 
 from dataclasses import replace
 from typing import Any
@@ -53,7 +53,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def walk(steps: int, settings: dict[str, Any], restart_after: int | None) -> list[dict[str, Any]]:
-    """What one rank got in each step, a group after the other. In a restart the last rank takes over the groups of all."""
+    """What one rank got in each step, a group after the other. In a restart the last rank takes over all groups."""
     driver, coordinator, records = new_driver(), Coordinator(), []
     collector = build(driver, coordinator, **settings)
     for step in range(1, steps + 1):

@@ -138,6 +138,21 @@ def test_log_probs_equal_a_full_forward_pass(family: str, attention: str, tokeni
         torch.testing.assert_close(torch.tensor(sample.log_probs), reference, rtol=1e-5, atol=1e-5)
 
 
+def test_requests_that_are_sampled_otherwise_share_no_batch(tokenizer: PreTrainedTokenizerFast) -> None:
+    engine, drawn, greedy = (
+        EmbeddedEngine(make_model(FAMILIES["llama"]), tokenizer, 6),
+        SamplingParams(n=3, max_tokens=12),
+        SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
+    )
+    requests = prompts(4)
+    mixed = [replace(request, params=params) for request in requests for params in (drawn, greedy)]
+    answers = engine.generate(mixed, seed=3, step=4)
+    # To the bit: the same batches as when they are asked for one after the other.
+    assert answers[::2] == engine.generate(mixed[::2], seed=3, step=4)
+    assert answers[1::2] == engine.generate(mixed[1::2], seed=3, step=4)
+    assert [[sample.sample for sample in samples] for samples in answers] == [[0, 1, 2], [0]] * 4
+
+
 @pytest.mark.parametrize(("family", "max_tokens"), [("llama", 100), ("gemma3_window_5", 30)])
 def test_samples_do_not_depend_on_batch_order_or_width(
     family: str, max_tokens: int, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""The rollout journal with the real engine and real ranks: what it gives back is what generation gave, and nothing is generated twice."""
+"""Rollout journal with the real engine and real ranks: it gives back what was generated, and nothing comes twice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace

@@ -1,4 +1,4 @@
-"""`rollout.async_steps` with a real engine in a thread and real ranks: which policy a batch is by, and what becomes of it after a kill."""
+"""`rollout.async_steps` with an engine in a thread and real ranks: the policy that a batch is by, and resumes."""
 
 from dataclasses import dataclass, fields, replace
 from functools import partial

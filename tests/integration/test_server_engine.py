@@ -1,4 +1,4 @@
-"""Servers that nobody can reach, on several ranks: one error for all of them. With servers: tests/faults/test_vllm_servers.py."""
+"""Servers that nobody can reach: one error for all ranks. With servers: tests/faults/test_vllm_servers.py."""
 
 from functools import partial
 from pathlib import Path

@@ -40,7 +40,7 @@ RANDOM = SamplingParams(n=3, temperature=1.5, max_tokens=24)
 
 
 def policy(name: str) -> Any:
-    """The bundled policy, less sure than it is, whose head is tied to its embeddings; or a random Qwen2 with a head of its own."""
+    """The bundled policy with noise, its head tied to its embeddings; or a random Qwen2 with a head of its own."""
     if name == "bundled":
         return shaken(AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32).eval(), 0.4)
     torch.manual_seed(5)

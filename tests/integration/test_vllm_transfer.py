@@ -113,7 +113,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory, server: Server) -> list[list[int]]:
-    """What a fresh engine answers that has loaded the changed policy from an exported folder; made while the server starts."""
+    """Answers of a fresh engine that has loaded the changed policy from a folder; made while the server starts."""
     folder = tmp_path_factory.mktemp("fresh")
     (folder / "in.json").write_text(json.dumps(prompts()))
     save(policy(changed=True), folder / "model")

@@ -12,8 +12,8 @@ DEADLINE_S = 60
 class BackgroundThread:
     """Fails when it is called in a way that `BackgroundEngine` does not allow.
 
-    `gate` holds what `begin` starts until it is set. Of a generation that is begun while `loses` is true every second sample is lost, and
-    made anew by `finish`.
+    `gate` holds what `begin` starts until it is set. Of a generation that is begun while `loses` is true every second
+    sample is lost, and made anew by `finish`.
     """
 
     def __init__(self, engine: EmbeddedEngine) -> None:

@@ -48,7 +48,10 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Sums:
-    """1 for the right sum, half a point for an odd first digit; what is no number fails, a 9 at the end is late. 0 without an answer."""
+    """1 for the right sum, half a point for an odd first digit; 0 without an answer.
+
+    What is no number fails, a 9 at the end is late.
+    """
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return [self.verdict(item.response, item.ground_truth) for item in items]

@@ -1,4 +1,4 @@
-"""Records what each step of a run trains on: subscribed in every rank through RLHF_EVENT_LISTENER, as interrupter.py is."""
+"""Recorder of what each step of a run trains on: subscribed in every rank through RLHF_EVENT_LISTENER."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the client of a rollout server takes for an answer. A small server stands in for whatever may answer in vLLM's place."""
+"""Client of a rollout server: what it takes for an answer. A small server stands in for whatever may answer."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The fleet when no server is any good, and what servers are started with; with good ones: tests/faults/test_vllm_servers.py."""
+"""Fleet without a good server, and what servers are started with; with good ones: tests/faults/test_vllm_servers.py."""
 
 import json
 import subprocess

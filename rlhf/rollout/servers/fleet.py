@@ -1,4 +1,4 @@
-"""Fleet of rollout servers: a thread of the leader's watches them, starts ours again and hands requests to those that serve."""
+"""Fleet of rollout servers, as the leader calls it; a thread watches them, restarts ours and hands out requests."""
 
 import asyncio
 import concurrent.futures
@@ -22,10 +22,11 @@ LOOK_S = 5.0
 
 
 class Fleet:
-    """The leader's handle on the servers, which a `FleetLoop` in a thread of its own looks after; the methods are called there.
+    """The leader's handle on the servers; a `FleetLoop` in a thread of its own looks after them.
 
-    `processes`: the servers that we start, by their log files; with none, the servers are `settings.urls`. `capacity`: samples that a
-    server decodes together. A `label` names weights: only servers with the one that is wanted are asked, and answers by others are refused.
+    `processes`: the servers that we start, by their log files; with none, the servers are `settings.urls`. `capacity`:
+    samples that a server decodes together. A `label` names weights: only servers with the one that is wanted are asked,
+    and answers by others are refused.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Fleet:
         self._began.wait()
 
     def wait(self, seconds: float, generating: bool = True) -> FleetState | None:
-        """What the fleet has come to, or None after so many seconds.
+        """The state that the fleet has come to, or None after so many seconds.
 
         `weights`: the generation cannot go on before a server gets weights. Without one, `ready`: a server lives.
 
@@ -51,14 +52,14 @@ class Fleet:
         return self._call(self._fleet_loop.until(generating, seconds))
 
     def want(self, label: str, version: int) -> list[str]:
-        """From now on only the weights `label`, those after `version` steps, are good enough: the servers to push them to.
+        """The servers to push the weights `label` to, those after `version` steps: from now on no others will do.
 
-        They are left alone until `pushed`.
+        These servers are left alone until `pushed`.
         """
         return self._do(lambda: self._fleet_loop.want(label, version))
 
     def pushed(self, label: str, errors: dict[str, str | None]) -> None:
-        """How the push to the servers of `want` ended: by URL None, or what went wrong."""
+        """Take note of the end of the push to the servers of `want`: by URL None, or what went wrong."""
         self._do(lambda: self._fleet_loop.pushed(label, errors))
 
     def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:
@@ -70,7 +71,7 @@ class Fleet:
         return self._do(self._fleet_loop.take)
 
     def metrics(self) -> dict[str, float]:
-        """What happened since the last call."""
+        """Figures since the last call."""
         return self._do(self._fleet_loop.metrics)
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ class _Generation:
 
 
 class FleetLoop:
-    """State of the fleet, which only its event loop touches. For the arguments, and what the methods mean, see `Fleet`."""
+    """State of the fleet, which only its event loop touches. `Fleet` explains the arguments and the methods."""
 
     def __init__(
         self, settings: ServersConfig, processes: Mapping[Path, ServerHandle], ask: Ask, *, capacity: int
@@ -180,8 +180,8 @@ class FleetLoop:
         if self._budget.spent:
             servers = "\n".join(f"  {_told(member)}" for member in self._members)
             raise ServersFailed(
-                f"The rollout servers failed {self._budget.in_a_row} times without a finished request between the failures "
-                f"(rollout.servers.max_failures={self._budget.max_failures}):\n{servers}"
+                f"The rollout servers failed {self._budget.in_a_row} times without a finished request between the "
+                f"failures (rollout.servers.max_failures={self._budget.max_failures}):\n{servers}"
             )
 
     def _tend(self, member: _Member, now: float) -> None:

@@ -31,7 +31,7 @@ BEAT_S = 20.0
 
 
 class ServerEngine:
-    """A `BackgroundEngine`. `fleet` and `weight_push` are the leader's, None on the other ranks; `resources` are closed with it."""
+    """A `BackgroundEngine`. `fleet` and `weight_push` are the leader's, None on other ranks; it closes `resources`."""
 
     def __init__(
         self, coordinator: Coordinator, fleet: Fleet | None, weight_push: WeightPush | None, resources: ExitStack
@@ -203,7 +203,7 @@ def build_server_engine(
 
 
 def server_gpus(config: RolloutConfig, device: torch.device, world_size: int) -> list[list[str]]:
-    """The GPUs of each server that we start, as CUDA_VISIBLE_DEVICES names them: those after the ranks' on this machine.
+    """The GPUs of each server that we start, as CUDA_VISIBLE_DEVICES names them: after the ranks' of this machine.
 
     Raises:
         UserError: there are too few.

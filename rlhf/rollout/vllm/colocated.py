@@ -40,8 +40,8 @@ PARTS = ("weights", "kv_cache")
 class VllmEngine:
     """A `RolloutEngine` over vLLM in this process, alone or with the other ranks of its tensor-parallel group.
 
-    Sample s of a request depends on the weights, its `params`, `seed`, `step`, its uid and s only, up to the rounding that
-    comes with another batch. With the same requests it is the same to the bit, whatever was generated before.
+    Sample s of a request depends on the weights, its `params`, `seed`, `step`, its uid and s only, up to the rounding
+    that comes with another batch. With the same requests it is the same to the bit, whatever was generated before.
 
     Args:
         llm: `vllm.LLM`, made in `process_state`. Its weights come with the first update.
@@ -80,7 +80,8 @@ class VllmEngine:
         """Load every weight in place, one after the other; names and shapes are those of the Hugging Face model.
 
         Raises:
-            ValueError: a name or a shape that the model does not have, or names that did not come. The engine is of no use then.
+            ValueError: a name or a shape that the model does not have, or names that did not come. The engine is of no
+            use then.
         """
         with self._process_state.entered(), torch.no_grad():
             self._wake("weights")
@@ -182,7 +183,7 @@ class VllmEngine:
             if prompt + response > self._max_model_len:
                 raise UserError(
                     f"A prompt of {prompt} tokens and a response of {response} do not fit vLLM, which was started for "
-                    f"{self._max_model_len} (data.max_prompt_length and data.max_response_length). Raise one of the two."
+                    f"{self._max_model_len} (data.max_prompt_length and data.max_response_length). Raise one of these."
                 )
 
     def _outputs(self, requests: Sequence[Request], seed: int, step: int) -> list[Any]:
@@ -327,7 +328,7 @@ def _arguments(
 
 
 def _cpu_cache_bytes(config: RolloutConfig, hf_config: Any, max_model_len: int) -> int:
-    """What `max_num_seqs` samples of full length need, at most this rank's part of the share of the machine's memory."""
+    """Bytes that `max_num_seqs` samples of full length need, at most this rank's part of the machine's share."""
     text = hf_config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
