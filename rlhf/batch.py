@@ -1,19 +1,18 @@
-"""One step's samples as tensors: what rollouts produce, rewards and log-probs fill in, and the update consumes."""
+"""Batch of one step's samples as tensors: rollouts make it, rewards and log-probs fill it, the update consumes it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from rlhf.rollout import Request, Sample
-
 
 @dataclass
 class Batch:
-    """N samples of one rank, groups contiguous. Sequences are prompt + response, padded on the right to L; R is the longest response.
+    """N samples of one rank, groups contiguous.
 
-    Per-token tensors of shape [N, R] are aligned to the response: column 0 is its first token.
+    Sequences are prompt + response, padded on the right to L; R is the longest response. Per-token tensors of shape
+    [N, R] are aligned to the response: column 0 is its first token.
     """
 
     input_ids: Tensor
@@ -23,17 +22,17 @@ class Batch:
     response_lengths: Tensor
     """[N] int64, end-of-sequence included."""
     rollout_log_probs: Tensor
-    """[N, R] float32: what the engine sampled with."""
+    """[N, R] float32, by the engine, of the distribution that it sampled from."""
     scores: Tensor
     """[N] float32: the whole reward of each response, over-long punishment included."""
     baselines: Tensor | None = None
-    """[N] float32: the whole reward of the greedy response to the same prompt; None when the estimator asks for none."""
+    """[N] float32: the whole reward of the greedy response to the same prompt; None if the estimator needs none."""
     token_rewards: Tensor | None = None
-    """[N, R] float32: what the estimator is given, the score on the last token and the KL in the reward taken off each."""
+    """[N, R] float32, for the estimator: the score on the last token, and the KL in the reward taken off each."""
     advantages: Tensor | None = None
     """[N, R] float32, zero outside the mask."""
     returns: Tensor | None = None
-    """[N, R] float32: what the critic is fitted to; None without one."""
+    """[N, R] float32, targets of the critic; None without one."""
     values: Tensor | None = None
     """[N, R] float32 by the critic before the update; None without one."""
     old_log_probs: Tensor | None = None
@@ -51,7 +50,7 @@ class Batch:
         return (columns < self.response_lengths[:, None]).float()
 
     def scores_on_last_tokens(self) -> Tensor:
-        """[N, R] float32: `scores` on the last token of each response, zero elsewhere; a response without tokens gets none."""
+        """[N, R] float32: `scores` on the last token of each response, zero elsewhere and without tokens."""
         columns = torch.arange(self.rollout_log_probs.shape[1], device=self.input_ids.device)
         return torch.where(columns == self.response_lengths[:, None] - 1, self.scores[:, None], 0.0)
 
@@ -66,22 +65,7 @@ class Batch:
         return replace(self, **picked)
 
     def micro_batches(self, size: int) -> Iterator[tuple[Tensor, "Batch"]]:
-        """Rows and batch of each micro-batch of `size` samples, sequences of like length together so that little is padding."""
+        """Rows and batch of each micro-batch of `size` samples; like lengths together, so that little is padding."""
         order = torch.argsort(self.prompt_lengths + self.response_lengths, stable=True)
         for rows in order.split(size):
             yield rows, self.select(rows)
-
-
-def collate(requests: Sequence[Request], samples: Sequence[Sample], pad_id: int, device: torch.device) -> Batch:
-    """Tensors from samples; `requests` are their prompts. Scores are zero until rewards are known."""
-    prompts = {request.uid: request.token_ids for request in requests}
-    sequences = [torch.tensor(prompts[s.uid] + s.token_ids) for s in samples]
-    return Batch(
-        input_ids=torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad_id).to(device),
-        prompt_lengths=torch.tensor([len(prompts[s.uid]) for s in samples], device=device),
-        response_lengths=torch.tensor([len(s.token_ids) for s in samples], device=device),
-        rollout_log_probs=torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor(s.log_probs, dtype=torch.float32) for s in samples], batch_first=True
-        ).to(device),
-        scores=torch.zeros(len(samples), device=device),
-    )

@@ -48,7 +48,7 @@ def train(p: Components) -> None:
     """Train from where `p.driver` stands to its last step. Collective; raises Preempted after a save when asked to stop."""
     with p.checkpointer.committing():
         _train(p)
-    p.collector.finish()
+    p.collector.drop_journal(up_to=p.driver.step)
 
 
 def _train(p: Components) -> None:
@@ -65,8 +65,9 @@ def _train(p: Components) -> None:
         step, started = driver.step + 1, time.monotonic()
         announce("step.begin")
         p.collector.skip_to(p.guards.skip_for(step))
-        batch, metrics, tokens = p.collector.collect(step)
-        collected = time.monotonic()
+        collected = p.collector.collect(step)
+        batch, metrics = collected.batch, collected.metrics
+        update_started = time.monotonic()
 
         announce("update.before")
         p.guards.begin(step, metrics["reward/mean"])
@@ -89,15 +90,15 @@ def _train(p: Components) -> None:
         announce("update.after")
 
         seconds = time.monotonic() - started
-        driver.finish_step(tokens, samples, seconds)
+        driver.finish_step(collected.tokens, samples, seconds)
         metrics |= (
             p.guards.metrics()
             | p.checkpointer.metrics()
             | {
                 "tokens/total": driver.tokens,
                 "perf/step_seconds": seconds,
-                "perf/update_seconds": started + seconds - collected,
-                "perf/tokens_per_second": tokens / seconds,
+                "perf/update_seconds": started + seconds - update_started,
+                "perf/tokens_per_second": collected.tokens / seconds,
             }
         )
         last = step == driver.total_steps

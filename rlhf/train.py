@@ -78,7 +78,7 @@ def _run(argv: list[str]) -> int:
     from rlhf.tracking import check_trackers
 
     check_sources(config)
-    check_reward(config)
+    check_reward(config.reward, config.reward_model)
     check_trackers(config)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from rlhf.worker import main_under_torchrun

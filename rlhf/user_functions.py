@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import xxhash
+
 from rlhf.config.schema import did_you_mean, nearest
 from rlhf.errors import UserError
 
@@ -73,6 +75,12 @@ def check_positional(setting: str, spec: str, takes: Sequence[str]) -> None:
             f"{setting}={spec}: the function takes ({has}), but is called with {len(takes)} arguments: "
             f"({', '.join(takes)}). Correct its parameters."
         )
+
+
+def hash_of_files(functions: Sequence[str]) -> str:
+    """A hash of the files that hold the user's functions among `functions`; what these files import is not looked at."""
+    paths = [split_spec("functions", function)[0] for function in functions if ".py:" in function]
+    return xxhash.xxh3_128_hexdigest(b"".join(xxhash.xxh3_128_digest(path.read_bytes()) for path in paths))
 
 
 def load_function(setting: str, spec: str) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.algorithms.table import needs_critic, needs_greedy_baseline, needs_reference
+from rlhf.assemble.course import course_of
 from rlhf.backends import build_backend, check_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
@@ -48,6 +49,7 @@ from rlhf.rollout import RolloutEngine, SamplingParams, build_embedded_engine, c
 from rlhf.storage.state import Stateful
 from rlhf.tracking import Progress, Tracker
 from rlhf.tracking.run_log import RunLog
+from rlhf.user_functions import hash_of_files
 
 AFTER_THE_STEP = ("evaluation.", "metrics.", "commit.", "end.")
 """Events once the driver has counted the step done."""
@@ -122,10 +124,29 @@ def _build(
     fingerprints = {name: found.files.fingerprint for name, found in models.items()}
     journal = None
     if config.checkpoint.journal:
-        journal = Journal(config, driver.run_id, fingerprints | {"prompts": train_set.fingerprint}, coordinator)
-    greedily = needs_greedy_baseline(config)
-    generation = Generation(config, sampler, params, greedily, reward, policy.tokenizer, coordinator, driver, journal)
-    collector = Collector(config, prompts, generation, coordinator, driver, device)
+        course = course_of(config, driver.run_id, fingerprints | {"prompts": train_set.fingerprint})
+        journal = Journal(config.run_dir, course, hash_of_files(config.reward.functions), coordinator)
+    generation = Generation(
+        sampler,
+        params,
+        needs_greedy_baseline(config),
+        reward,
+        config.reward.overlong_buffer,
+        policy.tokenizer,
+        coordinator,
+        journal,
+    )
+    collector = Collector(
+        config.data,
+        config.algorithm.filter_groups,
+        config.reward,
+        rollout.async_steps,
+        prompts,
+        generation,
+        coordinator,
+        device,
+        last_step=total_steps,
+    )
     advantages, guards = Advantages(config.algorithm, rollout.n), Guards(config.guards, quiet=not coordinator.is_leader)
     parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards}
     moving = reference if reference is not None and reference.moves else None
@@ -225,13 +246,17 @@ def _engine(
     generation: Any = getattr(model, "generation_config", None)
     files = loading.hf_files(model.config, policy.tokenizer, generation)
     eos = eos_token_ids(model, policy.tokenizer)
+    longest = config.data.max_prompt_length + config.data.max_response_length
     if config.rollout.name == "vllm":
         from rlhf.rollout.vllm.colocated import build_vllm_engine
 
-        return build_vllm_engine(config, files, eos, coordinator, device)
+        return build_vllm_engine(
+            config.rollout, files, eos, coordinator, device, max_model_len=longest, seed=config.trainer.seed
+        )
     from rlhf.rollout.servers.server_engine import build_server_engine
 
-    return build_server_engine(config, files, eos, coordinator, device)
+    logs = config.run_dir / "rollout_servers"
+    return build_server_engine(config.rollout, files, eos, coordinator, device, max_model_len=longest, logs=logs)
 
 
 def _backend(

@@ -1,1 +1,1 @@
-"""What the policy does and what it gets for it: prompts, rollouts and rewards of a step; held-out accuracy."""
+"""Experience of the policy: prompts, rollouts and rewards of each step, as a batch; held-out accuracy."""

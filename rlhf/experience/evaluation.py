@@ -1,4 +1,4 @@
-"""Held-out accuracy on its cadence, the prompts shared out among the ranks."""
+"""Evaluation of the policy on held-out prompts, on its cadence; the ranks share the prompts."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,9 @@ from rlhf.data import PromptSet
 from rlhf.events import announce
 from rlhf.experience.metrics import Summary, merge
 from rlhf.experience.policy_sampler import PolicySampler
+from rlhf.experience.responses import score_responses
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.reward import Reward, RewardItem
+from rlhf.reward import Reward
 from rlhf.rollout import Request, SamplingParams
 
 
@@ -41,18 +42,11 @@ class Evaluator:
         assert self.prompts is not None
         announce("evaluation.before")
         mine = [self.prompts[i] for i in range(self.coordinator.rank, len(self.prompts), self.coordinator.world_size)]
-        requests = [Request(prompt.index, prompt.token_ids) for prompt in mine]
-        samples = self.sampler.generate(requests, self.params, version=step, step=step)
+        requests = [Request(prompt.index, prompt.token_ids, self.params) for prompt in mine]
+        samples = self.sampler.generate(requests, version=step, step=step)
         self.sampler.rest()
-        owners = [prompt for prompt in mine for _ in range(self.params.n)]
-        ids = [s.token_ids for s in samples]
-        # The tokenizer makes one text out of no sequences.
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
-        items = [
-            RewardItem(o.data_source, t, o.ground_truth, o.extra_info, o.messages)
-            for o, t in zip(owners, texts, strict=True)
-        ]
-        results = self.reward.score(items)
+        scored = score_responses(self.reward, self.tokenizer, zip(mine, samples, strict=True))
+        results = [result for of_prompt in scored for result in of_prompt]
         figures = {
             "val/accuracy": Summary.of(float(r.correct) for r in results),
             "val/reward": Summary.of(r.score for r in results),

@@ -1,4 +1,4 @@
-"""A prompt's samples with their rewards, and how such groups lie in a checkpoint while they wait for their step."""
+"""Groups: a prompt's samples with their rewards, and the tensors as which they lie in a checkpoint until their step."""
 
 import json
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class Group:
     prompt_ids: list[int]
     samples: list[Sample]
     results: list[RewardResult]
-    """What the reward said of each sample."""
+    """Each sample's reward."""
     penalties: list[float]
-    """What the over-long punishment adds to each sample's reward, 0 or less."""
+    """Each sample's over-long punishment, which adds to its reward: 0 or less."""
     baseline: float | None
     """The whole reward of the greedy response; None when the estimator asks for none."""
 
@@ -33,7 +33,10 @@ class Group:
         return [result.score + penalty for result, penalty in zip(self.results, self.penalties, strict=True)]
 
     def has_signal(self, metric: str) -> bool:
-        """Whether the samples differ in `metric` of `algorithm.filter_groups`: `acc` (the first reward's own score) or `seq_reward`."""
+        """Whether the samples differ in `metric` of `algorithm.filter_groups`.
+
+        That is `acc` (the first reward's own score) or `seq_reward` (the whole reward).
+        """
         if metric == "seq_reward":
             return len(set(self.scores)) > 1
         return len({next(iter(result.terms.values())) for result in self.results}) > 1

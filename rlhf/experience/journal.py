@@ -1,6 +1,5 @@
-"""The rollout journal: a step's samples and rewards on disk before they are trained on, so that no crash makes them come again."""
+"""Rollout journal: samples and rewards on disk before they are trained on, so that no crash makes them come again."""
 
-import json
 import logging
 import os
 import re
@@ -12,9 +11,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-import rlhf
-from rlhf.config import Config
-from rlhf.config.schema import SETTINGS
 from rlhf.events import announce
 from rlhf.experience import journal_records as records
 from rlhf.experience.groups import Group
@@ -23,7 +19,6 @@ from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
 from rlhf.storage.files import fsync_dir
 from rlhf.storage.layout import scan, step_of
-from rlhf.user_functions import split_spec
 
 log = logging.getLogger(__name__)
 FOLDER = "journal"
@@ -33,7 +28,7 @@ _NAME = re.compile(r"step_(\d+)\.rank_(\d+)")
 
 @dataclass
 class _Entry:
-    """What is known of one prompt."""
+    """A prompt's samples and, once they are known, their rewards."""
 
     samples: list[Sample]
     results: list[RewardResult] | None = None
@@ -47,30 +42,29 @@ class _File:
 
 
 class Journal:
-    """What this rank has generated and scored since the newest checkpoint, and what any rank had before a crash.
+    """Samples and rewards of this rank since the newest checkpoint, and of any rank before a crash.
 
-    One file per step and rank, `journal/step_N.rank_RRRRR`, only ever appended to. Its first record says what the samples depend on: the
-    run, its settings, model files, prompts and functions, the number of steps that the policy had done, and the batch that it was
-    trained on last. Where any of that differs the file is dropped, with those of later steps. So neither a roll-back nor other rewards
-    let the samples of other weights in. For the first step after a resume the checkpoint stands in for the batch. Rewards are
-    known again only if the files of the reward functions are the same, too.
+    One file per step and rank, `journal/step_N.rank_RRRRR`, only ever appended to. Its first record says what the
+    samples depend on: the course of the run, the number of steps that the policy had done, and the batch that it was
+    trained on last. Where any of that differs the file is dropped, with those of later steps. So neither a roll-back
+    nor other rewards let the samples of other weights in. For the first step after a resume the checkpoint stands in
+    for the batch. Rewards are known again only if the files of the reward functions are the same, too.
 
-    A rank looks after the files of its number and, where there were more ranks before, of every number that leaves its own as the
-    remainder; it reads the others' when it misses samples. It makes no collective calls. A journal that can't be written is a warning:
-    it is needed only after a crash.
+    A rank looks after the files of its number and, where there were more ranks before, of every number that leaves its
+    own as the remainder; it reads the others' when it misses samples. It makes no collective calls. A journal that
+    can't be written is a warning: it is needed only after a crash.
 
     Args:
-        config: the run's configuration.
-        run_id: the run's identity.
-        fingerprints: hashes of what settings only name: model files, prompts.
+        run_dir: the run directory; the journal is a folder in it.
+        course: a hash of all that the weights of a step follow from, but for the rewards and the number of ranks.
+        scored_by: a hash of the files of the reward functions.
         coordinator: gives rank and world size.
     """
 
-    def __init__(self, config: Config, run_id: str, fingerprints: Mapping[str, str], coordinator: Coordinator) -> None:
-        self._run_dir, self._folder = config.run_dir, config.run_dir / FOLDER
+    def __init__(self, run_dir: Path, course: str, scored_by: str, coordinator: Coordinator) -> None:
+        self._run_dir, self._folder = run_dir, run_dir / FOLDER
         self._rank, self._world_size = coordinator.rank, coordinator.world_size
-        self._fingerprint = _fingerprint(config, run_id, fingerprints)
-        self._scored_by = _hash_of_files(config.reward.functions)
+        self._course, self._scored_by = course, scored_by
         self._header: dict[str, Any] = {}
         self._known: dict[int, _Entry] = {}
         self._unread: list[_File] = []
@@ -79,12 +73,13 @@ class Journal:
         """Bytes written since `begin`."""
 
     def begin(self, step: int, version: int, after: str | None) -> None:
-        """Turn to `step`, whose samples are by the policy after `version` steps; drop what no resume needs any more.
+        """Turn to `step`, whose samples are by the policy after `version` steps; drop what no resume needs.
 
         Args:
-            after: a hash of the batch of the step before, the same on every rank; None if this process did not train on it.
+            after: a hash of the batch of the step before, the same on every rank; None if it was not this process
+                that trained on it.
         """
-        self._header = {"format": FORMAT, "run": self._fingerprint, "step": step, "version": version, "after": after}
+        self._header = {"format": FORMAT, "run": self._course, "step": step, "version": version, "after": after}
         self._known, self._unread, self._writable, self.written = {}, [], True, 0
         self.drop_published(up_to=version)
         try:
@@ -223,23 +218,3 @@ def combined(parts: Iterable[Mapping[int, str]]) -> str:
     """One hash of the `digests` of all ranks, however the groups lie on them."""
     every = sorted((uid, digest) for part in parts for uid, digest in part.items())
     return xxhash.xxh3_128_hexdigest(repr(every).encode())
-
-
-def _fingerprint(config: Config, run_id: str, fingerprints: Mapping[str, str]) -> str:
-    """A hash of what makes the weights of a step what they are, but for the rewards; the number of ranks is no part of it."""
-    facts = {
-        "rlhf": rlhf.__version__,
-        "run_id": run_id,
-        "settings": {s.key: s.value(config) for s in SETTINGS.values() if s.metadata["resume"] == "trajectory"},
-        # What a resume leaves out (say, the optimizer's moments) changes the weights of every later step.
-        "contents": sorted(config.checkpoint.load_contents or config.checkpoint.contents),
-        "files": dict(fingerprints),
-        "functions": _hash_of_files([config.algorithm.adv_estimator, config.actor.policy_loss.loss_mode]),
-    }
-    return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
-
-
-def _hash_of_files(functions: Sequence[str]) -> str:
-    """A hash of the files that hold the user's functions among `functions`; what these files import is not looked at."""
-    paths = [split_spec("functions", function)[0] for function in functions if ".py:" in function]
-    return xxhash.xxh3_128_hexdigest(b"".join(xxhash.xxh3_128_digest(path.read_bytes()) for path in paths))

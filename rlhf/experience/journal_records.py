@@ -1,7 +1,7 @@
-"""The records of a rollout journal's file as bytes: framed, hashed, and without any code in them.
+"""Records of a rollout journal's file as bytes: framed, hashed, and without any code in them.
 
-A file is a sequence of records: the payload's length (8 bytes, little-endian), the xxh3-128 of length and payload (16 bytes), the payload.
-A payload is a line of JSON; that of samples is followed by int32 token ids and float64 log-probs.
+A file is a sequence of records: the payload's length (8 bytes, little-endian), the xxh3-128 of length and payload (16
+bytes), the payload. A payload is a line of JSON; that of samples is followed by int32 token ids and float64 log-probs.
 """
 
 import json
@@ -26,9 +26,10 @@ def frame(payload: bytes) -> bytes:
 
 
 def payloads(content: bytes) -> tuple[list[bytes | None], int]:
-    """The payload of each record of a file, None where the bytes are not as written, and the length of all of them in bytes.
+    """The payload of each record of a file, None where the bytes are not as written, and the length of all in bytes.
 
-    What lies beyond that length is torn, or the length of its first record is damaged: nobody knows where the next one begins.
+    What lies beyond that length is torn, or the length of its first record is damaged: nobody knows where the next one
+    begins.
     """
     found: list[bytes | None] = []
     position, prefix = 0, _LENGTH.size + _HASH_BYTES

@@ -1,11 +1,12 @@
-"""Figures of one step over all ranks, from what each rank saw."""
+"""Metrics of one step over all ranks, from what each rank saw."""
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from statistics import median_low
 
 from rlhf.batch import Batch
+from rlhf.experience.groups import Group
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 
@@ -67,12 +68,31 @@ def slowest(seconds: Sequence[float]) -> dict[str, float]:
     return {"perf/slowest_rank": seconds.index(longest), "perf/slowest_rank_ratio": longest / typical}
 
 
+@dataclass
+class RolloutStats:
+    """Cost of a generation, or of all of a step's, on this rank, and what it saw, used for training or not."""
+
+    scores: list[float] = field(default_factory=list)
+    journaled: list[bool] = field(default_factory=list)
+    """Of each sample, whether it came from the journal."""
+    timeouts: int = 0
+    failures: int = 0
+    rollout_seconds: float = 0.0
+    reward_seconds: float = 0.0
+
+    def add(self, other: "RolloutStats") -> None:
+        """Count what `other` has, too."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
 def step_metrics(
     batch: Batch, results: list[RewardResult], max_response_length: int, coordinator: Coordinator
 ) -> tuple[dict[str, float], int]:
     """Reward and length metrics of a batch over all ranks, and its prompt and response tokens. Collective.
 
-    `results` are the rewards of the batch's samples: the mean of each reward function's own score and of each further number is a metric.
+    `results` are the rewards of the batch's samples: the mean of each reward function's own score and of each further
+    number is a metric.
     """
     responses, prompts = batch.response_lengths.tolist(), batch.prompt_lengths.tolist()
     mine = {
@@ -97,3 +117,52 @@ def step_metrics(
         "prompt_length/mean": prompt.mean,
     }
     return metrics, int(response.total + prompt.total)
+
+
+def generation_metrics(
+    groups: list[Group],
+    stats: RolloutStats,
+    coordinator: Coordinator,
+    *,
+    version: int,
+    journal_bytes: int | None,
+    overlong: bool,
+    staleness: bool,
+    generated: bool,
+) -> dict[str, float]:
+    """Metrics of all that a step generated, over all ranks; the seconds are this rank's. Collective.
+
+    Args:
+        groups: those of the batch.
+        version: the steps that the policy has done.
+        journal_bytes: written by this rank; None on all ranks without a journal.
+        overlong, staleness, generated: which further metrics are wanted; the same on every rank.
+    """
+    mine = {
+        "timeouts": Summary.of([stats.timeouts]),
+        "failures": Summary.of([stats.failures]),
+        "journal_bytes": Summary.of([] if journal_bytes is None else [journal_bytes]),
+        "journal_samples": Summary.of(stats.journaled),
+        "overlong": Summary.of(penalty for group in groups for penalty in group.penalties),
+        "staleness": Summary.of(version - sample.version for group in groups for sample in group.samples),
+        "generated": Summary.of(stats.scores),
+    }
+    every = merge(mine, coordinator)
+    metrics = {
+        "reward/timeouts": every["timeouts"].total,
+        "reward/failures": every["failures"].total,
+        "perf/rollout_seconds": stats.rollout_seconds,
+        "perf/reward_seconds": stats.reward_seconds,
+    }
+    if "journal_bytes" in every:
+        metrics["perf/journal_bytes"] = every["journal_bytes"].total
+    if "journal_samples" in every:
+        metrics["perf/journal_samples"] = every["journal_samples"].mean
+    if overlong:
+        metrics["reward/overlong"] = every["overlong"].mean
+    if staleness:
+        metrics["sampling/staleness_mean"] = every["staleness"].mean
+        metrics["sampling/staleness_max"] = every["staleness"].high
+    if generated and "generated" in every:
+        metrics["sampling/reward_mean"] = every["generated"].mean
+    return metrics

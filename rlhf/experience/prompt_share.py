@@ -1,40 +1,47 @@
-"""This rank's share of each step's prompts, dealt so that a mini-batch holds the same prompts at every number of ranks."""
+"""Share of a rank in each step's prompts: a mini-batch holds the same prompts at every number of ranks."""
+
+from dataclasses import dataclass
 
 from rlhf.data import Prompt, PromptStream
-from rlhf.rollout import Request
+
+
+@dataclass(frozen=True)
+class DrawnPrompt:
+    """A prompt at its place in the stream of all prompts, which is its `uid` for the whole run."""
+
+    uid: int
+    prompt: Prompt
 
 
 class PromptShare:
-    """Draws prompts for all ranks and keeps this rank's: `train_batch_size` of them per step, or another number on demand.
+    """Draws prompts for all ranks and keeps this rank's: `batch_size` of them per step, or another number on demand.
 
-    The batch of a step is cut into mini-batches of consecutive prompts, and each mini-batch among the ranks; a rank's prompts stand in
-    the order of mini-batches. All ranks draw from equal streams, so nothing needs to be sent.
+    The batch of a step is cut into mini-batches of consecutive prompts, and each mini-batch among the ranks; a rank's
+    prompts stand in the order of mini-batches. All ranks draw from equal streams, so nothing needs to be sent.
     """
 
-    def __init__(
-        self, stream: PromptStream, train_batch_size: int, mini_batch_size: int, rank: int, world_size: int
-    ) -> None:
-        self._stream, self._size, self._mini_size = stream, train_batch_size, mini_batch_size
-        self._rank, self._world_size = rank, world_size
-        self._mini_batches = train_batch_size // mini_batch_size
+    def __init__(self, stream: PromptStream, batch_size: int, mini_batch_size: int, rank: int, world_size: int) -> None:
+        self.batch_size, self.mini_batch_size = batch_size, mini_batch_size
+        self._stream, self._rank, self._world_size = stream, rank, world_size
 
-    def next(self, size: int | None = None) -> tuple[list[Prompt], list[Request]]:
-        """This rank's prompts of the next step, and what to ask the rollout engine for; a uid is a place in the stream of all prompts.
+    def next(self, size: int | None = None) -> list[DrawnPrompt]:
+        """This rank's prompts of the next step.
 
-        With a `size`, so many prompts in one piece, each rank's consecutive; what they become part of is then the caller's business.
+        With a `size`, so many prompts in one piece, each rank's consecutive; what they become part of is then the
+        caller's business.
         """
-        parts, length = (self._mini_batches, self._mini_size) if size is None else (1, size)
+        parts, length = (self.batch_size // self.mini_batch_size, self.mini_batch_size) if size is None else (1, size)
         drawn = self._stream.next(parts * length)
         low, high = (length * rank // self._world_size for rank in (self._rank, self._rank + 1))
         mine = [item for start in range(0, len(drawn), length) for item in drawn[start + low : start + high]]
-        return [prompt for _, prompt in mine], [Request(uid, prompt.token_ids) for uid, prompt in mine]
+        return [DrawnPrompt(uid, prompt) for uid, prompt in mine]
 
     @property
     def position(self) -> int:
         """The uid of the next prompt."""
         return self._stream.state_dict()["consumed"]
 
-    def skip_to(self, position: int) -> None:
+    def advance_to(self, position: int) -> None:
         """Leave out the prompts before the uid `position`; never goes back to one that was drawn."""
         self._stream.load_state_dict(self._stream.state_dict() | {"consumed": max(position, self.position)})
 

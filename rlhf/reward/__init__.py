@@ -1,4 +1,4 @@
-"""Named verifiers, functions of the user's and a reward model, added up.
+"""Rewards: named verifiers, functions of the user's and a reward model, added up.
 
 Loads no torch: every reward process imports it.
 """

@@ -1,4 +1,4 @@
-"""What becomes of a sample on which a function failed: `reward.on_error` and `reward.failed_score`."""
+"""Policy for samples on which a function failed: `reward.on_error` and `reward.failed_score`."""
 
 import logging
 import threading

@@ -1,4 +1,4 @@
-"""`path/to/file.py:name` among `reward.functions`: checked without running the file."""
+"""Check of the user's functions among `reward.functions`, `path/to/file.py:name`, without running the file."""
 
 from rlhf.errors import UserError
 from rlhf.user_functions import find_function

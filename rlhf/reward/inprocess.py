@@ -1,4 +1,4 @@
-"""Functions that are computed in the rank's own process, where that is safe: microseconds instead of a pipe."""
+"""Rewards in the rank's own process, where that is safe: microseconds instead of a pipe."""
 
 from collections.abc import Sequence
 

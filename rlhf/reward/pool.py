@@ -1,4 +1,4 @@
-"""Verifiers that may hang or crash, in processes that can be killed at each sample's deadline."""
+"""Pool of reward processes, which can be killed at each sample's deadline: for verifiers that may hang or crash."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 SENT = ("data_source", "response", "ground_truth", "extra_info")
-"""What of an item its process gets; functions don't take the prompt's chat."""
+"""Fields of an item that its process gets; functions don't take the prompt's chat."""
 
 
 class _Died(Exception):

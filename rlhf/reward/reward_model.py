@@ -1,4 +1,4 @@
-"""A sequence classifier as a reward. Imports torch, so only a rank imports it, not `rlhf.reward`."""
+"""Reward model: a sequence classifier as a reward. Imports torch, so only a rank imports it, not `rlhf.reward`."""
 
 import itertools
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class RewardModel:
 
     Args:
         module: from `load_reward_model`, on `device`.
-        tokenizer: the reward model's own. With a chat template it renders the chat; without, the texts are put end to end.
+        tokenizer: the reward model's own. It renders the chat by its template; without one, the texts are joined.
         config: `max_length` tokens are read, at most what the model and its tokenizer allow; of longer chats the end.
     """
 
@@ -74,8 +74,8 @@ class RewardModel:
         except jinja2.TemplateError as error:
             roles = ", ".join(message["role"] for message in chat)
             raise UserError(
-                f"reward_model.path={self._config.path}: its chat template refuses a chat (roles: {roles}): {error}. Correct the "
-                "prompts, or take another reward model."
+                f"reward_model.path={self._config.path}: its chat template refuses a chat (roles: {roles}): {error}. "
+                "Correct the prompts, or take another reward model."
             ) from error
         assert isinstance(text, str)
         return text

@@ -1,4 +1,4 @@
-"""What goes into a reward and what comes out."""
+"""Items and scores: the input and the output of rewards, and the interface of one function."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class RewardItem:
 
 @dataclass(frozen=True)
 class Score:
-    """What one function says of one sample; `extra` are further numbers to log."""
+    """Score of one sample by one function; `extra` are further numbers to log."""
 
     score: float
     extra: dict[str, float] = field(default_factory=dict)

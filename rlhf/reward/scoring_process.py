@@ -1,4 +1,4 @@
-"""The other end of a reward process: one JSON line in, one JSON line out.
+"""Reward process, the end that scores: one JSON line in, one JSON line out.
 
 `python -m rlhf.reward.scoring_process VERIFIER PARENT_PID`, where VERIFIER is `math_verify`, `reasoning_gym` or
 `/path/to/file.py:name`. The first line out says ready, or why not.

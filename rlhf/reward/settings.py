@@ -1,9 +1,9 @@
-"""The `reward` settings: which functions, under which labels, with which weights; checked without running any."""
+"""Checks of the `reward` settings (functions, labels, weights), without running any function."""
 
 import math
 
-from rlhf.config import Config
 from rlhf.config.reward import VERIFIERS, RewardConfig
+from rlhf.config.reward_model import RewardModelConfig
 from rlhf.config.schema import did_you_mean, nearest
 from rlhf.errors import UserError
 from rlhf.reward.function import SETTING, check_function
@@ -16,7 +16,7 @@ TAKEN = ("mean", "std", "overlong", "timeouts", "failures")
 
 
 def label_of(function: str) -> str:
-    """What metrics call an entry of `reward.functions`: its name, or for a file's function what follows the colon."""
+    """Name of an entry of `reward.functions` in metrics: its own, or of a file's function what follows the colon."""
     return function if function in NAMES else split_spec(SETTING, function)[1]
 
 
@@ -25,12 +25,12 @@ def weights_of(config: RewardConfig) -> list[float]:
     return config.weights if config.weights is not None else [1.0] * len(config.functions)
 
 
-def check_reward(config: Config) -> None:
+def check_reward(config: RewardConfig, reward_model: RewardModelConfig) -> None:
     """UserError for names, files, labels or weights that make no reward, and for a reward model without a path."""
-    check_functions(config.reward)
-    if REWARD_MODEL in config.reward.functions and config.reward_model.path is None:
+    check_functions(config)
+    if REWARD_MODEL in config.functions and reward_model.path is None:
         raise UserError(
-            f"{SETTING}={config.reward.functions}: {REWARD_MODEL} needs reward_model.path, a folder in Hugging "
+            f"{SETTING}={config.functions}: {REWARD_MODEL} needs reward_model.path, a folder in Hugging "
             f"Face format or a Hub name. Set it, or take {REWARD_MODEL} out."
         )
 

@@ -1,4 +1,4 @@
-"""The named verifiers as plain functions of one sample."""
+"""Named verifiers as plain functions of one sample."""
 
 import logging
 import re

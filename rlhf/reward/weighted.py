@@ -1,4 +1,4 @@
-"""Several functions at once: their weighted sum, each one's own score, and what failed."""
+"""Weighted sum of several reward functions, with each one's own score and what failed."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,8 @@
-"""Rollout engines: prompts in, samples with the log-probs they were drawn with out."""
+"""Rollout engines: they turn prompts into samples with the log-probs that these were drawn with."""
 
 from typing import TYPE_CHECKING, Any
 
-from rlhf.rollout.engine import BackgroundEngine, Job, Request, RolloutEngine, Sample, SamplingParams, Weights
+from rlhf.rollout.engine import BackgroundEngine, Request, RolloutEngine, Sample, SamplingParams, Weights
 
 if TYPE_CHECKING:
     from rlhf.rollout.embedded import EmbeddedEngine, build_embedded_engine, check_lengths, eos_token_ids
@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BackgroundEngine",
     "EmbeddedEngine",
-    "Job",
     "Request",
     "RolloutEngine",
     "Sample",

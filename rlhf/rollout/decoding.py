@@ -1,4 +1,4 @@
-"""One call of the embedded engine: rows are prefilled, decoded token by token, and replaced when they finish."""
+"""Decoding of one call of the embedded engine: rows are prefilled, decoded token by token, replaced at their end."""
 
 import inspect
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf.rollout.engine import Request, Sample, SamplingParams
+from rlhf.rollout.engine import Request, Sample
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.sampling import fold, row_keys, sample
 
@@ -23,18 +23,14 @@ SAMPLE, START, BIRTH, KEY, TOKEN = range(5)
 
 
 class Decoding:
-    """The state of one `generate` call. The host keeps a copy of what it decides on: one synchronisation per token."""
+    """State of one `generate` call over requests that share their `params`.
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        eos: Tensor,
-        requests: Sequence[Request],
-        params: SamplingParams,
-        max_rows: int,
-    ) -> None:
-        self.model, self.tokenizer, self.eos, self.requests, self.params = model, tokenizer, eos, requests, params
+    The host keeps a copy of what it decides on: one synchronisation per token, with top-k two.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, eos: Tensor, requests: Sequence[Request], max_rows: int) -> None:
+        self.model, self.tokenizer, self.eos, self.requests = model, tokenizer, eos, requests
+        self.params = params = requests[0].params
         self.total = len(requests) * params.n
         self.max_rows = min(max_rows, self.total)
         self.lengths = np.array([len(r.token_ids) for r in requests])
@@ -59,8 +55,8 @@ class Decoding:
         self.counts = np.zeros(self.total, dtype=np.int64)
         self.stopped = np.zeros(self.total, dtype=bool)
 
-    def run(self, seed: int, step: int) -> list[Sample]:
-        """All samples, request-major."""
+    def run(self, seed: int, step: int, version: int) -> list[list[Sample]]:
+        """The samples of each request, by weights of that `version`."""
         samples = torch.arange(self.total, device=self.device)
         uids = torch.tensor([r.uid for r in self.requests], device=self.device)
         self.keys = row_keys(seed, step, uids[samples // self.params.n], samples % self.params.n)
@@ -72,16 +68,14 @@ class Decoding:
                 self._emit(0, self._decode())
         longest = int(self.counts.max())
         tokens, log_probs = self.tokens[:, :longest].tolist(), self.log_probs[:, :longest].tolist()
-        return [
-            Sample(
-                uid=self.requests[i // self.params.n].uid,
-                sample=i % self.params.n,
-                token_ids=tokens[i][:count],
-                log_probs=log_probs[i][:count],
-                finish_reason="stop" if stopped else "length",
-            )
-            for i, (count, stopped) in enumerate(zip(self.counts.tolist(), self.stopped.tolist(), strict=True))
-        ]
+        counts, stopped = self.counts.tolist(), self.stopped.tolist()
+
+        def sample_at(row: int, uid: int, number: int) -> Sample:
+            ids, own_log_probs = tokens[row][: counts[row]], log_probs[row][: counts[row]]
+            return Sample(uid, number, ids, own_log_probs, "stop" if stopped[row] else "length", version)
+
+        n = self.params.n
+        return [[sample_at(i * n + s, r.uid, s) for s in range(n)] for i, r in enumerate(self.requests)]
 
     def _forward(self, cache: RowCache, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
         """Logits [rows, vocab] after the last of `ids` [rows, length]."""

@@ -1,8 +1,7 @@
-"""The rollout engine that comes with the trainer: a Hugging Face causal LM decoded in this process."""
+"""Embedded rollout engine: a Hugging Face causal LM decoded in this process, in torch alone."""
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from rlhf.config.rollout import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.rollout.decoding import Decoding
-from rlhf.rollout.engine import Request, Sample, SamplingParams, Weights
+from rlhf.rollout.engine import Request, Sample, Weights, places_by_params
 from rlhf.rollout.kv_cache import RowCache
 
 
@@ -82,24 +81,26 @@ class EmbeddedEngine:
         self.version = version
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[Sample]:
-        """`params.n` samples of each request, in the order of the requests.
+    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[list[Sample]]:
+        """For each request, in their order, its `params.n` samples.
 
-        Sample s of a request depends on the weights, `params`, `seed`, `step`, its uid and s only: not on the other
+        Sample s of a request depends on the weights, its `params`, `seed`, `step`, its uid and s only: not on the other
         requests, their order or `max_num_seqs` (up to rounding at exact ties).
 
         Raises:
             ValueError: an empty prompt.
             UserError: prompt and response don't fit the model's positions.
         """
-        if not requests:
-            return []
         if not all(r.token_ids for r in requests):
             raise ValueError("a prompt has no tokens")
-        check_lengths(self.model.config, max(len(r.token_ids) for r in requests), params.max_tokens)
-        eos = self.eos[:0] if params.ignore_eos else self.eos
-        decoding = Decoding(self.model, self.tokenizer, eos, requests, params, self.max_num_seqs)
-        return [replace(sample, version=self.version) for sample in decoding.run(seed, step)]
+        samples: dict[int, list[Sample]] = {}
+        for params, places in places_by_params(requests).items():
+            alike = [requests[place] for place in places]
+            check_lengths(self.model.config, max(len(r.token_ids) for r in alike), params.max_tokens)
+            eos = self.eos[:0] if params.ignore_eos else self.eos
+            decoding = Decoding(self.model, self.tokenizer, eos, alike, self.max_num_seqs)
+            samples |= zip(places, decoding.run(seed, step, self.version), strict=True)
+        return [samples[place] for place in range(len(requests))]
 
     def sleep(self) -> bool:
         """See `RolloutEngine.sleep`. The engine keeps its weights, and has no other memory between calls."""
@@ -119,8 +120,8 @@ def build_embedded_engine(
     """An engine over a copy of `model` in `config.dtype` on `device` (default: where the model is).
 
     Args:
-        model: the whole policy, before any sharding; it is left as it is. Where its weights are on the meta device, the engine has none
-            before the first `update_weights`.
+        model: the whole policy, before any sharding; it is left as it is. Where its weights are on the meta device, the
+            engine has none before the first `update_weights`.
     """
     dtype = getattr(torch, config.dtype)
     # Only weights are converted: buffers such as rotary frequencies lose the far positions in half precision.

@@ -1,4 +1,4 @@
-"""What goes into a rollout engine and what comes out of it, the same for every engine."""
+"""Interface of the rollout engines: requests, samples, and the protocols that every engine follows."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length"]
 Weights = Callable[[], Iterable[tuple[str, "Tensor"]]]
-"""The policy's weights, whole and one by one, each time it is called; a collective call that every rank walks to its end."""
+"""The policy's weights, whole and one by one, each time it is called; every rank walks them to their end."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt: `uid` names it for the whole run and seeds its noise, `token_ids` is what the model reads."""
+    """A prompt and how to sample it: `uid` names it for the run and seeds its noise, the model reads `token_ids`."""
 
     uid: int
     token_ids: list[int]
+    params: SamplingParams = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,25 @@ class Sample:
     version: int = 0
 
 
+def places_by_params(requests: Sequence[Request]) -> dict[SamplingParams, list[int]]:
+    """Where the requests with the same parameters stand, for engines that decode only such ones together."""
+    places: dict[SamplingParams, list[int]] = {}
+    for place, request in enumerate(requests):
+        places.setdefault(request.params, []).append(place)
+    return places
+
+
 class RolloutEngine(Protocol):
     """Turns prompts into samples with the weights it was last given. All calls are collective."""
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Take over the policy's weights; `version` is the step they belong to. An engine may ask for them again until the next update."""
+        """Take over the policy's weights; `version` is the step they belong to.
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[Sample]:
-        """`params.n` samples of each of this rank's requests, in their order."""
+        An engine may ask for them again until the next update.
+        """
+
+    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[list[Sample]]:
+        """For each of this rank's requests, in their order, its `params.n` samples."""
 
     def sleep(self) -> bool:
         """Give back what memory of the device it can until it is next called. Whether the weights went with it."""
@@ -69,18 +81,15 @@ class RolloutEngine(Protocol):
         """End whatever the engine has started."""
 
 
-Job = tuple[Sequence[Request], SamplingParams]
-"""What `generate` takes."""
-
-
 class BackgroundEngine(RolloutEngine, Protocol):
-    """An engine that does not need this rank's devices, and so can generate while the rank trains. All calls are collective."""
+    """An engine with devices of its own, which can generate while the rank trains. All calls are collective."""
 
-    def begin(self, jobs: Sequence[Job], *, seed: int, step: int) -> None:
+    def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:
         """Start to generate, with the weights as they are now; no other call but `finish` may follow."""
 
     def finish(self, version: int) -> list[list[Sample]]:
-        """Wait for what `begin` started: the samples of each job.
+        """Wait for what `begin` started: the samples of each request.
 
-        What could not be generated then (an engine died) is generated now, by the policy as it is by now, after `version` steps.
+        What could not be generated then (an engine died) is generated now, by the policy as it is by now, after
+        `version` steps.
         """

@@ -1,4 +1,4 @@
-"""A preallocated key-value cache whose rows come and go.
+"""Preallocated key-value cache whose rows come and go.
 
 All rows write their next token into the same column, so a step writes one slice per layer in place. A row's tokens are
 contiguous and end at that column: to the model this is plain left padding, for every variant of attention.

@@ -72,6 +72,21 @@ def _race(log_probs: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
     return torch.sub(log_probs, noise, out=noise).argmax(dim=-1)
 
 
+def _likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The `k` highest of `logits` [rows, vocab], equal ones by token id; and their token ids, both [rows, k]."""
+    width = 2 * k + 64
+    if width < logits.shape[-1]:
+        highest, candidates = logits.topk(width, dim=-1)
+        # `topk` promises no order among equal logits. Whatever equals the k-th is among these if the last one is less;
+        # a NaN is not.
+        if (highest[:, k - 1] > highest[:, -1]).all():
+            candidates = candidates.sort(dim=-1).values
+            logits, order = logits.gather(1, candidates).sort(dim=-1, descending=True, stable=True)
+            return logits[:, :k], candidates.gather(1, order[:, :k])
+    logits, candidates = logits.sort(dim=-1, descending=True, stable=True)
+    return logits[:, :k], candidates[:, :k]
+
+
 def sample(logits: Tensor, keys: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Draw one token for each row.
 
@@ -97,8 +112,7 @@ def sample(logits: Tensor, keys: Tensor, params: SamplingParams) -> tuple[Tensor
     if top_k == vocab and params.top_p >= 1:
         candidates = torch.arange(vocab, device=logits.device)[None]
     else:
-        logits, candidates = logits.sort(dim=-1, descending=True, stable=True)
-        logits, candidates = logits[:, :top_k], candidates[:, :top_k]
+        logits, candidates = _likeliest(logits, top_k)
         if params.top_p < 1:
             # In integers: exact in any order of summation, and deterministic mode has no cumsum of floats on CUDA.
             probs = (logits.double().softmax(dim=-1) * 2.0**52).long()

@@ -1,4 +1,4 @@
-"""Two real vLLM servers of ours behind proxies: killed, stopped, cut off, answering garbage, in the middle of a generation."""
+"""Two real vLLM servers of ours behind proxies: killed, stopped, cut off, answering garbage while they generate."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf import events
-from rlhf.config import Config
+from rlhf.config import RolloutConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.servers import server_engine as engine_module
@@ -24,6 +24,7 @@ from rlhf.rollout.servers.server_engine import ServerEngine, build_server_engine
 from rlhf.rollout.servers.server_process import ServerProcess, processes_of
 from tests.support.launching import question
 from tests.support.numeric_ranks import run_ranks
+from tests.support.sampled import asking
 from tests.support.tcp_proxy import Proxy
 from tests.support.tiny_models import TINY_POLICY
 
@@ -58,14 +59,14 @@ class Behind(ServerProcess):
         os.killpg(self._process.pid, number)
 
 
-def configuration(folder: Path) -> Config:
-    config = Config()
-    config.model.path = str(TINY_POLICY)
-    config.trainer.default_local_dir = str(folder)
-    config.data.max_prompt_length = config.data.max_response_length = 32
-    config.rollout.name, config.rollout.max_num_seqs = "vllm_server", 12
-    config.rollout.engine_kwargs.vllm = {"kv_cache_memory_bytes": 64 << 20}
-    servers = config.rollout.servers
+def start(config: RolloutConfig, logs: Path, coordinator: Coordinator) -> ServerEngine:
+    return build_server_engine(config, files(), [1], coordinator, CPU, max_model_len=64, logs=logs)
+
+
+def configuration() -> RolloutConfig:
+    config = RolloutConfig(name="vllm_server", max_num_seqs=12)
+    config.engine_kwargs.vllm = {"kv_cache_memory_bytes": 64 << 20}
+    servers = config.servers
     servers.count, servers.start_timeout_s, servers.answer_timeout_s = 2, START_S, ANSWER_S
     servers.backoff_s = 0.1
     return config
@@ -89,7 +90,7 @@ def requests(count: int) -> list[Request]:
 class World:
     engine: ServerEngine
     servers: list[Behind]
-    jobs: list[tuple[list[Request], SamplingParams]]
+    requests: list[Request]
     said: list[str] = field(default_factory=list)
 
     def everyone_serves(self) -> None:
@@ -104,23 +105,20 @@ class World:
             time.sleep(2)
 
     def generate(self) -> tuple[list[list[Sample]], dict[str, float]]:
-        self.engine.begin(self.jobs, seed=3, step=5)
+        self.engine.begin(self.requests, seed=3, step=5)
         return self.engine.finish(1), self.engine.metrics()
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    config = configuration(tmp_path_factory.mktemp("runs"))
+    logs = tmp_path_factory.mktemp("runs") / "rollout_servers"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "ServerProcess", Behind)
-        engine = build_server_engine(config, files(), [1], Coordinator(), CPU)
+        engine = start(configuration(), logs, Coordinator())
     try:
-        both = requests(14)
-        world = World(engine, Behind.made, [(both, SEEDED), (both[:4], GREEDY)])
-        assert sorted(p.name for p in (config.run_dir / "rollout_servers").iterdir()) == [
-            "server_0.log",
-            "server_1.log",
-        ]
+        every = requests(14)
+        world = World(engine, Behind.made, asking(every, SEEDED) + asking(every[:4], GREEDY))
+        assert sorted(path.name for path in logs.iterdir()) == ["server_0.log", "server_1.log"]
         events.subscribe(world.said.append)
         yield world
     finally:
@@ -130,8 +128,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         assert not processes_of(server._process.pid)
 
 
-def plain(jobs: list[list[Sample]]) -> list[list[tuple]]:
-    return [[(s.uid, s.sample, s.token_ids, s.finish_reason) for s in samples] for samples in jobs]
+def plain(samples: list[list[Sample]]) -> list[list[tuple]]:
+    return [[(s.uid, s.sample, s.token_ids, s.finish_reason) for s in of_request] for of_request in samples]
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +147,12 @@ def undisturbed(world: World) -> list[list[Sample]]:
 
 
 def test_undisturbed(world, undisturbed):
-    seeded, greedy = undisturbed
-    assert [(s.uid, s.sample) for s in seeded] == [(r.uid, i) for r in world.jobs[0][0] for i in range(SEEDED.n)]
-    assert [(s.uid, s.sample) for s in greedy] == [(r.uid, i) for r in world.jobs[1][0] for i in range(GREEDY.n)]
+    for request, samples in zip(world.requests, undisturbed, strict=True):
+        assert [(s.uid, s.sample) for s in samples] == [(request.uid, i) for i in range(request.params.n)]
+        assert {s.version for s in samples} == {1}
+        assert (len({tuple(s.token_ids) for s in samples}) > 1) == (request.params == SEEDED)
+    seeded = [s for of_request in undisturbed[:14] for s in of_request]
     assert all(len(s.token_ids) == len(s.log_probs) == SEEDED.max_tokens for s in seeded)
-    assert len({tuple(s.token_ids) for s in seeded[: SEEDED.n]}) > 1
-    assert greedy[0].token_ids == greedy[1].token_ids
-    assert {s.version for s in seeded + greedy} == {1}
     assert all(server.proxy.requests for server in world.servers)
     assert [e for e in world.said if e == "rollout.begin"]
     assert world.said[0] == "rollout.push"
@@ -194,18 +191,18 @@ def weights_of_rank() -> Iterator[tuple[str, torch.Tensor]]:
         yield name, tensor
 
 
-def one_of_two_ranks(urls: list[str], folder: Path) -> list[tuple]:
+def one_of_two_ranks(urls: list[str], folder: Path) -> list[list[tuple]]:
     """What this rank gets for requests of its own."""
-    config = configuration(folder)
-    config.rollout.servers.urls = urls
-    coordinator = Coordinator()
-    engine = build_server_engine(config, files(), [1], coordinator, CPU)
+    config, coordinator = configuration(), Coordinator()
+    config.servers.urls = urls
+    engine = start(config, folder, coordinator)
     try:
         engine.update_weights(weights_of_rank, 4)
         mine = requests(5)[:2] if coordinator.rank == 0 else requests(5)[2:]
-        samples = engine.generate(mine, SEEDED, seed=3, step=5)
+        samples = engine.generate(asking(mine, SEEDED), seed=3, step=5)
         assert bool(engine.metrics()) is coordinator.is_leader
-        return [(s.uid, s.sample, s.token_ids, s.version) for s in samples]
+        assert {s.version for of_request in samples for s in of_request} == {4}
+        return plain(samples)
     finally:
         engine.close()
 
@@ -215,9 +212,8 @@ def test_ranks_share_servers_given_by_url(world, undisturbed, tmp_path):
     # Straight to the servers, and not as the engine of this process names them.
     urls = [server.proxy.upstream + "/" for server in world.servers]
     first, second = run_ranks(2, partial(one_of_two_ranks, urls, tmp_path))
-    wanted = [(s.uid, s.sample, s.token_ids, 4) for s in undisturbed[0]]
-    n = SEEDED.n
-    assert (first, second) == (wanted[: 2 * n], wanted[2 * n : 5 * n])
+    wanted = plain(undisturbed)
+    assert (first, second) == (wanted[:2], wanted[2:5])
     assert not list(tmp_path.iterdir())
 
 
@@ -238,12 +234,12 @@ def test_one_is_killed_and_one_stops_while_the_ranks_train(world, undisturbed):
     killed.proxy.arm(2, lambda: killed.signal(signal.SIGKILL))
     stopped.proxy.arm(4, lambda: stopped.signal(signal.SIGSTOP))
     pushes = world.said.count("rollout.push")
-    world.engine.begin(world.jobs, seed=3, step=5)
+    world.engine.begin(world.requests, seed=3, step=5)
     samples = world.engine.finish(8)
     metrics = world.engine.metrics()
     assert plain(samples) == plain(undisturbed)
     # What the dead ones had not answered is by the policy that there was when one came back.
-    versions = {s.version for job in samples for s in job}
+    versions = {s.version for of_request in samples for s in of_request}
     assert 8 in versions
     assert versions <= {1, 8}
     assert world.said.count("rollout.push") > pushes

@@ -1,4 +1,4 @@
-"""Every entry of conf/algorithm and every recipe composes, passes the checks, and trains: two steps of a small job on one rank."""
+"""Every entry of conf/algorithm and every recipe composes, passes the checks, and trains two small steps."""
 
 import math
 from pathlib import Path
@@ -99,4 +99,4 @@ def test_a_recipe_passes_the_checks_as_it_is(name):
     config = train.compose_config([f"recipes={name}", *to_be_set], LIBRARY)
     validate(config, {})
     check_algorithm(config)
-    check_reward(config)
+    check_reward(config.reward, config.reward_model)

@@ -1,4 +1,4 @@
-"""The collector with the real engine and real ranks: each step is that of the plain way, and its state outlives a restart."""
+"""Collector with the real engine and real ranks: each step is that of the plain way; its state outlives a restart."""
 
 from dataclasses import replace
 from typing import Any
@@ -53,12 +53,13 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def walk(steps: int, settings: dict[str, Any], restart_after: int | None) -> list[dict[str, Any]]:
-    """What one rank got in each step, a group after the other. In a restart the last rank takes over the groups of all."""
+    """What one rank got in each step, a group after the other. In a restart the last rank takes over all groups."""
     driver, coordinator, records = new_driver(), Coordinator(), []
     collector = build(driver, coordinator, **settings)
     for step in range(1, steps + 1):
-        batch, metrics, tokens = collector.collect(step)
-        driver.finish_step(tokens, len(batch), 0.0)
+        collected = collector.collect(step)
+        batch = collected.batch
+        driver.finish_step(collected.tokens, len(batch), 0.0)
         prompts, responses = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
         columns = {
             "prompt": [ids[:p] for ids, p in zip(batch.input_ids.tolist(), prompts, strict=True)],
@@ -70,12 +71,12 @@ def walk(steps: int, settings: dict[str, Any], restart_after: int | None) -> lis
             "baseline": [None] * len(batch) if batch.baselines is None else batch.baselines.tolist(),
         }
         groups = [{name: v[i : i + N] for name, v in columns.items()} for i in range(0, len(batch), N)]
-        records.append({"groups": groups, "metrics": metrics, "tokens": tokens})
+        records.append({"groups": groups, "metrics": collected.metrics, "tokens": collected.tokens})
         if step == restart_after:
             parts, position = coordinator.gather(collector.tensors()), collector.prompts.position
             collector = build(driver, coordinator, **settings)
             collector.load_tensors(parts if coordinator.rank == coordinator.world_size - 1 else [])
-            collector.prompts.skip_to(position)
+            collector.prompts.advance_to(position)
     return records
 
 
@@ -234,16 +235,16 @@ def test_what_is_left_out_is_neither_held_nor_drawn():
     assert collector.prompts.position == 0
     collector.skip_to(30)
     assert collector.tensors() == {}
-    assert [request.uid for request in collector.prompts.next(2)[1]] == [30, 31]
+    assert [drawn.uid for drawn in collector.prompts.next(2)] == [30, 31]
 
 
 def test_weights_are_taken_once_per_version_unless_forgotten():
     driver = new_driver()
     collector = build(driver, Coordinator())
-    sampler, [_, requests] = collector.generation.sampler, collector.prompts.next(4)
+    sampler, requests = collector.generation.sampler, collector.generation.requests(collector.prompts.next(4))
 
-    def samples() -> list[Sample]:
-        return sampler.generate(requests, collector.generation.params, version=3, step=3)
+    def samples() -> list[list[Sample]]:
+        return sampler.generate(requests, version=3, step=3)
 
     first = samples()
     driver.step = 20

@@ -27,6 +27,7 @@ from rlhf.config.rollout import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.rollout import EmbeddedEngine, Request, Sample, SamplingParams, build_embedded_engine, check_lengths, decoding
 from rlhf.rollout.kv_cache import RowCache
+from tests.support.sampled import sampled
 
 EOS = 1
 SIZES: dict[str, Any] = {
@@ -110,8 +111,8 @@ def assert_same(left: list[Sample], right: list[Sample]) -> None:
 def test_greedy_equals_transformers_generate(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
     model = make_model(FAMILIES[family])
     requests = prompts(7)
-    samples = EmbeddedEngine(model, tokenizer, 3).generate(
-        requests, SamplingParams(temperature=0, max_tokens=20), seed=0, step=0
+    samples = sampled(
+        EmbeddedEngine(model, tokenizer, 3), requests, SamplingParams(temperature=0, max_tokens=20), seed=0, step=0
     )
     for request, sample in zip(requests, samples, strict=True):
         ids = torch.tensor([request.token_ids])
@@ -130,11 +131,26 @@ def test_log_probs_equal_a_full_forward_pass(family: str, attention: str, tokeni
     model = make_model(FAMILIES[family], attention)
     requests = prompts(5)
     params = SamplingParams(n=3, temperature=1.5, max_tokens=24)
-    samples = EmbeddedEngine(model, tokenizer, 6).generate(requests, params, seed=3, step=4)
+    samples = sampled(EmbeddedEngine(model, tokenizer, 6), requests, params, seed=3, step=4)
     assert [(s.uid, s.sample) for s in samples] == [(r.uid, i) for r in requests for i in range(3)]
     for i, sample in enumerate(samples):
         reference = reference_log_probs(model, requests[i // 3], sample, 1.5)
         torch.testing.assert_close(torch.tensor(sample.log_probs), reference, rtol=1e-5, atol=1e-5)
+
+
+def test_requests_that_are_sampled_otherwise_share_no_batch(tokenizer: PreTrainedTokenizerFast) -> None:
+    engine, drawn, greedy = (
+        EmbeddedEngine(make_model(FAMILIES["llama"]), tokenizer, 6),
+        SamplingParams(n=3, max_tokens=12),
+        SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
+    )
+    requests = prompts(4)
+    mixed = [replace(request, params=params) for request in requests for params in (drawn, greedy)]
+    answers = engine.generate(mixed, seed=3, step=4)
+    # To the bit: the same batches as when they are asked for one after the other.
+    assert answers[::2] == engine.generate(mixed[::2], seed=3, step=4)
+    assert answers[1::2] == engine.generate(mixed[1::2], seed=3, step=4)
+    assert [[sample.sample for sample in samples] for samples in answers] == [[0, 1, 2], [0]] * 4
 
 
 @pytest.mark.parametrize(("family", "max_tokens"), [("llama", 100), ("gemma3_window_5", 30)])
@@ -144,17 +160,17 @@ def test_samples_do_not_depend_on_batch_order_or_width(
     model = make_model(FAMILIES[family])
     requests = prompts(4, longest=20)
     params = SamplingParams(n=4, max_tokens=max_tokens)
-    whole = EmbeddedEngine(model, tokenizer, 256).generate(requests, params, seed=1, step=2)
+    whole = sampled(EmbeddedEngine(model, tokenizer, 256), requests, params, seed=1, step=2)
     assert {s.finish_reason for s in whole} == {"stop", "length"}
     for width in (1, 5):
-        assert_same(whole, EmbeddedEngine(model, tokenizer, width).generate(requests, params, seed=1, step=2))
+        assert_same(whole, sampled(EmbeddedEngine(model, tokenizer, width), requests, params, seed=1, step=2))
     engine = EmbeddedEngine(model, tokenizer, 8)
-    split = [s for r in requests for s in engine.generate([r], params, seed=1, step=2)]
+    split = [s for r in requests for s in sampled(engine, [r], params, seed=1, step=2)]
     assert_same(whole, split)
-    backwards = engine.generate(requests[::-1], params, seed=1, step=2)
+    backwards = sampled(engine, requests[::-1], params, seed=1, step=2)
     assert_same(whole, sorted(backwards, key=lambda s: (s.uid, s.sample)))
     monkeypatch.setattr(decoding, "PREFILL_TOKENS", 50)
-    assert_same(whole, EmbeddedEngine(model, tokenizer, 256).generate(requests, params, seed=1, step=2))
+    assert_same(whole, sampled(EmbeddedEngine(model, tokenizer, 256), requests, params, seed=1, step=2))
 
 
 def test_each_prompt_is_prefilled_once_and_finished_samples_leave(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -164,7 +180,7 @@ def test_each_prompt_is_prefilled_once_and_finished_samples_leave(tokenizer: Pre
         lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     requests = [Request(i, [2 + i] * 7) for i in range(6)]
-    samples = EmbeddedEngine(model, tokenizer, 8).generate(requests, SamplingParams(n=4, max_tokens=60), seed=0, step=0)
+    samples = sampled(EmbeddedEngine(model, tokenizer, 8), requests, SamplingParams(n=4, max_tokens=60), seed=0, step=0)
     assert sum(rows for rows, length in shapes if length > 1) == len(requests)
     decoded = sum(rows for rows, length in shapes if length == 1)
     # The token drawn from the prefill needs no decoding, and no finished sample is fed through the model again.
@@ -174,10 +190,10 @@ def test_each_prompt_is_prefilled_once_and_finished_samples_leave(tokenizer: Pre
 def test_the_same_call_is_bit_identical_and_other_coordinates_differ(tokenizer: PreTrainedTokenizerFast) -> None:
     engine = EmbeddedEngine(make_model(FAMILIES["qwen3"]), tokenizer, 10)
     requests, params = prompts(6), SamplingParams(n=4, max_tokens=16)
-    first = engine.generate(requests, params, seed=1, step=1)
-    assert engine.generate(requests, params, seed=1, step=1) == first
-    assert engine.generate(requests, params, seed=2, step=1) != first
-    assert engine.generate(requests, params, seed=1, step=2) != first
+    first = sampled(engine, requests, params, seed=1, step=1)
+    assert sampled(engine, requests, params, seed=1, step=1) == first
+    assert sampled(engine, requests, params, seed=2, step=1) != first
+    assert sampled(engine, requests, params, seed=1, step=2) != first
     assert len({tuple(s.token_ids) for s in first[:4]}) > 1
 
 
@@ -202,19 +218,19 @@ def test_a_diverged_sample_leaves_nothing_to_the_next_in_its_place() -> None:
 
 def test_top_k_1_is_greedy(tokenizer: PreTrainedTokenizerFast) -> None:
     engine = EmbeddedEngine(make_model(FAMILIES["qwen2"]), tokenizer, 4)
-    greedy = engine.generate(prompts(4), SamplingParams(temperature=0, max_tokens=9), seed=0, step=0)
-    top_1 = engine.generate(prompts(4), SamplingParams(top_k=1, max_tokens=9), seed=0, step=0)
+    greedy = sampled(engine, prompts(4), SamplingParams(temperature=0, max_tokens=9), seed=0, step=0)
+    top_1 = sampled(engine, prompts(4), SamplingParams(top_k=1, max_tokens=9), seed=0, step=0)
     assert [s.token_ids for s in top_1] == [s.token_ids for s in greedy]
     assert all(lp == 0 for s in top_1 for lp in s.log_probs)
 
 
 def test_the_smallest_call_and_no_call(tokenizer: PreTrainedTokenizerFast) -> None:
     engine = EmbeddedEngine(make_model(FAMILIES["gpt2"]), tokenizer, 4)
-    assert engine.generate([], SamplingParams(), seed=0, step=0) == []
-    [sample] = engine.generate([Request(5, [3])], SamplingParams(max_tokens=1), seed=0, step=0)
+    assert sampled(engine, [], SamplingParams(), seed=0, step=0) == []
+    [sample] = sampled(engine, [Request(5, [3])], SamplingParams(max_tokens=1), seed=0, step=0)
     assert (sample.uid, sample.sample, len(sample.token_ids), len(sample.log_probs)) == (5, 0, 1, 1)
     with pytest.raises(ValueError, match="no tokens"):
-        engine.generate([Request(5, [])], SamplingParams(), seed=0, step=0)
+        sampled(engine, [Request(5, [])], SamplingParams(), seed=0, step=0)
 
 
 def test_eos_comes_from_model_and_tokenizer_and_can_be_ignored(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -222,11 +238,11 @@ def test_eos_comes_from_model_and_tokenizer_and_can_be_ignored(tokenizer: PreTra
     model.generation_config.eos_token_id = [5, 9]
     engine = EmbeddedEngine(model, tokenizer, 64)
     params = SamplingParams(n=20, temperature=5.0, max_tokens=60)
-    samples = engine.generate(prompts(3), params, seed=0, step=0)
+    samples = sampled(engine, prompts(3), params, seed=0, step=0)
     stopped = [s for s in samples if s.finish_reason == "stop"]
     assert {s.token_ids[-1] for s in stopped} == {EOS, 5, 9}
     assert all(not {EOS, 5, 9} & set(s.token_ids[:-1]) for s in samples)
-    ignoring = engine.generate(prompts(3), dataclasses.replace(params, ignore_eos=True), seed=0, step=0)
+    ignoring = sampled(engine, prompts(3), dataclasses.replace(params, ignore_eos=True), seed=0, step=0)
     assert all(len(s.token_ids) == 60 and s.finish_reason == "length" for s in ignoring)
     assert all(long.token_ids[: len(s.token_ids)] == s.token_ids for s, long in zip(samples, ignoring, strict=True))
 
@@ -234,10 +250,10 @@ def test_eos_comes_from_model_and_tokenizer_and_can_be_ignored(tokenizer: PreTra
 def test_stop_strings_over_several_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     engine = EmbeddedEngine(make_model(FAMILIES["llama"]), tokenizer, 16)
     params = SamplingParams(n=16, temperature=3.0, max_tokens=40, ignore_eos=True)
-    free = engine.generate(prompts(4), params, seed=0, step=0)
+    free = sampled(engine, prompts(4), params, seed=0, step=0)
     text = tokenizer.decode(free[0].token_ids)
     stop = (text[5:9], text[30:33])
-    samples = engine.generate(prompts(4), dataclasses.replace(params, stop=stop), seed=0, step=0)
+    samples = sampled(engine, prompts(4), dataclasses.replace(params, stop=stop), seed=0, step=0)
     stopped = 0
     for unstopped, sample in zip(free, samples, strict=True):
         ends = [i + 1 for i in range(40) if any(s in tokenizer.decode(unstopped.token_ids[: i + 1]) for s in stop)]
@@ -251,12 +267,12 @@ def test_update_weights(tokenizer: PreTrainedTokenizerFast) -> None:
     policy, other = make_model(FAMILIES["qwen2"]), make_model(FAMILIES["qwen2"], seed=1)
     engine = build_embedded_engine(policy, tokenizer, RolloutConfig(max_num_seqs=8))
     requests, params = prompts(4), SamplingParams(n=2, max_tokens=10)
-    before = engine.generate(requests, params, seed=0, step=0)
-    assert before == EmbeddedEngine(policy, tokenizer, 8).generate(requests, params, seed=0, step=0)
+    before = sampled(engine, requests, params, seed=0, step=0)
+    assert before == sampled(EmbeddedEngine(policy, tokenizer, 8), requests, params, seed=0, step=0)
     engine.update_weights(other.named_parameters, 3)
-    after = engine.generate(requests, params, seed=0, step=0)
+    after = sampled(engine, requests, params, seed=0, step=0)
     assert after != before
-    expected = EmbeddedEngine(other, tokenizer, 8).generate(requests, params, seed=0, step=0)
+    expected = sampled(EmbeddedEngine(other, tokenizer, 8), requests, params, seed=0, step=0)
     assert after == [replace(sample, version=3) for sample in expected]
 
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
@@ -275,7 +291,7 @@ def test_the_engine_owns_a_copy_in_its_dtype(tokenizer: PreTrainedTokenizerFast)
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
     assert engine.model.model.rotary_emb.inv_freq.dtype == torch.float32
-    samples = engine.generate(prompts(3), SamplingParams(n=2, max_tokens=8), seed=0, step=0)
+    samples = sampled(engine, prompts(3), SamplingParams(n=2, max_tokens=8), seed=0, step=0)
     assert len(samples) == 6
 
 
@@ -285,8 +301,12 @@ def test_lengths_beyond_the_models_positions_are_refused(tokenizer: PreTrainedTo
     with pytest.raises(UserError, match=r"data\.max_prompt_length=300 and data\.max_response_length=213"):
         check_lengths(config, 300, 213)
     with pytest.raises(UserError, match="max_response_length"):
-        EmbeddedEngine(make_model(config), tokenizer, 1).generate(
-            [Request(0, [2] * 500)], SamplingParams(max_tokens=13), seed=0, step=0
+        sampled(
+            EmbeddedEngine(make_model(config), tokenizer, 1),
+            [Request(0, [2] * 500)],
+            SamplingParams(max_tokens=13),
+            seed=0,
+            step=0,
         )
 
 

@@ -1,7 +1,7 @@
-"""The rollout journal with the real engine and real ranks: what it gives back is what generation gave, and nothing is generated twice."""
+"""Rollout journal with the real engine and real ranks: it gives back what was generated, and nothing comes twice."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from rlhf.batch import Batch
+from rlhf.checkpoint.driver_state import DriverState
 from rlhf.experience.collector import Collector
 from rlhf.experience.journal import FOLDER, Journal
 from rlhf.experience.journal_records import frame, payloads
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardItem, Score
-from rlhf.rollout import Request, Sample, SamplingParams, Weights
+from rlhf.rollout import Request, Sample, Weights
 from tests.support.launching import flip_a_byte
 from tests.support.numeric_ranks import run_ranks
 from tests.support.plain_collect import BATCH, FILTERED, OVERLONG, UNFILTERED, N, Sums, build, new_driver
@@ -41,9 +42,9 @@ class Counted:
         self.updates += 1
         self._engine.update_weights(weights, version)
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[Sample]:
-        self.generated += len(requests) * params.n
-        return self._engine.generate(requests, params, seed=seed, step=step)
+    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[list[Sample]]:
+        self.generated += sum(request.params.n for request in requests)
+        return self._engine.generate(requests, seed=seed, step=step)
 
     def sleep(self) -> bool:
         return self._engine.sleep()
@@ -66,34 +67,45 @@ class Counting(Sums):
         return super().score(items)
 
 
-def start(folder: Path | None, name: str, fails_at: int | None = None) -> Collector:
+@dataclass
+class Rank:
+    """A rank of a run, as far as it collects batches; its run directory is None without a journal."""
+
+    driver: DriverState
+    collector: Collector
+    run_dir: Path | None
+
+
+def start(folder: Path | None, name: str, fails_at: int | None = None) -> Rank:
     """A rank at the beginning of a run whose journal, if it has one, lies in `folder`."""
     driver, coordinator = new_driver(), Coordinator()
     collector = build(driver, coordinator, **SETTINGS[name])
     collector.generation.sampler.engine = Counted(collector.generation.sampler.engine)
     [term] = collector.generation.reward._terms
     collector.generation.reward._terms = [replace(term, scorer=Counting(fails_at))]
-    if folder is not None:
-        collector.config.trainer.default_local_dir = str(folder / name.replace(" ", "_"))
-        collector.config.run_dir.mkdir(parents=True, exist_ok=True)
-        collector.generation.journal = Journal(collector.config, "run", {}, coordinator)
-    return collector
+    if folder is None:
+        return Rank(driver, collector, None)
+    run_dir = folder / name.replace(" ", "_")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    collector.generation.journal = Journal(run_dir, f"run with {name}", "the reward", coordinator)
+    return Rank(driver, collector, run_dir)
 
 
-def walk(collector: Collector, last: int = STEPS) -> list[dict[str, Any]]:
+def walk(rank: Rank, last: int = STEPS) -> list[dict[str, Any]]:
     """What this rank got in each step, and what it cost."""
     records = []
-    for step in range(collector.driver.step + 1, last + 1):
-        engine, [term] = collector.generation.sampler.engine, collector.generation.reward._terms
+    for step in range(rank.driver.step + 1, last + 1):
+        engine, [term] = rank.collector.generation.sampler.engine, rank.collector.generation.reward._terms
         engine.generated = engine.updates = term.scorer.scored = 0
-        batch, metrics, tokens = collector.collect(step)
-        collector.driver.finish_step(tokens, len(batch), 0.0)
+        collected = rank.collector.collect(step)
+        rank.driver.finish_step(collected.tokens, len(collected.batch), 0.0)
+        metrics = collected.metrics
         records.append(
             {
-                "batch": {f.name: getattr(batch, f.name) for f in fields(Batch)},
+                "batch": {f.name: getattr(collected.batch, f.name) for f in fields(Batch)},
                 "metrics": {name: value for name, value in metrics.items() if not name.startswith("perf/")},
                 "perf": {name: value for name, value in metrics.items() if name.startswith("perf/journal")},
-                "tokens": tokens,
+                "tokens": collected.tokens,
                 "generated": engine.generated,
                 "updates": engine.updates,
                 "scored": term.scorer.scored,
@@ -102,8 +114,9 @@ def walk(collector: Collector, last: int = STEPS) -> list[dict[str, Any]]:
     return records
 
 
-def files(collector: Collector, step: int) -> list[Path]:
-    return sorted((collector.config.run_dir / FOLDER).glob(f"step_{step}.*"))
+def files(rank: Rank, step: int) -> list[Path]:
+    assert rank.run_dir is not None
+    return sorted((rank.run_dir / FOLDER).glob(f"step_{step}.*"))
 
 
 def on_leader(action: Any) -> None:
@@ -116,11 +129,11 @@ def forget_rewards(path: Path) -> None:
     path.write_bytes(b"".join(frame(p) for p in found if p is not None and b'"results"' not in p.split(b"\n")[0]))
 
 
-def go_back(collector: Collector, step: int, position: int) -> None:
+def go_back(rank: Rank, step: int, position: int) -> None:
     """What a roll-back to the checkpoint of `step` does."""
-    collector.driver.step = step
-    collector.generation.sampler.forget()
-    stream = collector.prompts._stream
+    rank.driver.step = step
+    rank.collector.generation.sampler.forget()
+    stream = rank.collector.prompts._stream
     stream.load_state_dict(stream.state_dict() | {"consumed": position})
 
 
@@ -133,11 +146,11 @@ def all_scenarios(folder: Path) -> dict[str, Any]:
             "first": walk(start(folder, name)),
             "again": walk(start(folder, name)),
         }
-        collector = start(folder, name)
-        on_leader(lambda c=collector: flip_a_byte(files(c, 2)[-1]))
-        steps["flipped"] = walk(collector)
+        rank = start(folder, name)
+        on_leader(lambda r=rank: flip_a_byte(files(r, 2)[-1]))
+        steps["flipped"] = walk(rank)
         steps["mended"] = walk(start(folder, name))
-        on_leader(lambda c=collector: forget_rewards(files(c, 2)[0]))
+        on_leader(lambda r=rank: forget_rewards(files(r, 2)[0]))
         steps["no rewards"] = walk(start(folder, name))
 
     name = "every prompt"
@@ -149,15 +162,15 @@ def all_scenarios(folder: Path) -> dict[str, Any]:
     steps["again"] = walk(start(folder / "failing", name))
 
     # Back to the checkpoint of step 1; the third step is refused and then draws others.
-    collector = start(folder / "rollback", name)
-    walk(collector, 1)
-    position = collector.prompts.position
-    steps = found["rollback"] = {"first": walk(collector)}
-    refused_until = collector.prompts.position
-    go_back(collector, 1, position)
-    steps["second"] = walk(collector, 2)
-    collector.skip_to(refused_until)
-    steps["other data"] = walk(collector, 5)
+    rank = start(folder / "rollback", name)
+    walk(rank, 1)
+    position = rank.collector.position
+    steps = found["rollback"] = {"first": walk(rank)}
+    refused_until = rank.collector.position
+    go_back(rank, 1, position)
+    steps["second"] = walk(rank, 2)
+    rank.collector.skip_to(refused_until)
+    steps["other data"] = walk(rank, 5)
     # A crash that forgets the roll-back, and a step that is not refused this time.
     steps["not refused"] = walk(start(folder / "rollback", name), 5)
     return found

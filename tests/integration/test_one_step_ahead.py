@@ -1,17 +1,19 @@
-"""`rollout.async_steps` with a real engine in a thread and real ranks: which policy a batch is by, and what becomes of it after a kill."""
+"""`rollout.async_steps` with an engine in a thread and real ranks: the policy that a batch is by, and resumes."""
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import pytest
 
 from rlhf.batch import Batch
+from rlhf.checkpoint.driver_state import DriverState
 from rlhf.experience.collector import Collector
+from rlhf.experience.prompt_share import PromptShare
 from rlhf.ranks.coordinator import Coordinator
 from tests.support.checkpoints import equal_bits
 from tests.support.numeric_ranks import run_ranks
-from tests.support.plain_collect import BATCH, FILTERED, UNFILTERED, N, build, new_driver
+from tests.support.plain_collect import BATCH, FILTERED, MINI, UNFILTERED, N, build, new_driver
 
 pytestmark = pytest.mark.slow
 STEPS = 4
@@ -23,49 +25,60 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def start(steps: int = STEPS, **settings: Any) -> Collector:
+@dataclass
+class Rank:
+    """A rank of a run, as far as it collects batches."""
+
+    driver: DriverState
+    collector: Collector
+
+    @property
+    def engine(self) -> Any:
+        return self.collector.generation.sampler.engine
+
+
+def start(steps: int = STEPS, **settings: Any) -> Rank:
     """A rank at the beginning of a run that generates ahead."""
     driver = new_driver()
     driver.total_steps = steps
-    return build(driver, Coordinator(), **{"ahead": True} | settings)
+    return Rank(driver, build(driver, Coordinator(), **{"ahead": True} | settings))
 
 
-def walk(collector: Collector, last: int) -> list[dict[str, Any]]:
+def walk(rank: Rank, last: int) -> list[dict[str, Any]]:
     """What this rank got in each step up to `last`."""
     records = []
-    for step in range(collector.driver.step + 1, last + 1):
-        batch, metrics, tokens = collector.collect(step)
-        collector.driver.finish_step(tokens, len(batch), 0.0)
+    for step in range(rank.driver.step + 1, last + 1):
+        collected = rank.collector.collect(step)
+        rank.driver.finish_step(collected.tokens, len(collected.batch), 0.0)
         records.append(
             {
-                "batch": {f.name: getattr(batch, f.name) for f in fields(Batch)},
-                "metrics": {name: value for name, value in metrics.items() if not name.startswith("perf/")},
+                "batch": {f.name: getattr(collected.batch, f.name) for f in fields(Batch)},
+                "metrics": {name: value for name, value in collected.metrics.items() if not name.startswith("perf/")},
             }
         )
     return records
 
 
-def saved(collector: Collector) -> tuple[int, int, list[Any]]:
+def saved(rank: Rank) -> tuple[int, int, list[Any]]:
     """What a checkpoint would hold."""
-    return (
-        collector.driver.step,
-        collector.prompts.position,
-        [
-            {name: tensor.clone() for name, tensor in part.items()}
-            for part in collector.coordinator.gather(dict(collector.tensors()))
-        ],
-    )
+    parts = rank.collector.coordinator.gather(dict(rank.collector.tensors()))
+    copies = [{name: tensor.clone() for name, tensor in part.items()} for part in parts]
+    return rank.driver.step, rank.collector.prompts.position, copies
 
 
-def resumed(checkpoint: tuple[int, int, list[Any]], **settings: Any) -> Collector:
+def go_to(prompts: PromptShare, position: int) -> None:
+    """What loading the state of the stream does."""
+    prompts._stream.load_state_dict(prompts._stream.state_dict() | {"consumed": position})
+
+
+def resumed(checkpoint: tuple[int, int, list[Any]], **settings: Any) -> Rank:
     """A rank that goes on from `checkpoint`, whose ranks' parts are dealt out as a load does."""
-    collector = start(**settings)
-    step, position, parts = checkpoint
-    collector.driver.step = step
-    rank, size = collector.coordinator.rank, collector.coordinator.world_size
-    collector.load_tensors([part for part in parts[rank::size] if part])
-    collector.prompts._stream.load_state_dict(collector.prompts._stream.state_dict() | {"consumed": position})
-    return collector
+    rank = start(**settings)
+    rank.driver.step, position, parts = checkpoint
+    number, size = rank.collector.coordinator.rank, rank.collector.coordinator.world_size
+    rank.collector.load_tensors([part for part in parts[number::size] if part])
+    go_to(rank.collector.prompts, position)
+    return rank
 
 
 def all_scenarios() -> dict[str, Any]:
@@ -78,13 +91,13 @@ def all_scenarios() -> dict[str, Any]:
             "resumed": [],
             "saved": [],
         }
-        collector = start(**settings)
+        rank = start(**settings)
         for step in range(1, STEPS):
-            runs["saved"] += walk(collector, step)
-            checkpoint = saved(collector)
+            runs["saved"] += walk(rank, step)
+            checkpoint = saved(rank)
             runs["checkpoints"].append(checkpoint)
             runs["resumed"].append(walk(resumed(checkpoint, **settings), STEPS))
-        runs["saved"] += walk(collector, STEPS)
+        runs["saved"] += walk(rank, STEPS)
     return found
 
 
@@ -109,7 +122,7 @@ def prompts_of(parts: list[dict[str, Any]], step: int) -> list[list[int]]:
 
 
 def stream(count: int) -> list[list[int]]:
-    return [request.token_ids for request in start(filter_groups=UNFILTERED).prompts.next(count)[1]]
+    return [drawn.prompt.token_ids for drawn in start(filter_groups=UNFILTERED).collector.prompts.next(count)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -144,35 +157,35 @@ def test_dynamic_sampling_trains_on_no_prompt_twice_and_carries_what_is_too_much
 
 
 def test_a_batch_that_is_carried_over_whole_needs_no_generation():
-    collector = start(drawn=48)
-    engine: Any = collector.generation.sampler.engine
-    [first] = walk(collector, 1)
+    rank = start(drawn=48)
+    collector, engine = rank.collector, rank.engine
+    [first] = walk(rank, 1)
     assert first["metrics"]["sampling/groups_carried"] >= BATCH
     assert engine.begun == 0
     before = collector.prompts.position
-    [second] = walk(collector, 2)
+    [second] = walk(rank, 2)
     assert second["metrics"]["sampling/gen_batches"] == 0
     assert second["metrics"]["sampling/groups_carried"] < BATCH
     assert engine.begun == 1
     assert (collector.position, collector.prompts.position) == (before, before + 48)
-    assert equal_bits(walk(resumed(saved(collector), drawn=48), 3), walk(collector, 3))
+    assert equal_bits(walk(resumed(saved(rank), drawn=48), 3), walk(rank, 3))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_batch_is_by_the_policy_as_it_was_before_the_step_before(ranks, world_size):
-    collector = build(new_driver(), Coordinator(), filter_groups=UNFILTERED)
+    driver = new_driver()
+    collector = build(driver, Coordinator(), filter_groups=UNFILTERED)
     generation = collector.generation
     for step in range(1, STEPS + 1):
         parts = [rank["every prompt"]["undisturbed"][step - 1] for rank in ranks[world_size]]
-        version = collector.driver.step = max(0, step - 2)
-        _, requests = collector.prompts.next()
-        expected = generation.sampler.generate(requests, generation.params, version=version, step=step)
+        version = driver.step = max(0, step - 2)
+        requests = generation.requests(collector.prompts.next())
+        expected = generation.sampler.generate(requests, version=version, step=step)
         by_prompt: dict[tuple[int, ...], list[Any]] = {}
         for row in (row for part in parts for row in rows(part["batch"])):
             by_prompt.setdefault(tuple(row[0]), []).append(row)
-        for i, request in enumerate(requests):
-            got = by_prompt[tuple(request.token_ids)]
-            for row, sample in zip(got, expected[i * N : (i + 1) * N], strict=True):
+        for request, of_request in zip(requests, expected, strict=True):
+            for row, sample in zip(by_prompt[tuple(request.token_ids)], of_request, strict=True):
                 assert row[1] == sample.token_ids
                 assert row[2] == pytest.approx(sample.log_probs, abs=1e-4)
         for part in parts:
@@ -202,62 +215,60 @@ def test_at_another_number_of_ranks_the_batch_is_dealt_anew(ranks, name, writers
 
 
 def test_the_engine_generates_between_two_calls():
-    collector = start(filter_groups=UNFILTERED)
-    engine: Any = collector.generation.sampler.engine
+    rank = start(filter_groups=UNFILTERED)
+    engine = rank.engine
     for step in (1, 2):
         engine.gate.clear()  # what is begun now does not end before it is set again
-        walk(collector, step)
+        walk(rank, step)
         assert engine.runs
         engine.gate.set()
     assert engine.begun == 2
-    walk(collector, 3)
+    walk(rank, 3)
     assert engine.begun == 3
 
 
 def test_nothing_is_begun_for_a_step_that_does_not_come():
-    collector = start(2, filter_groups=UNFILTERED)
-    engine: Any = collector.generation.sampler.engine
-    walk(collector, 2)
-    assert engine.begun == 1
-    assert collector.tensors() == {}
-    assert collector.prompts.position == 2 * BATCH
+    rank = start(2, filter_groups=UNFILTERED)
+    walk(rank, 2)
+    assert rank.engine.begun == 1
+    assert rank.collector.tensors() == {}
+    assert rank.collector.prompts.position == 2 * BATCH
 
 
 def test_an_evaluation_has_the_present_weights_and_changes_no_batch(ranks):
-    collector = start(filter_groups=UNFILTERED)
-    generation = collector.generation
-    requests = collector.prompts.next(4)[1]
-    collector.prompts._stream.load_state_dict(collector.prompts._stream.state_dict() | {"consumed": 0})
-    plain = build(collector.driver, Coordinator(), filter_groups=UNFILTERED).generation
+    rank = start(filter_groups=UNFILTERED)
+    generation = rank.collector.generation
+    requests = generation.requests(rank.collector.prompts.next(4))
+    go_to(rank.collector.prompts, 0)
+    plain = build(rank.driver, Coordinator(), filter_groups=UNFILTERED).generation
     records = []
     for step in range(1, STEPS + 1):
-        records += walk(collector, step)
-        asked: dict[str, Any] = {"version": step, "step": step}
-        samples = generation.sampler.generate(requests, generation.params, **asked)
-        assert samples == plain.sampler.generate(requests, generation.params, **asked)
-        assert {sample.version for sample in samples} == {step}
+        records += walk(rank, step)
+        samples = generation.sampler.generate(requests, version=step, step=step)
+        assert samples == plain.sampler.generate(requests, version=step, step=step)
+        assert {sample.version for of_request in samples for sample in of_request} == {step}
     assert equal_bits(records, ranks[1][0]["every prompt"]["undisturbed"])
 
 
 def test_a_roll_back_trains_on_nothing_that_ran_and_leaves_out_the_refused_prompts_only():
-    collector, every = start(9, filter_groups=UNFILTERED), stream(6 * BATCH)
-    walk(collector, 1)
-    step, position, parts = saved(collector)
-    walk(collector, 3)
+    rank, every = start(9, filter_groups=UNFILTERED), stream(6 * BATCH)
+    collector = rank.collector
+    walk(rank, 1)
+    step, position, parts = saved(rank)
+    walk(rank, 3)
     refused_until = collector.position
     assert refused_until == 3 * BATCH
     assert collector.prompts.position == 4 * BATCH
     # Step 3 is refused: back to the checkpoint of step 1, as the loop goes.
     collector.forget()
-    engine: Any = collector.generation.sampler.engine
-    assert not engine.runs
+    assert not rank.engine.runs
     collector.load_tensors(parts)
-    collector.driver.step = step
-    collector.prompts._stream.load_state_dict(collector.prompts._stream.state_dict() | {"consumed": position})
-    again = walk(collector, 2)
+    rank.driver.step = step
+    go_to(collector.prompts, position)
+    again = walk(rank, 2)
     assert prompts_of([again], 1) == sorted(every[BATCH : 2 * BATCH])
     collector.skip_to(refused_until)
-    [third, fourth] = walk(collector, 4)
+    [third, fourth] = walk(rank, 4)
     assert prompts_of([[third]], 1) == sorted(every[3 * BATCH : 4 * BATCH])
     assert prompts_of([[fourth]], 1) == sorted(every[4 * BATCH : 5 * BATCH])
     # What takes the place of the refused batch is by the newest policy.
@@ -266,25 +277,23 @@ def test_a_roll_back_trains_on_nothing_that_ran_and_leaves_out_the_refused_promp
 
 
 def test_samples_that_are_made_anew_say_so():
-    collector = start(filter_groups=UNFILTERED)
-    engine: Any = collector.generation.sampler.engine
-    engine.loses = True
-    records = walk(collector, 2)
-    engine.loses = False
-    checkpoint = saved(collector)
+    rank = start(filter_groups=UNFILTERED)
+    rank.engine.loses = True
+    records = walk(rank, 2)
+    rank.engine.loses = False
+    checkpoint = saved(rank)
     told = [(r["metrics"]["sampling/staleness_mean"], r["metrics"]["sampling/staleness_max"]) for r in records]
     assert told == [(0, 0), (0.5, 1)]
     # What is saved after step 2 was finished then, and half of it is by the policy after that step.
     [third] = walk(resumed(checkpoint, filter_groups=UNFILTERED), 3)
     assert (third["metrics"]["sampling/staleness_mean"], third["metrics"]["sampling/staleness_max"]) == (0.5, 1)
-    assert equal_bits([third], walk(collector, 3))
+    assert equal_bits([third], walk(rank, 3))
 
 
 def test_a_run_that_goes_on_without_it_trains_on_what_the_checkpoint_has(ranks):
     name = "every prompt"
     runs = ranks[1][0][name]
-    collector = resumed(runs["checkpoints"][1], ahead=False, **SETTINGS[name])
-    third, fourth = walk(collector, 4)
+    third, fourth = walk(resumed(runs["checkpoints"][1], ahead=False, **SETTINGS[name]), 4)
     expected = runs["undisturbed"][2:]
     assert equal_bits(third["batch"], expected[0]["batch"])
     assert prompts_of([[fourth]], 1) == prompts_of([[expected[1]]], 1)
@@ -293,16 +302,10 @@ def test_a_run_that_goes_on_without_it_trains_on_what_the_checkpoint_has(ranks):
 @pytest.mark.parametrize("changed", ["rollout.n", "data.train_batch_size"])
 def test_what_no_longer_fits_is_left_out_with_a_warning(ranks, caplog, changed):
     checkpoint = ranks[1][0]["every prompt"]["checkpoints"][1]
-    collector = start(filter_groups=UNFILTERED)
-    if changed == "rollout.n":
-        collector.generation.params = replace(collector.generation.params, n=N - 1)
-    else:
-        collector.config.data.train_batch_size = BATCH + 4
-    collector.load_tensors(checkpoint[2])
-    collector.driver.step = 2
-    collector.prompts.skip_to(checkpoint[1])
-    batch, metrics, _ = collector.collect(3)
+    settings = {"n": N - 1} if changed == "rollout.n" else {"batch": BATCH + MINI}
+    rank = resumed(checkpoint, filter_groups=UNFILTERED, **settings)
+    collected = rank.collector.collect(3)
     assert f"Left out {BATCH} prompts" in caplog.text
     assert changed in caplog.text
-    assert metrics["sampling/staleness_max"] == 0
-    assert len(batch) == BATCH * collector.generation.params.n
+    assert collected.metrics["sampling/staleness_max"] == 0
+    assert len(collected.batch) == settings.get("batch", BATCH) * settings.get("n", N)

@@ -1,27 +1,27 @@
-"""Servers that nobody can reach, on several ranks: one error for all of them. With servers: tests/faults/test_vllm_servers.py."""
+"""Servers that nobody can reach: one error for all ranks. With servers: tests/faults/test_vllm_servers.py."""
 
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from rlhf.config import Config
+from rlhf.config import RolloutConfig, ServersConfig
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.rollout.servers.fleet_loop import ServersFailed
 from rlhf.rollout.servers.server_engine import build_server_engine
-from rlhf.rollout.servers.watch import ServersFailed
 from tests.support.numeric_ranks import run_ranks
 from tests.support.tiny_models import TINY_POLICY
 
 
 def told(folder: Path) -> str:
     """What this rank learns of servers that do not come up."""
-    config = Config()
-    config.trainer.default_local_dir = str(folder)
-    config.rollout.name, config.rollout.servers.urls = "vllm_server", ["http://127.0.0.1:9"]
-    config.rollout.servers.start_timeout_s, config.rollout.servers.max_failures = 0.1, 0
+    servers = ServersConfig(urls=["http://127.0.0.1:9"], start_timeout_s=0.1, max_failures=0)
+    config = RolloutConfig(name="vllm_server", servers=servers)
     files = {"config.json": (TINY_POLICY / "config.json").read_bytes()}
     try:
-        build_server_engine(config, files, [1], Coordinator(), torch.device("cpu"))
+        build_server_engine(
+            config, files, [1], Coordinator(), torch.device("cpu"), max_model_len=64, logs=folder / "logs"
+        )
     except ServersFailed as error:
         return str(error)
     return ""

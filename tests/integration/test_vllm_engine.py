@@ -19,14 +19,15 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.backends import build_backend
-from rlhf.config import BackendConfig, Config, OptimConfig
-from rlhf.config.rollout import EngineKwargsConfig
+from rlhf.config import BackendConfig, OptimConfig
+from rlhf.config.rollout import EngineKwargsConfig, RolloutConfig
 from rlhf.errors import UserError
 from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout import Request, Sample, SamplingParams, build_embedded_engine, eos_token_ids
 from tests.support.launching import TINY_POLICY, question
 from tests.support.numeric_ranks import run_ranks, single_rank
+from tests.support.sampled import sampled
 from tests.support.tiny_models import save, tiny_config, tiny_tokenizer
 
 pytestmark = [
@@ -39,7 +40,7 @@ RANDOM = SamplingParams(n=3, temperature=1.5, max_tokens=24)
 
 
 def policy(name: str) -> Any:
-    """The bundled policy, less sure than it is, whose head is tied to its embeddings; or a random Qwen2 with a head of its own."""
+    """The bundled policy with noise, its head tied to its embeddings; or a random Qwen2 with a head of its own."""
     if name == "bundled":
         return shaken(AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32).eval(), 0.4)
     torch.manual_seed(5)
@@ -65,13 +66,10 @@ def requests(tokenizer: Any, count: int = 12) -> list[Request]:
 def build(model: Any, tokenizer: Any, **rollout: Any) -> Any:
     from rlhf.rollout.vllm.colocated import build_vllm_engine
 
-    config = Config()
-    config.data.max_prompt_length, config.data.max_response_length = 64, 48
-    config.rollout.name, config.rollout.max_num_seqs = "vllm", 32
-    for name, value in rollout.items():
-        setattr(config.rollout, name, value)
+    config = RolloutConfig(name="vllm", max_num_seqs=32, **rollout)
     files = hf_files(model.config, tokenizer, model.generation_config)
-    return build_vllm_engine(config, files, eos_token_ids(model, tokenizer), Coordinator(), CPU)
+    eos = eos_token_ids(model, tokenizer)
+    return build_vllm_engine(config, files, eos, Coordinator(), CPU, max_model_len=64 + 48, seed=1)
 
 
 def process() -> dict[str, Any]:
@@ -109,14 +107,14 @@ class Pair:
             # Blocks that prompts of a test can fill.
             self.vllm = build(self.model, self.tokenizer, engine_kwargs=EngineKwargsConfig({"block_size": 32}))
             self.vllm.update_weights(self.model.named_parameters, 3)
-            self.vllm.generate(self.requests, RANDOM, seed=9, step=9)
+            sampled(self.vllm, self.requests, RANDOM, seed=9, step=9)
             self.changed = {name for name, value in process().items() if value != before[name]}
         finally:
             torch.use_deterministic_algorithms(False)
-        self.embedded = build_embedded_engine(self.model, self.tokenizer, Config().rollout)
+        self.embedded = build_embedded_engine(self.model, self.tokenizer, RolloutConfig())
 
     def sampled(self, params: SamplingParams, seed: int = 1, step: int = 2) -> list[Sample]:
-        return self.vllm.generate(self.requests, params, seed=seed, step=step)
+        return sampled(self.vllm, self.requests, params, seed=seed, step=step)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +145,7 @@ def test_the_process_is_left_as_it_was(pair: Pair):
 
 
 def test_greedy_is_what_the_embedded_engine_says(pair: Pair):
-    expected = pair.embedded.generate(pair.requests, GREEDY, seed=1, step=2)
+    expected = sampled(pair.embedded, pair.requests, GREEDY, seed=1, step=2)
     got = pair.sampled(GREEDY)
     assert [(s.uid, s.sample, s.token_ids, s.finish_reason) for s in got] == [
         (s.uid, s.sample, s.token_ids, s.finish_reason) for s in expected
@@ -174,26 +172,26 @@ def test_samples_are_a_function_of_their_coordinates(pair: Pair):
     assert [(s.uid, s.sample) for s in first] == [(r.uid, i) for r in pair.requests for i in range(3)]
     tokens = {(s.uid, s.sample): s.token_ids for s in first}
     assert len({tuple(ids) for ids in tokens.values()}) > len(pair.requests)
-    alone = [s for r in reversed(pair.requests) for s in pair.vllm.generate([r], replace(RANDOM, n=2), seed=1, step=2)]
+    alone = [s for r in reversed(pair.requests) for s in sampled(pair.vllm, [r], replace(RANDOM, n=2), seed=1, step=2)]
     assert {(s.uid, s.sample): s.token_ids for s in alone} == {key: ids for key, ids in tokens.items() if key[1] < 2}
     for changed in ({"seed": 2}, {"step": 3}):
         assert [s.token_ids for s in pair.sampled(RANDOM, **changed)] != [s.token_ids for s in first]
     renamed = [replace(r, uid=r.uid + 50) for r in pair.requests]
-    assert [s.token_ids for s in pair.vllm.generate(renamed, RANDOM, seed=1, step=2)] != list(tokens.values())
+    assert [s.token_ids for s in sampled(pair.vllm, renamed, RANDOM, seed=1, step=2)] != list(tokens.values())
 
 
 def test_nothing_of_earlier_calls_matters_to_the_bit(pair: Pair):
-    def sampled() -> list[Sample]:
-        return pair.vllm.generate(prompts, replace(RANDOM, n=1, max_tokens=12), seed=1, step=2)
+    def again() -> list[Sample]:
+        return sampled(pair.vllm, prompts, replace(RANDOM, n=1, max_tokens=12), seed=1, step=2)
 
     prompts = [replace(r, token_ids=r.token_ids * 2) for r in pair.requests]
-    first = sampled()
+    first = again()
     # Prompts that begin as those do: blocks of theirs are in the cache then.
     longer = [replace(r, token_ids=r.token_ids + r.token_ids[:9]) for r in prompts[::2]]
-    pair.vllm.generate(longer, replace(RANDOM, n=1, max_tokens=20), seed=4, step=1)
-    assert sampled() == first
+    sampled(pair.vllm, longer, replace(RANDOM, n=1, max_tokens=20), seed=4, step=1)
+    assert again() == first
     pair.vllm.update_weights(pair.model.named_parameters, 3)
-    assert sampled() == first
+    assert again() == first
 
 
 def test_what_ends_a_sample(pair: Pair):
@@ -210,10 +208,10 @@ def test_what_ends_a_sample(pair: Pair):
 
 def test_prompts_that_cannot_be(pair: Pair):
     with pytest.raises(UserError, match=r"data\.max_prompt_length"):
-        pair.vllm.generate([Request(1, [7] * 100)], RANDOM, seed=1, step=1)
+        sampled(pair.vllm, [Request(1, [7] * 100)], RANDOM, seed=1, step=1)
     with pytest.raises(ValueError, match="a prompt has no tokens"):
-        pair.vllm.generate([Request(1, [])], RANDOM, seed=1, step=1)
-    assert pair.vllm.generate([], RANDOM, seed=1, step=1) == []
+        sampled(pair.vllm, [Request(1, [])], RANDOM, seed=1, step=1)
+    assert sampled(pair.vllm, [], RANDOM, seed=1, step=1) == []
 
 
 def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp_path: Path):
@@ -260,8 +258,8 @@ def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp
         prompts = [{"prompt_token_ids": r.token_ids} for r in pair.requests]
         outputs = fresh.generate(prompts, wanted, use_tqdm=False)
     assert [s.token_ids for s in after[::2]] == [list(o.outputs[0].token_ids) for o in outputs]
-    embedded = build_embedded_engine(trained, pair.tokenizer, Config().rollout)
-    expected = embedded.generate(pair.requests, GREEDY, seed=1, step=2)
+    embedded = build_embedded_engine(trained, pair.tokenizer, RolloutConfig())
+    expected = sampled(embedded, pair.requests, GREEDY, seed=1, step=2)
     assert [s.token_ids for s in after] == [s.token_ids for s in expected]
 
 
@@ -272,7 +270,7 @@ def test_structure_arguments_of_vllm_and_weights_that_do_not_fit(rank: None):
         build(model, tokenizer, engine_kwargs=EngineKwargsConfig({"quantization": "none such"}))
     engine = build(model, tokenizer, structured_outputs={"choice": ["12", "345"]}, engine_kwargs=settings)
     engine.update_weights(model.named_parameters, 2)
-    said = engine.generate(requests(tokenizer, 6), RANDOM, seed=1, step=1)
+    said = sampled(engine, requests(tokenizer, 6), RANDOM, seed=1, step=1)
     texts = {tokenizer.decode(s.token_ids, skip_special_tokens=True) for s in said}
     assert texts == {"12", "345"}
     assert engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens == 333
@@ -315,8 +313,8 @@ def on_two_ranks(backend_name: str, tensor_parallel: int) -> dict[str, Any]:
     )
     engine.update_weights(backend.full_tensors, 1)
     own = requests(tokenizer)[dist.get_rank() :: 2]
-    both = engine.generate(own, GREEDY, seed=1, step=1) + engine.generate(own, RANDOM, seed=1, step=1)
-    one = engine.generate(own if dist.get_rank() else [], RANDOM, seed=1, step=1)
+    both = sampled(engine, own, GREEDY, seed=1, step=1) + sampled(engine, own, RANDOM, seed=1, step=1)
+    one = sampled(engine, own if dist.get_rank() else [], RANDOM, seed=1, step=1)
     engine.close()
     return {
         "both": [(s.uid, s.sample, s.token_ids) for s in both],
@@ -339,11 +337,11 @@ def test_on_two_ranks_each_gets_its_own(function):
     # vLLM's is made anew in each start, and so must not be there after a kill.
     assert [path for path in set(Path("/dev/shm").iterdir()) - before if "cpushm" in path.name] == []
     model, tokenizer = policy("own head"), tiny_tokenizer()
-    embedded = build_embedded_engine(model, tokenizer, Config().rollout)
+    embedded = build_embedded_engine(model, tokenizer, RolloutConfig())
     for rank, result in enumerate(results):
         own = requests(tokenizer)[rank::2]
-        greedy, sampled = result["both"][: 2 * len(own)], result["both"][2 * len(own) :]
-        expected = embedded.generate(own, GREEDY, seed=1, step=1)
+        greedy, drawn = result["both"][: 2 * len(own)], result["both"][2 * len(own) :]
+        expected = sampled(embedded, own, GREEDY, seed=1, step=1)
         assert greedy == [(s.uid, s.sample, s.token_ids) for s in expected]
-        assert [(uid, sample) for uid, sample, _ in sampled] == [(r.uid, i) for r in own for i in range(3)]
-        assert result["one"] == (sampled if rank else [])
+        assert [(uid, sample) for uid, sample, _ in drawn] == [(r.uid, i) for r in own for i in range(3)]
+        assert result["one"] == (drawn if rank else [])

@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from rlhf.config import RolloutConfig
 from rlhf.rollout import Request, SamplingParams, build_embedded_engine
 from rlhf.rollout.servers.server_process import ServerProcess, processes_of
-from rlhf.rollout.servers.weights import push as transfer_module
+from rlhf.rollout.servers.weights import push as push_module
 from rlhf.rollout.servers.weights.pull import Lender
 from rlhf.rollout.servers.weights.push import WeightPush
 from tests.support.launching import question
+from tests.support.sampled import sampled
 from tests.support.tiny_models import TINY_POLICY, save
 from tests.support.vllm_process import LONGEST, RESPONSE
 
@@ -61,7 +62,7 @@ def embedded(model: PreTrainedModel) -> list[list[int]]:
     """What the embedded engine answers, greedily."""
     engine = build_embedded_engine(model, AutoTokenizer.from_pretrained(TINY_POLICY), RolloutConfig())
     greedy = SamplingParams(temperature=0, max_tokens=RESPONSE, ignore_eos=True)
-    samples = engine.generate([Request(i, ids) for i, ids in enumerate(prompts())], greedy, seed=0, step=0)
+    samples = sampled(engine, [Request(i, ids) for i, ids in enumerate(prompts())], greedy, seed=0, step=0)
     return [sample.token_ids for sample in samples]
 
 
@@ -112,7 +113,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory, server: Server) -> list[list[int]]:
-    """What a fresh engine answers that has loaded the changed policy from an exported folder; made while the server starts."""
+    """Answers of a fresh engine that has loaded the changed policy from a folder; made while the server starts."""
     folder = tmp_path_factory.mktemp("fresh")
     (folder / "in.json").write_text(json.dumps(prompts()))
     save(policy(changed=True), folder / "model")
@@ -176,15 +177,15 @@ def test_after_an_update_that_broke_off_the_next_one_is_whole(
             walked.append(pair[0])
             yield pair
 
-    transfer = WeightPush(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
+    weight_push = WeightPush(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
     with monkeypatch.context() as patched:
-        patched.setattr(transfer_module, "Lender", trouble)
-        outcome = transfer.send([url, nobody], weights(), "broken")
+        patched.setattr(push_module, "Lender", trouble)
+        outcome = weight_push.send([url, nobody], weights(), "broken")
     assert reason in (outcome[url] or "")
     assert "refused" in (outcome[nobody] or "")
     assert walked == [name for name, _ in new.named_parameters()]
 
-    assert transfer.send([url, nobody], old.named_parameters(), "whole")[url] is None
+    assert weight_push.send([url, nobody], old.named_parameters(), "whole")[url] is None
     assert server.greedy() == (embedded(old), {"whole"})
 
 
@@ -196,10 +197,10 @@ def test_an_error_of_the_weights_themselves_propagates(server: Server):
         yield from list(old.named_parameters())[:3]
         raise RuntimeError("a rank is lost")
 
-    transfer = WeightPush(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
+    weight_push = WeightPush(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
     with pytest.raises(RuntimeError, match="a rank is lost"):
-        transfer.send([url], weights(), "half")
-    assert transfer.send([url], old.named_parameters(), "again") == {url: None}
+        weight_push.send([url], weights(), "half")
+    assert weight_push.send([url], old.named_parameters(), "again") == {url: None}
     assert server.greedy() == (embedded(old), {"again"})
 
 

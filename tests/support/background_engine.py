@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 
-from rlhf.rollout import EmbeddedEngine, Job, Request, Sample, SamplingParams, Weights
+from rlhf.rollout import EmbeddedEngine, Request, Sample, Weights
 
 DEADLINE_S = 60
 
@@ -12,8 +12,8 @@ DEADLINE_S = 60
 class BackgroundThread:
     """Fails when it is called in a way that `BackgroundEngine` does not allow.
 
-    `gate` holds what `begin` starts until it is set. Of a generation that is begun while `loses` is true every second sample is lost, and
-    made anew by `finish`.
+    `gate` holds what `begin` starts until it is set. Of a generation that is begun while `loses` is true every second
+    sample is lost, and made anew by `finish`.
     """
 
     def __init__(self, engine: EmbeddedEngine) -> None:
@@ -31,14 +31,14 @@ class BackgroundThread:
         self._weights = weights
         self._engine.update_weights(weights, version)
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[Sample]:
+    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[list[Sample]]:
         assert self._running is None
-        return self._engine.generate(requests, params, seed=seed, step=step)
+        return self._engine.generate(requests, seed=seed, step=step)
 
-    def begin(self, jobs: Sequence[Job], *, seed: int, step: int) -> None:
+    def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:
         assert self._running is None
-        self._again, self._lost, self.begun = (jobs, seed, step), self.loses, self.begun + 1
-        self._running = self._pool.submit(self._samples, jobs, seed, step)
+        self._again, self._lost, self.begun = (requests, seed, step), self.loses, self.begun + 1
+        self._running = self._pool.submit(self._samples, requests, seed, step)
 
     def finish(self, version: int) -> list[list[Sample]]:
         assert self._running is not None
@@ -48,7 +48,8 @@ class BackgroundThread:
         self._engine.update_weights(self._weights, version)
         anew = self._samples(*self._again)
         return [
-            [b if b.sample % 2 else a for a, b in zip(*jobs, strict=True)] for jobs in zip(samples, anew, strict=True)
+            [b if b.sample % 2 else a for a, b in zip(*of_request, strict=True)]
+            for of_request in zip(samples, anew, strict=True)
         ]
 
     def sleep(self) -> bool:
@@ -62,6 +63,6 @@ class BackgroundThread:
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _samples(self, jobs: Sequence[Job], seed: int, step: int) -> list[list[Sample]]:
+    def _samples(self, requests: Sequence[Request], seed: int, step: int) -> list[list[Sample]]:
         assert self.gate.wait(DEADLINE_S)
-        return [self._engine.generate(*job, seed=seed, step=step) for job in jobs]
+        return self._engine.generate(requests, seed=seed, step=step)

@@ -1,4 +1,4 @@
-"""A collector over the bundled policy with some settings, and the plain way to its batches: one prompt at a time, on one rank."""
+"""Collector over the bundled policy with some settings, and the plain way to its batches: one prompt at a time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,9 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.checkpoint.driver_state import DriverState
 from rlhf.config import (
-    ActorConfig,
-    AlgorithmConfig,
-    Config,
     DataConfig,
     FilterGroupsConfig,
     OverlongBufferConfig,
@@ -25,7 +22,7 @@ from rlhf.data.items import Row
 from rlhf.experience.collector import Collector
 from rlhf.experience.generation import Generation
 from rlhf.experience.policy_sampler import PolicySampler
-from rlhf.experience.prompt_share import PromptShare
+from rlhf.experience.prompt_share import DrawnPrompt, PromptShare
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reward, RewardItem, Score
 from rlhf.reward.failures import FailurePolicy
@@ -45,11 +42,16 @@ DEFAULTS: dict[str, Any] = {
     "drawn": 7,
     "answers": True,
     "ahead": False,
+    "batch": BATCH,
+    "n": N,
 }
 
 
 class Sums:
-    """1 for the right sum, half a point for an odd first digit; what is no number fails, a 9 at the end is late. 0 without an answer."""
+    """1 for the right sum, half a point for an odd first digit; 0 without an answer.
+
+    What is no number fails, a 9 at the end is late.
+    """
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return [self.verdict(item.response, item.ground_truth) for item in items]
@@ -92,28 +94,31 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
         a, b = 10 + i % 83, 10 + (11 * i) % 79
         messages = [{"role": "user", "content": question(a, b)}]
         rows.append(Row(i, f"row {i}", messages, "sums", str(a + b) if chosen["answers"] else "", {}))
-    config = Config(
-        data=DataConfig(train_batch_size=BATCH, gen_batch_size=chosen["drawn"], max_response_length=LONGEST),
-        actor=ActorConfig(ppo_mini_batch_size=MINI),
-        algorithm=AlgorithmConfig(filter_groups=chosen["filter_groups"]),
-        reward=RewardConfig(overlong_buffer=chosen["overlong"]),
-        rollout=RolloutConfig(async_steps=int(chosen["ahead"])),
-    )
+    data = DataConfig(train_batch_size=chosen["batch"], gen_batch_size=chosen["drawn"])
+    reward = RewardConfig(overlong_buffer=chosen["overlong"])
     stream = PromptStream(PromptSet(rows, tokenizer, 128, "error", "data.train_files"), seed=3, shuffle=True)
     embedded = build_embedded_engine(model, tokenizer, RolloutConfig(max_num_seqs=32))
     engine = BackgroundThread(embedded) if chosen["ahead"] else embedded
     generation = Generation(
-        config,
         PolicySampler(engine, DriftingPolicy(driver), SEED),  # type: ignore[arg-type]
-        SamplingParams(n=N, temperature=1.4, max_tokens=LONGEST),
+        SamplingParams(n=chosen["n"], temperature=1.4, max_tokens=LONGEST),
         chosen["greedy"],
-        Reward([Term("sums", WEIGHT, Sums(), FailurePolicy("sums", config.reward))]),
+        Reward([Term("sums", WEIGHT, Sums(), FailurePolicy("sums", reward))]),
+        chosen["overlong"],
         tokenizer,
         coordinator,
-        driver,
     )
-    prompts = PromptShare(stream, BATCH, MINI, coordinator.rank, coordinator.world_size)
-    return Collector(config, prompts, generation, coordinator, driver, CPU)
+    return Collector(
+        data,
+        chosen["filter_groups"],
+        reward,
+        int(chosen["ahead"]),
+        PromptShare(stream, chosen["batch"], MINI, coordinator.rank, coordinator.world_size),
+        generation,
+        coordinator,
+        CPU,
+        last_step=driver.total_steps,
+    )
 
 
 def new_driver() -> DriverState:
@@ -132,8 +137,8 @@ def plain_way(steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
         rounds, seen, without = 0, [], []
         while len(waiting) < BATCH and rounds < filters.max_num_gen_batches:
             rounds += 1
-            for prompt, request in zip(*parts.prompts.next(drawn), strict=True):
-                group = plain_group(parts, chosen, prompt.ground_truth, request, step)
+            for each in parts.prompts.next(drawn):
+                group = plain_group(parts, chosen, each, driver.step, step)
                 seen.append(group)
                 useful = len(set(group[filters.metric])) > 1 or not filters.enable
                 (waiting if useful else without).append(group)
@@ -170,14 +175,18 @@ def plain_way(steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
     return records
 
 
-def plain_group(parts: Collector, chosen: dict[str, Any], truth: str, request: Request, step: int) -> dict[str, Any]:
+def plain_group(
+    parts: Collector, chosen: dict[str, Any], drawn: DrawnPrompt, version: int, step: int
+) -> dict[str, Any]:
     """One prompt, sampled and scored by itself."""
 
     def sampled(params: SamplingParams) -> list[Sample]:
-        return parts.generation.sampler.generate([request], params, version=parts.driver.step, step=step)
+        request = Request(drawn.uid, drawn.prompt.token_ids, params)
+        return parts.generation.sampler.generate([request], version=version, step=step)[0]
 
     def verdict(sample: Sample) -> Score:
-        return Sums().verdict(parts.generation.tokenizer.decode(sample.token_ids, skip_special_tokens=True), truth)
+        text = parts.generation.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        return Sums().verdict(text, drawn.prompt.ground_truth)
 
     def penalty(sample: Sample) -> float:
         if not chosen["overlong"].enable:
@@ -190,9 +199,9 @@ def plain_group(parts: Collector, chosen: dict[str, Any], truth: str, request: R
     greedy = sampled(replace(parts.generation.params, n=1, temperature=0.0)) if chosen["greedy"] else []
     counted = verdicts + [verdict(sample) for sample in greedy]
     return {
-        "uid": request.uid,
-        "version": parts.driver.step,
-        "prompt": request.token_ids,
+        "uid": drawn.uid,
+        "version": version,
+        "prompt": drawn.prompt.token_ids,
         "responses": [sample.token_ids for sample in samples],
         "log_probs": [sample.log_probs for sample in samples],
         "acc": [v.score for v in verdicts],

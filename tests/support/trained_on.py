@@ -1,4 +1,4 @@
-"""Records what each step of a run trains on: subscribed in every rank through RLHF_EVENT_LISTENER, as interrupter.py is."""
+"""Recorder of what each step of a run trains on: subscribed in every rank through RLHF_EVENT_LISTENER."""
 
 import json
 import os
@@ -44,9 +44,9 @@ def _install(folder: Path) -> None:
     collate, collect = collector.collate, collector.Collector.collect
     samples: list[tuple[int, int]] = []
 
-    def recording_collate(requests: Any, of_batch: Any, *rest: Any) -> Any:
-        samples[:] = [(sample.uid, sample.sample) for sample in of_batch]
-        return collate(requests, of_batch, *rest)
+    def recording_collate(groups: Any, *rest: Any) -> Any:
+        samples[:] = [(sample.uid, sample.sample) for group in groups for sample in group.samples]
+        return collate(groups, *rest)
 
     def recording_collect(self: collector.Collector, step: int) -> Any:
         collected = collect(self, step)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.assemble.course import course_of
 from rlhf.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -21,6 +22,7 @@ from rlhf.experience.journal import FOLDER, Journal, combined, digests
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
+from rlhf.user_functions import hash_of_files
 from tests.support.launching import flip_a_byte
 
 UIDS = [4, 5]
@@ -42,14 +44,14 @@ class Runs:
     """Makes journals as the ranks of a run would have them."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = str(folder)
-        self.config = Config(trainer=TrainerConfig(default_local_dir=self.folder))
-        self.config.run_dir.mkdir(parents=True)
+        self.run_dir = folder
+        self.config = Config()
 
     def journal(self, *, run_id: str = "run", files: dict[str, str] = FILES, rank: int = 0, ranks: int = 1) -> Journal:
         coordinator = Coordinator()
         coordinator.rank, coordinator.world_size = rank, ranks
-        return Journal(self.config, run_id, files, coordinator)
+        course = course_of(self.config, run_id, files)
+        return Journal(self.run_dir, course, hash_of_files(self.config.reward.functions), coordinator)
 
     def at(self, step: int, after: str | None = None, **settings: Any) -> Journal:
         journal = self.journal(**settings)
@@ -57,10 +59,10 @@ class Runs:
         return journal
 
     def file(self, step: int, rank: int = 0) -> Path:
-        return self.config.run_dir / FOLDER / f"step_{step}.rank_{rank:05d}"
+        return self.run_dir / FOLDER / f"step_{step}.rank_{rank:05d}"
 
     def names(self) -> list[str]:
-        return sorted(path.name for path in (self.config.run_dir / FOLDER).iterdir())
+        return sorted(path.name for path in (self.run_dir / FOLDER).iterdir())
 
 
 @pytest.fixture
@@ -116,14 +118,14 @@ OTHERS: dict[str, Callable[[Runs], Journal]] = {
     "model files": lambda runs: runs.at(3, files=FILES | {"model.path": "c"}),
     "version": lambda runs: runs.journal(),
     "sampling": lambda runs: changed(runs, rollout=RolloutConfig(temperature=0.9)),
-    "seed": lambda runs: changed(runs, trainer=TrainerConfig(default_local_dir=runs.folder, seed=2)),
+    "seed": lambda runs: changed(runs, trainer=TrainerConfig(seed=2)),
     "updates": lambda runs: changed(runs, actor=ActorConfig(ppo_epochs=2)),
     "what is loaded": lambda runs: changed(runs, checkpoint=CheckpointConfig(load_contents=["model"])),
 }
 
 
 def changed(runs: Runs, **sections: Any) -> Journal:
-    runs.config = Config(**({"trainer": runs.config.trainer} | sections))
+    runs.config = Config(**sections)
     return runs.at(3)
 
 
@@ -140,7 +142,7 @@ def test_samples_of_another_course_are_dropped_with_all_later_ones(runs, what):
 
 def test_harmless_settings_change_nothing(runs):
     fill(runs.at(3))
-    trainer = TrainerConfig(default_local_dir=runs.folder, nproc=2, save_freq=7, threads_per_rank=1)
+    trainer = TrainerConfig(default_local_dir="elsewhere", nproc=2, save_freq=7, threads_per_rank=1)
     assert knows_all(changed(runs, trainer=trainer, checkpoint=CheckpointConfig(max_to_keep=9, journal=True)))
 
 
@@ -213,12 +215,12 @@ def test_functions_of_the_user_s_count_with_their_files(runs, tmp_path, which):
 def test_only_steps_that_a_published_checkpoint_has_are_dropped(runs):
     for step in range(1, 7):
         fill(runs.at(step))
-    (runs.config.run_dir / "global_step_4").mkdir()
-    (runs.config.run_dir / ".tmp-global_step_6-x").mkdir()
+    (runs.run_dir / "global_step_4").mkdir()
+    (runs.run_dir / ".tmp-global_step_6-x").mkdir()
     assert knows_all(runs.at(5))
     assert runs.names() == [runs.file(5).name, runs.file(6).name]
     # A later checkpoint that could not be used: the steps are done again.
-    (runs.config.run_dir / "global_step_9").mkdir()
+    (runs.run_dir / "global_step_9").mkdir()
     assert knows_all(runs.at(5))
     runs.journal().drop_published(up_to=9)
     assert runs.names() == []
@@ -255,7 +257,7 @@ def test_another_number_of_ranks_finds_every_sample(runs):
     for rank in range(3):
         assert knows_all(runs.at(3, rank=rank, ranks=3))
     # Each file is looked after by one rank.
-    (runs.config.run_dir / "global_step_3").mkdir()
+    (runs.run_dir / "global_step_3").mkdir()
     runs.at(4, rank=1, ranks=2)
     assert runs.names() == [runs.file(3, 0).name]
     shutil.copy(runs.file(3, 0), runs.file(3, 2))
@@ -275,12 +277,12 @@ def test_another_rank_s_damage_is_not_mended_but_passed_over(runs, caplog):
 
 
 def test_a_journal_that_cannot_be_written_is_a_warning(runs, caplog):
-    (runs.config.run_dir / FOLDER).write_text("in the way")
+    (runs.run_dir / FOLDER).write_text("in the way")
     journal = runs.at(3)
     fill(journal)
     assert journal.written == 0
     assert caplog.text.count("can't be written") == 1
-    (runs.config.run_dir / FOLDER).unlink()
+    (runs.run_dir / FOLDER).unlink()
     journal.begin(4, 3, None)
     fill(journal)
     assert knows_all(runs.at(4))
@@ -299,7 +301,7 @@ def test_a_journal_that_cannot_be_read_is_a_warning(runs, ranks, caplog):
 
 def test_a_file_that_cannot_be_removed_is_a_warning(runs, caplog):
     runs.file(2).mkdir(parents=True)
-    (runs.config.run_dir / "global_step_2").mkdir()
+    (runs.run_dir / "global_step_2").mkdir()
     fill(runs.at(3))
     assert knows_all(runs.at(3))
     assert "can't be removed" in caplog.text

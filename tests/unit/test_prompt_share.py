@@ -28,7 +28,7 @@ def deal(prompts: PromptSet, world_size: int) -> list[list[list[list[int]]]]:
     ]
     result = []
     for _ in range(STEPS):
-        dealt = [[request.uid for request in share.next()[1]] for share in shares]
+        dealt = [[drawn.uid for drawn in share.next()] for share in shares]
         size = MINI // world_size
         result.append([[uids[m * size : (m + 1) * size] for uids in dealt] for m in range(BATCH // MINI)])
     return result
@@ -46,14 +46,14 @@ def test_mini_batches_are_the_same_at_every_world_size(prompts, world_size):
             position += MINI
 
 
-def test_prompts_and_requests_belong_together(prompts):
+def test_prompts_keep_their_places(prompts):
     share = PromptShare(PromptStream(prompts, seed=3, shuffle=True), BATCH, MINI, 1, 2)
     stream = PromptStream(prompts, seed=3, shuffle=True)
     for _ in range(STEPS):
         drawn = dict(stream.next(BATCH))
-        mine, requests = share.next()
-        assert [drawn[request.uid] for request in requests] == mine
-        assert [request.token_ids for request in requests] == [prompt.token_ids for prompt in mine]
+        mine = share.next()
+        assert len(mine) == BATCH // 2
+        assert [drawn[each.uid] for each in mine] == [each.prompt for each in mine]
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 30])
@@ -66,9 +66,8 @@ def test_a_size_of_one_s_own_is_dealt_in_one_piece(prompts, world_size, size):
     ]
     for _ in range(3):
         drawn, parts = stream.next(size), [share.next(size) for share in shares]
-        assert [request.uid for _, requests in parts for request in requests] == [uid for uid, _ in drawn]
-        assert [prompt for mine, _ in parts for prompt in mine] == [prompt for _, prompt in drawn]
-        lengths = [len(requests) for _, requests in parts]
+        assert [(each.uid, each.prompt) for part in parts for each in part] == drawn
+        lengths = [len(part) for part in parts]
         assert max(lengths) - min(lengths) <= 1
 
 
@@ -78,14 +77,14 @@ def test_skipping_leaves_prompts_out_and_never_goes_back(prompts):
         assert share.position == 0
         share.next()
         assert share.position == BATCH
-        share.skip_to(BATCH - 1)
+        share.advance_to(BATCH - 1)
         assert share.position == BATCH
-        share.skip_to(60)
+        share.advance_to(60)
         assert share.position == 60
     dealt = [share.next() for share in shares]
-    assert sorted(request.uid for _, requests in dealt for request in requests) == list(range(60, 60 + BATCH))
+    assert sorted(each.uid for part in dealt for each in part) == list(range(60, 60 + BATCH))
     expected = dict(PromptStream(prompts, seed=3, shuffle=True).next(60 + BATCH))
-    assert all(expected[r.uid] == p for mine, requests in dealt for p, r in zip(mine, requests, strict=True))
+    assert all(expected[each.uid] == each.prompt for part in dealt for each in part)
 
 
 def test_epochs_are_counted(prompts):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config import Config, RewardConfig
+from rlhf.config import RewardConfig, RewardModelConfig
 from rlhf.errors import UserError
 from rlhf.reward import RewardError, RewardItem, build_reward, check_reward
 
@@ -240,7 +240,7 @@ def test_bad_specs_are_found_before_anything_runs(tmp_path, spec, message):
         "async def later(**kwargs): return 1\n"
     )
     with pytest.raises(UserError, match=r"reward\.functions=") as caught:
-        check_reward(Config(reward=RewardConfig(functions=[spec.format(tmp_path)])))
+        check_reward(RewardConfig(functions=[spec.format(tmp_path)]), RewardModelConfig())
     assert message in str(caught.value)
 
 
@@ -254,4 +254,4 @@ def test_good_specs_pass(tmp_path, name):
         "unpacked, other = plain, plain\n"
         "try:\n    import nothing\nexcept ImportError:\n    def guarded(**kwargs): return 1\n"
     )
-    check_reward(Config(reward=RewardConfig(functions=[f"{tmp_path}/rewards.py:{name}"])))
+    check_reward(RewardConfig(functions=[f"{tmp_path}/rewards.py:{name}"]), RewardModelConfig())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.config import Config, RewardConfig, RewardModelConfig
+from rlhf.config import RewardConfig, RewardModelConfig
 from rlhf.errors import UserError
 from rlhf.reward import check_reward
 
@@ -17,7 +17,7 @@ def file(tmp_path):
 
 def check(file, *functions: str, model: str | None = None, **settings) -> None:
     full = [function.replace("FILE", str(file)) for function in functions]
-    check_reward(Config(reward=RewardConfig(functions=full, **settings), reward_model=RewardModelConfig(path=model)))
+    check_reward(RewardConfig(functions=full, **settings), RewardModelConfig(path=model))
 
 
 def test_what_is_right_passes(file):

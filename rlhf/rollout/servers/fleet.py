@@ -1,4 +1,4 @@
-"""The rollout servers of a run, watched all the time by a thread of the leader's: ours are started again, requests find one that serves."""
+"""Fleet of rollout servers, as the leader calls it; a thread watches them, restarts ours and hands out requests."""
 
 import asyncio
 import concurrent.futures
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf.config.rollout import ServersConfig
-from rlhf.rollout.engine import Sample
+from rlhf.rollout.engine import Request, Sample
 from rlhf.rollout.servers.client import Ask
-from rlhf.rollout.servers.watch import FleetState, ServerHandle, Watch, Work
+from rlhf.rollout.servers.fleet_loop import FleetLoop, FleetState, ServerHandle
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -22,17 +22,18 @@ LOOK_S = 5.0
 
 
 class Fleet:
-    """Lives on the leader, whose own thread calls it. The servers are the business of a thread of the fleet's.
+    """The leader's handle on the servers; a `FleetLoop` in a thread of its own looks after them.
 
-    `processes`: the servers that we start, by their log files; with none, the servers are `settings.urls`. `capacity`: samples that a
-    server decodes together. A `label` names weights: only servers with the one that is wanted are asked, and answers by others are refused.
+    `processes`: the servers that we start, by their log files; with none, the servers are `settings.urls`. `capacity`:
+    samples that a server decodes together. A `label` names weights: only servers with the one that is wanted are asked,
+    and answers by others are refused.
     """
 
     def __init__(
         self, settings: ServersConfig, processes: Mapping[Path, ServerHandle], ask: Ask, *, capacity: int
     ) -> None:
         self._processes = processes
-        self._watch = Watch(settings, processes, ask, capacity=capacity)
+        self._fleet_loop = FleetLoop(settings, processes, ask, capacity=capacity)
         self._began = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="rollout servers", daemon=True)
@@ -40,7 +41,7 @@ class Fleet:
         self._began.wait()
 
     def wait(self, seconds: float, generating: bool = True) -> FleetState | None:
-        """What the fleet has come to, or None after so many seconds.
+        """The state that the fleet has come to, or None after so many seconds.
 
         `weights`: the generation cannot go on before a server gets weights. Without one, `ready`: a server lives.
 
@@ -48,34 +49,34 @@ class Fleet:
             ServersFailed: the budget is spent; the text names each server, its last failures and its log.
             UserError: a server runs a release of vLLM that is not supported, or refuses a request.
         """
-        return self._call(self._watch.until(generating, seconds))
+        return self._call(self._fleet_loop.until(generating, seconds))
 
     def want(self, label: str, version: int) -> list[str]:
-        """From now on only the weights `label`, those after `version` steps, are good enough: the servers to push them to.
+        """The servers to push the weights `label` to, those after `version` steps: from now on no others will do.
 
-        They are left alone until `pushed`.
+        These servers are left alone until `pushed`.
         """
-        return self._do(lambda: self._watch.want(label, version))
+        return self._do(lambda: self._fleet_loop.want(label, version))
 
     def pushed(self, label: str, errors: dict[str, str | None]) -> None:
-        """How the push to the servers of `want` ended: by URL None, or what went wrong."""
-        self._do(lambda: self._watch.pushed(label, errors))
+        """Take note of the end of the push to the servers of `want`: by URL None, or what went wrong."""
+        self._do(lambda: self._fleet_loop.pushed(label, errors))
 
-    def begin(self, work: Sequence[Work]) -> None:
+    def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:
         """Start to generate; `wait` tells how it goes, `take` ends it."""
-        self._do(lambda: self._watch.begin(work))
+        self._do(lambda: self._fleet_loop.begin(requests, seed, step))
 
     def take(self) -> list[list[Sample]]:
-        """The samples of each piece of work, in their order, once `wait` has said `done`."""
-        return self._do(self._watch.take)
+        """The samples of each request, in their order, once `wait` has said `done`."""
+        return self._do(self._fleet_loop.take)
 
     def metrics(self) -> dict[str, float]:
-        """What happened since the last call."""
-        return self._do(self._watch.metrics)
+        """Figures since the last call."""
+        return self._do(self._fleet_loop.metrics)
 
     def close(self) -> None:
         """End the thread, and the servers that it has started."""
-        self._watch.closing = True
+        self._fleet_loop.closing = True
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             log.error("The thread of the rollout servers did not end within %g s.", CLOSE_S)
@@ -88,8 +89,8 @@ class Fleet:
 
     def _call(self, call: Coroutine[Any, Any, T]) -> T:
         """The result of `call` in the fleet's thread."""
-        watch = self._watch
-        if watch.error is None and self._loop is not None and self._thread.is_alive():
+        fleet_loop = self._fleet_loop
+        if fleet_loop.error is None and self._loop is not None and self._thread.is_alive():
             future = asyncio.run_coroutine_threadsafe(call, self._loop)
             while self._thread.is_alive() and not future.done():
                 concurrent.futures.wait([future], LOOK_S)
@@ -98,7 +99,7 @@ class Fleet:
             self._thread.join(CLOSE_S)
         else:
             call.close()
-        raise watch.error or RuntimeError("the rollout servers are closed")
+        raise fleet_loop.error or RuntimeError("the rollout servers are closed")
 
     def _run(self) -> None:
         def began() -> None:
@@ -106,9 +107,9 @@ class Fleet:
             self._began.set()
 
         try:
-            asyncio.run(self._watch.run(began))
+            asyncio.run(self._fleet_loop.run(began))
         except BaseException as error:  # raised again in the leader's own thread
-            self._watch.error = error
+            self._fleet_loop.error = error
         finally:
             self._began.set()
             with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The health of a rollout server as a state machine: told what happens and when, it says what is due. No I/O, no clock."""
+"""Health of a rollout server as a state machine: told what happens and when, it says what is due. No I/O, no clock."""
 
 from collections import deque
 from typing import Literal
@@ -17,7 +17,10 @@ REASONS_KEPT = 3
 
 
 class Budget:
-    """Failures of a fleet in a row, without a finished request between them; those of times when nothing is asked of it do not count."""
+    """Failures of a fleet in a row, without a finished request between them.
+
+    Those of times when nothing is asked of it do not count.
+    """
 
     def __init__(self, max_failures: int) -> None:
         self.max_failures, self.in_a_row = max_failures, 0
@@ -38,8 +41,8 @@ class Budget:
 class ServerHealth:
     """One server. `ours`: we start it and can start it again; otherwise it comes back by itself or not at all.
 
-    The first failure in a row leaves a process of ours alone and asks it again after the back-off; after the next one, or when it
-    is `gone` (ended, hung), it is started anew.
+    The first failure in a row leaves a process of ours alone and asks it again after the back-off; after the next one,
+    or when it is `gone` (ended, hung), it is started anew.
     """
 
     def __init__(self, settings: ServersConfig, budget: Budget, *, ours: bool, now: float) -> None:
@@ -64,8 +67,8 @@ class ServerHealth:
     def due(self, now: float) -> Due:
         """What the owner is to do now.
 
-        `start`: end what still runs of it, start it, say `started`. `probe`: say `probing`, ask for its label. `push`: send it weights
-        as soon as there are some. `give_up`: the budget is spent.
+        `start`: end what still runs of it, start it, say `started`. `probe`: say `probing`, ask for its label. `push`:
+        send it weights as soon as there are some. `give_up`: the budget is spent.
         """
         if self._budget.spent:
             return "give_up"

@@ -1,4 +1,4 @@
-"""vLLM in processes of its own as a rollout engine: the leader talks to the servers for all ranks."""
+"""Rollout engine over vLLM servers in processes of their own: the leader talks to them for all ranks."""
 
 import json
 import logging
@@ -7,22 +7,22 @@ import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from rlhf.config import Config
+from rlhf.config import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.rollout.engine import Job, Request, Sample, SamplingParams, Weights
+from rlhf.rollout.engine import Request, Sample, Weights
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet import Fleet
+from rlhf.rollout.servers.fleet_loop import FleetState
 from rlhf.rollout.servers.server_process import ServerProcess
-from rlhf.rollout.servers.watch import FleetState, Work
 from rlhf.rollout.servers.weights.push import WeightPush
-from rlhf.rollout.vllm.requests import request_seed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,18 +31,19 @@ BEAT_S = 20.0
 
 
 class ServerEngine:
-    """A `BackgroundEngine`. `fleet` and `transfer` are the leader's, None on the other ranks; `resources` are closed with it."""
+    """A `BackgroundEngine`. `fleet` and `weight_push` are the leader's, None on other ranks; it closes `resources`."""
 
     def __init__(
-        self, coordinator: Coordinator, fleet: Fleet | None, transfer: WeightPush | None, resources: ExitStack
+        self, coordinator: Coordinator, fleet: Fleet | None, weight_push: WeightPush | None, resources: ExitStack
     ) -> None:
-        self._coordinator, self._fleet, self._transfer, self._resources = coordinator, fleet, transfer, resources
+        self._coordinator, self._fleet, self._weight_push, self._resources = coordinator, fleet, weight_push, resources
         self._weights: Weights | None = None
         self._version, self._pushes = 0, 0
         # A server that outlives a trainer, or a roll-back, must not pass for up to date in the next one.
         self._name = uuid.uuid4().hex[:12]
         self._label = ""
-        self._sizes: list[list[int]] = []
+        self._sizes: list[int] = []
+        """How many requests of the present generation each rank has."""
 
     def update_weights(self, weights: Weights, version: int) -> None:
         """Push to all servers that live; the others get them before they serve."""
@@ -50,31 +51,26 @@ class ServerEngine:
         self._new_label(version)
         self._push(version)
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[Sample]:
-        """`params.n` samples of each of this rank's requests, in their order.
+    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[list[Sample]]:
+        """For each of this rank's requests, in their order, its samples.
 
         Raises:
             ServersFailed: the servers failed too often (rollout.servers.max_failures).
         """
-        self.begin([(requests, params)], seed=seed, step=step)
-        return self.finish(self._version)[0]
+        self.begin(requests, seed=seed, step=step)
+        return self.finish(self._version)
 
-    def begin(self, jobs: Sequence[Job], *, seed: int, step: int) -> None:
+    def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:
         """Start to generate in the background; `finish` ends it."""
         announce("rollout.begin")
         self._push(self._version)  # to servers that came up since the last update
-        of_ranks = self._coordinator.gather([(list(requests), params) for requests, params in jobs])
-        work = [
-            Work(request, params, request_seed(seed, step, request.uid))
-            for of_rank in of_ranks
-            for requests, params in of_rank
-            for request in requests
-        ]
-        self._sizes = [[len(requests) for requests, _ in of_rank] for of_rank in of_ranks]
-        self._lead(lambda fleet: fleet.begin(work))
+        of_ranks = self._coordinator.gather(list(requests))
+        self._sizes = [len(of_rank) for of_rank in of_ranks]
+        every = [request for of_rank in of_ranks for request in of_rank]
+        self._lead(lambda fleet: fleet.begin(every, seed=seed, step=step))
 
     def finish(self, version: int) -> list[list[Sample]]:
-        """The samples of each job of `begin`.
+        """The samples of each of this rank's requests of `begin`.
 
         Raises:
             ServersFailed: as `generate`.
@@ -136,8 +132,8 @@ class ServerEngine:
         announce("rollout.push")
 
         def walk() -> dict[str, str | None]:
-            if self._transfer is not None:
-                return self._transfer.send(urls, weights(), label)
+            if self._weight_push is not None:
+                return self._weight_push.send(urls, weights(), label)
             for _ in weights():
                 pass
             return {}
@@ -146,19 +142,28 @@ class ServerEngine:
         self._lead(lambda fleet: fleet.pushed(label, errors))
 
     def _parted(self, samples: list[list[Sample]]) -> list[list[list[Sample]]]:
-        """The samples of all requests, by rank and job."""
+        """The samples of all requests, by rank and request."""
         left = iter(samples)
-        return [[[s for _ in range(size) for s in next(left)] for size in of_rank] for of_rank in self._sizes]
+        return [list(islice(left, size)) for size in self._sizes]
 
 
 def build_server_engine(
-    config: Config, files: Mapping[str, bytes], eos: Sequence[int], coordinator: Coordinator, device: torch.device
+    config: RolloutConfig,
+    files: Mapping[str, bytes],
+    eos: Sequence[int],
+    coordinator: Coordinator,
+    device: torch.device,
+    *,
+    max_model_len: int,
+    logs: Path,
 ) -> ServerEngine:
     """The engine, with at least one server that lives. Collective.
 
     Args:
         files: the small files of a Hugging Face folder, by name.
         eos: the tokens that end a response.
+        max_model_len: tokens of the longest prompt with its response.
+        logs: the folder for the logs of servers that we start.
 
     Raises:
         UserError: too few GPUs for the servers, or a server with another release of vLLM than is supported.
@@ -167,9 +172,29 @@ def build_server_engine(
     resources = ExitStack()
     try:
         of_leader: list[tuple[Fleet, WeightPush]] = []
-        coordinator.on_leader(lambda: of_leader.append(_start(config, files, eos, device, resources)))
-        fleet, transfer = of_leader[0] if of_leader else (None, None)
-        engine = ServerEngine(coordinator, fleet, transfer, resources)
+
+        def start() -> None:
+            processes: dict[Path, ServerProcess] = {}
+            if not config.servers.urls:
+                gpus = server_gpus(config, device, coordinator.world_size)
+                folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-rollout-")))
+                for name, content in files.items():
+                    (folder / name).write_bytes(content)
+                logs.mkdir(parents=True, exist_ok=True)
+                for i, of_server in enumerate(gpus):
+                    path = logs / f"server_{i}.log"
+                    processes[path] = ServerProcess(config, folder, max_model_len, device, of_server, path)
+            weight_push = WeightPush(config, device)
+            resources.callback(weight_push.close)
+            ask = Ask(eos, config.structured_outputs, vocab_size(files))
+            fleet = Fleet(config.servers, processes, ask, capacity=config.max_num_seqs)
+            resources.callback(fleet.close)
+            log.info("Waiting for the first of %d rollout servers.", len(processes) or len(config.servers.urls))
+            of_leader.append((fleet, weight_push))
+
+        coordinator.on_leader(start)
+        fleet, weight_push = of_leader[0] if of_leader else (None, None)
+        engine = ServerEngine(coordinator, fleet, weight_push, resources)
         engine.wait_until_ready()
     except BaseException:
         resources.close()
@@ -177,49 +202,23 @@ def build_server_engine(
     return engine
 
 
-def _start(
-    config: Config, files: Mapping[str, bytes], eos: Sequence[int], device: torch.device, resources: ExitStack
-) -> tuple[Fleet, WeightPush]:
-    """What the leader has of an engine; `resources` closes it."""
-    rollout, servers = config.rollout, config.rollout.servers
-    processes = {}
-    if not servers.urls:
-        gpus = server_gpus(config, device)
-        folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-rollout-")))
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-        logs = config.run_dir / "rollout_servers"
-        logs.mkdir(parents=True, exist_ok=True)
-        longest = config.data.max_prompt_length + config.data.max_response_length
-        processes = {
-            logs / f"server_{i}.log": ServerProcess(rollout, folder, longest, device, gpus[i], logs / f"server_{i}.log")
-            for i in range(servers.count)
-        }
-    transfer = WeightPush(rollout, device)
-    resources.callback(transfer.close)
-    ask = Ask(eos, rollout.structured_outputs, vocab_size(files))
-    fleet = Fleet(servers, processes, ask, capacity=rollout.max_num_seqs)
-    resources.callback(fleet.close)
-    log.info("Waiting for the first of %d rollout servers.", len(processes) or len(servers.urls))
-    return fleet, transfer
-
-
-def server_gpus(config: Config, device: torch.device) -> list[list[str]]:
-    """The GPUs of each server that we start, as CUDA_VISIBLE_DEVICES names them: those after the ranks' on this machine.
+def server_gpus(config: RolloutConfig, device: torch.device, world_size: int) -> list[list[str]]:
+    """The GPUs of each server that we start, as CUDA_VISIBLE_DEVICES names them: after the ranks' of this machine.
 
     Raises:
         UserError: there are too few.
     """
-    count, size = config.rollout.servers.count, config.rollout.tensor_model_parallel_size
+    count, size = config.servers.count, config.tensor_model_parallel_size
     if device.type != "cuda":
         return [[] for _ in range(count)]
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.nproc))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
     there, needed = torch.cuda.device_count(), ranks + count * size
     if there < needed:
         raise UserError(
-            f"rollout.servers.count={count}: with rollout.tensor_model_parallel_size={size} the servers need {count * size} GPUs of their "
-            f"own, beside those of the {ranks} ranks on this machine (trainer.nproc), but it has {there}. "
-            f"Set trainer.nproc={max(1, there - count * size)}, fewer servers, or rollout=vllm, which shares the ranks' GPUs."
+            f"rollout.servers.count={count}: with rollout.tensor_model_parallel_size={size} the servers need "
+            f"{count * size} GPUs of their own, beside those of the {ranks} ranks on this machine (trainer.nproc), "
+            f"but it has {there}. Set trainer.nproc={max(1, there - count * size)}, fewer servers, or rollout=vllm, "
+            "which shares the ranks' GPUs."
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(there)]

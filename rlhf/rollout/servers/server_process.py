@@ -1,4 +1,4 @@
-"""A vLLM server as a process of this rank's."""
+"""Process of a vLLM server, started by this rank."""
 
 import json
 import logging
@@ -24,7 +24,8 @@ _OF_THE_RANK = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "T
 _KILL_PATIENCE_S = 10.0
 
 log = logging.getLogger(__name__)
-# The kernel ends a server with the thread that started it (rlhf/parent.py): one that lives as long as the process.
+# The kernel ends a server with the thread that started it (rlhf/ranks/parent.py); this one lives as long as the
+# process.
 _starter = ThreadPoolExecutor(1, "server-starter")
 
 
@@ -55,7 +56,7 @@ class ServerProcess:
         self.url = ""
 
     def start(self) -> None:
-        """Start it at a port that is free now, and return at once; `url` is where it will answer, in half a minute or so."""
+        """Start it at a port that is free now, and return at once; it will answer at `url`, in half a minute or so."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -126,7 +127,7 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def environment(rank: Mapping[str, str], device: torch.device, gpus: Sequence[int | str]) -> dict[str, str]:
-    """A server's environment, from that of the rank which starts it: not a rank itself, and it ends with this process."""
+    """A server's environment, from that of the rank which starts it: it is no rank, and ends with this process."""
     kept = {name: value for name, value in rank.items() if not name.startswith(_OF_THE_RANK)}
     kept[SUPERVISOR_PID] = str(os.getpid())
     kept["OMP_NUM_THREADS"] = str(torch.get_num_threads())

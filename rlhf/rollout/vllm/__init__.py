@@ -1,1 +1,1 @@
-"""vLLM: which releases, what it is told, and the engine that shares the ranks' devices."""
+"""vLLM in the ranks: the engine that shares their devices, and a request in its words."""

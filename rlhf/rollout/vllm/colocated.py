@@ -1,4 +1,4 @@
-"""vLLM in the ranks' own processes, on the devices that they train on."""
+"""Rollout engine over vLLM in the ranks' own processes, on the devices that they train on."""
 
 import logging
 import math
@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf.config import Config
+from rlhf.config import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.rollout.engine import Request, Sample, SamplingParams, Weights
+from rlhf.rollout.engine import Request, Sample, Weights, places_by_params
 from rlhf.rollout.vllm.heads import repack_heads
 from rlhf.rollout.vllm.process_state import ProcessState
 from rlhf.rollout.vllm.requests import request_seed, sampling_kwargs
@@ -40,11 +40,13 @@ PARTS = ("weights", "kv_cache")
 class VllmEngine:
     """A `RolloutEngine` over vLLM in this process, alone or with the other ranks of its tensor-parallel group.
 
-    Sample s of a request depends on the weights, `params`, `seed`, `step`, its uid and s only, up to the rounding that comes with another
-    batch. With the same requests it is the same to the bit, whatever was generated before.
+    Sample s of a request depends on the weights, its `params`, `seed`, `step`, its uid and s only, up to the rounding
+    that comes with another batch. With the same requests it is the same to the bit, whatever was generated before.
 
     Args:
         llm: `vllm.LLM`, made in `process_state`. Its weights come with the first update.
+        structured_outputs: `rollout.structured_outputs`.
+        max_model_len: tokens of the longest prompt with its response.
         shapes: of the weights that an update must bring; for those that are tied, each of their names in one tuple.
         eos: the tokens that end a response.
         group: the ranks that this engine is spread over.
@@ -54,7 +56,8 @@ class VllmEngine:
         self,
         llm: Any,
         process_state: ProcessState,
-        config: Config,
+        structured_outputs: Mapping[str, Any],
+        max_model_len: int,
         shapes: Mapping[tuple[str, ...], torch.Size],
         eos: Sequence[int],
         coordinator: Coordinator,
@@ -63,9 +66,9 @@ class VllmEngine:
     ) -> None:
         self.version = 0
         self._llm = llm
-        self._surroundings = process_state
-        self._structured_outputs = config.rollout.structured_outputs
-        self._limit = config.data.max_prompt_length + config.data.max_response_length
+        self._process_state = process_state
+        self._structured_outputs = structured_outputs
+        self._max_model_len = max_model_len
         self._shapes = shapes
         self._eos = eos
         self._coordinator = coordinator
@@ -77,9 +80,10 @@ class VllmEngine:
         """Load every weight in place, one after the other; names and shapes are those of the Hugging Face model.
 
         Raises:
-            ValueError: a name or a shape that the model does not have, or names that did not come. The engine is of no use then.
+            ValueError: a name or a shape that the model does not have, or names that did not come. The engine is of no
+            use then.
         """
-        with self._surroundings.entered(), torch.no_grad():
+        with self._process_state.entered(), torch.no_grad():
             self._wake("weights")
             stream = iter(weights())
             try:
@@ -91,8 +95,8 @@ class VllmEngine:
             self._llm.reset_prefix_cache()
         self.version = version
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[Sample]:
-        """`params.n` samples of each request, in the order of the requests.
+    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[list[Sample]]:
+        """For each request, in their order, its `params.n` samples.
 
         Raises:
             ValueError: an empty prompt.
@@ -101,24 +105,19 @@ class VllmEngine:
         everyone = self._coordinator.gather(list(requests)) if len(self._group) > 1 else [list(requests)]
         ranks = [everyone[rank] for rank in self._group] if len(self._group) > 1 else everyone
         together = [request for rank in ranks for request in rank]
-        self._check(together, params)
-        # Equal samples are asked for once, and vLLM wants it so.
-        asked = replace(params, n=1) if params.temperature == 0 else params
-        with self._surroundings.entered():
+        self._check(together)
+        outputs: dict[int, Any] = {}
+        with self._process_state.entered():
             self._wake(*PARTS)
-            outputs = self._outputs(together, asked, seed, step) if together else []
+            for places in places_by_params(together).values():
+                outputs |= zip(places, self._outputs([together[i] for i in places], seed, step), strict=True)
         first = sum(len(rank) for rank in ranks[: self._group.index(self._coordinator.rank)])
-        own = zip(requests, outputs[first : first + len(requests)], strict=True)
-        return [
-            self._sample(request, number, output.outputs[number % asked.n])
-            for request, output in own
-            for number in range(params.n)
-        ]
+        return [self._samples(request, outputs[place].outputs) for place, request in enumerate(requests, start=first)]
 
     def sleep(self) -> bool:
         """Give memory of the GPU back as `rollout.sleep_level` says; on a CPU nothing."""
         if self._sleep_level and self._asleep != set(PARTS):
-            with self._surroundings.entered():
+            with self._process_state.entered():
                 self._wake(*PARTS)
                 self._llm.sleep(level=self._sleep_level)
             self._asleep = set(PARTS)
@@ -131,7 +130,7 @@ class VllmEngine:
     def close(self) -> None:
         """Free what vLLM holds. The process group, which it shares with the rank, stays."""
         if self._llm is not None:
-            with self._surroundings.entered():
+            with self._process_state.entered():
                 self._llm.llm_engine.model_executor.shutdown()
             self._llm = None
 
@@ -176,23 +175,26 @@ class VllmEngine:
             shown = ", ".join(sorted(tied[0] for tied in missing)[:5])
             raise ValueError(f"{len(missing)} weights of the model in vLLM were not updated: {shown}")
 
-    def _check(self, requests: Sequence[Request], params: SamplingParams) -> None:
-        if not all(request.token_ids for request in requests):
-            raise ValueError("a prompt has no tokens")
-        longest = max((len(request.token_ids) for request in requests), default=0)
-        if longest + params.max_tokens > self._limit:
-            raise UserError(
-                f"A prompt of {longest} tokens and a response of {params.max_tokens} do not fit vLLM, which was started for {self._limit} "
-                "(data.max_prompt_length and data.max_response_length). Raise one of the two."
-            )
+    def _check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            prompt, response = len(request.token_ids), request.params.max_tokens
+            if not prompt:
+                raise ValueError("a prompt has no tokens")
+            if prompt + response > self._max_model_len:
+                raise UserError(
+                    f"A prompt of {prompt} tokens and a response of {response} do not fit vLLM, which was started for "
+                    f"{self._max_model_len} (data.max_prompt_length and data.max_response_length). Raise one of these."
+                )
 
-    def _outputs(self, requests: Sequence[Request], params: SamplingParams, seed: int, step: int) -> list[Any]:
+    def _outputs(self, requests: Sequence[Request], seed: int, step: int) -> list[Any]:
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
         def sampling(request: Request) -> Any:
-            own = request_seed(seed, step, request.uid)
-            kwargs = sampling_kwargs(params, own, self._eos, self._structured_outputs)
+            params, own = request.params, request_seed(seed, step, request.uid)
+            # Equal samples are asked for once, and vLLM wants it so.
+            asked = replace(params, n=1) if params.temperature == 0 else params
+            kwargs = sampling_kwargs(asked, own, self._eos, self._structured_outputs)
             if structure := kwargs.pop("structured_outputs", None):
                 kwargs["structured_outputs"] = StructuredOutputsParams(**structure)
             return VllmSamplingParams(**kwargs)
@@ -201,6 +203,9 @@ class VllmEngine:
         self._llm.reset_prefix_cache()
         prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
         return self._llm.generate(prompts, [sampling(request) for request in requests], use_tqdm=False)
+
+    def _samples(self, request: Request, completions: Sequence[Any]) -> list[Sample]:
+        return [self._sample(request, i, completions[i % len(completions)]) for i in range(request.params.n)]
 
     def _sample(self, request: Request, number: int, completion: Any) -> Sample:
         if completion.finish_reason not in ("stop", "length"):
@@ -211,19 +216,27 @@ class VllmEngine:
 
 
 def build_vllm_engine(
-    config: Config, files: Mapping[str, bytes], eos: Sequence[int], coordinator: Coordinator, device: torch.device
+    config: RolloutConfig,
+    files: Mapping[str, bytes],
+    eos: Sequence[int],
+    coordinator: Coordinator,
+    device: torch.device,
+    *,
+    max_model_len: int,
+    seed: int,
 ) -> VllmEngine:
     """An engine on this rank's device, asleep where it can be. Collective; needs the ranks' process group.
 
     Args:
         files: the small files of the policy's Hugging Face folder, by name.
         eos: the tokens that end a response.
+        max_model_len: tokens of the longest prompt with its response.
+        seed: vLLM's own; that of a sample is the request's.
 
     Raises:
         UserError: vLLM does not take the model or the arguments.
     """
-    rollout = config.rollout
-    tensor_parallel = rollout.tensor_model_parallel_size
+    tensor_parallel = config.tensor_model_parallel_size
     first = coordinator.rank // tensor_parallel * tensor_parallel
     ranks = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(device.index or 0)}
     # For a CPU vLLM compiles two small functions, which takes longer than they ever save.
@@ -233,11 +246,20 @@ def build_vllm_engine(
         for name, content in files.items():
             (folder / name).write_bytes(content)
         shapes, hf_config = _shapes(folder)
-        arguments = _arguments(config, folder, hf_config, device) | rollout.engine_kwargs.vllm
+        arguments = _arguments(config, folder, hf_config, device, max_model_len) | {"seed": seed}
+        arguments |= config.engine_kwargs.vllm
         llm = _start(arguments, coordinator.broadcast(uuid.uuid4().hex), device)
-    sleep_level = rollout.sleep_level if device.type == "cuda" else 0
-    group = range(first, first + tensor_parallel)
-    engine = VllmEngine(llm, process_state, config, shapes, eos, coordinator, group, sleep_level)
+    engine = VllmEngine(
+        llm,
+        process_state,
+        config.structured_outputs,
+        max_model_len,
+        shapes,
+        eos,
+        coordinator,
+        group=range(first, first + tensor_parallel),
+        sleep_level=config.sleep_level if device.type == "cuda" else 0,
+    )
     engine.sleep()
     return engine
 
@@ -254,8 +276,8 @@ def _start(arguments: dict[str, Any], token: str, device: torch.device) -> Any:
                 llm = LLM(**arguments)
     except (ValueError, TypeError) as error:
         raise UserError(
-            "rollout=vllm: vLLM does not take the model or the arguments (those of rollout.engine_kwargs.vllm among them): "
-            f"{' '.join(str(error).split())}"
+            "rollout=vllm: vLLM does not take the model or the arguments (those of rollout.engine_kwargs.vllm among "
+            f"them): {' '.join(str(error).split())}"
         ) from error
     # At its end, and at the process's, it would destroy the process group, which is the rank's.
     llm.llm_engine.engine_core._finalizer.detach()
@@ -264,7 +286,10 @@ def _start(arguments: dict[str, Any], token: str, device: torch.device) -> Any:
 
 @contextmanager
 def _own_shared_memory(token: str) -> Iterator[None]:
-    """On a CPU the ranks of a group talk through shared memory that vLLM names alike in all runs, and that a killed one leaves behind."""
+    """A name of this run's own for the shared memory through which the ranks of a group talk on a CPU.
+
+    vLLM names it alike in all runs, and a killed one leaves it behind.
+    """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     name = Shared.make_group_name
@@ -278,41 +303,40 @@ def _own_shared_memory(token: str) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _arguments(config: Config, folder: Path, hf_config: Any, device: torch.device) -> dict[str, Any]:
-    rollout = config.rollout
+def _arguments(
+    config: RolloutConfig, folder: Path, hf_config: Any, device: torch.device, max_model_len: int
+) -> dict[str, Any]:
     arguments = {
         "model": str(folder),
         "load_format": "dummy",
-        "dtype": rollout.dtype,
-        "seed": config.trainer.seed,
-        "max_model_len": config.data.max_prompt_length + config.data.max_response_length,
-        "max_num_seqs": rollout.max_num_seqs,
-        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "dtype": config.dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
         "distributed_executor_backend": "external_launcher",
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "enforce_eager": rollout.enforce_eager,
-        "enable_sleep_mode": device.type == "cuda" and rollout.sleep_level > 0,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        "enable_sleep_mode": device.type == "cuda" and config.sleep_level > 0,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
     }
     if device.type == "cpu":
         # A prompt in parts makes seeded requests fail on a CPU.
         arguments |= {"enforce_eager": True, "enable_chunked_prefill": False}
-        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config, hf_config)
+        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config, hf_config, max_model_len)
     return arguments
 
 
-def _cpu_cache_bytes(config: Config, hf_config: Any) -> int:
-    """What `max_num_seqs` samples of full length need, at most this rank's part of the share of the machine's memory."""
-    rollout, text = config.rollout, hf_config.get_text_config()
+def _cpu_cache_bytes(config: RolloutConfig, hf_config: Any, max_model_len: int) -> int:
+    """Bytes that `max_num_seqs` samples of full length need, at most this rank's part of the machine's share."""
+    text = hf_config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * heads * width * getattr(torch, rollout.dtype).itemsize
-    length = config.data.max_prompt_length + config.data.max_response_length
-    blocks = rollout.max_num_seqs * math.ceil(length / BLOCK) + 1  # vLLM keeps one for itself
+    token = 2 * text.num_hidden_layers * heads * width * getattr(torch, config.dtype).itemsize
+    blocks = config.max_num_seqs * math.ceil(max_model_len / BLOCK) + 1  # vLLM keeps one for itself
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
-    return min(blocks * BLOCK * token, int(machine * rollout.gpu_memory_utilization / local))
+    return min(blocks * BLOCK * token, int(machine * config.gpu_memory_utilization / local))
 
 
 def _shapes(folder: Path) -> tuple[dict[tuple[str, ...], torch.Size], Any]:

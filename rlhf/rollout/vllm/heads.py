@@ -1,10 +1,10 @@
-"""What vLLM's own reload of weights leaves undone."""
+"""Repacking of heads, which vLLM's own reload of weights leaves out."""
 
 from torch import nn
 
 
 def repack_heads(model: nn.Module) -> None:
-    """On a CPU vLLM computes with packed copies of weights, and a head that is tied to the embeddings would keep its old one."""
+    """Pack heads anew: on a CPU vLLM computes with packed copies, and one that is tied to embeddings keeps its old."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""What vLLM does to the process it lives in, in effect while it is called and undone for the rest of the rank."""
+"""Process state that vLLM changes: in effect while it is called, undone for the rest of the rank."""
 
 import gc
 import logging
@@ -20,9 +20,9 @@ _memory: Any = torch.utils.deterministic
 class ProcessState:
     """Keeps two states of the process: the rank's own, and vLLM's, with `environment` on top when it is first entered.
 
-    Both have their environment variables, numbers and functions of torch, log handlers and signal handlers. Generators of random numbers
-    are always left as they were found. On a GPU vLLM makes a stream of its own the current one, and so it stays: training then runs
-    there, too.
+    Both have their environment variables, numbers and functions of torch, log handlers and signal handlers. Generators
+    of random numbers are always left as they were found. On a GPU vLLM makes a stream of its own the current one, and
+    so it stays: training then runs there, too.
 
     Args:
         compiles: whether torch.compile does in there what it says.

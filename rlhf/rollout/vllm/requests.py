@@ -1,4 +1,4 @@
-"""A request in vLLM's words, the same for the engine in the rank and for servers. Imports no vLLM."""
+"""Requests in vLLM's words, the same for the engine in the rank and for servers. Imports no vLLM."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from rlhf.rollout.engine import SamplingParams
 
 
 def request_seed(seed: int, step: int, uid: int) -> int:
-    """The seed of sample 0 of a request, 62 bits; sample i has this plus i, which is vLLM's own rule for several samples."""
+    """The seed of sample 0 of a request, 62 bits; sample i has this plus i, by vLLM's own rule for several samples."""
     return xxhash.xxh3_64_intdigest(struct.pack("<qqq", seed, step, uid)) >> 2
 
 

@@ -1,4 +1,4 @@
-"""Buckets from the leader's GPU to the workers of servers, as one NCCL broadcast each. The receiving end is vLLM's own."""
+"""Weights by NCCL: each bucket is one broadcast from the leader's GPU to the servers' workers, which vLLM receives."""
 
 import logging
 import socket
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class NcclGroup:
-    """The leader as rank 0 and, after it, all workers of all servers. Needs vLLM here, too, and a CUDA device of the leader's."""
+    """The leader as rank 0 and, after it, all workers of all servers. The leader needs vLLM and a CUDA device, too."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self.device = device
@@ -35,7 +35,7 @@ class NcclGroup:
         """What the servers call the weights of the last update."""
 
     def join(self, urls: Sequence[str]) -> bool:
-        """Be in a group with just these servers; False where that cannot be had, which is tried once for the same servers.
+        """Be in a group with just these servers; False where that cannot be had. Tried once for the same servers.
 
         A server that was started anew at its old address does not know the label of the last update, and so is noticed.
         """
@@ -116,7 +116,7 @@ class NcclGroup:
     def _with_servers(
         self, ours: Callable[[], Any], theirs: Callable[[str], None], urls: Sequence[str]
     ) -> tuple[Any, dict[str, str]]:
-        """`ours` while each server does `theirs`: its result, None if it failed or was cut off, and the servers' refusals.
+        """Do `ours` while each server does `theirs`; its result, None if it failed or was cut off, and the refusals.
 
         `ours` may hang in NCCL where a peer is missing, and runs in a thread that can be left behind.
         """

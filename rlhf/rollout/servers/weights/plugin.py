@@ -1,4 +1,4 @@
-"""How vLLM's processes come to know the weight transfer of ours; `register` is a plugin's entry point that vLLM calls in each of them."""
+"""Plugin of vLLM that registers our way to take over weights; vLLM calls `register` in each of its processes."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Bytes from the trainer to servers over HTTP: lent out under a path that nobody can guess, fetched and proven. Imports no torch."""
+"""Weights over HTTP: bytes are lent out under a path that nobody can guess, fetched and proven. Imports no torch."""
 
 import secrets
 import socket
@@ -78,7 +78,11 @@ def address_towards(url: str) -> str:
 
 
 def fetch(url: str, size: int, xxh3_128: str, timeout_s: float) -> bytes:
-    """The `size` bytes at `url`; raises OSError if they are not there, not those, or not all there within `timeout_s`."""
+    """The `size` bytes at `url`.
+
+    Raises:
+        OSError: they are not there, not those, or not all there within `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     data, proof = bytearray(), xxhash.xxh3_128()

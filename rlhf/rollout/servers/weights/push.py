@@ -1,4 +1,4 @@
-"""The trainer's end of a weight update: on the leader, all weights to all servers at once, bucket by bucket."""
+"""Push of the weights from the leader to all servers at once, bucket by bucket."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +36,7 @@ class Route(Protocol):
 
 
 class WeightPush:
-    """Hands weights to servers: through NCCL where the leader and they have it, else they fetch them from this machine over HTTP."""
+    """Hands weights to servers: by NCCL where the leader and they have it, else they fetch them over HTTP."""
 
     def __init__(self, config: RolloutConfig, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> None:
         """

@@ -1,4 +1,4 @@
-"""In a worker of a vLLM server: takes over the trainer's weights, fetched over HTTP or broadcast through NCCL."""
+"""Worker's side of a weight push, inside a vLLM server: takes over weights from HTTP or NCCL."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from rlhf.rollout.vllm.heads import repack_heads
 
 
 class ReceivingEngine(NCCLWeightTransferEngine):
-    """vLLM's NCCL engine, which can also fetch a bucket from a URL, and which can start anew after an update that broke off."""
+    """vLLM's NCCL engine that can also fetch a bucket from a URL, and start anew after an update that broke off."""
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Join the trainer's NCCL group; a group from before is left, whatever its state."""

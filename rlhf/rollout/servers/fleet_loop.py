@@ -1,4 +1,4 @@
-"""What the fleet's thread does: it watches the servers, starts ours again, hands requests to those that serve."""
+"""Event loop of the fleet's thread: probes the servers, starts ours again, hands requests to those that serve."""
 
 import asyncio
 import logging
@@ -15,9 +15,10 @@ import aiohttp
 from rlhf.config.rollout import ServersConfig
 from rlhf.config.vllm_versions import server_problem
 from rlhf.errors import UserError
-from rlhf.rollout.engine import Request, Sample, SamplingParams
+from rlhf.rollout.engine import Request, Sample
 from rlhf.rollout.servers.client import Ask, ServerClient, ServerFailure, StaleAnswer
 from rlhf.rollout.servers.health import Budget, ServerHealth
+from rlhf.rollout.vllm.requests import request_seed
 
 log = logging.getLogger(__name__)
 FleetState = Literal["ready", "weights", "done"]
@@ -43,15 +44,6 @@ class ServerHandle(Protocol):
     def kill(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Work:
-    """A request with what it takes to send it to a server."""
-
-    request: Request
-    params: SamplingParams
-    seed: int
-
-
 @dataclass
 class _Member:
     health: ServerHealth
@@ -64,7 +56,7 @@ class _Member:
     load: int = 0
     """Samples in flight."""
     asks: dict[asyncio.Task, int] = field(default_factory=dict)
-    """Which work each of its tasks is about."""
+    """The number of the request that each of its tasks has sent."""
     probe: asyncio.Task | None = None
     silence: str = "nothing was heard of it"
     """What the last probe met."""
@@ -72,13 +64,15 @@ class _Member:
 
 @dataclass
 class _Generation:
-    work: Sequence[Work]
+    requests: Sequence[Request]
+    seed: int
+    step: int
     queue: deque[int]
     samples: dict[int, list[Sample]] = field(default_factory=dict)
 
 
-class Watch:
-    """All of it runs in one event loop. For the arguments, and what the methods mean, see `Fleet`."""
+class FleetLoop:
+    """State of the fleet, which only its event loop touches. `Fleet` explains the arguments and the methods."""
 
     def __init__(
         self, settings: ServersConfig, processes: Mapping[Path, ServerHandle], ask: Ask, *, capacity: int
@@ -152,15 +146,15 @@ class Watch:
                 if error is not None:
                     self._tell_failure(member, f"the push of the weights failed: {error}")
 
-    def begin(self, work: Sequence[Work]) -> None:
-        self._generation = _Generation(work, deque(range(len(work))))
+    def begin(self, requests: Sequence[Request], seed: int, step: int) -> None:
+        self._generation = _Generation(requests, seed, step, deque(range(len(requests))))
         self._budget.needed = True
         self._wake.set()
 
     def take(self) -> list[list[Sample]]:
         generation, self._generation = self._generation, None
         assert generation is not None
-        return [generation.samples[i] for i in range(len(generation.work))]
+        return [generation.samples[i] for i in range(len(generation.requests))]
 
     def metrics(self) -> dict[str, float]:
         counts, self._counts = self._counts, Counter()
@@ -175,7 +169,7 @@ class Watch:
     def _ended(self) -> FleetState | None:
         self._check()
         assert self._generation is not None
-        if len(self._generation.samples) == len(self._generation.work):
+        if len(self._generation.samples) == len(self._generation.requests):
             return "done"
         states = {m.health.state for m in self._members}
         return "weights" if "stale" in states and "serving" not in states else None
@@ -186,8 +180,8 @@ class Watch:
         if self._budget.spent:
             servers = "\n".join(f"  {_told(member)}" for member in self._members)
             raise ServersFailed(
-                f"The rollout servers failed {self._budget.in_a_row} times without a finished request between the failures "
-                f"(rollout.servers.max_failures={self._budget.max_failures}):\n{servers}"
+                f"The rollout servers failed {self._budget.in_a_row} times without a finished request between the "
+                f"failures (rollout.servers.max_failures={self._budget.max_failures}):\n{servers}"
             )
 
     def _tend(self, member: _Member, now: float) -> None:
@@ -258,7 +252,7 @@ class Watch:
         """Hand out the queue, each request to the server with the least in flight, up to the capacity of each."""
         generation = self._generation
         while generation is not None and generation.queue:
-            n = generation.work[generation.queue[0]].params.n
+            n = generation.requests[generation.queue[0]].params.n
             serving = [m for m in self._members if m.health.state == "serving"]
             free = [m for m in serving if not m.load or m.load + n <= self._capacity]
             if not free:
@@ -269,10 +263,11 @@ class Watch:
             member.asks[asyncio.create_task(self._send(member, generation, index))] = index
 
     async def _send(self, member: _Member, generation: _Generation, index: int) -> None:
-        work, task = generation.work[index], asyncio.current_task()
+        request, task = generation.requests[index], asyncio.current_task()
         assert task is not None
         try:
-            samples = await member.client.generate(work.request, work.params, work.seed, self._label, self._version)
+            seed = request_seed(generation.seed, generation.step, request.uid)
+            samples = await member.client.generate(request, seed, self._label, self._version)
         except ServerFailure as failure:
             if task in member.asks:
                 self._fail(member, str(failure), gone=failure.hung)
@@ -289,7 +284,7 @@ class Watch:
             # Whoever was dropped has its request in the queue again.
             if member.asks.pop(task, None) is not None:
                 generation.samples[index] = samples
-                member.load -= work.params.n
+                member.load -= request.params.n
                 member.health.finished(time.monotonic())
         finally:
             self._wake.set()

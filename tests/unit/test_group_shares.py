@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rlhf.experience.collector import equal_shares
+from rlhf.experience.group_shares import equal_shares
 
 
 @pytest.mark.parametrize("seed", range(20))

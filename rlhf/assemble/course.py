@@ -1,0 +1,30 @@
+"""Course of a run: a hash of all that the weights of its steps follow from, for the rollout journal."""
+
+import json
+from collections.abc import Mapping
+
+import xxhash
+
+import rlhf
+from rlhf.config import Config
+from rlhf.config.schema import SETTINGS
+from rlhf.user_functions import hash_of_files
+
+
+def course_of(config: Config, run_id: str, fingerprints: Mapping[str, str]) -> str:
+    """A hash of what makes the weights of a step what they are, but for the rewards and the number of ranks.
+
+    Args:
+        run_id: the run's identity.
+        fingerprints: hashes of what settings only name: model files, prompts.
+    """
+    facts = {
+        "rlhf": rlhf.__version__,
+        "run_id": run_id,
+        "settings": {s.key: s.value(config) for s in SETTINGS.values() if s.metadata["resume"] == "trajectory"},
+        # What a resume leaves out (say, the optimizer's moments) changes the weights of every later step.
+        "contents": sorted(config.checkpoint.load_contents or config.checkpoint.contents),
+        "files": dict(fingerprints),
+        "functions": hash_of_files([config.algorithm.adv_estimator, config.actor.policy_loss.loss_mode]),
+    }
+    return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())

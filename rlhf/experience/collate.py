@@ -1,0 +1,31 @@
+"""Collation of groups into the tensors of a batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rlhf.batch import Batch
+from rlhf.experience.groups import Group
+
+
+def collate(groups: Sequence[Group], pad_id: int, device: torch.device) -> Batch:
+    """The samples of `groups`, one group after the other, padded with `pad_id`, with their whole rewards as scores."""
+    rows = [(group, sample) for group in groups for sample in group.samples]
+
+    def tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    baselines = [group.baseline for group, _ in rows]
+    sequences = [torch.tensor(group.prompt_ids + sample.token_ids) for group, sample in rows]
+    log_probs = [torch.tensor(sample.log_probs, dtype=torch.float32) for _, sample in rows]
+    return Batch(
+        input_ids=pad_sequence(sequences, batch_first=True, padding_value=pad_id).to(device),
+        prompt_lengths=tensor([len(group.prompt_ids) for group, _ in rows], torch.int64),
+        response_lengths=tensor([len(sample.token_ids) for _, sample in rows], torch.int64),
+        rollout_log_probs=pad_sequence(log_probs, batch_first=True).to(device),
+        scores=tensor([score for group in groups for score in group.scores], torch.float32),
+        baselines=None if None in baselines else tensor(baselines, torch.float32),
+    )

@@ -1,0 +1,97 @@
+"""Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2): prompts are drawn until enough groups have a signal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlhf.config import FilterGroupsConfig
+from rlhf.errors import UserError
+from rlhf.experience.generation import Generation
+from rlhf.experience.group_shares import owners, share
+from rlhf.experience.groups import Group
+from rlhf.experience.metrics import RolloutStats
+from rlhf.experience.prefetch import Prefetch
+from rlhf.experience.prompt_share import PromptShare
+from rlhf.ranks.coordinator import Coordinator
+
+
+@dataclass
+class DynamicSampling:
+    """Fills a batch with groups whose samples differ in their reward: others have no advantage, and are dropped.
+
+    Groups that are too many are trained on in the next step, before newer ones; they stay on the rank that has
+    generated them. Every rank takes the same decisions.
+    """
+
+    config: FilterGroupsConfig
+    gen_batch_size: int
+    """Prompts per generation, over all ranks."""
+    prompts: PromptShare
+    generation: Generation
+    prefetch: Prefetch
+    coordinator: Coordinator
+    carried: list[Group] = field(default_factory=list, init=False)
+    """This rank's groups for the next step, by uid."""
+
+    def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
+        """This rank's share of a full batch of groups with signal, and how it came about. Collective.
+
+        Raises:
+            UserError: the generations that are allowed do not fill the batch.
+        """
+        wanted, drawn, metric = self.prompts.batch_size, self.gen_batch_size, self.config.metric
+        kept, dropped, rounds = self.carried, list[Group](), 0
+        fresh = self.prefetch.take(stats)
+        held = owners(kept, self.coordinator)
+        carried = len(held)
+        while fresh is not None or (len(held) < wanted and rounds < self.config.max_num_gen_batches):
+            rounds += 1
+            if fresh is None:
+                fresh = self.generation.groups(self.prompts.next(drawn), stats, version=step - 1, step=step)
+            kept = kept + [group for group in fresh if group.has_signal(metric)]
+            # No more than a whole batch of them, the newest, can be needed to fill up.
+            dropped = (dropped + [group for group in fresh if not group.has_signal(metric)])[-wanted:]
+            held, fresh = owners(kept, self.coordinator), None
+        chosen = dict(sorted(held.items())[:wanted])
+        missing = wanted - len(chosen)
+        if missing:
+            spare = owners(dropped, self.coordinator)
+            self._check_limit(step, len(held), len(spare), carried)
+            chosen |= dict(sorted(spare.items())[-missing:])
+        metrics: dict[str, float] = {
+            "sampling/gen_batches": rounds,
+            "sampling/groups_generated": rounds * drawn,
+            "sampling/groups_dropped": rounds * drawn - (len(held) - carried),
+            "sampling/groups_carried": len(held) - (wanted - missing),
+            "sampling/groups_filled": missing,
+        }
+        self.carried = [group for group in kept if group.uid not in chosen]
+        batch = dict(sorted(chosen.items()))
+        return share(kept + dropped, batch, self.prompts.mini_batch_size, self.coordinator), metrics
+
+    def begin(self, step: int) -> None:
+        """Begin the first generation of `step` ahead, unless what is carried over fills its batch. Collective."""
+        if len(owners(self.carried, self.coordinator)) < self.prompts.batch_size:
+            self.prefetch.begin(step, self.gen_batch_size)
+
+    def carry(self, groups: Sequence[Group]) -> None:
+        """Take over the groups that a checkpoint has carried over, instead of those that are held."""
+        self.carried = sorted(groups, key=lambda group: group.uid)
+
+    def _check_limit(self, step: int, with_signal: int, without: int, carried: int) -> None:
+        config, wanted = self.config, self.prompts.batch_size
+        facts = (
+            f"Step {step} needs data.train_batch_size={wanted} prompts whose samples differ in "
+            f"algorithm.filter_groups.metric={config.metric}, and has {with_signal} ({carried} of them from earlier "
+            f"steps) after algorithm.filter_groups.max_num_gen_batches={config.max_num_gen_batches} generations of "
+            f"{self.gen_batch_size} prompts"
+        )
+        if config.on_limit == "stop":
+            raise UserError(
+                f"{facts}. Raise max_num_gen_batches, take prompts that the policy neither always nor never solves, "
+                "or set algorithm.filter_groups.on_limit=fill to train on prompts without signal, too."
+            )
+        if with_signal + without < wanted:
+            raise UserError(
+                f"{facts}; with the {without} others they are still too few to fill the batch. Raise "
+                f"max_num_gen_batches or data.gen_batch_size: their product must be at least {wanted}."
+            )

@@ -1,0 +1,53 @@
+"""Shares of the ranks in the groups of a batch: as many of each mini-batch on every rank, as few as possible moved."""
+
+from collections.abc import Sequence
+
+from rlhf.experience.groups import Group
+from rlhf.ranks.coordinator import Coordinator
+
+
+def owners(groups: Sequence[Group], coordinator: Coordinator) -> dict[int, int]:
+    """The rank that has each group, by uid, over all ranks. Collective."""
+    uids = coordinator.gather([group.uid for group in groups])
+    return {uid: rank for rank, of_rank in enumerate(uids) for uid in of_rank}
+
+
+def share(mine: Sequence[Group], chosen: dict[int, int], mini_batch_size: int, coordinator: Coordinator) -> list[Group]:
+    """This rank's part of a batch; only groups that change ranks are sent. Collective.
+
+    Args:
+        mine: the groups that this rank has; those that are not chosen do not matter.
+        chosen: the batch: uid -> rank that has the group, in order.
+    """
+    takers = dict(
+        zip(chosen, equal_shares(list(chosen.values()), mini_batch_size, coordinator.world_size), strict=True)
+    )
+    rank, groups = coordinator.rank, {group.uid: group for group in mine}
+    if takers != chosen:
+        leaving = [groups[uid] for uid, owner in chosen.items() if owner == rank != takers[uid]]
+        groups |= {group.uid: group for part in coordinator.gather(leaving) for group in part}
+    return [groups[uid] for uid, taker in takers.items() if taker == rank]
+
+
+def equal_shares(owners: Sequence[int], mini_batch_size: int, world_size: int) -> list[int]:
+    """Which rank trains on each group so that every rank has the same number in each mini-batch.
+
+    Args:
+        owners: the rank that has each group; `mini_batch_size` consecutive ones are a mini-batch, a multiple of
+            `world_size`.
+
+    Returns:
+        A rank for each group. A rank keeps its first ones; the others go, in order, to the lowest rank with room.
+    """
+    takers, share = list(owners), mini_batch_size // world_size
+    for start in range(0, len(owners), mini_batch_size):
+        room, surplus = [share] * world_size, []
+        for place in range(start, start + mini_batch_size):
+            if room[owners[place]]:
+                room[owners[place]] -= 1
+            else:
+                surplus.append(place)
+        free = (rank for rank in range(world_size) for _ in range(room[rank]))
+        for place, rank in zip(surplus, free, strict=True):
+            takers[place] = rank
+    return takers

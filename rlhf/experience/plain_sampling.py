@@ -1,0 +1,58 @@
+"""Plain sampling: the batch of a step is the groups of the next prompts, whatever their rewards."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf.experience.generation import Generation
+from rlhf.experience.group_shares import owners, share
+from rlhf.experience.groups import Group
+from rlhf.experience.metrics import RolloutStats
+from rlhf.experience.prefetch import Prefetch
+from rlhf.experience.prompt_share import PromptShare
+from rlhf.ranks.coordinator import Coordinator
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class PlainSampling:
+    """Fills a batch with one generation; holds nothing from step to step."""
+
+    prompts: PromptShare
+    generation: Generation
+    prefetch: Prefetch
+    coordinator: Coordinator
+
+    def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
+        """This rank's share of the groups of the next prompts; no metrics. Collective."""
+        if (ahead := self.prefetch.take(stats)) is not None:
+            held, wanted = owners(ahead, self.coordinator), self.prompts.batch_size
+            if len(held) == wanted:
+                return share(ahead, dict(sorted(held.items())), self.prompts.mini_batch_size, self.coordinator), {}
+            log.warning(
+                "Left out %d prompts with their samples that the checkpoint kept for step %d: "
+                "data.train_batch_size is now %d.",
+                len(held),
+                step,
+                wanted,
+            )
+        return self.generation.groups(self.prompts.next(), stats, version=step - 1, step=step), {}
+
+    def begin(self, step: int) -> None:
+        """Begin the generation of `step` ahead. Collective."""
+        self.prefetch.begin(step)
+
+    @property
+    def carried(self) -> list[Group]:
+        """No groups: none are left over."""
+        return []
+
+    def carry(self, groups: Sequence[Group]) -> None:
+        """Take over the groups that a checkpoint has carried over: they are left out, with a warning."""
+        if groups:
+            log.warning(
+                "Left out %d prompts with their samples that dynamic sampling had carried over: "
+                "algorithm.filter_groups.enable=false.",
+                len(groups),
+            )

@@ -1,0 +1,26 @@
+"""Scoring of responses: from samples to texts, and from texts with their prompts to rewards."""
+
+from collections.abc import Iterable, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.data import Prompt
+from rlhf.reward import Reward, RewardItem, RewardResult
+from rlhf.rollout import Sample
+
+
+def score_responses(
+    reward: Reward, tokenizer: PreTrainedTokenizerBase, answered: Iterable[tuple[Prompt, Sequence[Sample]]]
+) -> list[list[RewardResult]]:
+    """For each prompt with its samples what the reward says of each of them. Collective with a reward model."""
+    every = list(answered)
+    ids = [sample.token_ids for _, samples in every for sample in samples]
+    # The tokenizer makes one text out of no sequences.
+    texts = iter(tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else [])
+    items = [
+        RewardItem(prompt.data_source, next(texts), prompt.ground_truth, prompt.extra_info, prompt.messages)
+        for prompt, samples in every
+        for _ in samples
+    ]
+    results = iter(reward.score(items))
+    return [[next(results) for _ in samples] for _, samples in every]
