@@ -9,6 +9,7 @@ import pytest
 
 from rlhf.config import Config
 from rlhf.errors import EXIT_DONE
+from rlhf.launch.rank_starter import RankStarter
 from rlhf.launch.stop_request import StopRequest
 from rlhf.launch.supervisor import run_attempts
 from tests.conftest import EXPORT, Undisturbed
@@ -112,7 +113,9 @@ hanger.turn_forever()
 """
 DEADLOCK = """
 import torch, torch.distributed as dist
-dist.init_process_group("gloo")
+from rlhf.config import TrainerConfig
+from rlhf.ranks import collectives
+collectives.start(TrainerConfig(device="cpu"))
 status.event(5, "step.begin")
 dist.barrier()
 (run_dir / "hung").touch()
@@ -123,7 +126,9 @@ dist.all_reduce(torch.zeros(1))
 """
 LATECOMER = """
 import torch, torch.distributed as dist
-dist.init_process_group("gloo")
+from rlhf.config import TrainerConfig
+from rlhf.ranks import collectives
+collectives.start(TrainerConfig(device="cpu"))
 dist.barrier()
 (run_dir / "hung").touch()
 if rank == 1:
@@ -177,8 +182,8 @@ def test_small_ranks(tmp_path, monkeypatch, caplog, script, phase, frame):
     config.run_dir.mkdir(parents=True)
     path = tmp_path / "rank.py"
     path.write_text(RANK + script)
-    with StopRequest() as stop:
-        code = run_attempts(config, [str(path), str(config.run_dir)], stop)
+    with StopRequest() as stop, RankStarter(config, modules=[]) as starter:
+        code = run_attempts(config, [str(path), str(config.run_dir)], starter, stop)
     assert code == EXIT_DONE, caplog.text
     warnings = [record.getMessage() for record in caplog.records if record.name == "rlhf.launch.supervisor"]
     assert len(warnings) == 2

@@ -1,4 +1,7 @@
-"""The supervisor against real ranks that crash, hang, are killed or preempted: small scripts in the worker's place."""
+"""The supervisor against real ranks that crash, hang, are killed or preempted: small scripts in the worker's place.
+
+Each test runs twice, on ranks that a launcher forks and on ranks that are started plainly.
+"""
 
 import logging
 import os
@@ -14,6 +17,7 @@ from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
 from rlhf.launch import attempt as attempt_module
+from rlhf.launch.rank_starter import RankStarter
 from rlhf.launch.stop_request import StopRequest
 from rlhf.launch.supervisor import run_attempts, supervise
 from rlhf.ranks.lock import run_lock, wait_for_ranks
@@ -28,6 +32,7 @@ from rlhf.ranks.lock import hold_rank_lock
 from rlhf.ranks.stop import PreemptionFlag
 from rlhf.ranks.status import StatusWriter
 rank, run_dir = int(os.environ["RANK"]), Path(sys.argv[1])
+supervisor = int(os.environ["RLHF_SUPERVISOR_PID"])
 hold_rank_lock(run_dir)
 status = StatusWriter(run_dir, rank)
 flag = PreemptionFlag()
@@ -51,23 +56,25 @@ from pathlib import Path
 from rlhf.config.resolved import load
 from rlhf.ranks.lock import run_lock, wait_for_ranks
 from rlhf.ranks.logs import configure_logging
+from rlhf.launch.rank_starter import RankStarter
 from rlhf.launch.stop_request import StopRequest
 from rlhf.launch.supervisor import run_attempts
 configure_logging()
 config = load(Path(sys.argv[1]))
-with run_lock(config.run_dir), StopRequest() as stop:
+with run_lock(config.run_dir), StopRequest() as stop, RankStarter(config, modules=[]) as starter:
     wait_for_ranks(config.run_dir)
-    sys.exit(run_attempts(config, [sys.argv[2], str(config.run_dir)], stop))
+    sys.exit(run_attempts(config, [sys.argv[2], str(config.run_dir)], starter, stop))
 """
 
 
-@pytest.fixture
-def config(tmp_path, monkeypatch) -> Config:
+@pytest.fixture(params=[True, False], ids=["warm", "plain"])
+def config(tmp_path, monkeypatch, request) -> Config:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # the scripts lie outside the checkout
     config = Config()
     config.model.path = "none"
     t = config.trainer
     t.default_local_dir, t.device, t.nproc = str(tmp_path / "runs"), "cpu", 2
+    t.warm_start = request.param
     t.restart_backoff_s, t.max_failures_per_step = 0.01, 2
     config.run_dir.mkdir(parents=True)
     return config
@@ -80,8 +87,8 @@ def supervised(config, tmp_path):
     def run(script: str) -> int:
         path = tmp_path / "rank.py"
         path.write_text(RANK + script)
-        with StopRequest() as stop:
-            return run_attempts(config, [str(path), str(config.run_dir)], stop)
+        with StopRequest() as stop, RankStarter(config, modules=[]) as starter:
+            return run_attempts(config, [str(path), str(config.run_dir)], starter, stop)
 
     return run
 
@@ -138,7 +145,9 @@ def test_all_ranks_end_well_with_their_environment(config, supervised):
     code = supervised("""
 assert os.environ["WORLD_SIZE"] == "2" and os.environ["LOCAL_RANK"] == str(rank)
 assert os.environ["OMP_NUM_THREADS"] == "3" and os.environ["TOKENIZERS_PARALLELISM"] == "false"
-assert os.getppid() == int(os.environ["RLHF_SUPERVISOR_PID"])
+assert os.getppid() == int(os.environ["RLHF_PARENT_PID"])
+assert os.getpgrp() == os.getsid(0) == os.getpid()
+assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL and not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 time.sleep(0.5 * rank)  # a rank that ends early doesn't take the other along
 (run_dir / f"whole_{rank}").touch()
 """)
@@ -161,7 +170,7 @@ if number == 1:
 """)
     assert code == EXIT_DONE
     assert len(starts(config)) == 4
-    assert time.monotonic() - begin < 10  # elastic itself would wait 30 s for rank 0
+    assert time.monotonic() - begin < 10  # and not for the end of rank 0's sleep
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("rlhf")]
     assert warnings == [
         "Crash: rank 1: SIGKILL (often the kernel's out-of-memory killer), at step 1, last event rollout.before. "
@@ -252,7 +261,7 @@ def test_signal_to_the_supervisor_saves_and_requeues(config, supervised, caplog)
     code = supervised("""
 peers_started()
 if rank == 0:
-    os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(supervisor, signal.SIGTERM)
 while not flag.requested:
     time.sleep(0.02)
 time.sleep(0.3 * rank)
@@ -272,7 +281,7 @@ status.event(3, "rollout.before")
 peers_started()
 if rank == 0:
     (run_dir / "asked").touch()
-    os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(supervisor, signal.SIGTERM)
 block()
 """)
     grace = time.time() - (config.run_dir / "asked").stat().st_mtime
@@ -288,10 +297,10 @@ def test_a_second_sigterm_kills_at_once(config, supervised):
     code = supervised("""
 peers_started()
 if rank == 0:
-    os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(supervisor, signal.SIGTERM)
     time.sleep(1.2)
     (run_dir / "still_here").touch()
-    os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(supervisor, signal.SIGTERM)
 block()
 """)
     assert code == EXIT_REQUEUE
@@ -305,7 +314,8 @@ def test_a_signal_while_waiting_for_a_restart_leaves_at_once(config, supervised,
     code = supervised("""
 import subprocess
 # Not before the supervisor has noted the end of this process.
-after = f"while kill -0 {os.getpid()}; do sleep 0.1; done; sleep 1; kill -TERM {os.getppid()}"
+runs = f"grep -qs 'State:.[^ZX]' /proc/{os.getpid()}/status"
+after = f"while {runs}; do sleep 0.1; done; sleep 1; kill -TERM {supervisor}"
 subprocess.Popen(["sh", "-c", after], start_new_session=True)
 sys.exit(1)
 """)
@@ -318,7 +328,7 @@ sys.exit(1)
 def test_a_killed_supervisor_takes_its_ranks_along_and_frees_the_directory(config, start):
     supervisor, ranks = start("block()")
     with pytest.raises(UserError, match=f"{config.run_dir}: process {supervisor.pid} on"):
-        supervise(config)
+        supervise(config, lambda: None)
     assert all(map(alive, ranks))
     supervisor.kill()
     supervisor.wait()
@@ -329,13 +339,11 @@ def test_a_killed_supervisor_takes_its_ranks_along_and_frees_the_directory(confi
 
 
 def test_more_ranks_than_devices_and_an_unwritable_place_are_refused(config, tmp_path, monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(RankStarter, "_device_count", lambda _: 1)
     config.trainer.device = "cuda"
     with pytest.raises(UserError, match=r"trainer\.nproc=2, but only 1 CUDA"):
-        supervise(config)
+        supervise(config, lambda: None)
     (tmp_path / "file").touch()
     config.trainer.default_local_dir = str(tmp_path / "file")
     with pytest.raises(UserError, match=r"trainer\.default_local_dir"):
-        supervise(config)
+        supervise(config, lambda: None)
