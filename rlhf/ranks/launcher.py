@@ -29,14 +29,14 @@ _HANDLED = (*STOP_SIGNALS, signal.SIGCHLD)
 
 def why_not_fork() -> str | None:
     """What a child forked from this process would lack or share by mistake; None when there is nothing."""
-    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    if len(threads) > 1:
-        return f"{len(threads)} threads run in it ({', '.join(sorted(threads))})"
     torch = sys.modules.get("torch")
     if (torch is not None and torch.cuda.is_initialized()) or _has_cuda_open():
         return "CUDA is initialised in it"
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return "it is in a process group"
+    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    if len(threads) > 1:
+        return f"{len(threads)} threads run in it ({', '.join(sorted(threads))})"
     return None
 
 
