@@ -73,16 +73,16 @@ def _run(argv: list[str]) -> int:
         return EXIT_DONE
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        check_more(config)
+        check_inputs(config)
         from rlhf.worker import main_under_torchrun
 
         return main_under_torchrun(config)
     from rlhf.launch.supervisor import supervise
 
-    return supervise(config, lambda: check_more(config))
+    return supervise(config, lambda: check_inputs(config))
 
 
-def check_more(config: Config) -> None:
+def check_inputs(config: Config) -> None:
     """Checks that may import heavy libraries, for after everything that a typo can break; raises UserError."""
     from rlhf.data import check_sources
     from rlhf.reward import check_reward

@@ -89,8 +89,6 @@ class RankStarter:
     def __enter__(self) -> Self:
         if self._why_plain is None:
             self._launcher = LauncherProcess(self._modules, self._variables)
-        else:
-            log.info("The ranks are started plainly: %s.", self._why_plain)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,6 +103,7 @@ class RankStarter:
             ranks = self._fork(self._launcher, command, stop)
             if ranks is not None or stop.signal_name is not None:
                 return ranks
+        log.info("The ranks are started plainly: %s.", self._why_plain)
         return PlainRanks(command, self._trainer.nproc, self._variables)
 
     def _fork(self, launcher: LauncherProcess, command: Sequence[str], stop: StopRequest) -> ForkedRanks | None:
@@ -117,7 +116,7 @@ class RankStarter:
                 return ForkedRanks(launcher, nproc, answer.pids)
             if isinstance(answer, Forked) or time.monotonic() > end:
                 why = answer.problem if isinstance(answer, Forked) else f"its imports take more than {patience_s:g} s"
-                log.warning("The ranks are started plainly: the launcher must not fork them, because %s.", why)
+                self._why_plain = f"the launcher must not fork them, because {why}"
                 launcher.close()
                 self._launcher = None
                 return None

@@ -44,7 +44,8 @@ UNSAFE = {
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch) -> Config:
+def config(tmp_path, monkeypatch, caplog) -> Config:
+    caplog.set_level(logging.INFO, "rlhf")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     config = Config()
     config.model.path = "none"
@@ -67,7 +68,7 @@ def supervised(config, tmp_path):
     return run
 
 
-def warnings(caplog) -> list[str]:
+def said(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("rlhf")]
 
 
@@ -78,7 +79,7 @@ def test_what_is_not_safe_to_fork_is_not_forked(config, supervised, tmp_path, ca
     code = supervised('assert os.getppid() == supervisor and os.environ["WORLD_SIZE"] == "2"', module)
     assert code == EXIT_DONE
     assert len(starts(config)) == 2
-    (told,) = warnings(caplog)
+    (told,) = said(caplog)
     assert re.match(f"The ranks are started plainly: the launcher must not fork them, because {reason}", told), told
 
 
@@ -102,7 +103,7 @@ assert os.getppid() == supervisor
         "late",
     )
     assert code == EXIT_DONE
-    assert "2 threads run in it" in warnings(caplog)[-1]
+    assert "2 threads run in it" in said(caplog)[-1]
 
 
 def test_a_forked_rank_is_like_a_plain_one(config, supervised):
@@ -199,7 +200,7 @@ if number == 1:
     assert len(starts(config)) == 4
     first, second = (int((config.run_dir / f"launcher_{number}").read_text()) for number in (1, 2))
     assert first != second
-    assert warnings(caplog) == [
+    assert said(caplog) == [
         "Crash: the launcher: SIGKILL (often the kernel's out-of-memory killer), and its ranks died with it. "
         "Restart 1 of 10 in 0 s."
     ]
@@ -231,26 +232,24 @@ def test_a_request_to_stop_does_not_wait_for_imports(config, supervised, tmp_pat
     assert supervised("", "slow_import") == EXIT_REQUEUE
     assert time.monotonic() - begin < 20
     assert starts(config) == []
-    assert warnings(caplog) == ["SIGTERM before the ranks had started. The same command starts from the beginning."]
+    assert said(caplog) == ["SIGTERM before the ranks had started. The same command starts from the beginning."]
 
 
 def test_imports_that_hang_are_left_to_the_ranks(config, supervised, tmp_path, caplog):
     (tmp_path / "hanging.py").write_text("import time\ntime.sleep(600)")
     config.trainer.watchdog_first_timeout_s = 1.0
     assert supervised("assert os.getppid() == supervisor", "hanging") == EXIT_DONE
-    assert "its imports take more than 1 s" in warnings(caplog)[0]
+    assert "its imports take more than 1 s" in said(caplog)[0]
 
 
-def test_devices_are_counted_without_torch_in_this_process_or_in_the_launcher(config, caplog):
+def test_devices_are_counted_by_a_process_of_their_own(config):
     config.trainer.device = "cuda"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     config.trainer.nproc = count + 1
-    caplog.set_level(logging.INFO, "rlhf")
     for warm in (True, False):
         config.trainer.warm_start = warm
         with RankStarter(config, []) as starter, pytest.raises(UserError, match=r"CUDA devices? (is|are) visible"):
             starter.check_devices()
-    assert warnings(caplog) == ["The ranks are started plainly: trainer.warm_start=false."]
 
 
 def test_which_runs_are_forked_and_what_they_import_before():
