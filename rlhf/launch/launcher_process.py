@@ -14,20 +14,24 @@ from rlhf.ranks.parent import PARENT_PID
 Message = Forked | Devices | RankEnded
 
 
+def start_launcher(fd: int, modules: Sequence[str], variables: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """`rlhf.ranks.launcher.main(fd, modules)` in a process of its own, with `variables` in its environment."""
+    # A session of its own, like a rank: Ctrl-C is the supervisor's to handle.
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlhf.ranks.launcher", str(fd), *modules],
+        env=os.environ | variables,
+        pass_fds=(fd,),
+        start_new_session=True,
+    )
+
+
 class LauncherProcess:
     """A running launcher, which imports `modules` from the moment on that this object is made. Close it in the end."""
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
         self._connection, theirs = Pipe()
-        fd = theirs.fileno()
         with theirs:
-            # A session of its own, like a rank: Ctrl-C is the supervisor's to handle.
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "rlhf.ranks.launcher", str(fd), *modules],
-                env=os.environ | variables | {PARENT_PID: str(os.getpid())},
-                pass_fds=(fd,),
-                start_new_session=True,
-            )
+            self._popen = start_launcher(theirs.fileno(), modules, {**variables, PARENT_PID: str(os.getpid())})
         self.pid = self._popen.pid
         self.exit: int | None = None
         """Its exit code, negative for a signal, once it is known to have ended. The kernel ends its ranks with it."""

@@ -9,13 +9,11 @@ import pytest
 
 from rlhf.config import Config
 from rlhf.errors import EXIT_DONE
-from rlhf.launch.rank_starter import RankStarter
-from rlhf.launch.stop_request import StopRequest
-from rlhf.launch.supervisor import run_attempts
 from tests.conftest import EXPORT, Undisturbed
 from tests.support.compare_runs import differences
 from tests.support.hanger import hangs
 from tests.support.launching import Ended, saved_steps, small, train
+from tests.support.rank_scripts import supervised
 
 # Longer than any phase takes on a busy machine, shorter than two pauses.
 DEADLINE_S = 15
@@ -180,10 +178,7 @@ def test_small_ranks(tmp_path, monkeypatch, caplog, script, phase, frame):
     t.watchdog_timeout_s = config.checkpoint.timeout_s = 4.0
     t.watchdog_first_timeout_s = 10.0 if script is IMPORTS else 120.0
     config.run_dir.mkdir(parents=True)
-    path = tmp_path / "rank.py"
-    path.write_text(RANK + script)
-    with StopRequest() as stop, RankStarter(config, modules=[]) as starter:
-        code = run_attempts(config, [str(path), str(config.run_dir)], starter, stop)
+    code = supervised(config, tmp_path / "rank.py", RANK + script)
     assert code == EXIT_DONE, caplog.text
     warnings = [record.getMessage() for record in caplog.records if record.name == "rlhf.launch.supervisor"]
     assert len(warnings) == 2

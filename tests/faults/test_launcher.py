@@ -17,9 +17,8 @@ from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, UserError
 from rlhf.launch.rank_starter import RankStarter, modules_of, why_plain
-from rlhf.launch.stop_request import StopRequest
-from rlhf.launch.supervisor import run_attempts
 from tests.conftest import EXPORT
+from tests.support import rank_scripts
 from tests.support.compare_runs import differences
 from tests.support.interrupter import at
 from tests.support.launching import ROOT, small, train
@@ -58,14 +57,7 @@ def config(tmp_path, monkeypatch, caplog) -> Config:
 @pytest.fixture
 def supervised(config, tmp_path):
     """Run the ranks' script under a supervisor in this process, with a launcher that imports `modules`; the exit code."""
-
-    def run(script: str, *modules: str) -> int:
-        path = tmp_path / "rank.py"
-        path.write_text(RANK + script)
-        with StopRequest() as stop, RankStarter(config, modules) as starter:
-            return run_attempts(config, [str(path), str(config.run_dir)], starter, stop)
-
-    return run
+    return lambda script, *modules: rank_scripts.supervised(config, tmp_path / "rank.py", RANK + script, modules)
 
 
 def said(caplog) -> list[str]:

@@ -18,9 +18,9 @@ from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
 from rlhf.launch import attempt as attempt_module
 from rlhf.launch.rank_starter import RankStarter
-from rlhf.launch.stop_request import StopRequest
-from rlhf.launch.supervisor import run_attempts, supervise
+from rlhf.launch.supervisor import supervise
 from rlhf.ranks.lock import run_lock, wait_for_ranks
+from tests.support import rank_scripts
 from tests.support.rank_scripts import RANK, SUPERVISOR, alive, starts, wait_until
 
 
@@ -40,14 +40,7 @@ def config(tmp_path, monkeypatch, request) -> Config:
 @pytest.fixture
 def supervised(config, tmp_path):
     """Run the ranks' script under a supervisor in this process; returns the exit code."""
-
-    def run(script: str) -> int:
-        path = tmp_path / "rank.py"
-        path.write_text(RANK + script)
-        with StopRequest() as stop, RankStarter(config, modules=[]) as starter:
-            return run_attempts(config, [str(path), str(config.run_dir)], starter, stop)
-
-    return run
+    return lambda script: rank_scripts.supervised(config, tmp_path / "rank.py", RANK + script)
 
 
 @pytest.fixture

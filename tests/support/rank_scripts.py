@@ -1,9 +1,13 @@
 """Small scripts in the worker's place, and a supervisor around them: for what a model is not needed for."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf.config import Config
+from rlhf.launch.rank_starter import RankStarter
+from rlhf.launch.stop_request import StopRequest
+from rlhf.launch.supervisor import run_attempts
 
 # What every rank script begins with; the worker starts in the same order.
 RANK = """
@@ -48,6 +52,16 @@ with run_lock(config.run_dir), StopRequest() as stop, RankStarter(config, module
     wait_for_ranks(config.run_dir)
     sys.exit(run_attempts(config, [sys.argv[2], str(config.run_dir)], starter, stop))
 """
+
+
+def supervised(config: Config, path: Path, text: str, modules: Sequence[str] = ()) -> int:
+    """Write the ranks' script to `path` and run it under a supervisor in this process; the exit code of the run.
+
+    Unless `config` says otherwise, the ranks are forked from a launcher that has imported `modules`.
+    """
+    path.write_text(text)
+    with StopRequest() as stop, RankStarter(config, modules) as starter:
+        return run_attempts(config, [str(path), str(config.run_dir)], starter, stop)
 
 
 def starts(config: Config) -> list[tuple[int, int]]:
