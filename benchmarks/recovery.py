@@ -1,11 +1,13 @@
 """python -m benchmarks.recovery: from the SIGKILL of a rank to the next optimizer step, phase by phase, beside a cold start.
 
-A small run of the bundled policy saves at step 3; its last rank is killed in step 6, and the supervisor brings all ranks back. Both columns
-are medians over the same runs. The phases are those of rank 0:
+A small run of the bundled policy saves at step 3; its last rank is killed in step 6, and the supervisor brings all ranks
+back. Both columns are medians over the same runs, and so is the ratio of the two totals of a run. The phases are those of
+rank 0:
 
 detection       until the supervisor has seen the crash and every rank has ended
-start           until the new process is there; after a crash this has the wait of trainer.restart_backoff_s, in a cold start the supervisor
-import          until torch, transformers and this package are imported
+start           until the new process is there; after a crash this has the wait of trainer.restart_backoff_s, in a cold
+                start the supervisor and the imports of its launcher
+import          until the rank has all that it imports; plain starts (trainer.warm_start=false) have their imports here
 build           until the model, the data and everything else is there
 load            of the checkpoint
 first step      until its optimizer step; the sum up to here is the total
@@ -140,6 +142,8 @@ def main() -> int:
             warm = statistics.median(recovery[phase] for recovery, _ in outcomes)
             cold = f"{statistics.median(cold[phase] for _, cold in outcomes):.2f} s" if phase in COLD else ""
             sys.stdout.write(f"| {phase} | {warm:.2f} s | {cold} |\n")
+        ratio = statistics.median(recovery["total"] / cold["total"] for recovery, cold in outcomes)
+        sys.stdout.write(f"\nA recovery takes {ratio:.2f} of a cold start.\n")
         sys.stdout.flush()
     return 0
 

@@ -72,7 +72,18 @@ def _run(argv: list[str]) -> int:
         sys.stdout.write(to_yaml(config))
         return EXIT_DONE
 
-    # These may import heavy libraries, so they come after everything that a typo can break.
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        check_inputs(config)
+        from rlhf.worker import main_under_torchrun
+
+        return main_under_torchrun(config)
+    from rlhf.launch.supervisor import supervise
+
+    return supervise(config, lambda: check_inputs(config))
+
+
+def check_inputs(config: Config) -> None:
+    """Checks that may import heavy libraries, for after everything that a typo can break; raises UserError."""
     from rlhf.data import check_sources
     from rlhf.reward import check_reward
     from rlhf.tracking import check_trackers
@@ -80,13 +91,6 @@ def _run(argv: list[str]) -> int:
     check_sources(config)
     check_reward(config.reward, config.reward_model)
     check_trackers(config)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        from rlhf.worker import main_under_torchrun
-
-        return main_under_torchrun(config)
-    from rlhf.launch.supervisor import supervise
-
-    return supervise(config)
 
 
 class _Parser(argparse.ArgumentParser):

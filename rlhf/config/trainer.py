@@ -46,8 +46,11 @@ class TrainerConfig:
     """Trackers beside the console and metrics.jsonl, which are always on: `wandb`, `tensorboard`."""
     max_restarts: int = setting(10, ge=0, resume="harmless")
     """Restarts after crashes before the run is given up; the count starts again once a restart has got past the step it died at."""
-    restart_backoff_s: float = setting(1.0, ge=0, resume="harmless")
-    """Seconds before the first restart; doubled for each further one."""
+    warm_start: bool = setting(True, resume="harmless")
+    """Fork the ranks from a process that has done their imports, so that a restart does not do them again; false, or where that is not
+    safe, starts each rank anew."""
+    restart_backoff_s: float = setting(0.1, ge=0, resume="harmless")
+    """Seconds before the first restart; ten times as many for each further one."""
     restart_backoff_max_s: float = setting(60.0, ge=0, resume="harmless")
     """Longest wait before a restart, in seconds."""
     max_failures_per_step: int = setting(3, ge=1, resume="harmless")

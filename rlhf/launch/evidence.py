@@ -33,10 +33,12 @@ class AttemptResult:
     """Exit code by rank, in the order in which they ended; negative for a signal. A rank that SIGKILL could not end is
     missing."""
     first: tuple[int, ...]
-    """The ranks that failed first: those of one look, 0.1 s apart from the next."""
+    """The ranks that failed first: those within 0.1 s of the first one."""
     killed: frozenset[int]
     """Ranks that the supervisor killed, after a peer's failure, at the end of the grace or in a hang."""
     hang: Hang | None = None
+    launcher: int | None = None
+    """Exit code of the launcher, if it ended and took the ranks with it."""
 
 
 class Ending(Enum):
@@ -66,7 +68,7 @@ def classify(attempt: AttemptResult, nproc: int, stop_requested: bool) -> Ending
 def first_cause(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> int | None:
     """The rank whose death, or whose hang, brought down the others.
 
-    Of ranks that ended within one look, one killed by a signal comes first (its peers' exceptions followed from the
+    Of ranks that failed within 0.1 s, one killed by a signal comes first (its peers' exceptions followed from the
     lost connection), then the earliest error on file. None when no rank failed by itself.
     """
 
@@ -105,6 +107,16 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
+def describe_crash(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
+    """One line: what brought down the attempt."""
+    cause = first_cause(attempt, statuses)
+    if cause is not None:
+        return describe_rank(cause, attempt, statuses)
+    if attempt.launcher is not None:
+        return f"the launcher: {describe_exit(attempt.launcher)}, and its ranks died with it"
+    return "a rank could not be ended"
+
+
 def describe_rank(rank: int, attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
     """One line: how the rank ended and where it was."""
     if attempt.hang is not None and rank == attempt.hang.rank:
@@ -112,6 +124,8 @@ def describe_rank(rank: int, attempt: AttemptResult, statuses: dict[int, RankSta
         how = f"hung, {attempt.hang.what}, {ended}"
     elif rank in attempt.killed:
         how = "killed by the supervisor"
+    elif rank in attempt.exits and attempt.launcher is not None and rank not in attempt.first:
+        how = f"died with the launcher ({describe_exit(attempt.launcher)})"
     elif rank in attempt.exits:
         how = describe_exit(attempt.exits[rank])
     else:

@@ -21,7 +21,7 @@ class GiveUp:
 
 
 class RestartPolicy:
-    """Back-off that doubles, a budget of restarts that progress renews, and an end to crash loops at one step."""
+    """Back-off that grows tenfold, a budget of restarts that progress renews, and an end to crash loops at one step."""
 
     def __init__(self, settings: TrainerConfig) -> None:
         self._settings = settings
@@ -47,7 +47,7 @@ class RestartPolicy:
             )
         if self._restarts >= s.max_restarts:
             return GiveUp(f"{self._restarts} restarts are used up (trainer.max_restarts={s.max_restarts})")
-        # The exponent is bounded because a float overflows at 2**1024.
-        wait_s = min(s.restart_backoff_s * 2.0 ** min(self._restarts, 64), s.restart_backoff_max_s)
+        # The exponent is bounded because a float overflows at 10**309.
+        wait_s = min(s.restart_backoff_s * 10.0 ** min(self._restarts, 64), s.restart_backoff_max_s)
         self._restarts += 1
         return Restart(self._restarts, wait_s)

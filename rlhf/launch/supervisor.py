@@ -5,33 +5,42 @@ It holds no training state, so it may be killed at any moment as well. Signals: 
 """
 
 import logging
-import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
 from rlhf.launch import evidence
+from rlhf.launch.attempt import Attempt
+from rlhf.launch.hangs import HangDetector
+from rlhf.launch.rank_starter import RankStarter
 from rlhf.launch.restart_policy import GiveUp, RestartPolicy
 from rlhf.launch.stop_request import StopRequest
 from rlhf.ranks.lock import run_lock, wait_for_ranks
 from rlhf.ranks.logs import configure_logging
 from rlhf.ranks.status import RankStatus, clear_statuses, read_statuses
-from rlhf.storage.layout import RESOLVED
+from rlhf.storage.layout import RESOLVED, scan
 
 log = logging.getLogger(__name__)
 
 
-def supervise(config: Config) -> int:
+def supervise(config: Config, check: Callable[[], None]) -> int:
     """Run the training to its end and return the exit code of `rlhf.errors`.
 
-    Raises UserError, before anything is changed, when the directory is in use or can't be written, or the devices don't
+    `check` raises UserError for what is wrong with the configuration; the imports of the ranks begin meanwhile. Raises
+    UserError as well, before anything is changed, when the directory is in use or can't be written, or the devices don't
     suffice. Call it from the main thread.
     """
     configure_logging()
-    run_dir = config.run_dir
+    with RankStarter(config) as starter:
+        check()
+        _make(config.run_dir)
+        with run_lock(config.run_dir):
+            return _supervise_locked(config, config.run_dir, starter)
+
+
+def _make(run_dir: Path) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -39,19 +48,17 @@ def supervise(config: Config) -> int:
             f"Cannot create the run directory {run_dir} ({error.strerror}). "
             "Set trainer.default_local_dir to a writable folder."
         ) from error
-    with run_lock(run_dir):
-        _check_devices(config)
-        wait_for_ranks(run_dir)
-        return _supervise_locked(config, run_dir)
 
 
-def _supervise_locked(config: Config, run_dir: Path) -> int:
+def _supervise_locked(config: Config, run_dir: Path, starter: RankStarter) -> int:
     # Slow imports, after the lock: a second run is refused at once.
     from rlhf.checkpoint.remote.copies import copy_pending
     from rlhf.checkpoint.start.run_dir import finished_step, prepare, read_run_file
     from rlhf.storage.files import replace_durably
     from rlhf.tracking import Tracker, write_report
 
+    starter.check_devices()
+    wait_for_ranks(run_dir)
     prepare(config)
     step = finished_step(config)
     if step is not None:
@@ -70,25 +77,26 @@ def _supervise_locked(config: Config, run_dir: Path) -> int:
         return EXIT_DONE
     replace_durably(run_dir / RESOLVED, to_yaml(config))
     with StopRequest() as stop:
-        code = run_attempts(config, ["-m", "rlhf.worker", str(run_dir)], stop)
+        code = run_attempts(config, ["-m", "rlhf.worker", str(run_dir)], starter, stop)
     if code == EXIT_DONE:
         log.info("Done.\n%s", write_report(run_dir))
     return code
 
 
-def run_attempts(config: Config, command: Sequence[str], stop: StopRequest) -> int:
+def run_attempts(config: Config, command: Sequence[str], starter: RankStarter, stop: StopRequest) -> int:
     """Start `python *command` as `trainer.nproc` ranks, again after each crash; returns the exit code of the run."""
-    from rlhf.launch.attempt import run_attempt
-    from rlhf.launch.hangs import HangDetector
-    from rlhf.storage.layout import scan
-
     t = config.trainer
     run_dir = config.run_dir
     policy = RestartPolicy(t)
     detector = HangDetector(config) if t.watchdog else None
     while True:
         clear_statuses(run_dir)
-        attempt = run_attempt(command, t.nproc, _rank_environment(config), stop, t.preempt_grace_s, detector)
+        ranks = starter.start(command, stop)
+        if ranks is None:
+            checkpoint = next(iter(scan(run_dir)), None)
+            log.warning("%s before the ranks had started. %s", stop.signal_name, evidence.next_start(checkpoint))
+            return EXIT_REQUEUE
+        attempt = Attempt(ranks, t.nproc, stop, t.preempt_grace_s, detector).run()
         statuses = read_statuses(run_dir)
         checkpoint = next(iter(scan(run_dir)), None)
         ending = evidence.classify(attempt, t.nproc, stop.signal_name is not None)
@@ -105,9 +113,9 @@ def run_attempts(config: Config, command: Sequence[str], stop: StopRequest) -> i
         if isinstance(decision, GiveUp):
             log.error("The run ends: %s.\n%s", decision.reason, evidence.report(attempt, t.nproc, statuses, checkpoint))
             return EXIT_CRASHED
-        cause = evidence.first_cause(attempt, statuses)
-        what = "a rank could not be ended" if cause is None else evidence.describe_rank(cause, attempt, statuses)
+        what = evidence.describe_crash(attempt, statuses)
         log.warning("Crash: %s. Restart %d of %d in %g s.", what, decision.number, t.max_restarts, decision.wait_s)
+        cause = evidence.first_cause(attempt, statuses)
         if attempt.hang or (cause is not None and cause in statuses and statuses[cause].error):
             log.warning("How it happened:\n%s", evidence.report(attempt, t.nproc, statuses, checkpoint))
         stop.wait(decision.wait_s)
@@ -136,38 +144,3 @@ def _log_leaving(
         t.preempt_grace_s,
         evidence.report(attempt, t.nproc, statuses, checkpoint),
     )
-
-
-def _rank_environment(config: Config) -> dict[str, str]:
-    chosen = config.trainer.threads_per_rank or os.environ.get("OMP_NUM_THREADS")
-    return {
-        "OMP_NUM_THREADS": str(chosen or max(1, _cores() // config.trainer.nproc)),
-        # Threads that spin at barriers, libgomp's default, crawl as soon as another process wants their core.
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
-        "TOKENIZERS_PARALLELISM": "false",
-        # Some reasoning-gym tasks draw other problems for other hash seeds.
-        "PYTHONHASHSEED": "0",
-    }
-
-
-def _cores() -> int:
-    """Cores that this process may use; containers and schedulers restrict them with the affinity mask."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def _check_devices(config: Config) -> None:
-    import torch
-
-    t = config.trainer
-    if t.device == "cpu" or (t.device == "auto" and not torch.cuda.is_available()):
-        return
-    devices = torch.cuda.device_count()
-    if devices == 0:
-        raise UserError(
-            "trainer.device=cuda, but no CUDA device is visible. Set trainer.device=cpu, or see `nvidia-smi`."
-        )
-    if t.nproc > devices:
-        raise UserError(
-            f"trainer.nproc={t.nproc}, but only {devices} CUDA devices are visible, and each rank needs its own. "
-            f"Set trainer.nproc={devices} or fewer, or trainer.device=cpu."
-        )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.config import TrainerConfig
+from rlhf.ranks.world import STORE_FD
 
 
 def pick_device(name: str) -> torch.device:
@@ -31,7 +32,7 @@ def start(config: TrainerConfig) -> torch.device:
     if config.threads_per_rank is not None:
         torch.set_num_threads(config.threads_per_rank)
     timeout = timedelta(seconds=config.collective_timeout_s)
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, world_size = _open_store(timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore(_agree_on_attempt(store, rank, world_size, timeout), store),
@@ -41,6 +42,16 @@ def start(config: TrainerConfig) -> torch.device:
         device_id=device if device.type == "cuda" else None,
     )
     return device
+
+
+def _open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The store through which the ranks find each other, with this one's rank and the world size."""
+    fd = os.environ.pop(STORE_FD, None)
+    if fd is None:
+        return next(dist.rendezvous("env://", timeout=timeout))
+    host, port, world_size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+    store = dist.TCPStore(host, int(port), int(world_size), is_master=True, timeout=timeout, master_listen_fd=int(fd))
+    return store, 0, int(world_size)
 
 
 def _agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:

@@ -9,8 +9,7 @@ _CHATTY = ("httpx", "httpcore", "urllib3", "filelock", "fsspec", "datasets", "ma
 def configure_logging(rank: int | None = None) -> None:
     """Log to stderr: INFO in the supervisor (rank None) and in rank 0, WARNING in the other ranks.
 
-    Call it before transformers is imported. The messages of torch's elastic agent are dropped, since the supervisor
-    says the same in one line; with torch's own LOGLEVEL in the environment they are shown.
+    Call it before transformers is imported.
     """
     handler = logging.StreamHandler()
     who = "supervisor" if rank is None else f"rank {rank}"
@@ -20,11 +19,6 @@ def configure_logging(rank: int | None = None) -> None:
     )
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    if "LOGLEVEL" not in os.environ:
-        # Each of elastic's loggers has a level of its own and torch a handler of its own, so cut the way between them.
-        elastic = logging.getLogger("torch.distributed.elastic")
-        elastic.addHandler(logging.NullHandler())
-        elastic.propagate = False
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if rank:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -9,12 +9,11 @@ import pytest
 
 from rlhf.config import Config
 from rlhf.errors import EXIT_DONE
-from rlhf.launch.stop_request import StopRequest
-from rlhf.launch.supervisor import run_attempts
 from tests.conftest import EXPORT, Undisturbed
 from tests.support.compare_runs import differences
 from tests.support.hanger import hangs
 from tests.support.launching import Ended, saved_steps, small, train
+from tests.support.rank_scripts import supervised
 
 # Longer than any phase takes on a busy machine, shorter than two pauses.
 DEADLINE_S = 15
@@ -112,7 +111,9 @@ hanger.turn_forever()
 """
 DEADLOCK = """
 import torch, torch.distributed as dist
-dist.init_process_group("gloo")
+from rlhf.config import TrainerConfig
+from rlhf.ranks import collectives
+collectives.start(TrainerConfig(device="cpu"))
 status.event(5, "step.begin")
 dist.barrier()
 (run_dir / "hung").touch()
@@ -123,7 +124,9 @@ dist.all_reduce(torch.zeros(1))
 """
 LATECOMER = """
 import torch, torch.distributed as dist
-dist.init_process_group("gloo")
+from rlhf.config import TrainerConfig
+from rlhf.ranks import collectives
+collectives.start(TrainerConfig(device="cpu"))
 dist.barrier()
 (run_dir / "hung").touch()
 if rank == 1:
@@ -175,10 +178,7 @@ def test_small_ranks(tmp_path, monkeypatch, caplog, script, phase, frame):
     t.watchdog_timeout_s = config.checkpoint.timeout_s = 4.0
     t.watchdog_first_timeout_s = 10.0 if script is IMPORTS else 120.0
     config.run_dir.mkdir(parents=True)
-    path = tmp_path / "rank.py"
-    path.write_text(RANK + script)
-    with StopRequest() as stop:
-        code = run_attempts(config, [str(path), str(config.run_dir)], stop)
+    code = supervised(config, tmp_path / "rank.py", RANK + script)
     assert code == EXIT_DONE, caplog.text
     warnings = [record.getMessage() for record in caplog.records if record.name == "rlhf.launch.supervisor"]
     assert len(warnings) == 2

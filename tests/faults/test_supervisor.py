@@ -1,4 +1,7 @@
-"""The supervisor against real ranks that crash, hang, are killed or preempted: small scripts in the worker's place."""
+"""The supervisor against real ranks that crash, hang, are killed or preempted: small scripts in the worker's place.
+
+Each test runs twice, on ranks that a launcher forks and on ranks that are started plainly.
+"""
 
 import logging
 import os
@@ -14,60 +17,21 @@ from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
 from rlhf.launch import attempt as attempt_module
-from rlhf.launch.stop_request import StopRequest
-from rlhf.launch.supervisor import run_attempts, supervise
+from rlhf.launch.rank_starter import RankStarter
+from rlhf.launch.supervisor import supervise
 from rlhf.ranks.lock import run_lock, wait_for_ranks
-
-# What every rank script begins with; the worker starts in the same order.
-RANK = """
-import os, signal, sys, time
-from pathlib import Path
-from rlhf.ranks.parent import die_with_parent
-die_with_parent()
-from rlhf.ranks.lock import hold_rank_lock
-from rlhf.ranks.stop import PreemptionFlag
-from rlhf.ranks.status import StatusWriter
-rank, run_dir = int(os.environ["RANK"]), Path(sys.argv[1])
-hold_rank_lock(run_dir)
-status = StatusWriter(run_dir, rank)
-flag = PreemptionFlag()
-with (run_dir / "starts").open("a") as starts:
-    starts.write(f"{rank} {os.getpid()}\\n")
-number = sum(line.startswith(f"{rank} ") for line in (run_dir / "starts").read_text().splitlines())
-
-def block():
-    while True:  # a collective with a dead peer: the signal's handler runs, nothing follows from it
-        time.sleep(100)
-
-def peers_started():
-    world = int(os.environ["WORLD_SIZE"])
-    while len({line.split()[0] for line in (run_dir / "starts").read_text().splitlines()}) < world:
-        time.sleep(0.01)
-"""
-
-SUPERVISOR = """
-import sys
-from pathlib import Path
-from rlhf.config.resolved import load
-from rlhf.ranks.lock import run_lock, wait_for_ranks
-from rlhf.ranks.logs import configure_logging
-from rlhf.launch.stop_request import StopRequest
-from rlhf.launch.supervisor import run_attempts
-configure_logging()
-config = load(Path(sys.argv[1]))
-with run_lock(config.run_dir), StopRequest() as stop:
-    wait_for_ranks(config.run_dir)
-    sys.exit(run_attempts(config, [sys.argv[2], str(config.run_dir)], stop))
-"""
+from tests.support import rank_scripts
+from tests.support.rank_scripts import RANK, SUPERVISOR, alive, starts, wait_until
 
 
-@pytest.fixture
-def config(tmp_path, monkeypatch) -> Config:
+@pytest.fixture(params=[True, False], ids=["warm", "plain"])
+def config(tmp_path, monkeypatch, request) -> Config:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # the scripts lie outside the checkout
     config = Config()
     config.model.path = "none"
     t = config.trainer
     t.default_local_dir, t.device, t.nproc = str(tmp_path / "runs"), "cpu", 2
+    t.warm_start = request.param
     t.restart_backoff_s, t.max_failures_per_step = 0.01, 2
     config.run_dir.mkdir(parents=True)
     return config
@@ -76,14 +40,7 @@ def config(tmp_path, monkeypatch) -> Config:
 @pytest.fixture
 def supervised(config, tmp_path):
     """Run the ranks' script under a supervisor in this process; returns the exit code."""
-
-    def run(script: str) -> int:
-        path = tmp_path / "rank.py"
-        path.write_text(RANK + script)
-        with StopRequest() as stop:
-            return run_attempts(config, [str(path), str(config.run_dir)], stop)
-
-    return run
+    return lambda script: rank_scripts.supervised(config, tmp_path / "rank.py", RANK + script)
 
 
 @pytest.fixture
@@ -112,33 +69,14 @@ def start(config, tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
-def starts(config: Config) -> list[tuple[int, int]]:
-    path = config.run_dir / "starts"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [(int(rank), int(pid)) for rank, pid in map(str.split, lines)]
-
-
-def wait_until(condition, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    """Running; a zombie that its adoptive parent has yet to collect isn't."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_all_ranks_end_well_with_their_environment(config, supervised):
     config.trainer.threads_per_rank = 3
     code = supervised("""
 assert os.environ["WORLD_SIZE"] == "2" and os.environ["LOCAL_RANK"] == str(rank)
 assert os.environ["OMP_NUM_THREADS"] == "3" and os.environ["TOKENIZERS_PARALLELISM"] == "false"
-assert os.getppid() == int(os.environ["RLHF_SUPERVISOR_PID"])
+assert os.getppid() == int(os.environ["RLHF_PARENT_PID"])
+assert os.getpgrp() == os.getsid(0) == os.getpid()
+assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL and not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 time.sleep(0.5 * rank)  # a rank that ends early doesn't take the other along
 (run_dir / f"whole_{rank}").touch()
 """)
@@ -161,7 +99,7 @@ if number == 1:
 """)
     assert code == EXIT_DONE
     assert len(starts(config)) == 4
-    assert time.monotonic() - begin < 10  # elastic itself would wait 30 s for rank 0
+    assert time.monotonic() - begin < 10  # and not for the end of rank 0's sleep
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("rlhf")]
     assert warnings == [
         "Crash: rank 1: SIGKILL (often the kernel's out-of-memory killer), at step 1, last event rollout.before. "
@@ -252,7 +190,7 @@ def test_signal_to_the_supervisor_saves_and_requeues(config, supervised, caplog)
     code = supervised("""
 peers_started()
 if rank == 0:
-    os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(supervisor, signal.SIGTERM)
 while not flag.requested:
     time.sleep(0.02)
 time.sleep(0.3 * rank)
@@ -272,7 +210,7 @@ status.event(3, "rollout.before")
 peers_started()
 if rank == 0:
     (run_dir / "asked").touch()
-    os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(supervisor, signal.SIGTERM)
 block()
 """)
     grace = time.time() - (config.run_dir / "asked").stat().st_mtime
@@ -288,10 +226,10 @@ def test_a_second_sigterm_kills_at_once(config, supervised):
     code = supervised("""
 peers_started()
 if rank == 0:
-    os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(supervisor, signal.SIGTERM)
     time.sleep(1.2)
     (run_dir / "still_here").touch()
-    os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(supervisor, signal.SIGTERM)
 block()
 """)
     assert code == EXIT_REQUEUE
@@ -305,7 +243,8 @@ def test_a_signal_while_waiting_for_a_restart_leaves_at_once(config, supervised,
     code = supervised("""
 import subprocess
 # Not before the supervisor has noted the end of this process.
-after = f"while kill -0 {os.getpid()}; do sleep 0.1; done; sleep 1; kill -TERM {os.getppid()}"
+runs = f"grep -qs 'State:.[^ZX]' /proc/{os.getpid()}/status"
+after = f"while {runs}; do sleep 0.1; done; sleep 1; kill -TERM {supervisor}"
 subprocess.Popen(["sh", "-c", after], start_new_session=True)
 sys.exit(1)
 """)
@@ -318,7 +257,7 @@ sys.exit(1)
 def test_a_killed_supervisor_takes_its_ranks_along_and_frees_the_directory(config, start):
     supervisor, ranks = start("block()")
     with pytest.raises(UserError, match=f"{config.run_dir}: process {supervisor.pid} on"):
-        supervise(config)
+        supervise(config, lambda: None)
     assert all(map(alive, ranks))
     supervisor.kill()
     supervisor.wait()
@@ -329,13 +268,11 @@ def test_a_killed_supervisor_takes_its_ranks_along_and_frees_the_directory(confi
 
 
 def test_more_ranks_than_devices_and_an_unwritable_place_are_refused(config, tmp_path, monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(RankStarter, "_device_count", lambda _: 1)
     config.trainer.device = "cuda"
     with pytest.raises(UserError, match=r"trainer\.nproc=2, but only 1 CUDA"):
-        supervise(config)
+        supervise(config, lambda: None)
     (tmp_path / "file").touch()
     config.trainer.default_local_dir = str(tmp_path / "file")
     with pytest.raises(UserError, match=r"trainer\.default_local_dir"):
-        supervise(config)
+        supervise(config, lambda: None)

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from rlhf.events import LISTENER_VARIABLE
-from rlhf.ranks.parent import SUPERVISOR_PID
+from rlhf.ranks.parent import PARENT_PID, SUPERVISOR_PID
 
 VARIABLE = "RLHF_TEST_INTERRUPT"
 _seen = 0
@@ -19,9 +19,9 @@ class Planned(Exception):
 def at(
     event: str, number: int, what: str, *, to: str = "rank", rank: int = 0, once: Path | None = None
 ) -> dict[str, str]:
-    """The environment that interrupts `rank` (or the supervisor) at the `number`th `event` of this start, by a signal's name or "raise".
+    """The environment that interrupts `rank`, the supervisor or the launcher at the `number`th `event` of this start.
 
-    With the marker file `once`, only the first start that comes there is interrupted.
+    `what` is a signal's name or "raise". With the marker file `once`, only the first start that comes there is interrupted.
     """
     plan = {"event": event, "number": number, "what": what, "to": to, "rank": rank, "once": str(once or "")}
     return {LISTENER_VARIABLE: f"{__name__}:on_event", VARIABLE: json.dumps(plan)}
@@ -42,5 +42,5 @@ def on_event(event: str) -> None:
         Path(plan["once"]).touch()
     if plan["what"] == "raise":
         raise Planned(f"asked for at {event} number {_seen}")
-    victim = int(os.environ[SUPERVISOR_PID]) if plan["to"] == "supervisor" else os.getpid()
-    os.kill(victim, signal.Signals[plan["what"]])
+    named = {"supervisor": SUPERVISOR_PID, "launcher": PARENT_PID}.get(plan["to"])
+    os.kill(int(os.environ[named]) if named else os.getpid(), signal.Signals[plan["what"]])

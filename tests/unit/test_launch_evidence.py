@@ -8,6 +8,7 @@ from rlhf.launch.evidence import (
     Ending,
     classify,
     crash_step,
+    describe_crash,
     describe_exit,
     first_cause,
     report,
@@ -74,6 +75,16 @@ def test_report_names_all_that_is_known():
     assert "line 24" not in text
     assert "continues from /runs/global_step_5" in text
     assert crash_step(statuses) == 7
+
+
+def test_the_end_of_the_launcher_is_the_cause_unless_a_rank_failed_before():
+    statuses = {0: RankStatus(7, "rollout.after", 2.0, None), 1: RankStatus(7, "update.mid", 1.0, None)}
+    gone = AttemptResult({0: KILLED, 1: KILLED}, (), frozenset(), launcher=-signal.SIGKILL)
+    assert describe_crash(gone, statuses).startswith("the launcher: SIGKILL (")
+    assert "rank 1: died with the launcher (SIGKILL" in report(gone, 2, statuses, None)
+    late = AttemptResult({1: 3, 0: KILLED}, (1,), frozenset(), launcher=-signal.SIGKILL)
+    assert describe_crash(late, statuses) == "rank 1: exit code 3, at step 7, last event update.mid"
+    assert "rank 0: died with the launcher" in report(late, 2, statuses, None)
 
 
 def test_exits_in_words():

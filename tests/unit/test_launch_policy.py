@@ -3,18 +3,18 @@ from rlhf.launch.restart_policy import GiveUp, Restart, RestartPolicy
 
 
 def policy(**settings) -> RestartPolicy:
-    defaults = {"max_restarts": 3, "restart_backoff_s": 1.0, "restart_backoff_max_s": 5.0, "max_failures_per_step": 3}
+    defaults = {"max_restarts": 3, "restart_backoff_s": 0.1, "restart_backoff_max_s": 5.0, "max_failures_per_step": 3}
     return RestartPolicy(TrainerConfig(**(defaults | settings)))
 
 
-def test_backoff_doubles_up_to_the_cap():
+def test_backoff_grows_tenfold_up_to_the_cap():
     p = policy(max_restarts=10, max_failures_per_step=100)
-    assert [p.crashed(7) for _ in range(5)] == [Restart(n, w) for n, w in enumerate((1.0, 2.0, 4.0, 5.0, 5.0), start=1)]
+    assert [p.crashed(7) for _ in range(5)] == [Restart(n, w) for n, w in enumerate((0.1, 1.0, 5.0, 5.0, 5.0), start=1)]
 
 
 def test_budget_is_spent_when_the_run_does_not_get_past_the_furthest_crash():
     p = policy()
-    assert [p.crashed(step) for step in (9, 8, 9)] == [Restart(1, 1.0), Restart(2, 2.0), Restart(3, 4.0)]
+    assert [p.crashed(step) for step in (9, 8, 9)] == [Restart(1, 0.1), Restart(2, 1.0), Restart(3, 5.0)]
     end = p.crashed(8)
     assert isinstance(end, GiveUp)
     assert "trainer.max_restarts=3" in end.reason
@@ -23,10 +23,10 @@ def test_budget_is_spent_when_the_run_does_not_get_past_the_furthest_crash():
 def test_progress_renews_budget_and_backoff():
     p = policy()
     assert [p.crashed(step) for step in (9, 9, 10, 11)] == [
-        Restart(1, 1.0),
-        Restart(2, 2.0),
-        Restart(1, 1.0),
-        Restart(1, 1.0),
+        Restart(1, 0.1),
+        Restart(2, 1.0),
+        Restart(1, 0.1),
+        Restart(1, 0.1),
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf.config import RolloutConfig
-from rlhf.ranks.parent import SUPERVISOR_PID
+from rlhf.ranks.parent import PARENT_PID
 from rlhf.rollout.servers.__main__ import with_our_flags
 from rlhf.rollout.servers.server_process import as_flags, environment, flags, processes_of
 
@@ -76,10 +76,10 @@ def test_a_server_is_no_rank_and_sees_its_gpus_only():
         "TORCHELASTIC_RUN_ID": "x",
         "HOME": "h",
     }
-    found = environment(rank | {"CUDA_VISIBLE_DEVICES": "0", SUPERVISOR_PID: "1"}, CUDA, ("4", "5"))
-    assert found.keys() == {"HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", SUPERVISOR_PID}
+    found = environment(rank | {"CUDA_VISIBLE_DEVICES": "0", PARENT_PID: "1"}, CUDA, ("4", "5"))
+    assert found.keys() == {"HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", PARENT_PID}
     assert found["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert found[SUPERVISOR_PID] != "1"
+    assert found[PARENT_PID] != "1"
     assert environment({"CUDA_VISIBLE_DEVICES": "0"}, CPU, ())["CUDA_VISIBLE_DEVICES"] == "0"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rlhf.config import RolloutConfig
-from rlhf.ranks.parent import SUPERVISOR_PID
+from rlhf.ranks.parent import PARENT_PID
 
 # What torchrun and elastic tell a rank; vLLM would take them for its own.
 _OF_THE_RANK = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
@@ -129,7 +129,7 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
 def environment(rank: Mapping[str, str], device: torch.device, gpus: Sequence[int | str]) -> dict[str, str]:
     """A server's environment, from that of the rank which starts it: it is no rank, and ends with this process."""
     kept = {name: value for name, value in rank.items() if not name.startswith(_OF_THE_RANK)}
-    kept[SUPERVISOR_PID] = str(os.getpid())
+    kept[PARENT_PID] = str(os.getpid())
     kept["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     if device.type == "cuda":
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))

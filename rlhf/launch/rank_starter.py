@@ -1,0 +1,196 @@
+"""Start of the ranks: forked from a launcher that has done their imports, or plainly, where that is not safe."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Protocol, Self
+
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.launch.launcher_process import ForkedRanks, LauncherProcess, kill_group
+from rlhf.launch.stop_request import StopRequest
+from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked
+from rlhf.ranks.parent import PARENT_PID, SUPERVISOR_PID
+from rlhf.ranks.world import listening_socket, rank_variables
+
+_LOOK_S = 0.1
+_COUNT = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+
+log = logging.getLogger(__name__)
+
+
+class Ranks(Protocol):
+    """The processes of one attempt: `pids` by rank."""
+
+    pids: dict[int, int]
+
+    @property
+    def launcher_exit(self) -> int | None:
+        """The exit code of the launcher, if there was one and it has ended, and its ranks with it."""
+
+    def ended(self, wait_s: float) -> dict[int, int]:
+        """Exit codes of the ranks that have ended since the last call; waits up to `wait_s` seconds for the first of them."""
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL to a rank and its children."""
+
+
+class PlainRanks:
+    """Ranks that this process has started, each with imports of its own."""
+
+    launcher_exit = None
+
+    def __init__(self, command: Sequence[str], nproc: int, variables: dict[str, str]) -> None:
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        with listening_socket() as listener:
+            for rank in range(nproc):
+                own = rank_variables(rank, nproc, listener) | {PARENT_PID: str(os.getpid())}
+                self._running[rank] = subprocess.Popen(
+                    [sys.executable, *command],
+                    env=os.environ | variables | own,
+                    pass_fds=(listener.fileno(),) if rank == 0 else (),
+                    start_new_session=True,
+                )
+        self.pids = {rank: process.pid for rank, process in self._running.items()}
+
+    def ended(self, wait_s: float) -> dict[int, int]:
+        """See `Ranks`."""
+        end = time.monotonic() + wait_s
+        while True:
+            codes = {rank: code for rank, process in self._running.items() if (code := process.poll()) is not None}
+            if codes or (left := end - time.monotonic()) <= 0:
+                break
+            time.sleep(min(left, 0.02))
+        for rank in codes:
+            del self._running[rank]
+        return codes
+
+    def kill(self, rank: int) -> None:
+        """See `Ranks`."""
+        kill_group(self.pids[rank])
+
+
+class RankStarter:
+    """Starts the ranks of one attempt after the other; while entered, it may keep a launcher, which imports `modules`.
+
+    A launcher that ends takes its ranks along, and the next start makes a new one.
+    """
+
+    def __init__(self, config: Config, modules: Sequence[str] | None = None) -> None:
+        self._trainer = config.trainer
+        self._modules = modules_of(config) if modules is None else modules
+        self._variables = _variables(config)
+        self._launcher: LauncherProcess | None = None
+        self._why_plain = why_plain(config)
+
+    def __enter__(self) -> Self:
+        if self._why_plain is None:
+            self._launcher = LauncherProcess(self._modules, self._variables)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._launcher is not None:
+            self._launcher.close()
+
+    def start(self, command: Sequence[str], stop: StopRequest) -> Ranks | None:
+        """Start `python *command` as `trainer.nproc` ranks; None when `stop` is requested before they are there."""
+        if self._launcher is not None and self._launcher.exit is not None:
+            self._launcher = LauncherProcess(self._modules, self._variables)
+        if self._launcher is not None:
+            ranks = self._fork(self._launcher, command, stop)
+            if ranks is not None or stop.signal_name is not None:
+                return ranks
+        log.info("The ranks are started plainly: %s.", self._why_plain)
+        return PlainRanks(command, self._trainer.nproc, self._variables)
+
+    def _fork(self, launcher: LauncherProcess, command: Sequence[str], stop: StopRequest) -> ForkedRanks | None:
+        nproc, patience_s = self._trainer.nproc, self._trainer.watchdog_first_timeout_s
+        launcher.ask(Fork(tuple(command), nproc, self._variables))
+        end = time.monotonic() + patience_s
+        while launcher.exit is None and stop.signal_name is None:
+            answer = launcher.receive(_LOOK_S)
+            if isinstance(answer, Forked) and answer.problem is None:
+                return ForkedRanks(launcher, nproc, answer.pids)
+            if isinstance(answer, Forked) or time.monotonic() > end:
+                why = answer.problem if isinstance(answer, Forked) else f"its imports take more than {patience_s:g} s"
+                self._why_plain = f"the launcher must not fork them, because {why}"
+                launcher.close()
+                self._launcher = None
+                return None
+        return ForkedRanks(launcher, nproc, {}) if stop.signal_name is None else None
+
+    def check_devices(self) -> None:
+        """Raise UserError when there are fewer CUDA devices than `trainer.nproc` ranks need."""
+        t = self._trainer
+        if t.device == "cpu":
+            return
+        count = self._device_count()
+        if count == 0 and t.device == "auto":
+            return
+        if count == 0:
+            raise UserError(
+                "trainer.device=cuda, but no CUDA device is visible. Set trainer.device=cpu, or see `nvidia-smi`."
+            )
+        if t.nproc > count:
+            raise UserError(
+                f"trainer.nproc={t.nproc}, but only {count} CUDA devices are visible, and each rank needs its own. "
+                f"Set trainer.nproc={count} or fewer, or trainer.device=cpu."
+            )
+
+    def _device_count(self) -> int:
+        if self._launcher is not None:
+            self._launcher.ask(CountDevices())
+            while self._launcher.exit is None:
+                answer = self._launcher.receive(_LOOK_S)
+                if isinstance(answer, Devices) and answer.problem is None:
+                    return answer.count
+                if isinstance(answer, Devices):
+                    break
+        return int(subprocess.run([sys.executable, "-c", _COUNT], stdout=subprocess.PIPE, check=True).stdout)
+
+
+def why_plain(config: Config) -> str | None:
+    """Why ranks of this configuration can't be forked; None when they can."""
+    if not config.trainer.warm_start:
+        return "trainer.warm_start=false"
+    if sys.platform != "linux":
+        return "forking a process that has PyTorch loaded is safe on Linux only"
+    if config.rollout.name == "vllm":
+        return "rollout.name=vllm, and vLLM in the ranks starts threads and CUDA by itself"
+    return None
+
+
+def modules_of(config: Config) -> list[str]:
+    """What the ranks of this configuration import, as far as it takes time and starts no threads."""
+    modules = ["rlhf.worker"]
+    if config.data.train_files is None:
+        modules.append("reasoning_gym")
+    if config.backend.name == "deepspeed":
+        modules.append("torch._inductor.compile_fx")  # imported by its optimizers
+        if config.trainer.device != "auto":  # it must be told before the import
+            modules.append("deepspeed")
+    return modules
+
+
+def _variables(config: Config) -> dict[str, str]:
+    t = config.trainer
+    variables = {
+        SUPERVISOR_PID: str(os.getpid()),
+        "OMP_NUM_THREADS": str(t.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or max(1, _cores() // t.nproc)),
+        # Threads that spin at barriers, libgomp's default, crawl as soon as another process wants their core.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+        "TOKENIZERS_PARALLELISM": "false",
+        # Some reasoning-gym tasks draw other problems for other hash seeds.
+        "PYTHONHASHSEED": "0",
+    }
+    if config.backend.name == "deepspeed" and t.device != "auto":
+        variables["DS_ACCELERATOR"] = t.device
+    return variables
+
+
+def _cores() -> int:
+    """Cores that this process may use; containers and schedulers restrict them with the affinity mask."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -1,0 +1,41 @@
+"""Messages between the supervisor and its launcher, pickled over a socket that only these two have."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fork:
+    """To the launcher: fork ranks 0 to `nproc` - 1, each to run `python *command` with `variables` in its environment."""
+
+    command: tuple[str, ...]
+    nproc: int
+    variables: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Forked:
+    """Its answer, once its imports are done: the process ids by rank, or why it must not fork."""
+
+    pids: dict[int, int]
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class RankEnded:
+    """From the launcher: a rank has ended, with an exit code that is negative for a signal."""
+
+    rank: int
+    code: int
+
+
+@dataclass(frozen=True)
+class CountDevices:
+    """To the launcher: how many CUDA devices are visible?"""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Its answer, or why it can't tell."""
+
+    count: int
+    problem: str | None = None

@@ -1,0 +1,293 @@
+"""The launcher: when it refuses to fork, what its ranks inherit, and what follows from its death or its supervisor's."""
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from rlhf.config import Config
+from rlhf.config.resolved import to_yaml
+from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, UserError
+from rlhf.launch.rank_starter import RankStarter, modules_of, why_plain
+from tests.conftest import EXPORT
+from tests.support import rank_scripts
+from tests.support.compare_runs import differences
+from tests.support.interrupter import at
+from tests.support.launching import ROOT, small, train
+from tests.support.rank_scripts import RANK, SUPERVISOR, alive, starts, wait_until
+
+UNSAFE = {
+    "a_thread": (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=[60], daemon=True).start()",
+        r"2 threads run in it \(",
+    ),
+    "a_group": (
+        "import torch.distributed as dist\ndist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+        "it is in a process group",
+    ),
+    "a_driver": ("kept = open(__file__.replace('a_driver.py', 'nvidia-uvm'), 'w')", "CUDA is initialised in it"),
+    "a_context": ("import torch\ntorch.cuda._initialized = True", "CUDA is initialised in it"),
+    "a_mistake": (
+        "import no_such_module",
+        r"it cannot import a_mistake \(ModuleNotFoundError: No module named 'no_such_module'\)",
+    ),
+}
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch, caplog) -> Config:
+    caplog.set_level(logging.INFO, "rlhf")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    config = Config()
+    config.model.path = "none"
+    t = config.trainer
+    t.default_local_dir, t.device, t.nproc, t.restart_backoff_s = str(tmp_path / "runs"), "cpu", 2, 0.0
+    config.run_dir.mkdir(parents=True)
+    return config
+
+
+@pytest.fixture
+def supervised(config, tmp_path):
+    """Run the ranks' script under a supervisor in this process, with a launcher that imports `modules`; the exit code."""
+    return lambda script, *modules: rank_scripts.supervised(config, tmp_path / "rank.py", RANK + script, modules)
+
+
+def said(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("rlhf")]
+
+
+@pytest.mark.parametrize("module", UNSAFE)
+def test_what_is_not_safe_to_fork_is_not_forked(config, supervised, tmp_path, caplog, module):
+    source, reason = UNSAFE[module]
+    (tmp_path / f"{module}.py").write_text(source)
+    code = supervised('assert os.getppid() == supervisor and os.environ["WORLD_SIZE"] == "2"', module)
+    assert code == EXIT_DONE
+    assert len(starts(config)) == 2
+    (told,) = said(caplog)
+    assert re.match(f"The ranks are started plainly: the launcher must not fork them, because {reason}", told), told
+
+
+def test_a_thread_is_seen_at_the_fork_and_not_only_at_the_import(supervised, tmp_path, caplog):
+    """The first attempt is forked; the thread that comes later makes the second one plain."""
+    (tmp_path / "late.py").write_text(
+        "import os, signal, threading, time\n"
+        "sleep = lambda *_: threading.Thread(target=time.sleep, args=[60], daemon=True).start()\n"
+        "signal.signal(signal.SIGUSR2, sleep)\n"
+    )
+    code = supervised(
+        """
+peers_started()
+if number == 1:
+    assert os.getppid() != supervisor
+    rank == 0 and os.kill(os.getppid(), signal.SIGUSR2)
+    time.sleep(1)
+    sys.exit(1)
+assert os.getppid() == supervisor
+""",
+        "late",
+    )
+    assert code == EXIT_DONE
+    assert "2 threads run in it" in said(caplog)[-1]
+
+
+def test_a_forked_rank_is_like_a_plain_one(config, supervised):
+    """What a rank script sees of itself: nothing of the launcher's is left in it."""
+    script = """
+import json
+if number == 1:
+    links = [link for link in map(link_of, os.listdir("/proc/self/fd")) if not link.startswith("/proc/")]
+    seen = {
+        "argv": sys.argv,
+        "main": __name__,
+        "files": sorted(link.partition(":")[0] for link in links),
+        "signals": {n.name: str(signal.getsignal(n)) for n in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGQUIT)},
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "wakeup": signal.set_wakeup_fd(-1),
+        "hash": hash("a"),
+        "leader": os.getsid(0) == os.getpid(),
+        "variables": {k: v for k, v in os.environ.items() if k not in ("RLHF_PARENT_PID", "MASTER_PORT", "RLHF_STORE_FD")},
+        "supervisor's": [m for m in sys.modules if m == "rlhf.launch" or m.startswith("rlhf.launch.")],
+        "locks": [link for link in links if link.endswith("run.lock")],
+    }
+    (run_dir / f"seen_{rank}").write_text(json.dumps(seen))
+"""
+    define = """
+def link_of(fd):
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+"""
+    seen = {}
+    for warm in (True, False):
+        config.trainer.warm_start = warm
+        (config.run_dir / "starts").unlink(missing_ok=True)
+        assert supervised(define + script) == EXIT_DONE
+        seen[warm] = [json.loads((config.run_dir / f"seen_{rank}").read_text()) for rank in (0, 1)]
+    assert seen[True] == seen[False]
+    assert seen[True][0]["supervisor's"] == seen[True][0]["locks"] == []
+
+
+def test_twenty_restarts_leave_the_launcher_as_it_was(config, supervised):
+    config.trainer.max_failures_per_step = config.trainer.max_restarts = 100
+    code = supervised("""
+pages = int(Path(f"/proc/{os.getppid()}/statm").read_text().split()[1])
+if rank == 0:
+    fds = len(os.listdir(f"/proc/{os.getppid()}/fd")), len(os.listdir("/proc/self/fd"))
+    with (run_dir / "sizes").open("a") as sizes:
+        sizes.write(f"{fds[0]} {fds[1]} {pages} {os.getppid()}\\n")
+peers_started()
+sys.exit(number <= 20)
+""")
+    assert code == EXIT_DONE
+    sizes = [tuple(map(int, line.split())) for line in (config.run_dir / "sizes").read_text().splitlines()]
+    assert len(sizes) == 21
+    assert len({launcher for _, _, _, launcher in sizes}) == 1
+    assert len({(fds, own) for fds, own, _, _ in sizes}) == 1, sizes
+    assert sizes[-1][2] - sizes[1][2] < 256, "the launcher has grown by more than a megabyte"
+
+
+def test_signals_to_the_whole_job_do_not_end_the_launcher(supervised):
+    code = supervised("""
+peers_started()
+if rank == 0:
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        os.kill(os.getppid(), number)
+time.sleep(0.5)
+""")
+    assert code == EXIT_DONE
+
+
+def test_an_ignored_signal_stays_ignored(supervised):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert supervised("assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN") == EXIT_DONE
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_killed_launcher_is_a_crash_and_the_next_attempt_has_a_new_one(config, supervised, caplog):
+    code = supervised("""
+import subprocess
+(run_dir / f"launcher_{number}").write_text(str(os.getppid()))
+status.event(4, "update.before")
+peers_started()
+if number == 1 and rank == 0:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    (run_dir / "child").write_text(str(child.pid))
+    time.sleep(0.5)
+    os.kill(os.getppid(), signal.SIGKILL)
+if number == 1:
+    block()
+""")
+    assert code == EXIT_DONE
+    assert len(starts(config)) == 4
+    first, second = (int((config.run_dir / f"launcher_{number}").read_text()) for number in (1, 2))
+    assert first != second
+    assert said(caplog) == [
+        "Crash: the launcher: SIGKILL (often the kernel's out-of-memory killer), and its ranks died with it. "
+        "Restart 1 of 10 in 0 s."
+    ]
+    wait_until(lambda: not alive(int((config.run_dir / "child").read_text())), 1)
+
+
+def test_a_killed_supervisor_takes_launcher_and_ranks_along(config, tmp_path):
+    rank, driver, yaml = (tmp_path / name for name in ("rank.py", "supervisor.py", "config.yaml"))
+    rank.write_text(RANK + '(run_dir / "launcher").write_text(str(os.getppid()))\nblock()')
+    driver.write_text(SUPERVISOR)
+    yaml.write_text(to_yaml(config))
+    with subprocess.Popen([sys.executable, driver, yaml, rank]) as supervisor:
+        try:
+            launcher = config.run_dir / "launcher"
+            wait_until(lambda: len(starts(config)) == 2 and launcher.exists() and launcher.read_text(), 60)
+            pids = [int(launcher.read_text()), *(pid for _, pid in starts(config))]
+            assert supervisor.pid not in pids
+            assert all(map(alive, pids))
+        finally:
+            supervisor.kill()
+    wait_until(lambda: not any(map(alive, pids)), 1)
+
+
+def test_a_request_to_stop_does_not_wait_for_imports(config, supervised, tmp_path, caplog):
+    (tmp_path / "slow_import.py").write_text("import time\ntime.sleep(60)")
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    begin = time.monotonic()
+    timer.start()
+    assert supervised("", "slow_import") == EXIT_REQUEUE
+    assert time.monotonic() - begin < 20
+    assert starts(config) == []
+    assert said(caplog) == ["SIGTERM before the ranks had started. The same command starts from the beginning."]
+
+
+def test_imports_that_hang_are_left_to_the_ranks(config, supervised, tmp_path, caplog):
+    (tmp_path / "hanging.py").write_text("import time\ntime.sleep(600)")
+    config.trainer.watchdog_first_timeout_s = 1.0
+    assert supervised("assert os.getppid() == supervisor", "hanging") == EXIT_DONE
+    assert "its imports take more than 1 s" in said(caplog)[0]
+
+
+def test_devices_are_counted_by_a_process_of_their_own(config):
+    config.trainer.device = "cuda"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    config.trainer.nproc = count + 1
+    for warm in (True, False):
+        config.trainer.warm_start = warm
+        with RankStarter(config, []) as starter, pytest.raises(UserError, match=r"CUDA devices? (is|are) visible"):
+            starter.check_devices()
+
+
+def test_which_runs_are_forked_and_what_they_import_before():
+    config = Config()
+    assert why_plain(config) is None
+    assert modules_of(config) == ["rlhf.worker", "reasoning_gym"]
+    config.data.train_files, config.backend.name, config.trainer.device = "sums.jsonl", "deepspeed", "cpu"
+    assert modules_of(config) == ["rlhf.worker", "torch._inductor.compile_fx", "deepspeed"]
+    config.rollout.name = "vllm"
+    assert "rollout.name=vllm" in why_plain(config)
+
+
+def test_no_rank_imports_of_the_parents_side_and_the_parent_no_torch():
+    worker = "import sys, rlhf.worker; print([m for m in sys.modules if m.split('.')[:2] == ['rlhf', 'launch']])"
+    parent = "import sys, rlhf.launch.supervisor; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    for program in (worker, parent):
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert done.stdout == "[]\n"
+
+
+def test_a_run_from_start_to_end_loads_no_torch_into_its_supervisor(tmp_path, sums):
+    program = "import sys; from rlhf.train import main; sys.exit(main(sys.argv[1:]) or 10 * ('torch' in sys.modules))"
+    command = [*small(tmp_path, "light", sums), "trainer.total_training_steps=1", "actor.optim.lr_warmup_steps=0"]
+    for _ in ("trains", "finds it finished"):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False
+        )
+        assert done.returncode == EXIT_DONE, done.stderr
+
+
+@pytest.mark.slow
+def test_plain_ranks_and_a_killed_launcher_give_the_same_run(tmp_path, undisturbed, launches, sums):
+    """Bit for bit, generators included: forked ranks undisturbed, plain ones, and forked ones whose launcher is killed."""
+    killed = at("update.before", 5, "SIGKILL", to="launcher", rank=1, once=tmp_path / "hit")
+    runs = {
+        "plain": (["trainer.warm_start=false", "trainer.nproc=1"], {}, 1),
+        "killed": (["trainer.nproc=2"], killed, 2),
+    }
+    ends = {
+        name: launches.submit(train, [*small(tmp_path, name, sums), EXPORT, *more], environment)
+        for name, (more, environment, _) in runs.items()
+    }
+    for name, (_, _, nproc) in runs.items():
+        end = ends[name].result()
+        assert end.code == EXIT_DONE, end.output
+        assert differences(undisturbed.run_dir(nproc), tmp_path / "rlhf" / name) == []
+    assert (tmp_path / "hit").exists()
+    assert "Crash: the launcher: SIGKILL" in ends["killed"].result().output
+    assert "The ranks are started plainly: trainer.warm_start=false." in ends["plain"].result().output

@@ -1,0 +1,85 @@
+"""Small scripts in the worker's place, and a supervisor around them: for what a model is not needed for."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf.config import Config
+from rlhf.launch.rank_starter import RankStarter
+from rlhf.launch.stop_request import StopRequest
+from rlhf.launch.supervisor import run_attempts
+
+# What every rank script begins with; the worker starts in the same order.
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from rlhf.ranks.parent import die_with_parent
+die_with_parent()
+from rlhf.ranks.lock import hold_rank_lock
+from rlhf.ranks.stop import PreemptionFlag
+from rlhf.ranks.status import StatusWriter
+rank, run_dir = int(os.environ["RANK"]), Path(sys.argv[1])
+supervisor = int(os.environ["RLHF_SUPERVISOR_PID"])
+hold_rank_lock(run_dir)
+status = StatusWriter(run_dir, rank)
+flag = PreemptionFlag()
+with (run_dir / "starts").open("a") as starts:
+    starts.write(f"{rank} {os.getpid()}\\n")
+number = sum(line.startswith(f"{rank} ") for line in (run_dir / "starts").read_text().splitlines())
+
+def block():
+    while True:  # a collective with a dead peer: the signal's handler runs, nothing follows from it
+        time.sleep(100)
+
+def peers_started():
+    world = int(os.environ["WORLD_SIZE"])
+    while len({line.split()[0] for line in (run_dir / "starts").read_text().splitlines()}) < world:
+        time.sleep(0.01)
+"""
+
+SUPERVISOR = """
+import sys
+from pathlib import Path
+from rlhf.config.resolved import load
+from rlhf.ranks.lock import run_lock, wait_for_ranks
+from rlhf.ranks.logs import configure_logging
+from rlhf.launch.rank_starter import RankStarter
+from rlhf.launch.stop_request import StopRequest
+from rlhf.launch.supervisor import run_attempts
+configure_logging()
+config = load(Path(sys.argv[1]))
+with run_lock(config.run_dir), StopRequest() as stop, RankStarter(config, modules=[]) as starter:
+    wait_for_ranks(config.run_dir)
+    sys.exit(run_attempts(config, [sys.argv[2], str(config.run_dir)], starter, stop))
+"""
+
+
+def supervised(config: Config, path: Path, text: str, modules: Sequence[str] = ()) -> int:
+    """Write the ranks' script to `path` and run it under a supervisor in this process; the exit code of the run.
+
+    Unless `config` says otherwise, the ranks are forked from a launcher that has imported `modules`.
+    """
+    path.write_text(text)
+    with StopRequest() as stop, RankStarter(config, modules) as starter:
+        return run_attempts(config, [str(path), str(config.run_dir)], starter, stop)
+
+
+def starts(config: Config) -> list[tuple[int, int]]:
+    path = config.run_dir / "starts"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(int(rank), int(pid)) for rank, pid in map(str.split, lines)]
+
+
+def wait_until(condition, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Running; a zombie that its adoptive parent has yet to collect isn't."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
