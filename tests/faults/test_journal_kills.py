@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from rlhf.experience.journal import FOLDER
-from tests.conftest import EXPORT
 from tests.support.compare_runs import differences
 from tests.support.interrupter import at
 from tests.support.launching import STEPS, ranks, records, small, train
+from tests.support.undisturbed import EXPORT
 
 pytestmark = pytest.mark.slow
 JOURNAL = "checkpoint.journal=true"

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from rlhf.errors import EXIT_REQUEUE
-from tests.conftest import EXPORT
 from tests.support.background_run import at
 from tests.support.compare_runs import differences
 from tests.support.launching import STEPS, Ended, ranks, records, small
+from tests.support.undisturbed import EXPORT
 
 pytestmark = pytest.mark.slow
 AHEAD = (

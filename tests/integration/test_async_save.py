@@ -10,11 +10,11 @@ from rlhf.checkpoint.commit.manifest import read_manifest, verify
 from rlhf.config import Config
 from rlhf.errors import EXIT_DONE, Preempted, UserError
 from rlhf.storage.layout import step_dir
-from tests.conftest import EXPORT, Undisturbed
 from tests.support.checkpoints import equal_bits, even_range
 from tests.support.compare_runs import differences
 from tests.support.launching import copy_run, ranks, records, small
 from tests.support.saving_behind import DEADLINE_S, SIZE, Hold, Run, on_ranks, published, saving_behind
+from tests.support.undisturbed import EXPORT, Undisturbed
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.config import Config, RefConfig
 from rlhf.learning.reference import Reference
-from tests.numerics.test_update_invariance import run_update
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
 from tests.support.engines import (
     CPU,
@@ -31,6 +30,7 @@ from tests.support.engines import (
     train,
 )
 from tests.support.tiny_updates import tiny_qwen2
+from tests.support.update_cases import run_update
 
 pytestmark = [pytest.mark.slow, NEEDS_DEEPSPEED]
 

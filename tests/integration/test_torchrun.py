@@ -1,10 +1,10 @@
 """torchrun as the launcher instead of our supervisor: it trains, restarts after a crash, and hands on a mistake."""
 
 from rlhf.errors import EXIT_DONE
-from tests.conftest import EXPORT
 from tests.support.compare_runs import differences
 from tests.support.interrupter import at
 from tests.support.launching import small, train
+from tests.support.undisturbed import EXPORT
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
