@@ -81,6 +81,7 @@ def test_the_next_save_waits_for_the_one_in_flight(tmp_path, config):
 
 def leave(rank: int, config: Config, how: str) -> tuple[list[int], str]:
     """Leave the training with a save in flight; what is published by then, and how it ended."""
+    config.trainer.preempt_grace_s = 4.0  # of which a crash waits a quarter for the save
     run, hold = Run(rank, config), Hold()
     try:
         with run.checkpointer.committing():
