@@ -15,10 +15,44 @@ from tests.support.undisturbed import Undisturbed, session_folder
 # For this process, before it imports torch, and for all that tests start: they are many small processes, and threads that wait for
 # a core make all of them crawl.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Under xdist the next file goes to whoever is free: what takes longest begins first, so that nobody waits for it at the end.
+LONGEST_FIRST = (
+    "test_vllm_servers",
+    "test_vllm_runs",
+    "test_vllm_run",
+    "test_hung_rank",
+    "test_deepspeed_run",
+    "test_deepspeed",
+    "test_wandb",
+    "test_settings_act",
+    "test_algorithm_entries",
+    "test_domain_faults",
+    "test_preemption",
+    "test_portability",
+    "test_one_step_ahead_kills",
+    "test_damage_while_loading",
+    "test_training",
+    "test_supervisor",
+    "test_update_invariance",
+    "test_domains",
+    "test_journal_kills",
+    "test_reshard",
+    "test_resume_rules",
+    "test_tensorboard",
+    "test_two_nodes",
+    "test_remote",
+    "test_torchrun",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full-product", action="store_true", help="whole products where otherwise a set covers them")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs vLLM is skipped where it is not."""
+    """What takes longest begins first; what needs vLLM is skipped where it is not."""
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     if find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("vllm"):

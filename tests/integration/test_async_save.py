@@ -130,7 +130,6 @@ def test_a_roll_back_waits_for_the_commit_and_returns_to_it(tmp_path, config):
     assert on_ranks(tmp_path, 2, roll_back, config) == [(True, [2, 1])] * 2
 
 
-@pytest.mark.slow
 def test_the_bits_of_a_run_do_not_depend_on_how_it_saves(tmp_path, undisturbed: Undisturbed, sums: Path):
     behind = undisturbed.run_dir(2)
     end = ranks(tmp_path / "log", [*small(tmp_path, "in_front", sums), EXPORT, "checkpoint.async_save=false"], nproc=2)
@@ -149,7 +148,6 @@ def test_the_bits_of_a_run_do_not_depend_on_how_it_saves(tmp_path, undisturbed: 
         assert record["perf/save_blocked_seconds"] <= record["perf/save_seconds"] + record["perf/save_wait_seconds"]
 
 
-@pytest.mark.slow
 def test_a_resume_says_what_it_read(tmp_path, undisturbed: Undisturbed, sums: Path):
     run_dir = copy_run(undisturbed.run_dir(1), tmp_path / "rlhf" / "resumed", 3)
     manifest = read_manifest(step_dir(run_dir, 3))

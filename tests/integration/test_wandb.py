@@ -48,6 +48,7 @@ def test_offline_run_is_one_file_with_every_step_after_kills(tmp_path: Path) -> 
         assert {name: value for name, value in item.items() if name[0] != "_"} == metrics(item["_step"])
 
 
+@pytest.mark.slow
 def test_rewinds_within_one_process_leave_one_offline_file(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     # Quick ones, so that segments begin within one second.
@@ -66,6 +67,7 @@ def test_rewinds_within_one_process_leave_one_offline_file(tmp_path: Path) -> No
     assert [item["_step"] for item in wandb_items(segment, RUN_ID)] == list(range(24))
 
 
+@pytest.mark.slow
 def test_offline_run_syncs_to_a_server(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert launch(run_dir, "offline", "none", "20", "12").returncode == EXIT_KILLED
@@ -98,6 +100,7 @@ def test_online_run_continues_where_the_server_is(tmp_path: Path) -> None:
     assert [json.loads(line)["reward/mean"] for line in server.history] == [step / 7 for step in range(23)]
 
 
+@pytest.mark.slow
 def test_a_rewound_online_run_is_not_sent_what_the_server_has(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with serve() as server:
