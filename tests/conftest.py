@@ -1,25 +1,58 @@
-"""Launches that several test files share: two runs that nothing disturbs, made side by side."""
+"""Fixtures of all tests, and the order in which files start."""
 
 import logging
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import Ended, small, train, write_sums
+from tests.support.launching import write_sums
+from tests.support.undisturbed import Undisturbed, session_folder
 
 # For this process, before it imports torch, and for all that tests start: they are many small processes, and threads that wait for
 # a core make all of them crawl.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-EXPORT = "checkpoint.contents=[model,optimizer,extra,hf_model]"
+# Under xdist the next file goes to whoever is free: what takes longest begins first, so that nobody waits for it at the end.
+LONGEST_FIRST = (
+    "test_vllm_servers",
+    "test_vllm_runs",
+    "test_vllm_run",
+    "test_hung_rank",
+    "test_deepspeed_run",
+    "test_deepspeed",
+    "test_wandb",
+    "test_settings_act",
+    "test_algorithm_entries",
+    "test_domain_faults",
+    "test_preemption",
+    "test_portability",
+    "test_one_step_ahead_kills",
+    "test_damage_while_loading",
+    "test_training",
+    "test_supervisor",
+    "test_update_invariance",
+    "test_domains",
+    "test_journal_kills",
+    "test_reshard",
+    "test_resume_rules",
+    "test_tensorboard",
+    "test_two_nodes",
+    "test_remote",
+    "test_torchrun",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full-product", action="store_true", help="whole products where otherwise a set covers them")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs vLLM is skipped where it is not."""
+    """What takes longest begins first; what needs vLLM is skipped where it is not."""
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     if find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("vllm"):
@@ -46,29 +79,11 @@ def launches() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(scope="session")
 def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sums(tmp_path_factory.mktemp("data") / "sums.jsonl")
-
-
-@dataclass(frozen=True)
-class Undisturbed:
-    """Runs that nothing interrupts, by their number of ranks, with an exported model in each checkpoint."""
-
-    folder: Path
-    ends: dict[int, Future[Ended]]
-
-    def run_dir(self, nproc: int) -> Path:
-        """The directory of the finished run on `nproc` ranks."""
-        end = self.ends[nproc].result()
-        assert end.code == 0, end.output
-        return self.folder / "rlhf" / f"undisturbed_{nproc}"
+    path = session_folder(tmp_path_factory) / "sums.jsonl"
+    # Another process of the session may be doing the same.
+    return path if path.exists() else write_sums(tmp_path_factory.mktemp("data") / "sums.jsonl").replace(path)
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, launches: ThreadPoolExecutor, sums: Path) -> Undisturbed:
-    folder = tmp_path_factory.mktemp("undisturbed")
-
-    def start(nproc: int) -> Future[Ended]:
-        name, ranks = f"undisturbed_{nproc}", f"trainer.nproc={nproc}"
-        return launches.submit(train, [*small(folder, name, sums), ranks, EXPORT])
-
-    return Undisturbed(folder, {nproc: start(nproc) for nproc in (1, 2)})
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, sums: Path) -> Undisturbed:
+    return Undisturbed(session_folder(tmp_path_factory), sums)

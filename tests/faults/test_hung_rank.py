@@ -9,11 +9,11 @@ import pytest
 
 from rlhf.config import Config
 from rlhf.errors import EXIT_DONE
-from tests.conftest import EXPORT, Undisturbed
 from tests.support.compare_runs import differences
 from tests.support.hanger import hangs
 from tests.support.launching import Ended, saved_steps, small, train
 from tests.support.rank_scripts import supervised
+from tests.support.undisturbed import EXPORT, Undisturbed
 
 # Longer than any phase takes on a busy machine, shorter than two pauses.
 DEADLINE_S = 15

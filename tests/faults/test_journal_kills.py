@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 from rlhf.experience.journal import FOLDER
-from tests.conftest import EXPORT
 from tests.support.compare_runs import differences
 from tests.support.interrupter import at
 from tests.support.launching import STEPS, ranks, records, small, train
+from tests.support.undisturbed import EXPORT
 
-pytestmark = pytest.mark.slow
 JOURNAL = "checkpoint.journal=true"
 # Two mini-batches a step, two writes a step, saves every three steps: what is hit, and the steps that are in the journal then.
 KILLS: dict[str, tuple[dict[str, Any], set[int]]] = {
@@ -42,6 +41,7 @@ def test_a_kill_costs_no_samples_and_no_bit(name, undisturbed, sums, tmp_path: P
     assert_nothing_was_lost(tmp_path / "rlhf" / "killed", undisturbed.run_dir(1), journaled)
 
 
+@pytest.mark.slow
 def test_two_ranks_that_are_killed_before_their_first_checkpoint_repeat_no_rollout(undisturbed, sums, tmp_path: Path):
     arguments = small(tmp_path, "killed", sums, JOURNAL, EXPORT, "trainer.nproc=2", "trainer.restart_backoff_s=0")
     environment = at("update.mid", 4, "SIGKILL", rank=1, once=tmp_path / "hit")

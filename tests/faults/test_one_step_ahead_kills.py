@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 from rlhf.errors import EXIT_REQUEUE
-from tests.conftest import EXPORT
 from tests.support.background_run import at
 from tests.support.compare_runs import differences
 from tests.support.launching import STEPS, Ended, ranks, records, small
+from tests.support.undisturbed import EXPORT, once, session_folder
 
-pytestmark = pytest.mark.slow
 AHEAD = (
     "rollout=vllm_server",
     # Of servers elsewhere nothing is asked of this machine; the engine is another one here anyway.
@@ -40,29 +39,32 @@ KILLS: dict[str, tuple[dict[str, Any], int]] = {
     ("run", "kill", "nproc"),
     [
         ("every prompt", "before a save", 1),
-        ("every prompt", "after a save", 2),
+        pytest.param("every prompt", "after a save", 2, marks=pytest.mark.slow),
         ("every prompt", "asked to stop", 1),
         ("dynamic sampling", "in a save", 1),
         ("dynamic sampling", "after a save", 2),
         ("roll-backs", "after a save", 1),
     ],
 )
-def test_a_kill_with_a_batch_in_flight_costs_no_bit(run, kill, nproc, sums, tmp_path: Path):
-    def start(name: str, environment: dict[str, str], *more: str) -> Ended:
-        arguments = small(tmp_path, name, sums, *AHEAD, f"data.val_files={sums}", *RUNS[run], *more)
+def test_a_kill_with_a_batch_in_flight_costs_no_bit(run, kill, nproc, sums, tmp_path: Path, tmp_path_factory):
+    shared = session_folder(tmp_path_factory)
+
+    def start(folder: Path, name: str, environment: dict[str, str], *more: str) -> Ended:
+        arguments = small(folder, name, sums, *AHEAD, f"data.val_files={sums}", *RUNS[run], *more)
         return ranks(tmp_path / "log", arguments, environment, nproc)
 
-    end = start("undisturbed", at())
+    name = f"{run} ahead on {nproc}".replace(" ", "_")
+    end = once(shared, name, lambda: start(shared, name, at()))
     assert end.code == 0, end.output
-    undisturbed, killed = tmp_path / "rlhf" / "undisturbed", tmp_path / "rlhf" / "killed"
+    undisturbed, killed = shared / "rlhf" / name, tmp_path / "rlhf" / "killed"
     ages = [record["sampling/staleness_max"] for record in records(undisturbed)[1:]]
     if run == "every prompt":
         assert ages == [0] + [1] * (STEPS - 1)
     interruption, code = KILLS[kill]
     kills = at(**interruption, once=tmp_path / "hit")
     # So that it is certain which checkpoint the killed run has.
-    assert start("killed", kills, "checkpoint.async_save=false").code == code
-    end = start("killed", kills)
+    assert start(tmp_path, "killed", kills, "checkpoint.async_save=false").code == code
+    end = start(tmp_path, "killed", kills)
     assert end.code == 0, end.output
     assert differences(undisturbed, killed) == []
     if run == "roll-backs":

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE
-from tests.conftest import EXPORT, Undisturbed
 from tests.support.compare_runs import differences
 from tests.support.interrupter import at
 from tests.support.launching import Ended, copy_run, ranks, saved_steps, small, train
+from tests.support.undisturbed import EXPORT, Undisturbed
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from rlhf.storage.layout import scan, step_dir
-from tests.conftest import EXPORT
 from tests.support.compare_runs import differences
 from tests.support.interrupter import at
 from tests.support.launching import DEADLINE_S, ROOT, Ended, records, saved_steps, small
+from tests.support.undisturbed import EXPORT
 
 
 @dataclass

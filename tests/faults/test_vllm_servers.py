@@ -162,8 +162,8 @@ def test_undisturbed(world, undisturbed):
 def test_connections_that_break_and_garbage(world, undisturbed, does):
     world.everyone_serves()
     proxy = world.servers[0].proxy
-    # After a few that went well, so that this is its first failure in a row.
-    proxy.arm(6, getattr(proxy, does))
+    # After some that went well, so that this is its first failure in a row; on a busy machine the other server may take most.
+    proxy.arm(3, getattr(proxy, does))
     samples, metrics = world.generate()
     assert plain(samples) == plain(undisturbed)
     assert (metrics["perf/server_failures"], metrics["perf/server_restarts"]) == (1, 0)

@@ -10,12 +10,12 @@ from rlhf.checkpoint.commit.manifest import read_manifest, verify
 from rlhf.config import Config
 from rlhf.errors import EXIT_DONE, Preempted, UserError
 from rlhf.storage.layout import step_dir
-from tests.conftest import EXPORT, Undisturbed
 from tests.support.checkpoints import equal_bits, even_range
 from tests.support.compare_runs import differences
 from tests.support.launching import copy_run, ranks, records, small
 from tests.support.saving_behind import DEADLINE_S, SIZE, Hold, Run, on_ranks, published, saving_behind
 from tests.support.thread_ranks import run_thread_ranks
+from tests.support.undisturbed import EXPORT, Undisturbed
 
 
 @pytest.fixture
@@ -133,7 +133,6 @@ def test_a_roll_back_waits_for_the_commit_and_returns_to_it(config):
     assert run_thread_ranks(2, roll_back, config) == [(True, [2, 1])] * 2
 
 
-@pytest.mark.slow
 def test_the_bits_of_a_run_do_not_depend_on_how_it_saves(tmp_path, undisturbed: Undisturbed, sums: Path):
     behind = undisturbed.run_dir(2)
     end = ranks(tmp_path / "log", [*small(tmp_path, "in_front", sums), EXPORT, "checkpoint.async_save=false"], nproc=2)
@@ -152,7 +151,6 @@ def test_the_bits_of_a_run_do_not_depend_on_how_it_saves(tmp_path, undisturbed: 
         assert record["perf/save_blocked_seconds"] <= record["perf/save_seconds"] + record["perf/save_wait_seconds"]
 
 
-@pytest.mark.slow
 def test_a_resume_says_what_it_read(tmp_path, undisturbed: Undisturbed, sums: Path):
     run_dir = copy_run(undisturbed.run_dir(1), tmp_path / "rlhf" / "resumed", 3)
     manifest = read_manifest(step_dir(run_dir, 3))

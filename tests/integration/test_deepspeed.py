@@ -15,7 +15,6 @@ from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.config import Config, RefConfig
 from rlhf.learning.reference import Reference
-from tests.numerics.test_update_invariance import run_update
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
 from tests.support.engines import (
     CPU,
@@ -31,8 +30,9 @@ from tests.support.engines import (
     train,
 )
 from tests.support.tiny_updates import tiny_qwen2
+from tests.support.update_cases import run_update
 
-pytestmark = [pytest.mark.slow, NEEDS_DEEPSPEED]
+pytestmark = NEEDS_DEEPSPEED
 
 STAGES = [f"zero{stage}" for stage in range(4)]
 ZERO = [*STAGES, *(f"{stage}-bfloat16" for stage in STAGES)]
@@ -44,7 +44,7 @@ LOADED = [["model"], ["model", "optimizer"], ["hf_model", "optimizer"], ["hf_mod
 DEADLINE_S = 500
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1_rank", "2_ranks"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["1_rank", "2_ranks"])
 def found(request, tmp_path_factory) -> dict[str, Any]:
     """What `work` returned on so many ranks; the same on all of them."""
     folder = tmp_path_factory.mktemp("deepspeed")

@@ -12,12 +12,13 @@ from tests.support.engines import NEEDS_DEEPSPEED
 from tests.support.killer import PLAN_VARIABLE
 from tests.support.launching import copy_run, records, saved_steps, small, train, write_sums
 
-pytestmark = [pytest.mark.slow, NEEDS_DEEPSPEED]
+pytestmark = NEEDS_DEEPSPEED
 
 PPO = ("algorithm=ppo", "actor.ppo_epochs=2", "critic.optim.lr=1e-3")
 DAPO = ("algorithm=dapo", "data.gen_batch_size=12", "ref.update_freq=2", "model.enable_gradient_checkpointing=true")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "stage", "autocast", "algorithm"),
     [(2, 2, "none", PPO), (2, 3, "bfloat16", DAPO), (1, 3, "none", PPO)],

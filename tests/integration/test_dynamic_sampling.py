@@ -26,7 +26,6 @@ from tests.support.plain_collect import (
     plain_way,
 )
 
-pytestmark = pytest.mark.slow
 # Steps, settings, and the step after which everything is built anew from what a checkpoint would hold.
 SCENARIOS: dict[str, tuple[int, dict[str, Any], int | None]] = {
     "refilled": (4, {}, None),

@@ -22,7 +22,6 @@ from tests.support.launching import flip_a_byte
 from tests.support.numeric_ranks import run_ranks
 from tests.support.plain_collect import BATCH, FILTERED, OVERLONG, UNFILTERED, N, Sums, build, new_driver
 
-pytestmark = pytest.mark.slow
 STEPS = 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "refilled": {"drawn": 7, "greedy": True},

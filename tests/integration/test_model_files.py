@@ -204,7 +204,6 @@ def zero_bits(rank: int, folder: Path) -> dict[str, bool]:
 
 
 @NEEDS_DEEPSPEED
-@pytest.mark.slow
 def test_deepspeed_takes_weights_that_were_sent(nodes):
     for found in run_ranks(2, zero_bits, nodes, deadline_s=300, join=nodes / "join-zero"):
         assert found.keys() == {kind for kind in ENGINES if kind.startswith("zero")}

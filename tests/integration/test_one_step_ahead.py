@@ -15,7 +15,6 @@ from tests.support.checkpoints import equal_bits
 from tests.support.numeric_ranks import run_ranks
 from tests.support.plain_collect import BATCH, FILTERED, MINI, UNFILTERED, N, build, new_driver
 
-pytestmark = pytest.mark.slow
 STEPS = 4
 SETTINGS: dict[str, dict[str, Any]] = {
     "every prompt": {"filter_groups": UNFILTERED},

@@ -18,7 +18,6 @@ from rlhf.checkpoint.remote.remote_store import COPY, RemoteStore
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import HISTORY, MANIFEST, PIN, RUN_FILE, scan, step_dir
-from tests.conftest import EXPORT
 from tests.support.checkpoints import PlainReference, PlainRole, equal_bits, files_of, make_checkpointer, resume
 from tests.support.compare_runs import differences
 from tests.support.launching import flip_a_byte, small, train
@@ -36,6 +35,7 @@ from tests.support.remotes import (
     save,
     start_there,
 )
+from tests.support.undisturbed import EXPORT
 
 
 @pytest.fixture(autouse=True)

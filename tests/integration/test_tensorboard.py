@@ -10,9 +10,10 @@ import pytest
 from rlhf.config import Config
 from rlhf.tracking import History, Tracker
 from rlhf.tracking.history import Record
+from tests.support.tracked import tensorboard_curves
 from tests.support.tracking_run import metrics
 
-event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+pytest.importorskip("tensorboard")
 
 
 def launch(run_dir: Path, *arguments: str) -> int:
@@ -28,11 +29,6 @@ def launch(run_dir: Path, *arguments: str) -> int:
     return subprocess.run(command, timeout=120).returncode
 
 
-def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    events = event_accumulator.EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
 def expected(steps: range) -> dict[str, list[tuple[int, float]]]:
     curves: dict[str, list[tuple[int, float]]] = {}
     for step in steps:
@@ -46,17 +42,17 @@ def test_kills_leave_every_step_once_and_in_order(tmp_path: Path) -> None:
         launch(tmp_path, "none", "20", "3") == -signal.SIGKILL
     )  # before any checkpoint: the next launch is fresh again
     assert launch(tmp_path, "none", "20", "12") == -signal.SIGKILL
-    assert scalars(tmp_path) == expected(range(13))
+    assert tensorboard_curves(tmp_path) == expected(range(13))
     assert launch(tmp_path, "10", "20") == 0
-    assert scalars(tmp_path) == expected(range(21))
+    assert tensorboard_curves(tmp_path) == expected(range(21))
 
 
 def test_rewinds_within_one_process_show_every_step_once(tmp_path: Path) -> None:
     assert launch(tmp_path, "none", "20", "12:10", "11:10", "14:0", "15:15") == 0
-    assert scalars(tmp_path) == expected(range(21))
+    assert tensorboard_curves(tmp_path) == expected(range(21))
     assert launch(tmp_path, "20", "30", "27:22", "25") == -signal.SIGKILL
     assert launch(tmp_path, "22", "30") == 0
-    assert scalars(tmp_path) == expected(range(31))
+    assert tensorboard_curves(tmp_path) == expected(range(31))
 
 
 def in_process(run_dir: Path, resume_step: int | None, last: int) -> list[Record]:
@@ -74,9 +70,9 @@ def test_a_lost_tail_is_filled_from_the_history(tmp_path: Path) -> None:
     in_process(tmp_path, None, 8)
     (events,) = (tmp_path / "tensorboard").iterdir()
     events.write_bytes(events.read_bytes()[:-400])  # a power cut: metrics.jsonl was fsynced, the event file was not
-    assert len(scalars(tmp_path)["reward/mean"]) < 8
+    assert len(tensorboard_curves(tmp_path)["reward/mean"]) < 8
     in_process(tmp_path, 8, 10)
-    assert scalars(tmp_path) == expected(range(11))
+    assert tensorboard_curves(tmp_path) == expected(range(11))
 
 
 def test_a_tracker_that_is_turned_on_later_shows_the_whole_run(tmp_path: Path) -> None:
@@ -84,4 +80,4 @@ def test_a_tracker_that_is_turned_on_later_shows_the_whole_run(tmp_path: Path) -
     for step in range(6):
         history.append({"step": step, **metrics(step)})
     in_process(tmp_path, 5, 7)
-    assert scalars(tmp_path) == expected(range(8))
+    assert tensorboard_curves(tmp_path) == expected(range(8))

@@ -1,14 +1,17 @@
 """torchrun as the launcher instead of our supervisor: it trains, restarts after a crash, and hands on a mistake."""
 
+import pytest
+
 from rlhf.errors import EXIT_DONE
-from tests.conftest import EXPORT
 from tests.support.compare_runs import differences
 from tests.support.interrupter import at
 from tests.support.launching import small, train
+from tests.support.undisturbed import EXPORT
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
+@pytest.mark.slow
 def test_a_crash_under_torchrun_is_restarted_and_changes_nothing(tmp_path, sums, undisturbed):
     expected = undisturbed.run_dir(2)
     marker = tmp_path / "crashed"

@@ -2,12 +2,12 @@
 
 from rlhf.checkpoint.start.run_dir import read_run_file
 from rlhf.errors import EXIT_DONE
-from tests.integration import test_tensorboard, test_wandb
 from tests.support.interrupter import at
 from tests.support.launching import ranks, records, saved_steps, small
+from tests.support.tracked import tensorboard_curves, wandb_items
 
 
-def test_both_trackers_show_every_step_once_after_a_kill(tmp_path, sums, monkeypatch):
+def test_both_trackers_show_every_step_once_after_a_kill(tmp_path, sums):
     saved = "checkpoint.async_save=false"  # when the kill comes
     command = small(
         tmp_path, "tracked", sums, "trainer.logger=[wandb,tensorboard]", "tracking.wandb.mode=offline", saved
@@ -23,10 +23,9 @@ def test_both_trackers_show_every_step_once_after_a_kill(tmp_path, sums, monkeyp
 
     steps = [record["step"] for record in records(run_dir)]
     assert steps == list(range(1, 8))
-    curves = test_tensorboard.scalars(run_dir)
+    curves = tensorboard_curves(run_dir)
     assert [step for step, _ in curves["reward/mean"]] == steps
-    monkeypatch.setattr(test_wandb, "RUN_ID", read_run_file(run_dir)["run_id"])
     (segment,) = (run_dir / "wandb").glob("offline-run-*")
-    items = test_wandb.read_offline(segment)
+    items = wandb_items(segment, read_run_file(run_dir)["run_id"])
     assert [item["_step"] for item in items] == steps
     assert [item["reward/mean"] for item in items] == [record["reward/mean"] for record in records(run_dir)]

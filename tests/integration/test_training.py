@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_USER_ERROR
 from rlhf.storage.layout import POINTER
-from tests.conftest import EXPORT, Undisturbed
 from tests.support.compare_runs import history
 from tests.support.launching import STEPS, Ended, question, records, saved_steps, small, train
+from tests.support.undisturbed import EXPORT, Undisturbed
 
 POISON = 9
 """The row, in the order of the file, on which the poisoned function raises: with eight prompts a step that is step 2."""
@@ -102,7 +102,7 @@ def test_a_finished_run_leaves_checkpoints_history_and_report(undisturbed, nproc
     report = json.loads((run_dir / "report" / "report.json").read_text())
     assert str(run_dir / "global_step_7") in json.dumps(report)
     assert (run_dir / "report" / "reward.png").read_bytes().startswith(b"\x89PNG")
-    output = undisturbed.ends[nproc].result().output
+    output = undisturbed.end(nproc).output
     assert f"step {STEPS}/{STEPS}" in output
     assert str(run_dir / "global_step_7") in output
     assert not [path for path in run_dir.iterdir() if path.name.startswith((".tmp-", ".trash-"))]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.tracking import History
+from tests.support.tracked import wandb_items
 from tests.support.tracking_run import RUN_ID, metrics
 from tests.support.wandb_server import serve
 
@@ -32,14 +33,6 @@ def launch(
     return subprocess.run(command, env=environment(run_dir, url, key), capture_output=True, text=True, timeout=120)
 
 
-def read_offline(segment: Path) -> list[dict]:
-    """The history of a .wandb file, by wandb's own reader."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(segment / f"run-{RUN_ID}.wandb")]
-    end = subprocess.run(command, cwd=segment, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
-    records = [json.loads(line) for line in end.stdout.splitlines() if line.startswith("{")]
-    return [record["history"]["item"] for record in records if record.get("type") == "history"]
-
-
 def test_offline_run_is_one_file_with_every_step_after_kills(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert launch(run_dir, "offline", "none", "20", "12").returncode == EXIT_KILLED
@@ -49,12 +42,13 @@ def test_offline_run_is_one_file_with_every_step_after_kills(tmp_path: Path) -> 
     assert end.stdout == end.stderr == ""
     (segment,) = (run_dir / "wandb").glob("offline-run-*")
     assert len(list((run_dir / "wandb" / "superseded").iterdir())) == 2
-    items = read_offline(segment)
+    items = wandb_items(segment, RUN_ID)
     assert [item["_step"] for item in items] == list(range(21))
     for item in items:
         assert {name: value for name, value in item.items() if name[0] != "_"} == metrics(item["_step"])
 
 
+@pytest.mark.slow
 def test_rewinds_within_one_process_leave_one_offline_file(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     # Quick ones, so that segments begin within one second.
@@ -63,16 +57,17 @@ def test_rewinds_within_one_process_leave_one_offline_file(tmp_path: Path) -> No
     assert end.stdout == end.stderr == ""
     (segment,) = (run_dir / "wandb").glob("offline-run-*")
     assert len(list((run_dir / "wandb" / "superseded").iterdir())) == 4
-    items = read_offline(segment)
+    items = wandb_items(segment, RUN_ID)
     assert [item["_step"] for item in items] == list(range(21))
     assert [item["reward/mean"] for item in items] == [step / 7 for step in range(21)]
     # A crash after a roll-back.
     assert launch(run_dir, "offline", "15", "23", "18:16", "19").returncode == EXIT_KILLED
     assert launch(run_dir, "offline", "18", "23").returncode == 0
     (segment,) = (run_dir / "wandb").glob("offline-run-*")
-    assert [item["_step"] for item in read_offline(segment)] == list(range(24))
+    assert [item["_step"] for item in wandb_items(segment, RUN_ID)] == list(range(24))
 
 
+@pytest.mark.slow
 def test_offline_run_syncs_to_a_server(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert launch(run_dir, "offline", "none", "20", "12").returncode == EXIT_KILLED
@@ -105,6 +100,7 @@ def test_online_run_continues_where_the_server_is(tmp_path: Path) -> None:
     assert [json.loads(line)["reward/mean"] for line in server.history] == [step / 7 for step in range(23)]
 
 
+@pytest.mark.slow
 def test_a_rewound_online_run_is_not_sent_what_the_server_has(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with serve() as server:

@@ -1,222 +1,30 @@
 """One update on real ranks: the same gradients, weights and metrics at every micro-batch size, padding and number of ranks, and those of
 a plain loop over sequences."""
 
-import functools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from rlhf import events
-from rlhf.backends import build_backend
-from rlhf.backends.base import TrainingBackend
-from rlhf.backends.fsdp2 import Fsdp2Model
-from rlhf.batch import Batch
-from rlhf.config import (
-    ActorConfig,
-    AlgorithmConfig,
-    BackendConfig,
-    Config,
-    CriticConfig,
-    GuardsConfig,
-    OptimConfig,
-    PolicyLossConfig,
-    RolloutCorrectionConfig,
-)
-from rlhf.learning.actor import Actor
-from rlhf.learning.critic import Critic
-from rlhf.learning.guards import Guards
-from rlhf.learning.policy import Policy
 from tests.support.numeric_ranks import run_ranks
-from tests.support.plain_update import Plain, log_softmax_of, plain_actor, plain_critic
-from tests.support.tiny_updates import random_batch, tiny_qwen2, tiny_value_model
-
-GROUP, PROMPTS, TOTAL_STEPS = 2, 12, 10
-CPU = torch.device("cpu")
-# An epsilon far above rounding noise: with a tiny one AdamW makes steps of full size out of gradients that are only noise.
-OPTIM = OptimConfig(
-    lr=0.02, eps=1e-2, betas=[0.9, 0.99], weight_decay=0.1, lr_scheduler_type="cosine", lr_warmup_steps=2
+from tests.support.plain_update import Plain, plain_actor, plain_critic
+from tests.support.tiny_updates import tiny_value_model
+from tests.support.update_cases import (
+    ACTOR_CASES,
+    CASES,
+    GROUP,
+    OPTIM,
+    PROMPTS,
+    TOTAL_STEPS,
+    run_update,
+    start_policies,
+    whole_batch,
 )
 
-
-def actor_case(correction: str | None = None, loss_mode: str = "vanilla", **settings: Any) -> Config:
-    return Config(
-        actor=ActorConfig(policy_loss=PolicyLossConfig(loss_mode), **settings),
-        algorithm=AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(correction, rollout_is_threshold=1.5)),
-    )
-
-
-# name -> mini-batches and settings
-ACTOR_CASES: dict[str, tuple[int, Config]] = {
-    "token-mean_k3_clipped_norm": (
-        2,
-        actor_case(
-            ppo_epochs=2, use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k3", grad_clip=0.2, clip_ratio_high=0.28
-        ),
-    ),
-    "seq-mean-token-mean_k2_entropy": (
-        3,
-        actor_case(
-            loss_agg_mode="seq-mean-token-mean",
-            use_kl_loss=True,
-            kl_loss_coef=0.2,
-            kl_loss_type="k2",
-            entropy_coeff=0.1,
-            clip_ratio_low=0.05,
-            clip_ratio_high=0.05,
-            grad_clip=100.0,
-        ),
-    ),
-    "seq-mean-token-sum_k1_token_correction": (
-        1,
-        actor_case(
-            "token",
-            ppo_epochs=3,
-            loss_agg_mode="seq-mean-token-sum",
-            use_kl_loss=True,
-            kl_loss_coef=0.1,
-            kl_loss_type="k1",
-        ),
-    ),
-    "one_look_at_each_sample": (1, actor_case()),
-    "dual_clip": (3, actor_case(ppo_epochs=2, clip_ratio_c=1.05)),
-    "gspo_straight_through": (
-        2,
-        actor_case(
-            loss_mode="gspo",
-            ppo_epochs=2,
-            loss_agg_mode="seq-mean-token-mean",
-            clip_ratio_low=0.01,
-            clip_ratio_high=0.01,
-            use_kl_loss=True,
-            kl_loss_coef=0.3,
-            kl_loss_type="k3+",
-        ),
-    ),
-    "cispo_sequence_correction_norm": (
-        2,
-        actor_case(
-            "sequence",
-            loss_mode="cispo",
-            ppo_epochs=2,
-            loss_agg_mode="seq-mean-token-sum-norm",
-            loss_scale_factor=20,
-            use_kl_loss=True,
-            kl_loss_coef=0.3,
-            kl_loss_type="abs",
-        ),
-    ),
-}
-CRITIC_CASES: dict[str, tuple[int, Config]] = {
-    "critic_clipped_values": (
-        2,
-        Config(critic=CriticConfig(ppo_epochs=2, cliprange_value=0.02, grad_clip=100.0)),
-    ),
-    "critic_seq-mean-token-mean": (3, Config(critic=CriticConfig(loss_agg_mode="seq-mean-token-mean", grad_clip=0.1))),
-}
-CASES = ACTOR_CASES | CRITIC_CASES
 # world size -> (micro-batch size, columns of extra padding)
 SPLITS = {1: [(PROMPTS * GROUP, 0), (5, 0), (1, 6)], 2: [(PROMPTS * GROUP, 0), (3, 6)]}
-
-
-@functools.cache
-def whole_batch() -> Batch:
-    """Random samples, as if drawn by an engine whose log-probs are near the policy's."""
-    batch, policy = random_batch(seed=11, samples=PROMPTS * GROUP), tiny_qwen2()
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for sample, length in enumerate(batch.response_lengths.tolist()):
-            noise = 0.5 * torch.randn(length, generator=generator)
-            batch.rollout_log_probs[sample, :length] = log_softmax_of(policy, batch, sample)[0].float() + noise
-    return batch
-
-
-def start_policies() -> tuple[Any, Any]:
-    """The policy and a reference that is near it, so that no bound of the KL estimate is reached."""
-    policy, reference = tiny_qwen2(), tiny_qwen2()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter += 0.01 * torch.randn_like(parameter)
-    return policy, reference
-
-
-def share(batch: Batch, mini_batches: int) -> Batch:
-    """This rank's rows: of every mini-batch an equal part, as `PromptShare` deals them."""
-    rows = [part.chunk(dist.get_world_size())[dist.get_rank()] for part in torch.arange(len(batch)).chunk(mini_batches)]
-    return batch.select(torch.cat(rows))
-
-
-def padded(batch: Batch, columns: int) -> Batch:
-    """Wider tensors, with something in the padding that must not be read."""
-
-    def pad(tensor: Tensor | None, value: float) -> Tensor:
-        assert tensor is not None
-        return torch.nn.functional.pad(tensor, (0, columns), value=value)
-
-    return replace(
-        batch,
-        input_ids=pad(batch.input_ids, 9),
-        rollout_log_probs=pad(batch.rollout_log_probs, -5.0),
-        advantages=pad(batch.advantages, 7.0),
-        returns=pad(batch.returns, 7.0),
-    )
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def engine(model: Any, config: ActorConfig | CriticConfig, backend: BackendConfig) -> TrainingBackend:
-    return build_backend(
-        model,
-        backend,
-        config.optim,
-        CPU,
-        grad_clip=config.grad_clip,
-        total_optimizer_steps=TOTAL_STEPS,
-        hf_files={},
-    )
-
-
-def run_update(
-    case: str, micro_batch_size: int, extra_columns: int, backend: BackendConfig | None = None
-) -> dict[str, Any]:
-    """Weights, gradients of every optimizer step (FSDP2's only), and metrics of one update on this process group."""
-    backend = backend or BackendConfig()
-    mini_batches, config = CASES[case]
-    settings = {"optim": OPTIM, "ppo_micro_batch_size_per_gpu": micro_batch_size}
-    config = replace(config, actor=replace(config.actor, **settings), critic=replace(config.critic, **settings))
-    batch = padded(share(whole_batch(), mini_batches), extra_columns)
-    guards = Guards(GuardsConfig())
-    guards.begin(1, 0.0)
-    role: Actor | Critic
-    if case in ACTOR_CASES:
-        policy, frozen = start_policies()
-        role = Actor(engine(policy, config.actor, backend), config, mini_batches)
-        if config.actor.use_kl_loss:
-            reference = Policy(Fsdp2Model(frozen.requires_grad_(False), BackendConfig(), CPU), 1.0)
-            batch.ref_log_probs = reference.all_log_probs(batch, micro_batch_size)
-        if role.moves_within_batch:
-            batch.old_log_probs = role.all_log_probs(batch, micro_batch_size)
-    else:
-        role = Critic(engine(tiny_value_model(), config.critic, backend), config, mini_batches)
-        batch.values = role.all_values(batch)
-    gradients: list[dict[str, Tensor]] = []
-
-    def keep_gradients(event: str) -> None:
-        if event == "update.mid":
-            named = role.backend.module.named_parameters()
-            gradients.append({name: whole(p.grad) for name, p in named if p.grad is not None})
-
-    events._listeners[:] = [keep_gradients]
-    metrics = {name.removeprefix("actor/").removeprefix("critic/"): v for name, v in role.update(batch, guards).items()}
-    weights = {name: tensor.clone() for name, tensor in role.backend.full_tensors()}
-    return {"weights": weights, "gradients": gradients, "metrics": metrics}
 
 
 def every_update() -> dict[str, dict[str, Any]]:

@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import get_context, set_forkserver_preload
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,13 @@ from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.shards import Shard, Shards
 from rlhf.storage.state import Carried, MovingReference, Stateful, TrainState
+from tests.support.preload import forkserver
 from tests.support.thread_ranks import make_coordinator
 
 TINY_POLICY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
 IDENTITY = Identity(
     backend="fsdp2", config_hash="c" * 32, fingerprints={"model.path": "f" * 32}, versions={"rlhf": "0"}
 )
-
-# Ranks are forked from a server that has imported torch once, but has no threads and no process group.
-set_forkserver_preload(["tests.support.checkpoints"])
 
 
 class PlainRole:
@@ -285,12 +282,13 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, de
 
     They join a gloo group over files in the folder `join`. Fails when one raises, or when one is still there after `deadline_s`.
     """
-    context = get_context("forkserver")
     join.mkdir(parents=True, exist_ok=True)
     pipes, processes = [], []
     for rank in range(world_size):
-        receiver, sender = context.Pipe(duplex=False)
-        processes.append(context.Process(target=_rank, args=(rank, world_size, str(join), sender, function, arguments)))
+        receiver, sender = forkserver.Pipe(duplex=False)
+        processes.append(
+            forkserver.Process(target=_rank, args=(rank, world_size, str(join), sender, function, arguments))
+        )
         pipes.append(receiver)
         processes[-1].start()
         sender.close()

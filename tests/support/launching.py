@@ -2,7 +2,6 @@
 
 import json
 import logging
-import multiprocessing
 import os
 import shutil
 import socket
@@ -13,15 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.storage.layout import scan, step_of
+from tests.support.preload import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_POLICY = ROOT / "rlhf" / "models" / "tiny_policy"
 DEADLINE_S = 300
 STEPS = 7
 SAVE_FREQ = 3
-
-_forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload(["rlhf.train", "rlhf.worker"])
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ def ranks(log: Path, arguments: Sequence[str], environment: dict[str, str] | Non
         port = str(free.getsockname()[1])
     world = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | (environment or {})
     processes = [
-        _forkserver.Process(
+        forkserver.Process(
             target=_rank, args=(list(arguments), world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, str(log))
         )
         for rank in range(nproc)

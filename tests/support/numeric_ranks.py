@@ -1,6 +1,5 @@
 """Real ranks on gloo for a test: several, each running a function in a process of its own, or this process as the only one."""
 
-import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,14 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Ranks are forked from a server that has paid for the imports once.
-multiprocessing.get_context("forkserver").set_forkserver_preload(["rlhf.train", "rlhf.worker"])
+from tests.support.preload import forkserver
 
 
 def run_ranks(world_size: int, function: Callable[[], Any]) -> list[Any]:
     """What `function` (importable by name) returned on each rank; an exception on any of them is raised here."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (world_size, function, folder), nprocs=world_size, start_method="forkserver")
+        mp.start_processes(
+            _rank, (world_size, function, folder), nprocs=world_size, start_method=forkserver.get_start_method()
+        )
         return [torch.load(Path(folder, str(rank)), weights_only=True) for rank in range(world_size)]
 
 

@@ -1,4 +1,7 @@
-"""A fresh vLLM in a process of its own: `python -m tests.support.vllm_process FOLDER IN.json OUT.json` writes its greedy responses to prompts."""
+"""A fresh vLLM in a process of its own, which writes its greedy responses to prompts.
+
+python -m tests.support.vllm_process FOLDER IN.json OUT.json
+"""
 
 import json
 import os

@@ -25,7 +25,7 @@ from rlhf.config import Config
 from rlhf.config.schema import SETTINGS
 from rlhf.config.validate import validate
 from rlhf.errors import UserError
-from tests.unit.test_config_validate import make
+from tests.support.configurations import make
 
 ROOT = Path(train.__file__).resolve().parents[1]
 LIBRARY = train.Library.find(None)

@@ -7,19 +7,7 @@ import pytest
 from rlhf.config import Config
 from rlhf.config.validate import validate
 from rlhf.errors import UserError
-
-
-def make(**changes) -> Config:
-    """A valid configuration with some settings changed: make(trainer__nproc=2)."""
-    config = Config()
-    config.model.path = "org/name"
-    for key, value in changes.items():
-        *parents, name = key.split("__")
-        section = config
-        for parent in parents:
-            section = getattr(section, parent)
-        setattr(section, name, value)
-    return config
+from tests.support.configurations import make
 
 
 def problems(config: Config, environ: dict[str, str] | None = None) -> list[str]:

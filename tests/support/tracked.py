@@ -1,0 +1,22 @@
+"""What trackers show of a run, by their own readers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def tensorboard_curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """The scalars by name, as (step, value)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def wandb_items(segment: Path, run_id: str) -> list[dict]:
+    """The history in the `.wandb` file of a run's offline folder."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(segment / f"run-{run_id}.wandb")]
+    end = subprocess.run(command, cwd=segment, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+    records = [json.loads(line) for line in end.stdout.splitlines() if line.startswith("{")]
+    return [record["history"]["item"] for record in records if record.get("type") == "history"]
