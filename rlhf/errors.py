@@ -1,4 +1,7 @@
-"""The errors that a restart cannot fix, and the exit codes that the supervisor and schedulers read."""
+"""Errors that a restart cannot fix, the end of their messages, and the exit codes that supervisor and schedulers read."""
+
+import difflib
+from collections.abc import Iterable
 
 EXIT_DONE = 0
 EXIT_CRASHED = 1
@@ -16,3 +19,14 @@ class UserError(Exception):
 
 class Preempted(Exception):
     """The run was asked to stop, has saved and leaves with `EXIT_REQUEUE`."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice most like `word`, or None when nothing is near."""
+    found = difflib.get_close_matches(word, list(choices), n=1)
+    return found[0] if found else None
+
+
+def did_you_mean(found: str | None) -> str:
+    """A nearest choice as the end of a message; empty for None."""
+    return f" Did you mean {found}?" if found else ""

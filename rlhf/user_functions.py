@@ -9,8 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf.config.schema import did_you_mean, nearest
-from rlhf.errors import UserError
+from rlhf.errors import UserError, did_you_mean, nearest
 
 
 def split_spec(setting: str, spec: str) -> tuple[Path, str]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.algorithms.table import needs_critic, needs_greedy_baseline, needs_reference
 from rlhf.backends import build_backend, check_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
@@ -18,6 +17,7 @@ from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.driver_state import DriverState
 from rlhf.checkpoint.start.run_dir import planned_steps, read_run_file
 from rlhf.config import ActorConfig, Config, CriticConfig
+from rlhf.config.algorithm_rules import needs_critic, needs_greedy_baseline
 from rlhf.data import PromptSet, PromptStream, build_train_set, build_val_set
 from rlhf.errors import UserError
 from rlhf.events import subscribe
@@ -98,7 +98,7 @@ def _build(
     actor_model = policy.load(loading.load_model, coordinator, device)
     engine = _engine(config, policy, actor_model.model, coordinator, device)
     reference = None
-    if needs_reference(config):
+    if config.needs_reference:
         frozen = _frozen(policy.load(loading.load_model, coordinator, device), config, device)
         reference = Reference(frozen, config.rollout.temperature, config.ref)
     mini_batches = batch_size // mini_batch_size

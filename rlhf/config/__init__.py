@@ -45,6 +45,11 @@ class Config:
         t = self.trainer
         return Path(t.default_local_dir).expanduser().absolute() / t.project_name / t.experiment_name
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether any KL compares the policy with the reference."""
+        return self.actor.kl_in_loss or self.algorithm.kl_in_reward
+
 
 __all__ = [
     "ActorConfig",

@@ -11,7 +11,7 @@ KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
 @dataclass
 class PolicyLossConfig:
     loss_mode: str = setting("vanilla")
-    """The policy loss: a name of `rlhf/algorithms/table.py` (`vanilla` is PPO's clip, `gspo`, `cispo`), or `path/to/file.py:function`."""
+    """The policy loss: `vanilla` (PPO's clip), `gspo`, `cispo`, or `path/to/file.py:function`."""
 
 
 @dataclass
@@ -40,3 +40,8 @@ class ActorConfig:
     grad_clip: float = setting(1.0, gt=0)
     """Largest norm of the gradient over all ranks."""
     optim: OptimConfig = setting(OptimConfig)
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the loss has a KL with a weight, and so needs the reference policy."""
+        return self.use_kl_loss and self.kl_loss_coef > 0

@@ -39,7 +39,7 @@ class RolloutCorrectionConfig:
 @dataclass
 class AlgorithmConfig:
     adv_estimator: str = setting("grpo")
-    """How rewards become advantages: a name of `rlhf/algorithms/table.py`, or `path/to/file.py:function`."""
+    """How rewards become advantages: a name of `rlhf/config/algorithm_table.py`, or `path/to/file.py:function`."""
     gamma: float = setting(1.0, gt=0, le=1)
     """Discount per token, for `gae` and `reinforce_plus_plus`."""
     lam: float = setting(1.0, ge=0, le=1)
@@ -53,3 +53,8 @@ class AlgorithmConfig:
     kl_ctrl: KlCtrlConfig = setting(KlCtrlConfig)
     filter_groups: FilterGroupsConfig = setting(FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = setting(RolloutCorrectionConfig)
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the reward has a KL with a weight, and so needs the reference policy."""
+        return self.use_kl_in_reward and self.kl_ctrl.kl_coef > 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.config.checkpoint import CONTENTS, REMOTES
-from rlhf.config.schema import did_you_mean, nearest
+from rlhf.errors import did_you_mean, nearest
 
 
 def checkpoint_problems(config: Config) -> Iterator[str]:

@@ -5,8 +5,8 @@ from urllib.parse import urlsplit
 
 from rlhf.config import Config, RolloutConfig
 from rlhf.config.rollout import ServersConfig
-from rlhf.config.schema import did_you_mean, nearest
 from rlhf.config.vllm_versions import installation_problem
+from rlhf.errors import did_you_mean, nearest
 
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """The keys of rollout.structured_outputs of which one must be there."""

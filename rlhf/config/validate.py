@@ -7,10 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf.config import BackendConfig, Config
+from rlhf.config.algorithm_rules import algorithm_problems
 from rlhf.config.checkpoint_rules import checkpoint_problems
 from rlhf.config.rollout_rules import rollout_problems
-from rlhf.config.schema import SETTINGS, Setting, did_you_mean, nearest
-from rlhf.errors import UserError
+from rlhf.config.schema import SETTINGS, Setting
+from rlhf.errors import UserError, did_you_mean, nearest
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
@@ -32,6 +33,7 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ) -> None:
             _kl,
             rollout_problems,
             _filter_groups,
+            algorithm_problems,
             _data,
             _backend,
             checkpoint_problems,

@@ -5,7 +5,7 @@ from torch import Tensor
 from rlhf.algorithms.aggregation import loss_sum
 from rlhf.algorithms.correction import rollout_is_weights
 from rlhf.algorithms.kl import kl_estimate
-from rlhf.algorithms.table import load_policy_loss
+from rlhf.algorithms.lookup import load_policy_loss
 from rlhf.backends.base import TrainingBackend
 from rlhf.batch import Batch
 from rlhf.config import Config
@@ -21,7 +21,7 @@ class Actor(Policy):
         super().__init__(backend, config.rollout.temperature)
         actor = config.actor
         self.backend, self._config, self._correction = backend, actor, config.algorithm.rollout_correction
-        self._uses_kl_loss = actor.use_kl_loss and actor.kl_loss_coef > 0
+        self._uses_kl_loss = actor.kl_in_loss
         self._policy_loss = load_policy_loss(actor.policy_loss.loss_mode)
         self._scale = actor.loss_scale_factor or config.data.max_response_length
         self._passes = Passes(actor.ppo_epochs, mini_batches, actor.ppo_micro_batch_size_per_gpu, actor.loss_agg_mode)
