@@ -62,9 +62,9 @@ def _run(argv: list[str]) -> int:
     from rlhf.reward import check_reward
     from rlhf.tracking import check_trackers
 
-    check_sources(config)
+    check_sources(config.data, config.reward.functions, config.trainer.seed)
     check_reward(config)
-    check_trackers(config)
+    check_trackers(config.trainer.logger)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from rlhf.worker import main_under_torchrun
 

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rlhf.config import Config
@@ -62,7 +63,8 @@ def _supervise_locked(config: Config, run_dir: Path) -> int:
             step,
         )
         # A kill between the last commit and the trackers' end left them short of the last steps.
-        tracker = Tracker(config, run_dir, read_run_file(run_dir)["run_id"])
+        run_id = read_run_file(run_dir)["run_id"]
+        tracker = Tracker(config.trainer, config.tracking, asdict(config), run_dir, run_id)
         tracker.start(step)
         tracker.finish()
         copy_pending(config)

@@ -1,4 +1,4 @@
-"""From the rewards of a batch to its advantages: KL in the reward, then the estimator that the algorithm names."""
+"""Advantages of a batch from its rewards: the KL in the reward, then the estimator that the algorithm names."""
 
 from typing import Any
 

@@ -7,20 +7,23 @@ from rlhf.algorithms.aggregation import loss_sum
 from rlhf.algorithms.losses import value_loss
 from rlhf.backends.base import TrainingBackend
 from rlhf.batch import Batch
-from rlhf.config import Config
+from rlhf.config import CriticConfig
 from rlhf.learning.guards import Guards
 from rlhf.learning.update import Counts, Figures, Passes, Share, update
 
 
 class Critic:
-    """A model with a value head: the return expected from each response token on, before that token is there."""
+    """A model with a value head: the return expected from each response token on, before that token is there.
 
-    def __init__(self, backend: TrainingBackend, config: Config, mini_batches: int) -> None:
-        critic = config.critic
-        self.backend, self._config = backend, critic
-        self._scale = config.actor.loss_scale_factor or config.data.max_response_length
+    Args:
+        scale: the length that the loss mode `seq-mean-token-sum-norm` divides by.
+        mini_batches: optimizer steps per pass over a batch.
+    """
+
+    def __init__(self, backend: TrainingBackend, config: CriticConfig, *, scale: int, mini_batches: int) -> None:
+        self.backend, self._config, self._scale = backend, config, scale
         self._passes = Passes(
-            critic.ppo_epochs, mini_batches, critic.ppo_micro_batch_size_per_gpu, critic.loss_agg_mode
+            config.ppo_epochs, mini_batches, config.ppo_micro_batch_size_per_gpu, config.loss_agg_mode
         )
 
     @torch.no_grad()
@@ -59,7 +62,7 @@ class Critic:
 
 
 def response_values(model: nn.Module, batch: Batch) -> Tensor:
-    """What `model`, with logits [N, L, 1], says before each response token, [N, R] float32; zero on padding.
+    """Values of `model`, whose logits are [N, L, 1], before each response token, [N, R] float32; zero on padding.
 
     Column t is read where token t is predicted, at sequence position prompt + t - 1.
     """

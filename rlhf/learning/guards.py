@@ -64,6 +64,11 @@ class Guards:
         self._rollbacks: dict[int, tuple[int, int]] = {}
         self._row: list[Event] = []
 
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a refused batch sends the run back to its newest checkpoint."""
+        return self._config.action == "rollback"
+
     def begin(self, step: int, reward_mean: float) -> None:
         """A new batch. Refuses it if its mean reward is not finite, or lies too far below the average of the accepted ones before."""
         self._step, self._reward, self.refused = step, reward_mean, None

@@ -1,4 +1,4 @@
-"""From a folder or Hub name to a tokenizer and a policy, critic or reward model, without ever running code that came with the files."""
+"""Loading of tokenizers and of policy, critic and reward models from a folder or Hub name, without running code of theirs."""
 
 import copy
 import tempfile
@@ -25,7 +25,6 @@ from transformers import (
 )
 from transformers.utils import logging as library_logging
 
-from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.models.token_values import HEADS, value_class
 
@@ -48,30 +47,6 @@ class ModelSource:
     attn_implementation: str = "sdpa"
     chat_template: str | None = None
     """A Jinja file, from `model.chat_template`."""
-
-    @classmethod
-    def of_policy(cls, config: Config) -> "ModelSource":
-        """`model.path`."""
-        m = config.model
-        return cls("model.path", m.path, m.revision, m.trust_remote_code, m.attn_implementation, m.chat_template)
-
-    @classmethod
-    def of_critic(cls, config: Config) -> "ModelSource":
-        """`critic.path`, or `model.path` where that is null."""
-        if config.critic.path is None:
-            return cls.of_policy(config)
-        m = config.model
-        return cls("critic.path", config.critic.path, None, m.trust_remote_code, m.attn_implementation)
-
-    @classmethod
-    def of_reward_model(cls, config: Config) -> "ModelSource":
-        """`reward_model.path`. Raises UserError where it is null."""
-        r, m = config.reward_model, config.model
-        if r.path is None:
-            raise UserError(
-                "reward_model.path is not set, but reward.functions has reward_model: set it to a folder or a Hub name."
-            )
-        return cls("reward_model.path", r.path, r.revision, m.trust_remote_code, m.attn_implementation)
 
     def __str__(self) -> str:
         return f"{self.setting}={self.path}"
