@@ -1,4 +1,4 @@
-"""Composition of a run's configuration with Hydra: schema, groups, recipe, command line. The only file that imports Hydra."""
+"""Composition of a run's configuration: schema, groups, recipe, command line. The only file that imports Hydra."""
 
 import re
 from typing import Any
@@ -128,7 +128,7 @@ def _compose(choices: list[str], library: Library) -> DictConfig:
 
 
 def _composition_problem(error: HydraException, choices: list[str], library: Library) -> str:
-    """What is wrong in which file, from Hydra's error and the OmegaConf error behind it."""
+    """The mistake and the file that holds it, from Hydra's error and the OmegaConf error behind it."""
     cause = error.__cause__ or error.__context__
     named = re.match(r"In '(?:(.*)/)?([^/']+)': ", str(error))
     group, name = named.groups() if named else (None, None)

@@ -1,4 +1,4 @@
-"""Errors that a restart cannot fix, the end of their messages, and the exit codes that supervisor and schedulers read."""
+"""Errors that a restart cannot fix, "Did you mean" for their messages, and the exit codes of the command."""
 
 import difflib
 from collections.abc import Iterable
@@ -13,7 +13,8 @@ EXIT_REQUEUE = 75
 class UserError(Exception):
     """A mistake in the settings, the data or the files that only a person can mend.
 
-    The message names the setting, its value and the remedy. It ends the run with `EXIT_USER_ERROR`; it is never retried.
+    The message names the setting, its value and the remedy. It ends the run with `EXIT_USER_ERROR`; it is never
+    retried.
     """
 
 

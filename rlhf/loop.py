@@ -2,7 +2,8 @@
 
 It reads like the algorithm. Left out on purpose, because each is the business of the part that is called:
 
-- cadence: whether a save, an evaluation or a move of the reference is due (`maybe_save`, `maybe_evaluate`, `maybe_update`);
+- cadence: whether a save, an evaluation or a move of the reference is due (`maybe_save`, `maybe_evaluate`,
+  `maybe_update`);
 - dynamic sampling, prompts carried over, generation a step ahead, the journal: in `collector.collect`;
 - epochs, mini-batches, micro-batches, the optimizer and the guards before each of its steps: in the two `update`s;
 - ranks and devices: every call is collective and gives the same figures on every rank;
@@ -57,7 +58,8 @@ class Components:
 
 
 def train(p: Components) -> None:
-    """Train from where `p.driver` stands to its last step. Collective; raises Preempted after a save when asked to stop."""
+    """Train from where `p.driver` stands to its last step. Collective; raises Preempted after a save when asked to
+    stop."""
     with p.checkpointer.committing():
         _train(p)
     p.collector.finish()
@@ -124,7 +126,8 @@ def _train(p: Components) -> None:
 
 
 def roll_back(p: Components) -> None:
-    """Bring everything back to the newest checkpoint, to go on without the data of the step that the guards refused. Collective."""
+    """Bring everything back to the newest checkpoint, to go on without the data of the step that the guards refused.
+    Collective."""
     announce("rollback.before")
     memory = p.guards.remember(p.collector.position)
     p.collector.forget()

@@ -1,4 +1,4 @@
-"""Command line of the trainer, python -m rlhf.train: composes the configuration, checks it, hands over to the supervisor.
+"""Command line of the trainer, python -m rlhf.train: composes the configuration, checks it, starts the supervisor.
 
 Nothing heavy is imported before the configuration is known to be right.
 """

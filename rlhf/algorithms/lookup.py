@@ -20,7 +20,8 @@ PolicyLossFunction = Callable[[Tensor, Tensor, Tensor, Tensor, ActorConfig], Pol
 def load_estimator(name: str) -> AdvantageEstimator:
     """The function of `algorithm.adv_estimator`: a name of `ESTIMATORS` or `path/to/file.py:function`.
 
-    A function of the user's is wrapped: what it returns is checked at each call, and advantages outside the mask become 0.
+    A function of the user's is wrapped: what it returns is checked at each call, and advantages outside the mask become
+    0.
     """
     if name in ESTIMATORS:
         ours: Any = getattr(advantages, name)
@@ -30,7 +31,8 @@ def load_estimator(name: str) -> AdvantageEstimator:
 
 
 def load_policy_loss(name: str) -> PolicyLossFunction:
-    """The function of `actor.policy_loss.loss_mode`: a name of `POLICY_LOSSES`, or `path/to/file.py:function`, checked at each call."""
+    """The function of `actor.policy_loss.loss_mode`: a name of `POLICY_LOSSES`, or `path/to/file.py:function`, checked
+    at each call."""
     if name in POLICY_LOSSES:
         ours: Any = getattr(losses, name)
         return ours

@@ -88,7 +88,7 @@ def build_collector(
 
 
 def training_params(rollout: RolloutConfig, data: DataConfig) -> SamplingParams:
-    """How the samples of a step are drawn."""
+    """Sampling parameters of a step's samples."""
     return SamplingParams(
         rollout.n,
         rollout.temperature,
@@ -101,6 +101,6 @@ def training_params(rollout: RolloutConfig, data: DataConfig) -> SamplingParams:
 
 
 def evaluation_params(rollout: RolloutConfig, data: DataConfig) -> SamplingParams:
-    """How responses to held-out prompts are drawn."""
+    """Sampling parameters of the responses to held-out prompts."""
     val = rollout.val_kwargs
     return SamplingParams(val.n, val.temperature, val.top_p, val.top_k, data.max_response_length, tuple(rollout.stop))

@@ -1,4 +1,4 @@
-"""The schema: one dataclass module per conf/ group. Nothing here imports torch, so that a typo is answered in a second."""
+"""Schema of the configuration: one dataclass per section. Imports no torch, so that a typo is answered in a second."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Section `actor`: batches, policy loss, optimizer of the policy."""
+
 from dataclasses import dataclass
 
 from rlhf.config.fields import setting
@@ -19,7 +21,8 @@ class ActorConfig:
     ppo_mini_batch_size: int = setting(64, ge=1)
     """Prompts per optimizer step over all ranks (each with its `rollout.n` samples); the critic's, too."""
     ppo_micro_batch_size_per_gpu: int = setting(64, ge=1, resume="harmless")
-    """Samples per forward and backward pass on one rank. Changes memory and speed, not the gradient (up to rounding)."""
+    """Samples per forward and backward pass on one rank. Changes memory and speed, not the gradient (up to
+    rounding)."""
     ppo_epochs: int = setting(1, ge=1)
     """Passes of the optimizer over each batch."""
     policy_loss: PolicyLossConfig = setting(PolicyLossConfig)
@@ -28,7 +31,7 @@ class ActorConfig:
     clip_ratio_c: float = setting(3.0, gt=1)
     """Dual clip: for negative advantages the loss is at most this times the advantage's size (`vanilla` only)."""
     loss_agg_mode: str = setting("token-mean", choices=LOSS_AGG_MODES)
-    """How token losses become one number; always over all ranks and micro-batches."""
+    """Aggregation of token losses to one number; always over all ranks and micro-batches."""
     loss_scale_factor: int | None = setting(None, ge=1)
     """The fixed length that `seq-mean-token-sum-norm` divides by; null means `data.max_response_length`."""
     use_kl_loss: bool = setting(False)

@@ -27,7 +27,8 @@ def _estimator(config: Config) -> Estimator:
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
-    """Each wrong name, file of the user's (which is not run) and setting that the estimator cannot work with, one line each."""
+    """Wrong names, wrong files of the user (none is run), settings that the estimator cannot work with; one line
+    each."""
     names = (
         ("algorithm.adv_estimator", config.algorithm.adv_estimator, ESTIMATORS, ESTIMATOR_TAKES),
         ("actor.policy_loss.loss_mode", config.actor.policy_loss.loss_mode, POLICY_LOSSES, POLICY_LOSS_TAKES),
@@ -81,6 +82,7 @@ def _critic(config: Config) -> Iterator[str]:
 def _reference(config: Config) -> Iterator[str]:
     if config.ref.update_freq is not None and not config.needs_reference:
         yield (
-            f"ref.update_freq={config.ref.update_freq}: no KL compares the policy with a reference; set ref.update_freq=null, "
+            f"ref.update_freq={config.ref.update_freq}: no KL compares the policy with a reference; set "
+            "ref.update_freq=null, "
             "or actor.use_kl_loss=true or algorithm.use_kl_in_reward=true with a coefficient above 0."
         )

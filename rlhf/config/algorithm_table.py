@@ -1,7 +1,8 @@
 """Table of the algorithms, one row each, and of the estimators and policy losses that they are made of.
 
-An algorithm is an estimator of advantages, a policy loss and the settings that belong to them. To add one: its pure functions in
-`rlhf/algorithms`, their names in `ESTIMATORS` or `POLICY_LOSSES`, a row in `ALGORITHMS` and the same row as conf/algorithm/NAME.yaml.
+An algorithm is an estimator of advantages, a policy loss and the settings that belong to them. To add one: its pure
+functions in `rlhf/algorithms`, their names in `ESTIMATORS` or `POLICY_LOSSES`, a row in `ALGORITHMS` and the same row
+as conf/algorithm/NAME.yaml.
 """
 
 from collections.abc import Mapping
@@ -49,7 +50,7 @@ COMMON: dict[str, Any] = {
     "actor.entropy_coeff": 0.0,
     "reward.overlong_buffer.enable": False,
 }
-"""What a row sets unless it says otherwise, so that every algorithm sets the same settings."""
+"""Settings of a row that does not say otherwise, so that every algorithm sets the same ones."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Algorithm:
     loss_mode: str = "vanilla"
     loss_agg_mode: str = "token-mean"
     kl: Literal["reward", "loss", "none"] = "none"
-    """Where the KL to the reference policy goes."""
+    """The term that has the KL to the reference policy."""
     others: Mapping[str, Any] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Library of configuration files: the groups of conf/ with their entries, the recipes, and those of a folder of the user's."""
+"""Library of configuration files: the groups of conf/ with their entries, the recipes, and a user's folder of both."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Library:
-    """Where configuration files lie: the bundled conf/ and the folders that hold further groups and recipes/."""
+    """The bundled conf/ and the folders that hold further groups and recipes/."""
 
     conf: Path
     others: tuple[Path, ...]

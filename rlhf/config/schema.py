@@ -20,7 +20,7 @@ class Setting:
     metadata: Mapping[str, Any]
 
     def value(self, config: Config) -> Any:
-        """What `config` holds for this setting."""
+        """The value of this setting in `config`."""
         value: Any = config
         for name in self.key.split("."):
             value = getattr(value, name)

@@ -20,7 +20,7 @@ HUB_NAME = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(:(?P<config>[\w.+-]+))?(@(?P<s
 HUB_TIMEOUT_S = 5.0
 
 Record = tuple[str, dict[str, Any]]
-"""Where the record stands, for a person, and its columns."""
+"""The place of the record, for a person, and its columns."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """What `data_source` says for rows that do not say it themselves."""
+        """The `data_source` of rows that do not say it themselves."""
         return self.path.stem if self.path else self.spec.partition("@")[0].partition(":")[0]
 
     def records(self, prompt_key: str, answer_key: str) -> Iterator[Record]:

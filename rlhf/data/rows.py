@@ -1,4 +1,4 @@
-"""From one record of a file or Hub data set to a `Row`: verl's columns or a plain prompt and answer, each checked."""
+"""Rows from the records of a file or Hub data set: verl's columns or a plain prompt and answer, each checked."""
 
 import difflib
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""The policy in training."""
+"""Actor: the policy in training."""
 
 from torch import Tensor
 
@@ -45,7 +45,8 @@ class Actor(Policy):
     def update(self, batch: Batch, guards: Guards) -> Figures:
         """The optimizer steps on `batch`; returns `actor/...` and `rollout/...` figures. Collective.
 
-        Needs `advantages`, `ref_log_probs` when there is a reference, and `old_log_probs` when the policy moves within the batch.
+        Needs `advantages`, `ref_log_probs` when there is a reference, and `old_log_probs` when the policy moves within
+        the batch.
         """
         figures = update(self.backend, batch, self._passes, self._share_of, guards, "actor")
         return {name if "/" in name else f"actor/{name}": value for name, value in figures.items()}

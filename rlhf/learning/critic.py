@@ -1,4 +1,4 @@
-"""The value function in training."""
+"""Critic: the value function in training."""
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,8 @@ class Critic:
         return result
 
     def update(self, batch: Batch, guards: Guards) -> Figures:
-        """The optimizer steps on `batch`, which needs `values` and `returns`; returns `critic/...` figures. Collective."""
+        """The optimizer steps on `batch`, which needs `values` and `returns`; returns `critic/...` figures.
+        Collective."""
         figures = update(self.backend, batch, self._passes, self._share_of, guards, "critic")
         if figures:
             variance, error = figures.pop("return_square") - figures["return_mean"] ** 2, figures.pop("error_square")

@@ -14,8 +14,8 @@ from rlhf.storage.shards import Shards
 class Reference(Policy):
     """The policy from which the KL terms measure the distance.
 
-    With `ref.update_freq` it moves every so many steps, ref = alpha * actor + (1 - alpha) * ref in float32 (TR-DPO, arXiv 2404.09656,
-    equation 4), and is then part of the run's state.
+    With `ref.update_freq` it moves every so many steps, ref = alpha * actor + (1 - alpha) * ref in float32 (TR-DPO,
+    arXiv 2404.09656, equation 4), and is then part of the run's state.
     """
 
     def __init__(self, model: Model, temperature: float, micro_batch_size: int, config: RefConfig) -> None:
@@ -49,7 +49,7 @@ class Reference(Policy):
         self.updated_at = step
 
     def state_dict(self) -> dict[str, Any]:
-        """When it last moved; the weights are stored by the checkpoint subsystem."""
+        """The step of its last move; the weights are stored by the checkpoint subsystem."""
         return {"updated_at": self.updated_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class FileTensor:
-    """Where a tensor lies."""
+    """The place of a tensor in the files."""
 
     file: str
     dtype: str
@@ -50,7 +50,8 @@ class ModelFiles:
     reader: int | None
     """The rank that reads the weights for all; None: each rank reads what it needs."""
     headers: Mapping[str, FileTensor] | None
-    """The tensors of the safetensors files by name; None where the folder is laid out otherwise and only the library can read it."""
+    """The tensors of the safetensors files by name; None where the folder is laid out otherwise and only the library
+    can read it."""
     fingerprint: str
 
     @property
@@ -114,12 +115,14 @@ def _judge(
     others: Sequence[int],
     coordinator: Coordinator,
 ) -> None:
-    """Refuse `others`, which do not see what `reader` sees, under `loading=shard`; else say which of them see other files."""
+    """Refuse `others`, which do not see what `reader` sees, under `loading=shard`; else say which of them see other
+    files."""
     if loading == "shard":
         host = coordinator.gather(socket.gethostname())[others[0]]
         what = "does not see" if seen[others[0]] is None else f"sees other files than rank {reader} in"
         raise UserError(
-            f"model.loading=shard: rank {others[0]} (on {host}) {what} {source}. Put the same folder at that path on every "
+            f"model.loading=shard: rank {others[0]} (on {host}) {what} {source}. Put the same folder at that path on "
+            "every "
             "node, or set model.loading=auto."
         )
     differing = [rank for rank in others if seen[rank] is not None]
@@ -132,7 +135,8 @@ def _judge(
 def _read_small(
     source: ModelSource, folder: Path, shared: bool, reader: int, coordinator: Coordinator
 ) -> tuple[dict[str, bytes], str]:
-    """The small files that are to be sent, with the headers as one more; and the fingerprint that `reader` finds. Collective."""
+    """The small files that are to be sent, with the headers as one more; and the fingerprint that `reader` finds.
+    Collective."""
     is_reader = coordinator.rank == reader
 
     def look() -> tuple[dict[str, bytes], str]:
@@ -186,7 +190,8 @@ def _telling(source: ModelSource) -> Iterator[None]:
 
 
 def on_every_rank(action: Callable[[], T], coordinator: Coordinator) -> T:
-    """What `action` returns on this rank; when it raises anywhere, every rank raises. Unlike `Coordinator.everywhere` no result is sent."""
+    """The result of `action` on this rank; when it raises anywhere, every rank raises. Unlike `Coordinator.everywhere`
+    it sends none."""
     results: list[T] = []
     coordinator.everywhere(lambda: results.append(action()))
     return results[0]

@@ -17,7 +17,8 @@ RATE_WINDOW = 20
 
 
 class Progress:
-    """Shows the steps of one run on stderr, as `mode` (`tracking.progress`) says. Other ranks than the driver use `Progress.silent()`.
+    """Shows the steps of one run on stderr, as `mode` (`tracking.progress`) says. Other ranks than the driver use
+    `Progress.silent()`.
 
     Plain lines come at most every PLAIN_INTERVAL_S, except for the first and the last step and for evaluations.
     """
@@ -50,7 +51,8 @@ class Progress:
         return progress
 
     def start(self, step: int) -> None:
-        """Begin at `step` finished steps: 0, the resume step, or while it runs an earlier one that the run goes back to."""
+        """Begin at `step` finished steps: 0, the resume step, or while it runs an earlier one that the run goes back
+        to."""
         self._times, self._shown, self._last_line = [(time.monotonic(), step)], {}, -math.inf
         if self._bar is None:
             return

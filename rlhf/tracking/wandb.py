@@ -39,8 +39,8 @@ class Wandb:
 
         Online the server knows how far it got. It may be behind the history (a kill loses wandb's buffer) or ahead of
         it (steps that are now repeated): steps before the server's next one are never sent again. Offline each start
-        begins a new file, so the earlier ones are set aside and the new one gets the whole history. A start in the middle of a
-        run, after a roll-back, ends what is open first.
+        begins a new file, so the earlier ones are set aside and the new one gets the whole history. A start in the
+        middle of a run, after a roll-back, ends what is open first.
 
         Raises:
             RuntimeError: nobody is logged in to wandb.
