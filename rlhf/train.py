@@ -16,25 +16,6 @@ from rlhf.config.resolved import to_yaml
 from rlhf.config.validate import validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 
-HELP = """\
-usage: python -m rlhf.train [recipes=NAME] [GROUP=ENTRY ...] [KEY=VALUE ...] [--config-dir DIR] [--cfg job] [--help]
-
-Trains a language model with reinforcement learning. The same command again resumes the run.
-
-  recipes=NAME      a named experiment; recipes=null is none, recipes=[a,b] applies both
-  GROUP=ENTRY       one entry of a configuration group
-  KEY=VALUE         one setting; wins over groups and recipes
-  --config-dir DIR  more entries and recipes: DIR/recipes/NAME.yaml, DIR/GROUP/ENTRY.yaml
-  --cfg job         print the resolved configuration (every setting) and exit
-  --help            print this page and exit
-
-examples:
-  python -m rlhf.train
-  python -m rlhf.train trainer.nproc=2 trainer.experiment_name=two_ranks
-  python -m rlhf.train recipes=minimal model.path=Qwen/Qwen2.5-0.5B-Instruct data.train_files=train.jsonl
-  python -m rlhf.train recipes=gsm8k_qwen_0.5b actor.optim.lr=2e-6 trainer.logger=[wandb]
-"""
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. A user's mistake is one message on stderr and `EXIT_USER_ERROR`."""
@@ -49,7 +30,7 @@ def _run(argv: list[str]) -> int:
     arguments = _parse(argv)
     library = Library.find(arguments.config_dir)
     if arguments.help:
-        sys.stdout.write(f"{HELP}\n{library.listing()}")
+        sys.stdout.write(library.help_page())
         return EXIT_DONE
     config = compose_config(arguments.overrides, library)
     validate(config)

@@ -1,4 +1,4 @@
-"""Library of configuration files: the groups of conf/ with their entries, the recipes, and a user's folder of both."""
+"""Library of configuration files: the groups of conf/ with their entries, the recipes, the help page."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,6 +6,24 @@ from pathlib import Path
 from rlhf.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parents[1]
+HELP = """\
+usage: python -m rlhf.train [recipes=NAME] [GROUP=ENTRY ...] [KEY=VALUE ...] [--config-dir DIR] [--cfg job] [--help]
+
+Trains a language model with reinforcement learning. The same command again resumes the run.
+
+  recipes=NAME      a named experiment; recipes=null is none, recipes=[a,b] applies both
+  GROUP=ENTRY       one entry of a configuration group
+  KEY=VALUE         one setting; wins over groups and recipes
+  --config-dir DIR  more entries and recipes: DIR/recipes/NAME.yaml, DIR/GROUP/ENTRY.yaml
+  --cfg job         print the resolved configuration (every setting) and exit
+  --help            print this page and exit
+
+examples:
+  python -m rlhf.train
+  python -m rlhf.train trainer.nproc=2 trainer.experiment_name=two_ranks
+  python -m rlhf.train recipes=minimal model.path=Qwen/Qwen2.5-0.5B-Instruct data.train_files=train.jsonl
+  python -m rlhf.train recipes=gsm8k_qwen_0.5b actor.optim.lr=2e-6 trainer.logger=[wandb]
+"""
 
 
 @dataclass(frozen=True)
@@ -41,13 +59,13 @@ class Library:
                 found.setdefault(name, path)
         return found
 
-    def listing(self) -> str:
-        """The groups with their entries, and the recipes with the first line of their description, for `--help`."""
+    def help_page(self) -> str:
+        """Usage, the groups with their entries, and the recipes with the first line of their description."""
         groups = "".join(f"  {group:<14}{', '.join(self.entries(group))}\n" for group in self.groups)
         recipes = self.entries("recipes")
         width = max(map(len, recipes)) + 2
         lines = "".join(f"  {name:<{width}}{_description(path)}\n" for name, path in recipes.items())
-        return f"groups:\n{groups}\nrecipes:\n{lines}"
+        return f"{HELP}\ngroups:\n{groups}\nrecipes:\n{lines}"
 
 
 def _description(path: Path) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf.config import DataConfig
 from rlhf.data.items import Row
-from rlhf.data.rows import listed, nearest
+from rlhf.data.rows import listed, suggestion
 from rlhf.errors import UserError
 
 PREFIX = "reasoning_gym/"
@@ -18,7 +18,7 @@ def check_task(task: str, setting: str) -> None:
 
     if task not in DATASETS:
         raise UserError(
-            f"{setting}={task}: reasoning-gym has no such task.{nearest(task, DATASETS)} "
+            f"{setting}={task}: reasoning-gym has no such task.{suggestion(task, DATASETS)} "
             f"It has {listed(sorted(DATASETS))}."
         )
 
@@ -40,7 +40,7 @@ def make_dataset(data: DataConfig, seed: int, size: int) -> Any:
         if key not in choices:
             raise UserError(
                 f"data.reasoning_gym.config.{key}: {task} has no such setting."
-                f"{nearest(str(key), choices)} It has {listed(choices)}."
+                f"{suggestion(str(key), choices)} It has {listed(choices)}."
             )
     try:
         return create_dataset(task, seed=seed, size=size, **settings)

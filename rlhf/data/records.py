@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf.data.rows import VERL_COLUMNS, listed, nearest
+from rlhf.data.rows import VERL_COLUMNS, listed, suggestion
 from rlhf.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def _resolve_one(setting: str, spec: str, default_split: str) -> list[Source]:
         siblings = [p.name for p in path.parent.iterdir() if p.is_file()] if path.parent.is_dir() else []
         folder = "" if path.parent.is_dir() else f" There is no folder {path.parent} either."
         raise UserError(
-            f"{setting}={spec}: no such file (looked from {Path.cwd()}).{folder}{nearest(path.name, siblings)} "
+            f"{setting}={spec}: no such file (looked from {Path.cwd()}).{folder}{suggestion(path.name, siblings)} "
             f"Correct the path; a Hub data set is written org/name, org/name:config or org/name@split."
         )
     for p in paths:

@@ -130,7 +130,7 @@ def test_recipes_and_entries_of_the_user(user_dir):
     assert (config.model.path, config.trainer.seed, config.rollout.n) == ("org/mine", 5, 3)
     config = compose("recipes=[offline,more]", "model=tiny", config_dir=user_dir)
     assert (config.trainer.experiment_name, config.rollout.n) == ("offline", 3)
-    assert "base" in (page := Library.find(user_dir).listing())
+    assert "base" in (page := Library.find(user_dir).help_page())
     assert "Ours." in page
 
 
