@@ -1,4 +1,7 @@
-"""The errors that a restart cannot fix, and the exit codes that the supervisor and schedulers read."""
+"""Errors that a restart cannot fix, "Did you mean" for their messages, and the exit codes of the command."""
+
+import difflib
+from collections.abc import Iterable
 
 EXIT_DONE = 0
 EXIT_CRASHED = 1
@@ -10,9 +13,21 @@ EXIT_REQUEUE = 75
 class UserError(Exception):
     """A mistake in the settings, the data or the files that only a person can mend.
 
-    The message names the setting, its value and the remedy. It ends the run with `EXIT_USER_ERROR`; it is never retried.
+    The message names the setting, its value and the remedy. It ends the run with `EXIT_USER_ERROR`; it is never
+    retried.
     """
 
 
 class Preempted(Exception):
     """The run was asked to stop, has saved and leaves with `EXIT_REQUEUE`."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice most like `word`, or None when nothing is near."""
+    found = difflib.get_close_matches(word, list(choices), n=1)
+    return found[0] if found else None
+
+
+def did_you_mean(found: str | None) -> str:
+    """A nearest choice as the end of a message; empty for None."""
+    return f" Did you mean {found}?" if found else ""

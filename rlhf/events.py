@@ -1,8 +1,8 @@
-"""Named moments of a run, announced as they happen.
+"""Events of a run, announced as they happen.
 
-Every part of the trainer says where it is: `announce("rollout.before")`. The worker keeps the newest event as evidence for the
-supervisor (which step, which moment), and the fault campaign subscribes to kill the process at an exact one. With no listener an
-announcement costs one truth test.
+Every part of the trainer says where it is: `announce("rollout.before")`. The worker keeps the newest event as evidence
+for the supervisor (which step, which moment), and the fault campaign subscribes to kill the process at an exact one.
+With no listener an announcement costs one truth test.
 """
 
 import importlib
@@ -27,7 +27,8 @@ def subscribe(listener: Listener) -> None:
 
 
 def subscribe_from_environment() -> None:
-    """Subscribe `module:function` named by RLHF_EVENT_LISTENER, if it is set; that is how tests reach into the ranks."""
+    """Subscribe `module:function` named by RLHF_EVENT_LISTENER, if it is set; that is how tests reach into the
+    ranks."""
     if spec := os.environ.get(LISTENER_VARIABLE):
         module, _, name = spec.partition(":")
         subscribe(getattr(importlib.import_module(module), name))

@@ -1,12 +1,22 @@
-"""The training loop. It reads like the algorithm; how each part works, and when it is due, is that part's business."""
+"""The training loop: collect a batch, compare, estimate advantages, update, record, save, evaluate.
+
+It reads like the algorithm. Left out on purpose, because each is the business of the part that is called:
+
+- cadence: whether a save, an evaluation or a move of the reference is due (`maybe_save`, `maybe_evaluate`,
+  `maybe_update`);
+- dynamic sampling, prompts carried over, generation a step ahead, the journal: in `collector.collect`;
+- epochs, mini-batches, micro-batches, the optimizer and the guards before each of its steps: in the two `update`s;
+- ranks and devices: every call is collective and gives the same figures on every rank;
+- crashes: they end the process, and the supervisor starts it again from the newest checkpoint.
+"""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.config import Config
 from rlhf.errors import Preempted, UserError
 from rlhf.events import announce
 from rlhf.experience.collector import Collector
@@ -25,19 +35,22 @@ from rlhf.tracking.run_log import RunLog
 class Components:
     """Everything that one rank trains with; built by `rlhf.assemble.run`."""
 
-    config: Config
     collector: Collector
     engine: RolloutEngine
     actor: Actor
     critic: Critic | None
+    critic_warmup: int
+    """Steps at the start in which only the critic is trained."""
     reference: Reference | None
     advantages: Advantages
     guards: Guards
     evaluator: Evaluator
     checkpointer: Checkpointer
     run_log: RunLog
+    run_dir: Path
     driver: DriverState
     reward: Reward
+    samples_per_step: int
     resumed: bool
     """Whether there was a checkpoint to go on from."""
     stop_requested: Callable[[], bool]
@@ -45,21 +58,21 @@ class Components:
 
 
 def train(p: Components) -> None:
-    """Train from where `p.driver` stands to its last step. Collective; raises Preempted after a save when asked to stop."""
+    """Train from where `p.driver` stands to its last step. Collective; raises Preempted after a save when asked to
+    stop."""
     with p.checkpointer.committing():
         _train(p)
     p.collector.drop_journal(up_to=p.driver.step)
 
 
 def _train(p: Components) -> None:
-    driver, actor, size = p.driver, p.actor, p.config.actor.ppo_micro_batch_size_per_gpu
-    samples = p.config.data.train_batch_size * p.config.rollout.n
+    driver, actor = p.driver, p.actor
     if p.resumed:
         p.run_log.note(p.checkpointer.loaded)
     else:
         before = p.evaluator.before_training()
         p.run_log.step(0, before)
-        if p.config.guards.action == "rollback":  # there must be something to go back to
+        if p.guards.rolls_back:  # there must be something to go back to
             p.run_log.note(p.checkpointer.save(0, before))
     while driver.step < driver.total_steps:
         step, started = driver.step + 1, time.monotonic()
@@ -72,15 +85,15 @@ def _train(p: Components) -> None:
         announce("update.before")
         p.guards.begin(step, metrics["reward/mean"])
         if p.reference is not None:
-            batch.ref_log_probs = p.reference.all_log_probs(batch, size)
+            batch.ref_log_probs = p.reference.all_log_probs(batch)
         if actor.moves_within_batch or p.advantages.uses_kl:
-            batch.old_log_probs = actor.all_log_probs(batch, size)
+            batch.old_log_probs = actor.all_log_probs(batch)
         if p.critic is not None:
             batch.values = p.critic.all_values(batch)
         metrics |= p.advantages.fill(batch, p.guards)
         if p.critic is not None:
             metrics |= p.critic.update(batch, p.guards)
-        if step > p.config.trainer.critic_warmup:
+        if step > p.critic_warmup:
             metrics |= actor.update(batch, p.guards)
         if p.guards.settle(step) == "rollback":
             roll_back(p)
@@ -90,7 +103,7 @@ def _train(p: Components) -> None:
         announce("update.after")
 
         seconds = time.monotonic() - started
-        driver.finish_step(collected.tokens, samples, seconds)
+        driver.finish_step(collected.tokens, p.samples_per_step, seconds)
         metrics |= (
             p.guards.metrics()
             | p.checkpointer.metrics()
@@ -114,13 +127,14 @@ def _train(p: Components) -> None:
 
 
 def roll_back(p: Components) -> None:
-    """Bring everything back to the newest checkpoint, to go on without the data of the step that the guards refused. Collective."""
+    """Bring everything back to the newest checkpoint, to go on without the data of the step that the guards refused.
+    Collective."""
     announce("rollback.before")
     memory = p.guards.remember(p.collector.position)
     p.collector.forget()
     if not p.checkpointer.resume():
         raise UserError(
-            f"guards.action=rollback: no checkpoint is left in {p.config.run_dir} to roll back to. Set guards.action=skip, or "
+            f"guards.action=rollback: no checkpoint is left in {p.run_dir} to roll back to. Set guards.action=skip, or "
             "checkpoint.on_save_error=stop, and start again."
         )
     p.guards.recall(memory)

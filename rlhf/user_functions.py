@@ -11,8 +11,7 @@ from typing import Any
 
 import xxhash
 
-from rlhf.config.schema import did_you_mean, nearest
-from rlhf.errors import UserError
+from rlhf.errors import UserError, did_you_mean, nearest
 
 
 def split_spec(setting: str, spec: str) -> tuple[Path, str]:

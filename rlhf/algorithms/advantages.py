@@ -1,4 +1,4 @@
-"""Advantage estimators: from token rewards to what each response token was better than expected by."""
+"""Advantage estimators: token rewards to how much better than expected each response token was."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ def only_rank(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EstimatorInput:
-    """What N responses of one rank were worth. R is the longest response."""
+    """Rewards of N responses on one rank, and what estimators may compare them with. R is the longest response."""
 
     token_rewards: Tensor
     """[N, R]: the score on the last response token, less the KL penalty of each token if it is part of the reward."""
@@ -42,7 +42,7 @@ class EstimatorInput:
 
 
 class Estimate(NamedTuple):
-    """What an estimator returns."""
+    """Result of an estimator."""
 
     advantages: Tensor
     """[N, R] in the type of the rewards, zero outside the mask."""
@@ -53,8 +53,8 @@ class Estimate(NamedTuple):
 def gae(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     """Generalized advantage estimation over the response tokens, whitened over all ranks; needs `values`.
 
-    delta_t = r_t + gamma * V_next - V_t and A_t = delta_t + gamma * lam * A_next, where next is the next token in the mask, and 0 behind
-    the last one; returns = A + V, taken before the whitening.
+    delta_t = r_t + gamma * V_next - V_t and A_t = delta_t + gamma * lam * A_next, where next is the next token in the
+    mask, and 0 behind the last one; returns = A + V, taken before the whitening.
 
     Source: Schulman et al. (arXiv 1506.02438) equation 16.
     """
@@ -72,7 +72,8 @@ def gae(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def grpo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """(s - mean) / (std + 1e-6) over the responses to a prompt, s the summed reward and std unbiased; the same on all tokens.
+    """(s - mean) / (std + 1e-6) over the responses to a prompt, s the summed reward and std unbiased; the same on all
+    tokens.
 
     A group of one keeps mean 0 and std 1. `norm_adv_by_std_in_grpo=false` leaves the division out: Dr.GRPO.
 
@@ -89,7 +90,8 @@ def grpo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def rloo(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """The score less the mean score of the other responses to the prompt: n / (n - 1) * (s - mean); a group of one keeps s.
+    """The score less the mean score of the other responses to the prompt: n / (n - 1) * (s - mean); a group of one
+    keeps s.
 
     Source: Ahmadian et al. (arXiv 2402.14740) section 3.
     """
@@ -109,7 +111,8 @@ def reinforce_plus_plus(inputs: EstimatorInput, config: AlgorithmConfig) -> Esti
 
 
 def reinforce_plus_plus_baseline(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """The score less the mean score of the prompt's responses, on all tokens, whitened over all ranks; a group of one has mean 0.
+    """The score less the mean score of the prompt's responses, on all tokens, whitened over all ranks; a group of one
+    has mean 0.
 
     Source: REINFORCE++ with baseline (arXiv 2501.03262) section 3.
     """

@@ -1,4 +1,4 @@
-"""From token losses to one number, as a sum here over a denominator everywhere: independent of padding, micro-batches and ranks."""
+"""Aggregation of token losses, a sum here over a denominator everywhere: independent of padding, batching and ranks."""
 
 from torch import Tensor
 
@@ -14,8 +14,8 @@ def loss_sum(values: Tensor, mask: Tensor, mode: str, scale_factor: float = 1) -
         mode: `token-mean`, `seq-mean-token-sum`, `seq-mean-token-mean` or `seq-mean-token-sum-norm` (verl's names).
         scale_factor: the fixed length that `seq-mean-token-sum-norm` divides by; the other modes don't read it.
 
-    Source: DAPO (arXiv 2503.14476) section 3.3 for `token-mean`; DeepSeekMath (arXiv 2402.03300) equation 3 for `seq-mean-token-mean`;
-    Dr.GRPO (arXiv 2503.20783) section 3.2 for the fixed length.
+    Source: DAPO (arXiv 2503.14476) section 3.3 for `token-mean`; DeepSeekMath (arXiv 2402.03300) equation 3 for
+    `seq-mean-token-mean`; Dr.GRPO (arXiv 2503.20783) section 3.2 for the fixed length.
     """
     inside = masked(values, mask)
     if mode == "seq-mean-token-mean":
@@ -24,5 +24,6 @@ def loss_sum(values: Tensor, mask: Tensor, mode: str, scale_factor: float = 1) -
 
 
 def loss_count(mask: Tensor, mode: str) -> Tensor:
-    """The denominator of the aggregate that these rows contribute: their tokens, or the number of rows that have any."""
+    """The denominator of the aggregate that these rows contribute: their tokens, or the number of rows that have
+    any."""
     return mask.sum() if mode == "token-mean" else (mask.sum(dim=1) > 0).sum()

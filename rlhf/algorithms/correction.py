@@ -1,4 +1,4 @@
-"""Correction for an engine that samples from not quite the policy in training."""
+"""Importance weights for samples of an engine whose policy is not quite the one in training."""
 
 import torch
 from torch import Tensor
@@ -18,15 +18,15 @@ def rollout_is_weights(
         old_log_probs: [N, R] by the training engine, before the update.
         rollout_log_probs: [N, R]: what the rollout engine sampled with.
         mask: [N, R], 1 on response tokens.
-        level: `token`, each by itself; or `sequence`, the product over the response, the same on all its tokens. The logarithm is kept
-            within +-20.
+        level: `token`, each by itself; or `sequence`, the product over the response, the same on all its tokens. The
+            logarithm is kept within +-20.
         threshold: the largest weight.
 
     Returns:
         The weights, and which were truncated as 0 or 1; both [N, R] and 0 outside the mask.
 
-    Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025) for tokens; Liu et al., "When Speed
-    Kills Stability" (2025) for sequences.
+    Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025) for tokens; Liu
+    et al., "When Speed Kills Stability" (2025) for sequences.
     """
     log_ratios = masked(old_log_probs - rollout_log_probs, mask)
     if level == "sequence":

@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from the policy to the reference, per sampled token, and the coefficient that adapts to it."""
+"""KL divergence from the policy to the reference: estimators per sampled token, and the adaptive coefficient."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,12 @@ COEFFICIENT_BOUND = 0.2
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """KL(policy || reference) from tokens sampled by the policy, with d = log_probs - ref_log_probs; token by token: there is no mask.
+    """KL(policy || reference) from tokens sampled by the policy, with d = log_probs - ref_log_probs; token by token:
+    there is no mask.
 
-    `k1`: d (unbiased). `k2`: d^2 / 2. `k3`: exp(-d) - 1 + d (unbiased, positive), -d within +-20 and the result within +-10. `abs`: |d|.
-    With `+` (`k1+`, `k3+`, `abs+`) the value is the estimator's and the gradient k2's, whose expectation is the gradient of the KL.
+    `k1`: d (unbiased). `k2`: d^2 / 2. `k3`: exp(-d) - 1 + d (unbiased, positive), -d within +-20 and the result within
+    +-10. `abs`: |d|. With `+` (`k1+`, `k3+`, `abs+`) the value is the estimator's and the gradient k2's, whose
+    expectation is the gradient of the KL.
 
     Args:
         log_probs, ref_log_probs: one shape, [N, R].

@@ -13,12 +13,13 @@ SEQUENCE_LOG_RATIO_BOUND = 10.0
 
 
 class PolicyLoss(NamedTuple):
-    """What a policy loss returns."""
+    """Result of a policy loss."""
 
     losses: Tensor
     """[N, R], zero outside the mask."""
     figures: dict[str, Tensor]
-    """[N, R] each and without gradient; their means over all response tokens are logged as `actor/<name>`. The same names at every call."""
+    """[N, R] each and without gradient; their means over all response tokens are logged as `actor/<name>`. The same
+    names at every call."""
 
 
 def vanilla(
@@ -26,7 +27,8 @@ def vanilla(
 ) -> PolicyLoss:
     """PPO's clipped surrogate with separate bounds below and above, and dual clip.
 
-    max(-A * r, -A * clamp(r, 1 - low, 1 + high)) with r = exp(clamp(log_probs - old_log_probs, -20, 20)); for A < 0 at most -A * c.
+    max(-A * r, -A * clamp(r, 1 - low, 1 + high)) with r = exp(clamp(log_probs - old_log_probs, -20, 20)); for A < 0 at
+    most -A * c.
 
     Args:
         log_probs, old_log_probs, advantages: [N, R]; the gradient goes through the first.
@@ -36,8 +38,8 @@ def vanilla(
     Returns:
         The losses, and which tokens clipping (`pg_clipfrac`) and dual clip (`pg_clipfrac_lower`) changed, as 0 or 1.
 
-    Source: PPO (arXiv 1707.06347) equation 7; DAPO (arXiv 2503.14476) equation 10 for separate bounds; Ye et al. (arXiv 1912.09729)
-    equation 5 for dual clip.
+    Source: PPO (arXiv 1707.06347) equation 7; DAPO (arXiv 2503.14476) equation 10 for separate bounds; Ye et al. (arXiv
+    1912.09729) equation 5 for dual clip.
     """
     ratio, advantages = _ratio(log_probs, old_log_probs, mask), masked(advantages, mask)
     losses, clipped = _clipped(ratio, advantages, config)
@@ -50,8 +52,8 @@ def vanilla(
 def gspo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig) -> PolicyLoss:
     """The clipped surrogate with one ratio per response: the exponential of the mean log-ratio of its tokens.
 
-    The value is the sequence ratio's; the gradient goes through the log-prob of each token, so that advantages may differ within a
-    response. The log-ratio is at most 10. Arguments as in `vanilla`; one figure, `pg_clipfrac`.
+    The value is the sequence ratio's; the gradient goes through the log-prob of each token, so that advantages may
+    differ within a response. The log-ratio is at most 10. Arguments as in `vanilla`; one figure, `pg_clipfrac`.
 
     Source: GSPO (arXiv 2507.18071) equations 5 and 7, and GSPO-token, equations 13 and 14.
     """
@@ -68,8 +70,8 @@ def cispo(
 ) -> PolicyLoss:
     """REINFORCE with a clipped importance weight that has no gradient: -sg(clamp(r, 1 - low, 1 + high)) * A * log_prob.
 
-    Every token keeps its gradient; only its weight is bounded. Arguments and r as in `vanilla`; one figure, `pg_clipfrac`: the tokens
-    whose weight was clipped.
+    Every token keeps its gradient; only its weight is bounded. Arguments and r as in `vanilla`; one figure,
+    `pg_clipfrac`: the tokens whose weight was clipped.
 
     Source: CISPO, in MiniMax-M1 (arXiv 2506.13585) equations 4 and 5.
     """

@@ -1,4 +1,4 @@
-"""What is added to a reward before it becomes advantages."""
+"""Shaping of rewards: the soft punishment of over-long responses."""
 
 from torch import Tensor
 

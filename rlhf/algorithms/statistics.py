@@ -9,12 +9,14 @@ WHITEN_EPSILON = 1e-8
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` with zeros outside the mask, of the same shape; nothing outside is read, and the gradient there is exactly zero."""
+    """`values` with zeros outside the mask, of the same shape; nothing outside is read, and the gradient there is
+    exactly zero."""
     return torch.where(mask.bool(), values, 0.0)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor]) -> Tensor:
-    """Values with mean 0 and variance 1 over the masked entries of all ranks: (v - mean) * rsqrt(var + 1e-8), variance unbiased.
+    """Values with mean 0 and variance 1 over the masked entries of all ranks: (v - mean) * rsqrt(var + 1e-8), variance
+    unbiased.
 
     Args:
         values: [N, R].
@@ -35,7 +37,8 @@ def masked_whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tens
 def backward_sum(values: Tensor, decays: Tensor) -> Tensor:
     """y[:, t] = values[:, t] + decays[:, t] * y[:, t + 1] with zero behind the last column; [N, R] each.
 
-    Decays are within [0, 1]. In log2(R) passes over whole tensors: in pass k, y[:, t] takes up the 2^k columns behind those it holds.
+    Decays are within [0, 1]. In log2(R) passes over whole tensors: in pass k, y[:, t] takes up the 2^k columns behind
+    those it holds.
     """
     span, length = 1, values.shape[1]
     while span < length:

@@ -15,10 +15,11 @@ from rlhf.errors import UserError
 
 
 def checked_estimator(said: str, function: Callable[..., Any]) -> Callable[[EstimatorInput, AlgorithmConfig], Estimate]:
-    """The user's estimator (`said` is the setting with its value) as the trainer calls it; advantages outside the mask become 0.
+    """The user's estimator (`said` is the setting with its value) as the trainer calls it; advantages outside the mask
+    become 0.
 
-    It raises UserError unless the function returns an `Estimate` with finite advantages, and finite returns if there is a critic, in the
-    mask's shape [N, R].
+    It raises UserError unless the function returns an `Estimate` with finite advantages, and finite returns if there is
+    a critic, in the mask's shape [N, R].
     """
 
     @wraps(function)
@@ -43,8 +44,8 @@ def checked_estimator(said: str, function: Callable[..., Any]) -> Callable[[Esti
 def checked_policy_loss(said: str, function: Callable[..., Any]) -> Callable[..., PolicyLoss]:
     """The user's policy loss as the trainer calls it.
 
-    It raises UserError unless the function returns a `PolicyLoss` whose losses (with a gradient) and figures have the mask's shape [N, R].
-    Numbers that are not finite are for the guards to find.
+    It raises UserError unless the function returns a `PolicyLoss` whose losses (with a gradient) and figures have the
+    mask's shape [N, R]. Numbers that are not finite are for the guards to find.
     """
 
     @wraps(function)
@@ -76,7 +77,8 @@ def _inside(said: str, name: str, tensor: Any, inputs: EstimatorInput) -> Tensor
 def _check_shape(said: str, name: str, tensor: Any, mask: Tensor) -> None:
     if not isinstance(tensor, Tensor) or tensor.shape != mask.shape or not tensor.is_floating_point():
         raise UserError(
-            f"{said} returned {name} of {_kind(tensor)}. Return floating-point numbers of the mask's shape, {list(mask.shape)}."
+            f"{said} returned {name} of {_kind(tensor)}. Return floating-point numbers of the mask's shape, "
+            f"{list(mask.shape)}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Training engines behind one interface (`base.py`). The checkpoint subsystem is handed their state, never the engine itself."""
+"""Training engines behind one interface (`base.py`); checkpoints are handed their state, never the engine itself."""
 
 from collections.abc import Mapping
 
@@ -41,8 +41,8 @@ def build_backend(
 ) -> TrainingBackend:
     """`model` in training, in the engine that `config.name` names. Collective.
 
-    Parameters on the meta device get memory, of which DeepSpeed needs the whole at first; the caller fills `model_shards` and calls
-    `after_load`.
+    Parameters on the meta device get memory, of which DeepSpeed needs the whole at first; the caller fills
+    `model_shards` and calls `after_load`.
     """
     if config.name == "deepspeed":
         materialise(model)

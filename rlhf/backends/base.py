@@ -1,4 +1,4 @@
-"""The contract of a training engine: what actor, critic and reference, the rollouts and the checkpoint ask of it."""
+"""Contract of a training engine with learners, rollouts and checkpoints."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -13,7 +13,7 @@ class Model(Protocol):
     """A model spread over all ranks, without an optimizer, such as the reference policy's."""
 
     module: nn.Module
-    """What to call; collective: every rank passes as many rows."""
+    """The module to call; collective: every rank passes as many rows."""
 
     def model_shards(self) -> Shards:
         """Live views of this rank's weights and persistent buffers."""
@@ -26,7 +26,8 @@ class TrainingBackend(Model, TrainState, Protocol):
         """Add the gradient of `loss`, the sum over all ranks of their losses, to the accumulated one. Collective."""
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, advance the schedule, clear gradients. Returns `grad_norm` (over all ranks, before clipping) and the `lr` used.
+        """Clip, step, advance the schedule, clear gradients. Returns `grad_norm` (over all ranks, before clipping) and
+        the `lr` used.
 
         A gradient whose norm is not finite is cleared and nothing else happens: the caller looks at `grad_norm`.
         """

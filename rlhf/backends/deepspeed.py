@@ -1,5 +1,4 @@
-"""DeepSpeed: ZeRO stages 0 to 3 on CPU (gloo) and CUDA (NCCL), from 1 rank on. Its own checkpoints are never used: the state is handed out
-as shards."""
+"""DeepSpeed: ZeRO stages 0 to 3 on CPU (gloo) and CUDA (NCCL), from 1 rank on; its state is handed out as shards."""
 
 import contextlib
 import functools
@@ -33,8 +32,8 @@ LARGEST_PERSISTENT = 100_000
 class DeepSpeedBackend(Scheduled):
     """A model in training: float32 master weights, AdamW in float32 and a learning-rate schedule over optimizer steps.
 
-    With `autocast=bfloat16` the module is bfloat16 and its gradients are summed over micro-batches and ranks in float32; at stage 0 those
-    of one rank are summed in bfloat16.
+    With `autocast=bfloat16` the module is bfloat16 and its gradients are summed over micro-batches and ranks in
+    float32; at stage 0 those of one rank are summed in bfloat16.
     """
 
     def __init__(
@@ -74,7 +73,8 @@ class DeepSpeedBackend(Scheduled):
             self._state.refresh()
 
     def backward(self, loss: Tensor) -> None:
-        """See `TrainingBackend.backward`. DeepSpeed averages gradients over the ranks; the caller's loss is a share of a sum."""
+        """See `TrainingBackend.backward`. DeepSpeed averages gradients over the ranks; the caller's loss is a share of
+        a sum."""
         self._engine.backward(loss * dist.get_world_size())
 
     def optimizer_step(self) -> dict[str, float]:
@@ -123,7 +123,8 @@ class DeepSpeedBackend(Scheduled):
 
 
 class ClippedAdamW(torch.optim.AdamW):
-    """AdamW for stage 0: it clips before a step, and does not step when the norm is not finite, which the other stages do themselves."""
+    """AdamW for stage 0: it clips before a step, and does not step when the norm is not finite, which the other stages
+    do themselves."""
 
     def __init__(self, parameters: Iterator[nn.Parameter], grad_clip: float, **options: Any) -> None:
         super().__init__(parameters, **options)
@@ -157,7 +158,8 @@ def import_deepspeed(device: torch.device) -> Any:
         ) from error
     logging.getLogger("DeepSpeed").addFilter(_worth_saying)
     warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
-    # The one operation that it would compile on a CPU, which takes ninja, a C++ compiler and half a minute, is for inference.
+    # The one operation that it would compile on a CPU, which takes ninja, a C++ compiler and half a minute, is for
+    # inference.
     deepspeed.ops.__compatible_ops__ = {}
     # Otherwise it makes a copy of the group, which does not have trainer.collective_timeout_s.
     groups._WORLD_GROUP = dist.group.WORLD

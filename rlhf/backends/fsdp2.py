@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state sharded by rows over all ranks, on CPU (gloo) and CUDA (NCCL), from 1 rank on."""
+"""FSDP2: parameters, gradients and optimizer state sharded by rows, on CPU (gloo) and CUDA (NCCL), from 1 rank on."""
 
 import math
 import warnings
@@ -18,7 +18,8 @@ from rlhf.backends.training import Scheduled, adamw_options, empty_moments
 from rlhf.config import BackendConfig, OptimConfig
 from rlhf.storage.shards import Shard, Shards
 
-# The hint is about outputs that are changed in place, which nothing here does; a head with a bias returns a view by its nature.
+# The hint is about outputs that are changed in place, which nothing here does; a head with a bias returns a view by its
+# nature.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
@@ -31,8 +32,8 @@ class Fsdp2Model:
     def reshard(self) -> None:
         """Put the shards in the place of gathered weights.
 
-        A forward pass without a backward one may leave those there (`reshard_after_forward=false`): what is written to them would be
-        lost, and what is read from them is no shard.
+        A forward pass without a backward one may leave those there (`reshard_after_forward=false`): what is written to
+        them would be lost, and what is read from them is no shard.
         """
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
@@ -69,7 +70,8 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
         hf_files: Mapping[str, bytes],
     ) -> None:
         Fsdp2Model.__init__(self, model, config, device)
-        # Without gradients no recomputation happens, so train mode costs the log-prob passes nothing; dropout is off (models/loading.py).
+        # Without gradients no recomputation happens, so train mode costs the log-prob passes nothing; dropout is off
+        # (models/loading.py).
         self.module.train()
         optimizer = torch.optim.AdamW(self.module.parameters(), **adamw_options(optim))
         Scheduled.__init__(self, optimizer, optim, total_optimizer_steps, hf_files)
@@ -78,7 +80,8 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
             optimizer.state[parameter] = empty_moments(parameter)
 
     def backward(self, loss: Tensor) -> None:
-        """See `TrainingBackend.backward`. FSDP averages gradients over the ranks; the caller's loss is a share of a sum."""
+        """See `TrainingBackend.backward`. FSDP averages gradients over the ranks; the caller's loss is a share of a
+        sum."""
         (loss * dist.get_world_size()).backward()
 
     def optimizer_step(self) -> dict[str, float]:
@@ -111,7 +114,8 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
 
 
 def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -> PreTrainedModel:
-    """Apply FSDP2 to every decoder layer and to the rest, over a one-dimensional mesh of all ranks; the model moves to `device`.
+    """Apply FSDP2 to every decoder layer and to the rest, over a one-dimensional mesh of all ranks; the model moves to
+    `device`.
 
     Of what is on the meta device this rank's part gets memory there, without a value.
     """

@@ -1,4 +1,4 @@
-"""Whole tensors out of the ranges of them that the ranks hold: many in one collective call, few at a time in memory."""
+"""Whole tensors from the ranges that the ranks hold: many in one collective call, few at a time in memory."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,17 +10,20 @@ from torch import Tensor
 from rlhf.storage.shards import Shard
 
 BUCKET_BYTES = 8 << 20
-"""Tensors are gathered together up to this size, a larger one by itself. Larger buckets are slower on a CPU, whose caches they leave."""
+"""Tensors are gathered together up to this size, a larger one by itself. Larger buckets are slower on a CPU, whose
+caches they leave."""
 
 
 @torch.no_grad()
 def whole_tensors(shards: Iterable[tuple[str, Shard]]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by name, whole, on the device of its shards, to the bit. Collective: all ranks iterate together, to the end.
+    """Every tensor by name, whole, on the device of its shards, to the bit. Collective: all ranks iterate together, to
+    the end.
 
     What every rank holds whole already is not copied.
 
     Args:
-        shards: of every tensor this rank's range; the same names in the same order on every rank, each tensor covered by the ranks.
+        shards: of every tensor this rank's range; the same names in the same order on every rank, each tensor covered
+            by the ranks.
     """
     named = list(shards)
     held = _held([shard for _, shard in named])

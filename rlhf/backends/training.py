@@ -1,4 +1,4 @@
-"""What the backends share when a model is in training: AdamW's settings and empty moments, the learning-rate schedule."""
+"""AdamW's settings and empty moments and the learning-rate schedule, shared by the backends."""
 
 import math
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from rlhf.config import OptimConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps per weight, beside its step count."""
+"""State of AdamW per weight, beside its step count."""
 
 
 class Scheduled:
-    """AdamW with a learning-rate schedule over optimizer steps, and the part of a role (see `rlhf.storage.state.TrainState`) that is no
-    tensor."""
+    """AdamW with a learning-rate schedule over optimizer steps, and the part of a train state (see
+    `rlhf.storage.state.TrainState`) that is no tensor."""
 
     def __init__(
         self,
@@ -33,7 +33,8 @@ class Scheduled:
         return {"lr_scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """See `TrainState.load_extra_state`. The shape of the schedule stays the present configuration's; its position is restored."""
+        """See `TrainState.load_extra_state`. The shape of the schedule stays the present configuration's; its position
+        is restored."""
         self.scheduler.load_state_dict({**state["lr_scheduler"], "lr_lambdas": [None]})
         for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = lr
@@ -44,7 +45,7 @@ class Scheduled:
 
 
 def adamw_options(optim: OptimConfig) -> dict[str, Any]:
-    """What `torch.optim.AdamW` takes beside the parameters."""
+    """Arguments of `torch.optim.AdamW` beside the parameters."""
     return {
         "lr": optim.lr,
         "betas": (optim.betas[0], optim.betas[1]),
@@ -56,15 +57,16 @@ def adamw_options(optim: OptimConfig) -> dict[str, Any]:
 def empty_moments(parameter: Tensor) -> dict[str, Tensor]:
     """AdamW's state of a parameter before its first step.
 
-    AdamW would make it at that step; a checkpoint must be readable into it before. Setting it leaves the step count alone, unlike a
-    dummy step (pytorch issue 164929).
+    AdamW would make it at that step; a checkpoint must be readable into it before. Setting it leaves the step count
+    alone, unlike a dummy step (pytorch issue 164929).
     """
     zeros = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS}
     return {"step": torch.zeros((), dtype=torch.float32), **zeros}
 
 
 def learning_rate_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
-    """The share of `optim.lr` at optimizer step `step` (0 is the first): linear warm-up, then constant, linear or cosine decay."""
+    """The share of `optim.lr` at optimizer step `step` (0 is the first): linear warm-up, then constant, linear or
+    cosine decay."""
     if step < optim.lr_warmup_steps:
         return (step + 1) / optim.lr_warmup_steps
     if optim.lr_scheduler_type == "constant":

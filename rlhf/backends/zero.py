@@ -1,4 +1,4 @@
-"""Where DeepSpeed keeps float32 weights, moments and gradients at each ZeRO stage. All knowledge of its insides is here."""
+"""DeepSpeed's float32 weights, moments and gradients at each ZeRO stage. All knowledge of its insides is here."""
 
 import math
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from rlhf.storage.shards import Shard
 
 @dataclass(frozen=True)
 class Range:
-    """This rank's part of a parameter: elements [start, start + numel) of the flattened parameter are the ones from `offset` on of
-    `flat`, a float32 tensor that AdamW steps and that may hold parts of many parameters, and padding."""
+    """This rank's part of a parameter: elements [start, start + numel) of the flattened parameter are the ones from
+    `offset` on of `flat`, a float32 tensor that AdamW steps and that may hold parts of many parameters, and padding."""
 
     shape: tuple[int, ...]
     start: int

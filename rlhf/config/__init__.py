@@ -1,4 +1,4 @@
-"""The schema: one dataclass module per conf/ group. Nothing here imports torch, so that a typo is answered in a second."""
+"""Schema of the configuration: one dataclass per section. Imports no torch, so that a typo is answered in a second."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,11 @@ class Config:
         """The deterministic run directory: the same command finds its own checkpoints."""
         t = self.trainer
         return Path(t.default_local_dir).expanduser().absolute() / t.project_name / t.experiment_name
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether any KL compares the policy with the reference."""
+        return self.actor.kl_in_loss or self.algorithm.kl_in_reward
 
 
 __all__ = [

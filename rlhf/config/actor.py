@@ -1,3 +1,5 @@
+"""Section `actor`: batches, policy loss, optimizer of the policy."""
+
 from dataclasses import dataclass
 
 from rlhf.config.fields import setting
@@ -11,7 +13,7 @@ KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
 @dataclass
 class PolicyLossConfig:
     loss_mode: str = setting("vanilla")
-    """The policy loss: a name of `rlhf/algorithms/table.py` (`vanilla` is PPO's clip, `gspo`, `cispo`), or `path/to/file.py:function`."""
+    """The policy loss: `vanilla` (PPO's clip), `gspo`, `cispo`, or `path/to/file.py:function`."""
 
 
 @dataclass
@@ -19,7 +21,8 @@ class ActorConfig:
     ppo_mini_batch_size: int = setting(64, ge=1)
     """Prompts per optimizer step over all ranks (each with its `rollout.n` samples); the critic's, too."""
     ppo_micro_batch_size_per_gpu: int = setting(64, ge=1, resume="harmless")
-    """Samples per forward and backward pass on one rank. Changes memory and speed, not the gradient (up to rounding)."""
+    """Samples per forward and backward pass on one rank. Changes memory and speed, not the gradient (up to
+    rounding)."""
     ppo_epochs: int = setting(1, ge=1)
     """Passes of the optimizer over each batch."""
     policy_loss: PolicyLossConfig = setting(PolicyLossConfig)
@@ -28,7 +31,7 @@ class ActorConfig:
     clip_ratio_c: float = setting(3.0, gt=1)
     """Dual clip: for negative advantages the loss is at most this times the advantage's size (`vanilla` only)."""
     loss_agg_mode: str = setting("token-mean", choices=LOSS_AGG_MODES)
-    """How token losses become one number; always over all ranks and micro-batches."""
+    """Aggregation of token losses to one number; always over all ranks and micro-batches."""
     loss_scale_factor: int | None = setting(None, ge=1)
     """The fixed length that `seq-mean-token-sum-norm` divides by; null means `data.max_response_length`."""
     use_kl_loss: bool = setting(False)
@@ -40,3 +43,8 @@ class ActorConfig:
     grad_clip: float = setting(1.0, gt=0)
     """Largest norm of the gradient over all ranks."""
     optim: OptimConfig = setting(OptimConfig)
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the loss has a KL with a weight, and so needs the reference policy."""
+        return self.use_kl_loss and self.kl_loss_coef > 0

@@ -1,3 +1,5 @@
+"""Section `algorithm`: advantages, KL in the reward, dynamic sampling, rollout correction."""
+
 from dataclasses import dataclass
 
 from rlhf.config.actor import KL_KINDS
@@ -19,19 +21,22 @@ class KlCtrlConfig:
 @dataclass
 class FilterGroupsConfig:
     enable: bool = setting(False)
-    """Drop prompts whose samples all have the same `metric`, and generate until the batch is full (DAPO's dynamic sampling)."""
+    """Drop prompts whose samples all have the same `metric`, and generate until the batch is full (DAPO's dynamic
+    sampling)."""
     metric: str = setting("acc", choices=("acc", "seq_reward"))
-    """What must differ within a group: `acc` is the first of `reward.functions`, `seq_reward` the whole reward."""
+    """The figure that must differ within a group: `acc` is the first of `reward.functions`, `seq_reward` the whole
+    reward."""
     max_num_gen_batches: int = setting(10, ge=1)
     """Generations per step at most."""
     on_limit: str = setting("fill", choices=("fill", "stop"))
-    """When the limit is reached: `fill` the batch with groups without signal, or `stop` the run."""
+    """At the limit: `fill` the batch with groups without signal, or `stop` the run."""
 
 
 @dataclass
 class RolloutCorrectionConfig:
     rollout_is: str | None = setting(None, choices=("token", "sequence"))
-    """Truncated importance sampling between the rollout engine's log-probs and the trainer's, by `token` or `sequence`; null is off."""
+    """Truncated importance sampling between the rollout engine's log-probs and the trainer's, by `token` or `sequence`;
+    null is off."""
     rollout_is_threshold: float = setting(2.0, gt=0)
     """Largest weight."""
 
@@ -39,7 +44,7 @@ class RolloutCorrectionConfig:
 @dataclass
 class AlgorithmConfig:
     adv_estimator: str = setting("grpo")
-    """How rewards become advantages: a name of `rlhf/algorithms/table.py`, or `path/to/file.py:function`."""
+    """Estimator of the advantages: a name of `rlhf/config/algorithm_table.py`, or `path/to/file.py:function`."""
     gamma: float = setting(1.0, gt=0, le=1)
     """Discount per token, for `gae` and `reinforce_plus_plus`."""
     lam: float = setting(1.0, ge=0, le=1)
@@ -53,3 +58,8 @@ class AlgorithmConfig:
     kl_ctrl: KlCtrlConfig = setting(KlCtrlConfig)
     filter_groups: FilterGroupsConfig = setting(FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = setting(RolloutCorrectionConfig)
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the reward has a KL with a weight, and so needs the reference policy."""
+        return self.use_kl_in_reward and self.kl_ctrl.kl_coef > 0

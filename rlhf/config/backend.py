@@ -1,3 +1,5 @@
+"""Section `backend`: the training engine."""
+
 from dataclasses import dataclass
 
 from rlhf.config.fields import setting
@@ -6,12 +8,14 @@ from rlhf.config.fields import setting
 @dataclass
 class BackendConfig:
     name: str = setting("fsdp2", choices=("fsdp2", "deepspeed"), resume="harmless")
-    """The training engine. State is exact after a change of it; bits of the following steps are equal at an equal one only."""
+    """The training engine. State is exact after a change of it; bits of the following steps are equal at an equal one
+    only."""
     autocast: str = setting("none", choices=("none", "bfloat16"))
-    """Precision of the forward and backward pass; weights and optimizer stay float32 (DeepSpeed: master weights beside the module's)."""
+    """Precision of the forward and backward pass; weights and optimizer stay float32 (DeepSpeed: master weights beside
+    the module's)."""
     reshard_after_forward: bool = setting(True, resume="harmless")
     """Free gathered weights between forward and backward: less memory, more communication."""
     zero_stage: int = setting(2, ge=0, le=3, resume="harmless")
-    """What DeepSpeed spreads over the ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
+    """The state that DeepSpeed spreads over the ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
     offload_optimizer: bool = setting(False, resume="harmless")
     """DeepSpeed on CUDA: keep master weights and optimizer state in the CPU's memory and step there."""

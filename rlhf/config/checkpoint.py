@@ -1,3 +1,5 @@
+"""Section `checkpoint`: what a checkpoint holds, how many are kept, copies elsewhere."""
+
 from dataclasses import dataclass
 
 from rlhf.config.fields import setting
@@ -10,11 +12,13 @@ REMOTES = {"s3": "s3fs", "gs": "gcsfs", "hdfs": "pyarrow", "file": "fsspec"}
 @dataclass
 class CheckpointConfig:
     contents: list[str] = setting(["model", "optimizer", "extra"], resume="harmless")
-    """What a save writes: any of `model`, `optimizer`, `extra` (LR schedule and RNG), `hf_model` (a Hugging Face folder)."""
+    """Parts that a save writes: any of `model`, `optimizer`, `extra` (LR schedule and RNG), `hf_model` (a Hugging Face
+    folder)."""
     load_contents: list[str] | None = setting(None, resume="harmless")
-    """What a resume reads; null means `contents`."""
+    """Parts that a resume reads; null means `contents`."""
     async_save: bool = setting(True, resume="harmless")
-    """Train on while a checkpoint is written, from a copy in memory; false waits for each save. The numbers of the run are the same."""
+    """Train on while a checkpoint is written, from a copy in memory; false waits for each save. The numbers of the run
+    are the same."""
     max_to_keep: int | None = setting(3, ge=1, resume="harmless")
     """Newest checkpoints to keep; null keeps all."""
     keep_every: int | None = setting(None, ge=1, resume="harmless")
@@ -22,9 +26,10 @@ class CheckpointConfig:
     keep_best: int = setting(0, ge=0, resume="harmless")
     """Keep the best so many checkpoints by `best_metric`, beside the newest."""
     best_metric: str = setting("val/accuracy", choices=("val/accuracy", "val/reward"), resume="harmless")
-    """What `keep_best` ranks by; higher is better. Only checkpoints of steps that were evaluated have it."""
+    """The figure that `keep_best` ranks by; higher is better. Only checkpoints of steps that were evaluated have it."""
     remote: str | None = setting(None, resume="harmless")
-    """Copy each checkpoint there behind the training: `s3://...`, `gs://...`, `hdfs://...` or `file://...`; null copies nothing."""
+    """Copy each checkpoint there behind the training: `s3://...`, `gs://...`, `hdfs://...` or `file://...`; null copies
+    nothing."""
     remote_max_to_keep: int | None = setting(None, ge=1, resume="harmless")
     """Newest checkpoints to keep there; null keeps all."""
     journal: bool = setting(False, resume="harmless")
@@ -32,4 +37,5 @@ class CheckpointConfig:
     timeout_s: float = setting(3600.0, gt=0, resume="harmless")
     """Longest wait for another rank's part of a save or a load, in seconds; then the attempt fails and restarts."""
     on_save_error: str = setting("stop", choices=("stop", "continue"), resume="harmless")
-    """A save that failed (disk full, permission): end the run, or say so and train on. The previous checkpoint stays intact either way."""
+    """A save that failed (disk full, permission): end the run, or say so and train on. The previous checkpoint stays
+    intact either way."""

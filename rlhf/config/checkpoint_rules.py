@@ -1,4 +1,4 @@
-"""The rules across settings that `checkpoint` has a part in."""
+"""Rules of the checkpoint settings, by themselves and beside other sections."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.config.checkpoint import CONTENTS, REMOTES
-from rlhf.config.schema import did_you_mean, nearest
+from rlhf.errors import did_you_mean, nearest
 
 
 def checkpoint_problems(config: Config) -> Iterator[str]:
-    """What does not fit in `config.checkpoint`, or beside the other sections, one line each."""
+    """Settings of `config.checkpoint` that do not fit each other or the other sections, one line each."""
     saved, loaded = config.checkpoint.contents, config.checkpoint.load_contents
     resumes = config.trainer.resume_mode != "disable"
     for key, contents in (("contents", saved), ("load_contents", loaded or [])):
@@ -53,7 +53,10 @@ def _retention(config: Config) -> Iterator[str]:
     if not c.keep_best:
         return
     if config.trainer.test_freq == 0:
-        yield f"checkpoint.keep_best={c.keep_best}: needs evaluations to rank by; set trainer.test_freq={config.trainer.save_freq or 20}."
+        yield (
+            f"checkpoint.keep_best={c.keep_best}: needs evaluations to rank by; set "
+            f"trainer.test_freq={config.trainer.save_freq or 20}."
+        )
     if config.data.train_files is not None and config.data.val_files is None:
         yield f"checkpoint.keep_best={c.keep_best}: needs evaluations to rank by; set data.val_files."
 
@@ -72,7 +75,10 @@ def _remote(config: Config) -> Iterator[str]:
         example = {"file": "/folder", "hdfs": "namenode:8020/folder"}.get(scheme, "bucket/folder")
         yield f"checkpoint.remote={remote}: must name a whole path, such as {scheme}://{example}."
     elif scheme == "file" and _run_folder(config, Path(path)).is_relative_to(config.run_dir.resolve()):
-        yield f"checkpoint.remote={remote}: the copies would lie in the run directory, {config.run_dir}; name another folder."
+        yield (
+            f"checkpoint.remote={remote}: the copies would lie in the run directory, {config.run_dir}; name another "
+            "folder."
+        )
     elif find_spec(package := REMOTES[scheme]) is None:
         yield f"checkpoint.remote={remote}: needs the package {package}: pip install {package}"
 

@@ -1,3 +1,5 @@
+"""Section `critic`: the value function and its optimizer."""
+
 from dataclasses import dataclass
 
 from rlhf.config.actor import LOSS_AGG_MODES
@@ -10,15 +12,16 @@ class CriticConfig:
     enable: bool | None = setting(None)
     """Train a critic; null means when `algorithm.adv_estimator` needs one (`gae`)."""
     path: str | None = setting(None, resume="harmless")
-    """The causal LM that the critic starts from, as `model.path`; null takes that one. A resume compares what it holds."""
+    """The causal LM that the critic starts from, as `model.path`; null takes that one. A resume compares what it
+    holds."""
     ppo_micro_batch_size_per_gpu: int = setting(64, ge=1, resume="harmless")
     """Samples per forward and backward pass on one rank."""
     ppo_epochs: int = setting(1, ge=1)
     """Passes of the critic's optimizer over each batch, in mini-batches of `actor.ppo_mini_batch_size` prompts."""
     cliprange_value: float = setting(0.5, gt=0)
-    """How far a value may move from the one before the update and still lower the loss."""
+    """Largest move of a value from the one before the update that still lowers the loss."""
     loss_agg_mode: str = setting("token-mean", choices=LOSS_AGG_MODES)
-    """How token losses become one number, as for the actor."""
+    """Aggregation of token losses to one number, as for the actor."""
     grad_clip: float = setting(1.0, gt=0)
     """Largest norm of the gradient over all ranks."""
     optim: OptimConfig = setting(lambda: OptimConfig(lr=1e-5))

@@ -1,3 +1,5 @@
+"""Section `data`: prompts, batches and lengths."""
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +37,8 @@ class DataConfig:
     max_response_length: int = setting(256, ge=1)
     """Longest response in tokens, end-of-sequence included."""
     overlong_prompts: str = setting("filter", choices=("filter", "left", "right", "middle", "error"))
-    """Prompts longer than the limit: drop them, truncate at a side (verl's `truncation`), or refuse the data set. Always counted."""
+    """Prompts longer than the limit: drop them, truncate at a side (verl's `truncation`), or refuse the data set.
+    Always counted."""
     shuffle: bool = setting(True)
     """A new order each epoch, from the seed and the epoch's number."""
     train_max_samples: int | None = setting(None, ge=1)

@@ -1,11 +1,11 @@
-"""How a setting is declared: its default, its bounds, its choices, and what a change of it means for a resumed run."""
+"""Declaration of a setting: its default, its bounds, its choices, and what a change of it means for a resumed run."""
 
 from dataclasses import field
 from typing import Any, Literal
 
 Resume = Literal["trajectory", "harmless"]
-"""What a resume does when the setting differs from the checkpoint's: `harmless` differences are logged, `trajectory` ones change the
-numbers of the run and need `trainer.allow_config_change=true`."""
+"""Effect on a resume of a value other than the checkpoint's: `harmless` differences are logged, `trajectory` ones
+change the numbers of the run and need `trainer.allow_config_change=true`."""
 
 
 def setting(
@@ -17,7 +17,8 @@ def setting(
     le: float | None = None,
     resume: Resume = "trajectory",
 ) -> Any:
-    """A dataclass field with its rules in the metadata; lists and dicts are copied per instance, sections are called."""
+    """A dataclass field with its rules in the metadata; lists and dicts are copied per instance, sections are
+    called."""
     metadata = {"choices": choices, "ge": ge, "gt": gt, "le": le, "resume": resume}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

@@ -1,3 +1,5 @@
+"""Section `model`: the policy and how models are loaded."""
+
 from dataclasses import dataclass
 
 from rlhf.config.fields import setting
@@ -12,9 +14,9 @@ class ModelConfig:
     trust_remote_code: bool = setting(False)
     """Run Python code that comes with the model. Off: loading a model never executes code."""
     loading: str = setting("auto", choices=("auto", "shard", "broadcast"), resume="harmless")
-    """How weights get to the ranks, also those of `critic.path` and `reward_model.path`. `shard`: each rank reads its own part, so every
-    one must see the files; `broadcast`: one rank reads and sends them; `auto`: `shard` where every rank sees the same files, else
-    `broadcast`."""
+    """The way of weights to the ranks, also of those of `critic.path` and `reward_model.path`. `shard`: each rank reads
+    its own part, so every one must see the files; `broadcast`: one rank reads and sends them; `auto`: `shard` where
+    every rank sees the same files, else `broadcast`."""
     chat_template: str | None = setting(None)
     """A Jinja file that replaces the tokenizer's chat template."""
     attn_implementation: str = setting("sdpa", choices=("sdpa", "eager", "flash_attention_2"))

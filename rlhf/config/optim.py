@@ -1,3 +1,5 @@
+"""Optimizer settings of actor and critic: AdamW and the learning-rate schedule."""
+
 from dataclasses import dataclass
 
 from rlhf.config.fields import setting
@@ -14,4 +16,4 @@ class OptimConfig:
     lr_warmup_steps: int = setting(0, ge=0)
     """Optimizer steps over which the rate rises linearly from 0."""
     min_lr_ratio: float = setting(0.0, ge=0, le=1)
-    """Where `linear` and `cosine` end, as a share of `lr`."""
+    """The end of `linear` and `cosine`, as a share of `lr`."""

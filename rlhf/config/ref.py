@@ -1,3 +1,5 @@
+"""Section `ref`: whether the reference policy moves."""
+
 from dataclasses import dataclass
 
 from rlhf.config.fields import setting

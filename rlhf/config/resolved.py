@@ -1,4 +1,4 @@
-"""The resolved configuration as a file: written once by the supervisor, read by every rank, copied into every checkpoint."""
+"""The resolved configuration as a file: written by the supervisor, read by every rank, copied into every checkpoint."""
 
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""Section `reward`: the reward functions and their failures."""
+
 from dataclasses import dataclass
 
 from rlhf.config.fields import setting
@@ -19,17 +21,20 @@ class OverlongBufferConfig:
 @dataclass
 class RewardConfig:
     functions: list[str] = setting(["reasoning_gym"])
-    """The rewards, added up: `reasoning_gym`, `math_verify`, `exact_match`, `reward_model`, or `path/to/file.py:name`, called as
-    name(data_source=, solution_str=, ground_truth=, extra_info=) in a process of its own; it returns a number, or a dict with `score` and
-    further numbers to log. The first one decides what counts as right (a score of at least 1)."""
+    """The rewards, added up: `reasoning_gym`, `math_verify`, `exact_match`, `reward_model`, or `path/to/file.py:name`,
+    called as name(data_source=, solution_str=, ground_truth=, extra_info=) in a process of its own; it returns a
+    number, or a dict with `score` and further numbers to log. The first one decides what counts as right (a score of at
+    least 1)."""
     weights: list[float] | None = setting(None)
     """One weight for each of `functions`; null weighs all 1."""
     timeout_s: float = setting(10.0, gt=0)
-    """Seconds for one sample in a reward process; past them the process is killed, the sample scores `failed_score` and is counted."""
+    """Seconds for one sample in a reward process; past them the process is killed, the sample scores `failed_score` and
+    is counted."""
     on_error: str = setting("stop", choices=("stop", "score"))
-    """When a function raises, returns no number or dies twice on a sample: end the run, or give the sample `failed_score` and count it."""
+    """A function that raises, returns no number or dies twice on a sample: end the run, or give the sample
+    `failed_score` and count it."""
     failed_score: float = setting(0.0)
-    """What a reward gives a sample on which it failed or ran out of time, before its weight."""
+    """Score of a sample on which a reward failed or ran out of time, before its weight."""
     num_workers: int = setting(2, ge=1, resume="harmless")
     """Reward processes per rank and function, for `math_verify` and functions of a file."""
     overlong_buffer: OverlongBufferConfig = setting(OverlongBufferConfig)

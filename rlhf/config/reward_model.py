@@ -1,3 +1,5 @@
+"""Section `reward_model`: the sequence classifier among the rewards."""
+
 from dataclasses import dataclass
 
 from rlhf.config.fields import setting
@@ -8,7 +10,8 @@ class RewardModelConfig:
     """The sequence classifier behind `reward_model` in `reward.functions`."""
 
     path: str | None = setting(None, resume="harmless")
-    """A local folder in Hugging Face format or a Hub name, with one label and a tokenizer of its own. A resume compares what it holds."""
+    """A local folder in Hugging Face format or a Hub name, with one label and a tokenizer of its own. A resume compares
+    what it holds."""
     revision: str | None = setting(None, resume="harmless")
     """Branch, tag or commit of a Hub name."""
     micro_batch_size_per_gpu: int = setting(64, ge=1, resume="harmless")

@@ -1,3 +1,5 @@
+"""Section `rollout`: the engine that generates and how samples are drawn."""
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +19,15 @@ class ValKwargsConfig:
 @dataclass
 class EngineKwargsConfig:
     vllm: dict[str, Any] = setting({})
-    """vLLM's own engine arguments by their Python names, e.g. {kv_cache_dtype: fp8, max_num_batched_tokens: 8192}; they win over ours."""
+    """vLLM's own engine arguments by their Python names, e.g. {kv_cache_dtype: fp8, max_num_batched_tokens: 8192}; they
+    win over ours."""
 
 
 @dataclass
 class ServersConfig:
     urls: list[str] = setting([], resume="harmless")
-    """Servers that run already, e.g. [http://node7:8000]; started with `python -m rlhf.rollout.servers`. Empty: we start our own."""
+    """Servers that run already, e.g. [http://node7:8000]; started with `python -m rlhf.rollout.servers`. Empty: we
+    start our own."""
     count: int = setting(1, ge=1, resume="harmless")
     """Servers that we start, beside the first rank."""
     start_timeout_s: float = setting(600.0, gt=0, resume="harmless")
@@ -40,7 +44,8 @@ class ServersConfig:
 @dataclass
 class RolloutConfig:
     name: str = setting("embedded", choices=("embedded", "vllm", "vllm_server"))
-    """The engine that generates: `embedded` comes with the trainer, `vllm` shares its devices, `vllm_server` has its own."""
+    """The engine that generates: `embedded` comes with the trainer, `vllm` shares its devices, `vllm_server` has its
+    own."""
     n: int = setting(8, ge=1)
     """Samples per prompt: the group of GRPO."""
     temperature: float = setting(1.0, ge=0)
@@ -64,11 +69,14 @@ class RolloutConfig:
     enforce_eager: bool = setting(False)
     """vLLM without CUDA graphs: slower, less memory. On a CPU always."""
     sleep_level: int = setting(2, ge=0, le=2, resume="harmless")
-    """What `vllm` gives back while the ranks train: 0 nothing, 1 weights (kept in the CPU's memory) and cache, 2 both, for good."""
+    """Memory that `vllm` gives back while the ranks train: 0 nothing, 1 weights (kept in the CPU's memory) and cache, 2
+    both, for good."""
     structured_outputs: dict[str, Any] = setting({})
-    """What responses must look like, as vLLM's StructuredOutputsParams: {json: ...}, {regex: ...}, {choice: [...]}, {grammar: ...}."""
+    """Form of the responses, as vLLM's StructuredOutputsParams: {json: ...}, {regex: ...}, {choice: [...]}, {grammar:
+    ...}."""
     async_steps: int = setting(0, ge=0, le=1)
-    """1: while a step trains, `vllm_server` generates the next one's batch, with weights that are one step old by then."""
+    """1: while a step trains, `vllm_server` generates the next one's batch, with weights that are one step old by
+    then."""
     engine_kwargs: EngineKwargsConfig = setting(EngineKwargsConfig)
     servers: ServersConfig = setting(ServersConfig)
     val_kwargs: ValKwargsConfig = setting(ValKwargsConfig)

@@ -5,8 +5,8 @@ from urllib.parse import urlsplit
 
 from rlhf.config import Config, RolloutConfig
 from rlhf.config.rollout import ServersConfig
-from rlhf.config.schema import did_you_mean, nearest
 from rlhf.config.vllm_versions import installation_problem
+from rlhf.errors import did_you_mean, nearest
 
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """The keys of rollout.structured_outputs of which one must be there."""
@@ -44,7 +44,7 @@ TRAINERS = (
 
 
 def rollout_problems(config: Config) -> Iterator[str]:
-    """What is wrong with the `rollout` settings and what must fit them."""
+    """Settings of `config.rollout` that do not fit each other or the other sections, one line each."""
     r = config.rollout
     if r.n > 1 and r.temperature == 0:
         yield (
@@ -71,26 +71,35 @@ def _only_vllm(config: Config) -> Iterator[str]:
     for key in ("tensor_model_parallel_size", "structured_outputs", "gpu_memory_utilization", "enforce_eager"):
         value = getattr(config.rollout, key)
         if value != getattr(default, key):
-            yield f"rollout.{key}={value}: has effect only with rollout=vllm or rollout=vllm_server (it is {config.rollout.name})."
+            yield (
+                f"rollout.{key}={value}: has effect only with rollout=vllm or rollout=vllm_server (it is "
+                f"{config.rollout.name})."
+            )
     if config.rollout.engine_kwargs.vllm:
-        yield f"rollout.engine_kwargs.vllm={config.rollout.engine_kwargs.vllm}: has effect only with rollout=vllm or rollout=vllm_server."
+        yield (
+            f"rollout.engine_kwargs.vllm={config.rollout.engine_kwargs.vllm}: has effect only with rollout=vllm or "
+            "rollout=vllm_server."
+        )
 
 
 def _one_step_ahead(config: Config) -> Iterator[str]:
     ahead, correction = f"rollout.async_steps={config.rollout.async_steps}", config.algorithm.rollout_correction
     if config.rollout.name != "vllm_server":
         yield (
-            f"{ahead}: only servers generate while the ranks train; set rollout=vllm_server (it is {config.rollout.name}), "
+            f"{ahead}: only servers generate while the ranks train; set rollout=vllm_server (it is "
+            f"{config.rollout.name}), "
             "or rollout.async_steps=0."
         )
     if correction.rollout_is is None:
         yield (
-            f"algorithm.rollout_correction.rollout_is=null: with {ahead} samples are by an older policy than the one in training; "
+            f"algorithm.rollout_correction.rollout_is=null: with {ahead} samples are by an older policy than the one "
+            "in training; "
             "set algorithm.rollout_correction.rollout_is=token."
         )
     if config.checkpoint.journal:
         yield (
-            f"checkpoint.journal=true: the journal does not keep what {ahead} generates ahead, which only checkpoints hold; "
+            f"checkpoint.journal=true: the journal does not keep what {ahead} generates ahead, which only checkpoints "
+            "hold; "
             "set checkpoint.journal=false."
         )
 
@@ -109,10 +118,14 @@ def _servers(r: RolloutConfig) -> Iterator[str]:
     for url in sorted({url for url in named if named.count(url) > 1}):
         yield f"rollout.servers.urls: {url} is there {named.count(url)} times; name each server once."
     if s.urls and s.count != default.count:
-        yield f"rollout.servers.count={s.count}: is for servers that we start; rollout.servers.urls names some that run already."
+        yield (
+            f"rollout.servers.count={s.count}: is for servers that we start; rollout.servers.urls names some that run "
+            "already."
+        )
     if s.backoff_s > s.backoff_max_s:
         yield (
-            f"rollout.servers.backoff_s={s.backoff_s:g}: is more than rollout.servers.backoff_max_s={s.backoff_max_s:g}; "
+            f"rollout.servers.backoff_s={s.backoff_s:g}: is more than "
+            f"rollout.servers.backoff_max_s={s.backoff_max_s:g}; "
             f"set rollout.servers.backoff_max_s={s.backoff_s:g} or less back-off."
         )
 
@@ -131,8 +144,10 @@ def _vllm(config: Config) -> Iterator[str]:
         yield f"rollout={r.name}: {problem}"
     if config.model.trust_remote_code and not r.servers.urls:
         yield (
-            f"model.trust_remote_code=true: rollout={r.name} is given the policy's configuration and tokenizer, not its code; "
-            "set rollout=embedded, or model.trust_remote_code=false for an architecture that transformers and vLLM know."
+            f"model.trust_remote_code=true: rollout={r.name} is given the policy's configuration and tokenizer, not "
+            "its code; "
+            "set rollout=embedded, or model.trust_remote_code=false for an architecture that transformers and vLLM "
+            "know."
         )
     for key, temperature in (("temperature", r.temperature), ("val_kwargs.temperature", r.val_kwargs.temperature)):
         if temperature and not 0.01 <= temperature <= 2:

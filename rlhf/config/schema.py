@@ -3,11 +3,12 @@
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from rlhf.config import Config
+from rlhf.errors import nearest
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Setting:
     metadata: Mapping[str, Any]
 
     def value(self, config: Config) -> Any:
-        """What `config` holds for this setting."""
+        """The value of this setting in `config`."""
         value: Any = config
         for name in self.key.split("."):
             value = getattr(value, name)
@@ -68,12 +69,6 @@ def setting_of(key: str) -> Setting | None:
     return next((p for p in parents if p is not None and typing.get_origin(p.type) is dict), None)
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice most like `word`, or None when nothing is near."""
-    found = difflib.get_close_matches(word, list(choices), n=1)
-    return found[0] if found else None
-
-
 def nearest_setting(key: str) -> str | None:
     """The setting (or group) that a wrong dotted key most likely means: the same name elsewhere, then a similar one."""
     section, _, name = key.rpartition(".")
@@ -83,8 +78,3 @@ def nearest_setting(key: str) -> str | None:
         found = nearest(name, [k.rpartition(".")[2] for k in SETTINGS if k.rpartition(".")[0] == section])
         return f"{section}.{found}" if found else None
     return nearest(key, [*SETTINGS, *SECTIONS])
-
-
-def did_you_mean(found: str | None) -> str:
-    """A nearest choice as the end of a message; empty for None."""
-    return f" Did you mean {found}?" if found else ""

@@ -1,3 +1,5 @@
+"""Section `tracking`: progress display and wandb."""
+
 from dataclasses import dataclass
 
 from rlhf.config.fields import setting

@@ -1,3 +1,5 @@
+"""Section `trainer`: run directory, ranks, length, cadence, restarts."""
+
 from dataclasses import dataclass
 
 from rlhf.config.fields import setting
@@ -10,20 +12,23 @@ class TrainerConfig:
     experiment_name: str = setting("default", resume="harmless")
     """Second folder of the run directory, and wandb's run name."""
     default_local_dir: str = setting("checkpoints", resume="harmless")
-    """Where run directories live: `<default_local_dir>/<project_name>/<experiment_name>`."""
+    """Folder of the run directories: `<default_local_dir>/<project_name>/<experiment_name>`."""
     nproc: int = setting(1, ge=1, resume="harmless")
-    """Ranks on this machine. State is exact after a change; bits of the following steps are equal at equal `nproc` only."""
+    """Ranks on this machine. State is exact after a change; bits of the following steps are equal at equal `nproc`
+    only."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), resume="harmless")
     """`auto` takes CUDA when a device is visible."""
     threads_per_rank: int | None = setting(None, ge=1, resume="harmless")
-    """CPU threads of each rank; null means OMP_NUM_THREADS if that is set, else cores / nproc. They sleep at barriers, which other
-    processes on the same cores need; on a machine of its own, OMP_WAIT_POLICY=active in the environment is faster."""
+    """CPU threads of each rank; null means OMP_NUM_THREADS if that is set, else cores / nproc. They sleep at barriers,
+    which other processes on the same cores need; on a machine of its own, OMP_WAIT_POLICY=active in the environment is
+    faster."""
     seed: int = setting(1, ge=0, le=2**32 - 1)
     """Every random choice of the run follows from it."""
     deterministic: bool | None = setting(None)
     """Deterministic kernels only; null means true on CPU, false on CUDA."""
     total_epochs: int = setting(1, ge=1)
-    """Passes over the training prompts, unless `total_training_steps` is set. A longer run changes a decaying LR schedule."""
+    """Passes over the training prompts, unless `total_training_steps` is set. A longer run changes a decaying LR
+    schedule."""
     total_training_steps: int | None = setting(None, ge=1)
     """Steps in all; overrides `total_epochs`."""
     critic_warmup: int = setting(0, ge=0)
@@ -35,7 +40,8 @@ class TrainerConfig:
     val_before_train: bool = setting(True, resume="harmless")
     """Evaluate the starting policy as step 0."""
     resume_mode: str = setting("auto", choices=("auto", "disable", "resume_path"), resume="harmless")
-    """`auto` continues from the newest intact checkpoint of the run directory; `disable` refuses to; `resume_path` starts from one."""
+    """`auto` continues from the newest intact checkpoint of the run directory; `disable` refuses to; `resume_path`
+    starts from one."""
     resume_from_path: str | None = setting(None, resume="harmless")
     """The `global_step_N` directory for `resume_mode=resume_path`."""
     allow_config_change: bool = setting(False, resume="harmless")
@@ -45,10 +51,11 @@ class TrainerConfig:
     logger: list[str] = setting([], resume="harmless")
     """Trackers beside the console and metrics.jsonl, which are always on: `wandb`, `tensorboard`."""
     max_restarts: int = setting(10, ge=0, resume="harmless")
-    """Restarts after crashes before the run is given up; the count starts again once a restart has got past the step it died at."""
+    """Restarts after crashes before the run is given up; the count starts again once a restart has got past the step it
+    died at."""
     warm_start: bool = setting(True, resume="harmless")
-    """Fork the ranks from a process that has done their imports, so that a restart does not do them again; false, or where that is not
-    safe, starts each rank anew."""
+    """Fork the ranks from a process that has done their imports, so that a restart does not do them again; false, or
+    where that is not safe, starts each rank anew."""
     restart_backoff_s: float = setting(0.1, ge=0, resume="harmless")
     """Seconds before the first restart; ten times as many for each further one."""
     restart_backoff_max_s: float = setting(60.0, ge=0, resume="harmless")
@@ -58,10 +65,14 @@ class TrainerConfig:
     preempt_grace_s: float = setting(300.0, gt=0, resume="harmless")
     """Seconds from SIGTERM or SIGUSR1 within which the ranks finish their step and save, before they are killed."""
     collective_timeout_s: float = setting(600.0, gt=0, resume="harmless")
-    """Longest wait for another rank in training, in seconds; then the attempt fails and restarts. Saves: `checkpoint.timeout_s`."""
+    """Longest wait for another rank in training, in seconds; then the attempt fails and restarts. Saves:
+    `checkpoint.timeout_s`."""
     watchdog: bool = setting(True, resume="harmless")
-    """End an attempt whose ranks make no progress, with their stacks as evidence, and restart it. Needs our supervisor (not torchrun)."""
+    """End an attempt whose ranks make no progress, with their stacks as evidence, and restart it. Needs our supervisor
+    (not torchrun)."""
     watchdog_timeout_s: float | None = setting(None, gt=0, resume="harmless")
-    """Longest a rank may stay in one phase of the loop, in seconds; null learns: 5 times as long as any rank ever has, at least 300."""
+    """Longest a rank may stay in one phase of the loop, in seconds; null learns: 5 times as long as any rank ever has,
+    at least 300."""
     watchdog_first_timeout_s: float = setting(3600.0, gt=0, resume="harmless")
-    """The same for start-up (imports, downloads, loading) and, while it is learned, for a phase that was seen fewer than 3 times."""
+    """The same for start-up (imports, downloads, loading) and, while it is learned, for a phase that was seen fewer
+    than 3 times."""

@@ -1,4 +1,4 @@
-"""The rules that types cannot express: bounds, choices, settings that must fit each other. All are told at once."""
+"""Rules that types cannot express: bounds, choices, settings that must fit each other. All are told at once."""
 
 import math
 import os
@@ -7,10 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf.config import BackendConfig, Config
+from rlhf.config.algorithm_rules import algorithm_problems
 from rlhf.config.checkpoint_rules import checkpoint_problems
 from rlhf.config.rollout_rules import rollout_problems
-from rlhf.config.schema import SETTINGS, Setting, did_you_mean, nearest
-from rlhf.errors import UserError
+from rlhf.config.schema import SETTINGS, Setting
+from rlhf.errors import UserError, did_you_mean, nearest
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
@@ -32,6 +33,7 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ) -> None:
             _kl,
             rollout_problems,
             _filter_groups,
+            algorithm_problems,
             _data,
             _backend,
             checkpoint_problems,
@@ -114,7 +116,10 @@ def _optimizers(config: Config) -> Iterator[str]:
     steps, warmup = config.trainer.total_training_steps, config.trainer.critic_warmup
     mini_batches = max(config.data.train_batch_size // config.actor.ppo_mini_batch_size, 1)
     if steps is not None and warmup >= steps:
-        yield f"trainer.critic_warmup={warmup}: the run has {steps} steps (trainer.total_training_steps); the policy would learn nothing."
+        yield (
+            f"trainer.critic_warmup={warmup}: the run has {steps} steps (trainer.total_training_steps); the policy "
+            "would learn nothing."
+        )
     for key, role, idle in (("actor", config.actor, warmup), ("critic", config.critic, 0)):
         optim = role.optim
         if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
@@ -141,7 +146,8 @@ def _losses(config: Config) -> Iterator[str]:
         )
     if buffer.enable and buffer.len >= longest:
         yield (
-            f"reward.overlong_buffer.len={buffer.len}: must be less than data.max_response_length={longest}, of which it is the end: "
+            f"reward.overlong_buffer.len={buffer.len}: must be less than data.max_response_length={longest}, of which "
+            "it is the end: "
             f"set reward.overlong_buffer.len={max(longest // 5, 1)}, or reward.overlong_buffer.enable=false."
         )
 
@@ -164,17 +170,22 @@ def _filter_groups(config: Config) -> Iterator[str]:
     if not filters.enable:
         if config.data.gen_batch_size is not None:
             yield (
-                f"data.gen_batch_size={config.data.gen_batch_size}: has effect only with algorithm.filter_groups.enable=true; "
+                f"data.gen_batch_size={config.data.gen_batch_size}: has effect only with "
+                "algorithm.filter_groups.enable=true; "
                 "set data.gen_batch_size=null."
             )
         return
     if n < 2:
-        yield f"rollout.n={n}: algorithm.filter_groups.enable=true drops prompts whose samples agree; set rollout.n to 2 or more."
+        yield (
+            f"rollout.n={n}: algorithm.filter_groups.enable=true drops prompts whose samples agree; set rollout.n to "
+            "2 or more."
+        )
     most = (config.data.gen_batch_size or train) * filters.max_num_gen_batches
     if most < train:
         yield (
             f"data.gen_batch_size={config.data.gen_batch_size}: with algorithm.filter_groups.max_num_gen_batches="
-            f"{filters.max_num_gen_batches} a step has at most {most} prompts, fewer than data.train_batch_size={train}: "
+            f"{filters.max_num_gen_batches} a step has at most {most} prompts, fewer than "
+            f"data.train_batch_size={train}: "
             f"set data.gen_batch_size={train}."
         )
 
@@ -199,7 +210,10 @@ def _backend(config: Config) -> Iterator[str]:
         return
     spec = find_spec("deepspeed")
     if spec is None or spec.origin is None:
-        yield "backend.name=deepspeed: DeepSpeed is not installed; run `pip install 'rlhf[deepspeed]'`, or set backend=fsdp2."
+        yield (
+            "backend.name=deepspeed: DeepSpeed is not installed; run `pip install 'rlhf[deepspeed]'`, or set "
+            "backend=fsdp2."
+        )
     if backend.offload_optimizer and backend.zero_stage == 0:
         yield "backend.offload_optimizer=true: needs ZeRO; set backend.zero_stage=1, 2 or 3."
     if backend.offload_optimizer and config.trainer.device == "cpu":
@@ -217,11 +231,15 @@ def _rollback(config: Config) -> Iterator[str]:
         lacking = [name for name in ("model", "optimizer", "extra") if contents is not None and name not in contents]
         if lacking:
             yield (
-                f"checkpoint.{key}={contents}: guards.action=rollback returns to a checkpoint as it was, which takes model, optimizer and "
+                f"checkpoint.{key}={contents}: guards.action=rollback returns to a checkpoint as it was, which takes "
+                "model, optimizer and "
                 f"extra; add {', '.join(lacking)}, or set guards.action=skip."
             )
     if config.trainer.save_freq == 0:
-        yield "trainer.save_freq=0: guards.action=rollback would go back to the start; set trainer.save_freq=20, or guards.action=skip."
+        yield (
+            "trainer.save_freq=0: guards.action=rollback would go back to the start; set trainer.save_freq=20, or "
+            "guards.action=skip."
+        )
 
 
 def _resume(config: Config) -> Iterator[str]:
@@ -236,7 +254,10 @@ def _resume(config: Config) -> Iterator[str]:
         if not source.is_dir():
             yield f"trainer.resume_from_path={path}: there is no such directory.{_sibling(source)}"
         elif not (source / "manifest.json").is_file():
-            yield f"trainer.resume_from_path={path}: has no manifest.json, so it is no checkpoint: name a global_step_N directory."
+            yield (
+                f"trainer.resume_from_path={path}: has no manifest.json, so it is no checkpoint: name a global_step_N "
+                "directory."
+            )
     if mode == "resume_path" and config.trainer.overwrite:
         yield (
             "trainer.overwrite=true with trainer.resume_mode=resume_path: the one may delete what the other reads: "

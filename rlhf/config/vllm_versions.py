@@ -1,4 +1,4 @@
-"""Which vLLM goes with this trainer, and whether it is what is installed. Imports neither vLLM nor torch."""
+"""Releases of vLLM that go with this trainer, and the check of what is installed. Imports neither vLLM nor torch."""
 
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -22,12 +22,13 @@ INSTALL = (
 
 
 def installation_problem() -> str | None:
-    """What keeps the installed vLLM from being used, with the remedy, from the metadata of the installed distributions; None if nothing."""
+    """The reason why the installed vLLM can't be used, with the remedy; None if it can. Reads metadata of distributions
+    only."""
     return next(_problems(), None)
 
 
 def server_problem(version: str) -> str | None:
-    """Why a server that gives `version` as its own cannot be used; None if it can."""
+    """The reason why a server that gives `version` as its own cannot be used; None if it can."""
     if _supported(version):
         return None
     return (
@@ -42,7 +43,8 @@ def _problems() -> Iterator[str]:
         return
     if len(found) > 1:
         yield (
-            f"{' and '.join(f'{d.name} {d.version}' for d in found)} are both installed, and overwrite each other's files: "
+            f"{' and '.join(f'{d.name} {d.version}' for d in found)} are both installed, and overwrite each other's "
+            "files: "
             f"pip uninstall -y {' '.join(NAMES)}, then install one of them, {INSTALL}."
         )
     vllm = found[0]
@@ -58,7 +60,8 @@ def _problems() -> Iterator[str]:
         cuda = [d for name in COMPANIONS if (d := _distribution(name)) and Version(d.version).local != "cpu"]
         if cuda:
             yield (
-                f"{', '.join(f'{d.name} {d.version}' for d in cuda)} beside torch {torch.version}: built for CUDA beside a torch for CPUs, "
+                f"{', '.join(f'{d.name} {d.version}' for d in cuda)} beside torch {torch.version}: built for CUDA "
+                "beside a torch for CPUs, "
                 f"with it vLLM cannot be imported. Remove what it does not need here: {WITHOUT_COMPANIONS}."
             )
 

@@ -1,4 +1,4 @@
-"""What travels through the data room: a raw row of any source, and the tokenised prompt made from it."""
+"""Items of the data room: a raw row of any source, and the tokenised prompt made from it."""
 
 from dataclasses import dataclass
 from typing import Any

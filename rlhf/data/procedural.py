@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
-from rlhf.config import Config
+from rlhf.config import DataConfig
 from rlhf.data.items import Row
-from rlhf.data.rows import listed, nearest
+from rlhf.data.rows import listed, suggestion
 from rlhf.errors import UserError
 
 PREFIX = "reasoning_gym/"
@@ -18,17 +18,17 @@ def check_task(task: str, setting: str) -> None:
 
     if task not in DATASETS:
         raise UserError(
-            f"{setting}={task}: reasoning-gym has no such task.{nearest(task, DATASETS)} "
+            f"{setting}={task}: reasoning-gym has no such task.{suggestion(task, DATASETS)} "
             f"It has {listed(sorted(DATASETS))}."
         )
 
 
-def make_dataset(config: Config, seed: int, size: int) -> Any:
+def make_dataset(data: DataConfig, seed: int, size: int) -> Any:
     """A reasoning-gym data set of `size` problems; UserError for an unknown task or settings that it refuses."""
     from reasoning_gym import create_dataset
     from reasoning_gym.factory import DATASETS
 
-    task, settings = config.data.reasoning_gym.task, dict(config.data.reasoning_gym.config)
+    task, settings = data.reasoning_gym.task, dict(data.reasoning_gym.config)
     check_task(task, "data.reasoning_gym.task")
     choices = [f.name for f in dataclasses.fields(DATASETS[task][1]) if f.name not in ("seed", "size")]
     for key in settings:
@@ -40,7 +40,7 @@ def make_dataset(config: Config, seed: int, size: int) -> Any:
         if key not in choices:
             raise UserError(
                 f"data.reasoning_gym.config.{key}: {task} has no such setting."
-                f"{nearest(str(key), choices)} It has {listed(choices)}."
+                f"{suggestion(str(key), choices)} It has {listed(choices)}."
             )
     try:
         return create_dataset(task, seed=seed, size=size, **settings)
@@ -50,17 +50,16 @@ def make_dataset(config: Config, seed: int, size: int) -> Any:
         ) from error
 
 
-def val_rows(config: Config) -> list[Row]:
-    """The held-out problems."""
-    size = config.data.reasoning_gym.val_size
-    return _rows(config, make_dataset(config, VAL_SEED_OFFSET + config.trainer.seed, size))
+def val_rows(data: DataConfig, seed: int) -> list[Row]:
+    """The held-out problems of the run with this `trainer.seed`."""
+    return _rows(data, make_dataset(data, VAL_SEED_OFFSET + seed, data.reasoning_gym.val_size))
 
 
-def train_rows(config: Config) -> list[Row]:
+def train_rows(data: DataConfig, seed: int) -> list[Row]:
     """The training problems: repeats stay, since they are the task's distribution; questions of the held-out set go."""
-    gym = config.data.reasoning_gym
-    held_out = {row.extra_info["question"] for row in val_rows(config)}
-    rows = _rows(config, make_dataset(config, config.trainer.seed, gym.train_size))
+    gym = data.reasoning_gym
+    held_out = {row.extra_info["question"] for row in val_rows(data, seed)}
+    rows = _rows(data, make_dataset(data, seed, gym.train_size))
     kept = [row for row in rows if row.extra_info["question"] not in held_out]
     if not kept:
         raise UserError(
@@ -70,9 +69,8 @@ def train_rows(config: Config) -> list[Row]:
     return kept
 
 
-def _rows(config: Config, dataset: Any) -> list[Row]:
-    task = config.data.reasoning_gym.task
-    settings = dict(config.data.reasoning_gym.config)
+def _rows(data: DataConfig, dataset: Any) -> list[Row]:
+    task, settings = data.reasoning_gym.task, dict(data.reasoning_gym.config)
     return [
         Row(
             index=index,

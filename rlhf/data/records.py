@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf.data.rows import VERL_COLUMNS, listed, nearest
+from rlhf.data.rows import VERL_COLUMNS, listed, suggestion
 from rlhf.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ HUB_NAME = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(:(?P<config>[\w.+-]+))?(@(?P<s
 HUB_TIMEOUT_S = 5.0
 
 Record = tuple[str, dict[str, Any]]
-"""Where the record stands, for a person, and its columns."""
+"""The place of the record, for a person, and its columns."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """What `data_source` says for rows that do not say it themselves."""
+        """The `data_source` of rows that do not say it themselves."""
         return self.path.stem if self.path else self.spec.partition("@")[0].partition(":")[0]
 
     def records(self, prompt_key: str, answer_key: str) -> Iterator[Record]:
@@ -72,7 +72,7 @@ def _resolve_one(setting: str, spec: str, default_split: str) -> list[Source]:
         siblings = [p.name for p in path.parent.iterdir() if p.is_file()] if path.parent.is_dir() else []
         folder = "" if path.parent.is_dir() else f" There is no folder {path.parent} either."
         raise UserError(
-            f"{setting}={spec}: no such file (looked from {Path.cwd()}).{folder}{nearest(path.name, siblings)} "
+            f"{setting}={spec}: no such file (looked from {Path.cwd()}).{folder}{suggestion(path.name, siblings)} "
             f"Correct the path; a Hub data set is written org/name, org/name:config or org/name@split."
         )
     for p in paths:

@@ -1,4 +1,4 @@
-"""From one record of a file or Hub data set to a `Row`: verl's columns or a plain prompt and answer, each checked."""
+"""Rows from the records of a file or Hub data set: verl's columns or a plain prompt and answer, each checked."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from rlhf.errors import UserError
 VERL_COLUMNS = ("data_source", "reward_model", "extra_info")
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
+def suggestion(name: str, choices: Iterable[str]) -> str:
     """ " Did you mean ...?" with the closest of `choices`, or nothing."""
     close = difflib.get_close_matches(name, list(choices), n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(close)}?" if close else ""
@@ -37,7 +37,7 @@ def parse_row(
     if prompt_key not in record:
         raise UserError(
             f"{where}: no column {prompt_key!r} (data.prompt_key); it has {listed(record)}."
-            f"{nearest(prompt_key, record)} Set data.prompt_key to the column with the prompt."
+            f"{suggestion(prompt_key, record)} Set data.prompt_key to the column with the prompt."
         )
     extra_info = record.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
@@ -82,7 +82,7 @@ def _ground_truth(record: Mapping[str, Any], where: str, answer_key: str, need_a
     found = "is empty" if answer_key in record or "reward_model" in record else f"is missing; it has {listed(record)}"
     raise UserError(
         f"{where}: the reference answer {found}. Give reward_model.ground_truth, or set data.answer_key={answer_key!r} "
-        f"to the column with the answer.{nearest(answer_key, record)}"
+        f"to the column with the answer.{suggestion(answer_key, record)}"
     )
 
 

@@ -6,6 +6,7 @@ It holds no training state, so it may be killed at any moment as well. Signals: 
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rlhf.config import Config
@@ -69,7 +70,8 @@ def _supervise_locked(config: Config, run_dir: Path, starter: RankStarter) -> in
             step,
         )
         # A kill between the last commit and the trackers' end left them short of the last steps.
-        tracker = Tracker(config, run_dir, read_run_file(run_dir)["run_id"])
+        run_id = read_run_file(run_dir)["run_id"]
+        tracker = Tracker(config.trainer, config.tracking, asdict(config), run_dir, run_id)
         tracker.start(step)
         tracker.finish()
         copy_pending(config)

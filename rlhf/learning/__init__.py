@@ -1,1 +1,1 @@
-"""What a step does with its samples: advantages, the updates of actor and critic, the reference policy."""
+"""Learning from the samples of a step: advantages, the updates of actor and critic, the reference policy."""

@@ -1,37 +1,52 @@
-"""The policy in training."""
+"""Actor: the policy in training."""
 
 from torch import Tensor
 
 from rlhf.algorithms.aggregation import loss_sum
 from rlhf.algorithms.correction import rollout_is_weights
 from rlhf.algorithms.kl import kl_estimate
-from rlhf.algorithms.table import load_policy_loss
+from rlhf.algorithms.lookup import load_policy_loss
 from rlhf.backends.base import TrainingBackend
 from rlhf.batch import Batch
-from rlhf.config import Config
+from rlhf.config import ActorConfig, RolloutCorrectionConfig
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
 from rlhf.learning.update import Counts, Figures, Passes, Share, update
 
 
 class Actor(Policy):
-    """The policy with its loss. `mini_batches`: optimizer steps per pass over a batch."""
+    """The policy with its loss.
 
-    def __init__(self, backend: TrainingBackend, config: Config, mini_batches: int) -> None:
-        super().__init__(backend, config.rollout.temperature)
-        actor = config.actor
-        self.backend, self._config, self._correction = backend, actor, config.algorithm.rollout_correction
-        self._uses_kl_loss = actor.use_kl_loss and actor.kl_loss_coef > 0
-        self._policy_loss = load_policy_loss(actor.policy_loss.loss_mode)
-        self._scale = actor.loss_scale_factor or config.data.max_response_length
-        self._passes = Passes(actor.ppo_epochs, mini_batches, actor.ppo_micro_batch_size_per_gpu, actor.loss_agg_mode)
+    Args:
+        temperature: of the rollouts.
+        scale: the length that the loss mode `seq-mean-token-sum-norm` divides by.
+        mini_batches: optimizer steps per pass over a batch.
+    """
+
+    def __init__(
+        self,
+        backend: TrainingBackend,
+        config: ActorConfig,
+        correction: RolloutCorrectionConfig,
+        *,
+        temperature: float,
+        scale: int,
+        mini_batches: int,
+    ) -> None:
+        super().__init__(backend, temperature, config.ppo_micro_batch_size_per_gpu)
+        self.backend, self._config, self._correction, self._scale = backend, config, correction, scale
+        self._policy_loss = load_policy_loss(config.policy_loss.loss_mode)
+        self._passes = Passes(
+            config.ppo_epochs, mini_batches, config.ppo_micro_batch_size_per_gpu, config.loss_agg_mode
+        )
         # With one optimizer step per batch the update's own pass sees the policy that the old log-probs are of.
-        self.moves_within_batch = actor.ppo_epochs * mini_batches > 1
+        self.moves_within_batch = config.ppo_epochs * mini_batches > 1
 
     def update(self, batch: Batch, guards: Guards) -> Figures:
         """The optimizer steps on `batch`; returns `actor/...` and `rollout/...` figures. Collective.
 
-        Needs `advantages`, `ref_log_probs` when there is a reference, and `old_log_probs` when the policy moves within the batch.
+        Needs `advantages`, `ref_log_probs` when there is a reference, and `old_log_probs` when the policy moves within
+        the batch.
         """
         figures = update(self.backend, batch, self._passes, self._share_of, guards, "actor")
         return {name if "/" in name else f"actor/{name}": value for name, value in figures.items()}
@@ -58,7 +73,7 @@ class Actor(Policy):
             figures = figures | {"rollout/is_mean": weights, "rollout/is_truncated": truncated}
         pg_loss = aggregate(losses)
         loss, terms = pg_loss, {"pg_loss": pg_loss}
-        if self._uses_kl_loss:
+        if config.kl_in_loss:
             assert micro.ref_log_probs is not None
             terms["kl_loss"] = aggregate(kl_estimate(log_probs, micro.ref_log_probs, config.kl_loss_type))
             loss = loss + config.kl_loss_coef * terms["kl_loss"]

@@ -1,4 +1,4 @@
-"""From the rewards of a batch to its advantages: KL in the reward, then the estimator that the algorithm names."""
+"""Advantages of a batch from its rewards: the KL in the reward, then the estimator that the algorithm names."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from rlhf.algorithms.advantages import EstimatorInput
 from rlhf.algorithms.aggregation import loss_count, loss_sum
 from rlhf.algorithms.kl import adapted_coefficient, kl_estimate
-from rlhf.algorithms.table import load_estimator
+from rlhf.algorithms.lookup import load_estimator
 from rlhf.batch import Batch
 from rlhf.config import AlgorithmConfig
 from rlhf.learning.guards import Guards
@@ -22,7 +22,7 @@ class Advantages:
         self._config, self._group_size = config, group_size
         self._estimator = load_estimator(config.adv_estimator)
         self.kl_coef = config.kl_ctrl.kl_coef
-        self.uses_kl = config.use_kl_in_reward and config.kl_ctrl.kl_coef > 0
+        self.uses_kl = config.kl_in_reward
         """Whether `fill` needs `old_log_probs` and `ref_log_probs`."""
 
     def fill(self, batch: Batch, guards: Guards) -> dict[str, float]:

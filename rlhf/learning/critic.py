@@ -1,4 +1,4 @@
-"""The value function in training."""
+"""Critic: the value function in training."""
 
 import torch
 from torch import Tensor, nn
@@ -7,20 +7,23 @@ from rlhf.algorithms.aggregation import loss_sum
 from rlhf.algorithms.losses import value_loss
 from rlhf.backends.base import TrainingBackend
 from rlhf.batch import Batch
-from rlhf.config import Config
+from rlhf.config import CriticConfig
 from rlhf.learning.guards import Guards
 from rlhf.learning.update import Counts, Figures, Passes, Share, update
 
 
 class Critic:
-    """A model with a value head: the return expected from each response token on, before that token is there."""
+    """A model with a value head: the return expected from each response token on, before that token is there.
 
-    def __init__(self, backend: TrainingBackend, config: Config, mini_batches: int) -> None:
-        critic = config.critic
-        self.backend, self._config = backend, critic
-        self._scale = config.actor.loss_scale_factor or config.data.max_response_length
+    Args:
+        scale: the length that the loss mode `seq-mean-token-sum-norm` divides by.
+        mini_batches: optimizer steps per pass over a batch.
+    """
+
+    def __init__(self, backend: TrainingBackend, config: CriticConfig, *, scale: int, mini_batches: int) -> None:
+        self.backend, self._config, self._scale = backend, config, scale
         self._passes = Passes(
-            critic.ppo_epochs, mini_batches, critic.ppo_micro_batch_size_per_gpu, critic.loss_agg_mode
+            config.ppo_epochs, mini_batches, config.ppo_micro_batch_size_per_gpu, config.loss_agg_mode
         )
 
     @torch.no_grad()
@@ -33,7 +36,8 @@ class Critic:
         return result
 
     def update(self, batch: Batch, guards: Guards) -> Figures:
-        """The optimizer steps on `batch`, which needs `values` and `returns`; returns `critic/...` figures. Collective."""
+        """The optimizer steps on `batch`, which needs `values` and `returns`; returns `critic/...` figures.
+        Collective."""
         figures = update(self.backend, batch, self._passes, self._share_of, guards, "critic")
         if figures:
             variance, error = figures.pop("return_square") - figures["return_mean"] ** 2, figures.pop("error_square")
@@ -59,7 +63,7 @@ class Critic:
 
 
 def response_values(model: nn.Module, batch: Batch) -> Tensor:
-    """What `model`, with logits [N, L, 1], says before each response token, [N, R] float32; zero on padding.
+    """Values of `model`, whose logits are [N, L, 1], before each response token, [N, R] float32; zero on padding.
 
     Column t is read where token t is predicted, at sequence position prompt + t - 1.
     """

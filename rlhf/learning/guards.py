@@ -1,4 +1,4 @@
-"""Guards: they end the update of a batch before it does harm, and say whether the run goes on, goes back or ends."""
+"""Guards: end the update of a batch before it does harm, and say whether the run goes on, goes back or ends."""
 
 import logging
 import math
@@ -36,17 +36,20 @@ class Event:
 class Guards:
     """Judges each batch by figures that are equal on all ranks, and so decides the same on each of them.
 
-    The order of calls for a batch: `begin`, `allows` before each optimizer step, `settle`. When the decision is `rollback`: `remember`,
+    The order of calls for a batch: `begin`, `allows` before each optimizer step, `settle`. When the decision is
+        `rollback`: `remember`,
     restore the newest checkpoint (which calls `load_state_dict`), `recall`.
 
-    A crash between a roll-back and the next save takes the memory of it, and changes nothing: decisions follow from the batch and from the
-    state of the checkpoint, and both come again when the steps after it are repeated. So the same step is refused again, and draws the
-    same later prompts. A roll-back leaves no other trace in the trajectory than those prompts, wherever the checkpoint was: the reward
-    average is restored with it, and the figures of a step count the events up to that step only.
+    A crash between a roll-back and the next save takes the memory of it, and changes nothing: decisions follow from the
+    batch and from the state of the checkpoint, and both come again when the steps after it are repeated. So the same
+    step is refused again, and draws the same later prompts. A roll-back leaves no other trace in the trajectory than
+    those prompts, wherever the checkpoint was: the reward average is restored with it, and the figures of a step count
+    the events up to that step only.
 
-    Nor can a roll-back be endless: a row of events ends only with a step that is accepted at its first try, beyond every step ever
-    refused. Hence at most `max_events` roll-backs for each step of the run, even if repeated steps did not end as before. What a crash
-    takes of a row, the supervisor's count of restarts bounds.
+    Nor can a roll-back be endless: a row of events ends only with a step that is accepted at its first try, beyond
+        every step ever
+    refused. Hence at most `max_events` roll-backs for each step of the run, even if repeated steps did not end as
+    before. What a crash takes of a row, the supervisor's count of restarts bounds.
 
     Args:
         config: the bounds and what to do beyond them.
@@ -64,8 +67,14 @@ class Guards:
         self._rollbacks: dict[int, tuple[int, int]] = {}
         self._row: list[Event] = []
 
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a refused batch sends the run back to its newest checkpoint."""
+        return self._config.action == "rollback"
+
     def begin(self, step: int, reward_mean: float) -> None:
-        """A new batch. Refuses it if its mean reward is not finite, or lies too far below the average of the accepted ones before."""
+        """A new batch. Refuses it if its mean reward is not finite, or lies too far below the average of the accepted
+        ones before."""
         self._step, self._reward, self.refused = step, reward_mean, None
         drop = 0.0 if self._average is None else self._average - reward_mean
         if not math.isfinite(reward_mean):
@@ -74,12 +83,13 @@ class Guards:
             self.refused = Event(step, "reward", "drop", drop, self._config.max_reward_drop)
 
     def allows(self, who: str, **figures: float) -> bool:
-        """Whether the update may go on with these `figures` of a mini-batch; once it may not, the whole batch is refused.
+        """Whether the update may go on with these `figures` of a mini-batch; once it may not, the whole batch is
+        refused.
 
         Args:
             who: `actor` or `critic`.
-            figures: `loss` (bound: `max_loss`, for its size), `kl` and `ref_kl` (per token; bound: `max_kl`), `grad_norm`; all must be
-                finite.
+            figures: `loss` (bound: `max_loss`, for its size), `kl` and `ref_kl` (per token; bound: `max_kl`),
+                `grad_norm`; all must be finite.
         """
         for name, value in figures.items():
             if self.refused is not None:
@@ -121,7 +131,8 @@ class Guards:
         return "rollback"
 
     def metrics(self) -> dict[str, float]:
-        """Events at the steps up to this one (a repeated step has the figures that it had before), and whether it is one itself."""
+        """Events at the steps up to this one (a repeated step has the figures that it had before), and whether it is
+        one itself."""
         return {
             "guards/skips": self._skips,
             "guards/rollbacks": sum(times for step, (times, _) in self._rollbacks.items() if step <= self._step),
@@ -129,10 +140,12 @@ class Guards:
         }
 
     def remember(self, position: int) -> dict[str, Any]:
-        """Count the roll-back of the refused step, and return what must outlive the restoring of a checkpoint, for `recall`.
+        """Count the roll-back of the refused step, and return what must outlive the restoring of a checkpoint, for
+        `recall`.
 
         Args:
-            position: where the stream of prompts stands after the refused step's prompts; the step draws from there when it comes again.
+            position: where the stream of prompts stands after the refused step's prompts; the step draws from there
+                when it comes again.
         """
         times, _ = self._rollbacks.get(self._step, (0, 0))
         self._rollbacks[self._step] = (times + 1, position)
@@ -144,7 +157,8 @@ class Guards:
         self.load_state_dict(self.state_dict() | memory)
 
     def skip_for(self, step: int) -> int | None:
-        """The position in the stream of prompts that `step` must draw from, at least; None unless its data is left out."""
+        """The position in the stream of prompts that `step` must draw from, at least; None unless its data is left
+        out."""
         return self._rollbacks[step][1] if step in self._rollbacks else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,7 +184,10 @@ class Guards:
             what = f"The guards refused a batch (guards.action=stop):\n  {row[-1]}"
         else:
             events = "".join(f"\n  {event}" for event in row)
-            what = f"The guards refused {len(row)} batches in a row, more than guards.max_events={config.max_events}:{events}"
+            what = (
+                f"The guards refused {len(row)} batches in a row, more than "
+                f"guards.max_events={config.max_events}:{events}"
+            )
         rates = sorted({"critic.optim.lr" if event.who == "critic" else "actor.optim.lr" for event in row})
         bounds = sorted({f"guards.{_BOUNDS[event.figure]}" for event in row if event.bound is not None})
         raise_bounds = f"raise {' and '.join(bounds)}; " if bounds else ""

@@ -16,7 +16,8 @@ CHUNK_ELEMENTS = 1 << 26
 def response_log_probs(
     model: nn.Module, batch: Batch, temperature: float, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of the response tokens under `model`, and the entropies they were drawn at, [N, R] float32; zero on padding.
+    """Log-probs of the response tokens under `model`, and the entropies they were drawn at, [N, R] float32; zero on
+    padding.
 
     Sequences are padded on the right, so with causal attention no padding reaches a real token and no mask is needed.
     """
@@ -34,10 +35,11 @@ def response_log_probs(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Log-prob of each label [N, C] and entropy [N, C] from logits [N, C + 1, V] in any float type; the last column predicts nothing.
+    """Log-prob of each label [N, C] and entropy [N, C] from logits [N, C + 1, V] in any float type; the last column
+    predicts nothing.
 
-    What autograd would keep, several float32 copies of the logits, is made again chunk by chunk in the backward pass; an entropy that
-    is only looked at costs that pass nothing.
+    What autograd would keep, several float32 copies of the logits, is made again chunk by chunk in the backward pass;
+    an entropy that is only looked at costs that pass nothing.
     """
 
     @staticmethod

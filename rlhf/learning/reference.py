@@ -12,14 +12,14 @@ from rlhf.storage.shards import Shards
 
 
 class Reference(Policy):
-    """What the KL terms measure the distance to.
+    """The policy from which the KL terms measure the distance.
 
-    With `ref.update_freq` it moves every so many steps, ref = alpha * actor + (1 - alpha) * ref in float32 (TR-DPO, arXiv 2404.09656,
-    equation 4), and is then part of the run's state.
+    With `ref.update_freq` it moves every so many steps, ref = alpha * actor + (1 - alpha) * ref in float32 (TR-DPO,
+    arXiv 2404.09656, equation 4), and is then part of the run's state.
     """
 
-    def __init__(self, model: Model, temperature: float, config: RefConfig) -> None:
-        super().__init__(model, temperature)
+    def __init__(self, model: Model, temperature: float, micro_batch_size: int, config: RefConfig) -> None:
+        super().__init__(model, temperature, micro_batch_size)
         self._config = config
         self.updated_at = 0
 
@@ -49,7 +49,7 @@ class Reference(Policy):
         self.updated_at = step
 
     def state_dict(self) -> dict[str, Any]:
-        """When it last moved; the weights are stored by the checkpoint subsystem."""
+        """The step of its last move; the weights are stored by the checkpoint subsystem."""
         return {"updated_at": self.updated_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

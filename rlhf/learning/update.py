@@ -1,4 +1,4 @@
-"""The optimizer steps on one batch: epochs, mini-batches, micro-batches, denominators over all ranks, guards before each step."""
+"""Optimizer steps on one batch: epochs, mini-batches, micro-batches, denominators over all ranks, guards."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Counts:
-    """What a mini-batch divides by, over all ranks: `loss` for the aggregate of the loss, `tokens` for means over response tokens."""
+    """Denominators of a mini-batch, over all ranks: `loss` for the aggregate of the loss, `tokens` for means over
+    response tokens."""
 
     loss: float
     tokens: float
@@ -26,8 +27,8 @@ class Counts:
 
 @dataclass(frozen=True)
 class Share:
-    """A micro-batch's part: its share of the loss with gradients, shares of figures that add up to the mini-batch's (`loss` is one, as
-    is every key that a guard looks at), and figures whose largest value counts."""
+    """A micro-batch's part: its share of the loss with gradients, shares of figures that add up to the mini-batch's
+    (`loss` is one, as is every key that a guard looks at), and figures whose largest value counts."""
 
     loss: Tensor
     sums: dict[str, Tensor]
@@ -36,7 +37,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Passes:
-    """How a batch is walked: `epochs` times over `mini_batches` contiguous parts of equal size, one optimizer step each."""
+    """The walk over a batch: `epochs` times over `mini_batches` contiguous parts of equal size, one optimizer step
+    each."""
 
     epochs: int
     mini_batches: int
@@ -54,9 +56,9 @@ def update(
 ) -> Figures:
     """Take the optimizer steps of `batch` and return the means of their figures (`lr`: the last one's). Collective.
 
-    The loss of a mini-batch is its aggregate over all ranks: the same number and gradient whatever the split into micro-batches and
-    ranks (up to rounding). A mini-batch that `guards` refuse ends the update: its gradient is thrown away, the steps before it stay.
-    Of a batch that they have refused already nothing is done.
+    The loss of a mini-batch is its aggregate over all ranks: the same number and gradient whatever the split into
+    micro-batches and ranks (up to rounding). A mini-batch that `guards` refuse ends the update: its gradient is thrown
+    away, the steps before it stay. Of a batch that they have refused already nothing is done.
     """
     if guards.refused is not None:
         return {}

@@ -1,4 +1,4 @@
-"""From a folder or Hub name to a tokenizer and a policy, critic or reward model, without ever running code that came with the files."""
+"""Loading of tokenizers and of policy, critic and reward models from a folder or Hub name; safetensors only."""
 
 import copy
 import tempfile
@@ -25,7 +25,6 @@ from transformers import (
 )
 from transformers.utils import logging as library_logging
 
-from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.models.token_values import HEADS, value_class
 
@@ -39,7 +38,7 @@ SAMPLES = 16
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from and how it is read. `setting` is the one that names it; messages begin with it."""
+    """The origin of a model and how it is read. `setting` is the one that names it; messages begin with it."""
 
     setting: str
     path: str
@@ -49,36 +48,13 @@ class ModelSource:
     chat_template: str | None = None
     """A Jinja file, from `model.chat_template`."""
 
-    @classmethod
-    def of_policy(cls, config: Config) -> "ModelSource":
-        """`model.path`."""
-        m = config.model
-        return cls("model.path", m.path, m.revision, m.trust_remote_code, m.attn_implementation, m.chat_template)
-
-    @classmethod
-    def of_critic(cls, config: Config) -> "ModelSource":
-        """`critic.path`, or `model.path` where that is null."""
-        if config.critic.path is None:
-            return cls.of_policy(config)
-        m = config.model
-        return cls("critic.path", config.critic.path, None, m.trust_remote_code, m.attn_implementation)
-
-    @classmethod
-    def of_reward_model(cls, config: Config) -> "ModelSource":
-        """`reward_model.path`. Raises UserError where it is null."""
-        r, m = config.reward_model, config.model
-        if r.path is None:
-            raise UserError(
-                "reward_model.path is not set, but reward.functions has reward_model: set it to a folder or a Hub name."
-            )
-        return cls("reward_model.path", r.path, r.revision, m.trust_remote_code, m.attn_implementation)
-
     def __str__(self) -> str:
         return f"{self.setting}={self.path}"
 
 
 def resolve_path(source: ModelSource) -> Path:
-    """The local folder that `source` means; a Hub name is downloaded into the Hub's cache. Raises UserError when it can't be had."""
+    """The local folder that `source` means; a Hub name is downloaded into the Hub's cache. Raises UserError when it
+    can't be had."""
     local = Path(source.path).expanduser()
     if local.is_dir():
         return local
@@ -98,7 +74,8 @@ def resolve_path(source: ModelSource) -> Path:
         raise UserError(f"{source} is neither a folder nor a Hub name of the form org/name.") from None
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise UserError(
-            f"{source} (revision {source.revision}) is no local folder and the Hub does not know it, or asks for a login "
+            f"{source} (revision {source.revision}) is no local folder and the Hub does not know it, or asks for a "
+            "login "
             f"(`hf auth login`): {str(error).splitlines()[0]}"
         ) from None
     except (LocalEntryNotFoundError, OSError) as error:
@@ -143,9 +120,11 @@ def load_model(
     dtype: torch.dtype,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:
-    """The weights of `folder` (safetensors only) as a causal LM on the CPU in `dtype`. Raises UserError if any is missing.
+    """The weights of `folder` (safetensors only) as a causal LM on the CPU in `dtype`. Raises UserError if any is
+    missing.
 
-    This and the next two: with `tensors`, by their names in the files, no weights are read, only the small files of `folder`.
+    This and the next two: with `tensors`, by their names in the files, no weights are read, only the small files of
+        `folder`.
     """
     model, wrong = _load(AutoModelForCausalLM, source, folder, hf_config, dtype, tensors)
     _refuse(source, wrong)
@@ -159,12 +138,13 @@ def load_value_model(
     dtype: torch.dtype,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:
-    """The weights of `folder` under a head of one value per token: `forward(input_ids=..., use_cache=False).logits` is [N, L, 1].
+    """The weights of `folder` under a head of one value per token: `forward(input_ids=..., use_cache=False).logits` is
+    [N, L, 1].
 
-    The folder's own head (of a saved critic or of a reward model with one label) is kept. A causal LM has none, and the head is
-    zero: a random one would give the first steps values, and so advantages, of no meaning and a scale of their own. `hf_config` is
-    left as it is; the model's own, with one label, is `.config`. Raises UserError if other weights are missing, or for a head with
-    several labels.
+    The folder's own head (of a saved critic or of a reward model with one label) is kept. A causal LM has none, and the
+    head is zero: a random one would give the first steps values, and so advantages, of no meaning and a scale of their
+    own. `hf_config` is left as it is; the model's own, with one label, is `.config`. Raises UserError if other weights
+    are missing, or for a head with several labels.
     """
     hf_config = copy.deepcopy(hf_config)
     hf_config.num_labels = 1
@@ -181,7 +161,8 @@ def load_value_model(
     for name, shape in heads.items():
         if shape is not None:
             raise UserError(
-                f"{source}: its head has {shape[0]} labels ({name}), a critic's has one. Name a causal LM, a saved critic or a reward "
+                f"{source}: its head has {shape[0]} labels ({name}), a critic's has one. Name a causal LM, a saved "
+                "critic or a reward "
                 "model with one label."
             )
         torch.nn.init.zeros_(model.get_parameter(name))
@@ -197,7 +178,8 @@ def load_reward_model(
     dtype: torch.dtype,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:
-    """The weights of `folder` as a frozen sequence classifier: `forward(input_ids=..., attention_mask=...).logits` is [N, 1].
+    """The weights of `folder` as a frozen sequence classifier: `forward(input_ids=..., attention_mask=...).logits` is
+    [N, 1].
 
     Raises UserError if the folder has another number of labels or lacks weights.
     """
@@ -208,7 +190,8 @@ def load_reward_model(
         )
     if hf_config.num_labels != 1:
         raise UserError(
-            f"{source} has {hf_config.num_labels} labels, a reward model has one (num_labels in its config.json; a file that has none "
+            f"{source} has {hf_config.num_labels} labels, a reward model has one (num_labels in its config.json; a "
+            "file that has none "
             "means 2). Name a sequence-classification model with one label."
         )
     model, wrong = _load(AutoModelForSequenceClassification, source, folder, hf_config, dtype, tensors)
@@ -254,7 +237,8 @@ def _load(
 
 
 def _class_for(loader: Any, options: dict[str, Any]) -> tuple[Any, PretrainedConfig]:
-    """The class that `loader`, one itself or one of the library's Auto classes, would load, and the part of the configuration for it."""
+    """The class that `loader`, one itself or one of the library's Auto classes, would load, and the part of the
+    configuration for it."""
     if issubclass(loader, PreTrainedModel):
         return loader, options["config"]
     names = ("dtype", "attn_implementation", "trust_remote_code")
@@ -292,7 +276,8 @@ def _refuse(source: ModelSource, wrong: dict[str, tuple[int, ...] | None]) -> No
 def fingerprint(folder: Path) -> str:
     """A hash that tells whether a resume starts from the same model files: names, sizes and content.
 
-    Of a file above 16 MiB, 16 evenly spaced blocks of 1 MiB are read: training changes every tensor, so a sample shows it.
+    Of a file above 16 MiB, 16 evenly spaced blocks of 1 MiB are read: training changes every tensor, so a sample shows
+    it.
     """
     digest = xxhash.xxh3_128()
     for path in sorted(

@@ -1,9 +1,9 @@
-"""Which ranks see a model's files, and how the others get at them."""
+"""Files of a model: which ranks see them, and copies of the small ones for the ranks that do not."""
 
 import json
 import logging
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class FileTensor:
-    """Where a tensor lies."""
+    """The place of a tensor in the files."""
 
     file: str
     dtype: str
@@ -50,7 +50,8 @@ class ModelFiles:
     reader: int | None
     """The rank that reads the weights for all; None: each rank reads what it needs."""
     headers: Mapping[str, FileTensor] | None
-    """The tensors of the safetensors files by name; None where the folder is laid out otherwise and only the library can read it."""
+    """The tensors of the safetensors files by name; None where the folder is laid out otherwise and only the library
+    can read it."""
     fingerprint: str
 
     @property
@@ -60,7 +61,7 @@ class ModelFiles:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """What reading `folder` raises is told as the mistake that it is."""
+        """Tell what reading `folder` raises as the user's mistake that it is."""
         with _telling(self.source):
             yield
 
@@ -76,53 +77,89 @@ def find_files(
     Raises:
         UserError: no rank sees it, or, with `loading=shard`, one does not. The same on every rank.
     """
-    folder = Path(source.path).expanduser()
-    seen = _seen_by_rank(source, folder, _has_model, coordinator)
-    if not any(seen):
-        folder = coordinator.on_leader(partial(resolve_path, source))
-        if loading == "shard":  # each node downloads onto a disk of its own
-            folder = coordinator.everywhere(lambda: folder if folder.is_dir() else resolve_path(source))[
-                coordinator.rank
-            ]
-        seen = _seen_by_rank(source, folder, Path.is_dir, coordinator)
+    folder, seen = _look_for(source, loading, coordinator)
     reader = next(rank for rank, content in enumerate(seen) if content is not None)
     others = [rank for rank, content in enumerate(seen) if content != seen[reader]]
-    if others and loading == "shard":
+    if others:
+        _judge(source, loading, seen, reader, others, coordinator)
+    shared = bool(others) or loading == "broadcast"
+    small, mark = _read_small(source, folder, shared, reader, coordinator)
+    if shared:
+        small = _send(small, reader, coordinator, device)
+    headers = _decoded(small.pop(HEADERS))
+    copies = coordinator.rank in others
+    if copies:
+        folder = scratch / source.setting
+    on_every_rank(lambda: _write(small, folder) if copies else None, coordinator)
+    return ModelFiles(source, folder, reader if shared else None, headers, mark)
+
+
+def _look_for(source: ModelSource, loading: str, coordinator: Coordinator) -> tuple[Path, list[str | None]]:
+    """The folder, downloaded where `source` is a Hub name, and what each rank sees in it (`_seen`; None: no model)."""
+    folder = Path(source.path).expanduser()
+    seen = _seen_by_rank(source, folder, _has_model, coordinator)
+    if any(seen):
+        return folder, seen
+    folder = coordinator.on_leader(partial(resolve_path, source))
+    if loading == "shard":  # each node downloads onto a disk of its own
+        folders = coordinator.everywhere(lambda: folder if folder.is_dir() else resolve_path(source))
+        folder = folders[coordinator.rank]
+    return folder, _seen_by_rank(source, folder, Path.is_dir, coordinator)
+
+
+def _judge(
+    source: ModelSource,
+    loading: str,
+    seen: Sequence[str | None],
+    reader: int,
+    others: Sequence[int],
+    coordinator: Coordinator,
+) -> None:
+    """Refuse `others`, which do not see what `reader` sees, under `loading=shard`; else say which of them see other
+    files."""
+    if loading == "shard":
         host = coordinator.gather(socket.gethostname())[others[0]]
         what = "does not see" if seen[others[0]] is None else f"sees other files than rank {reader} in"
         raise UserError(
-            f"model.loading=shard: rank {others[0]} (on {host}) {what} {source}. Put the same folder at that path on every node, or set "
-            "model.loading=auto."
+            f"model.loading=shard: rank {others[0]} (on {host}) {what} {source}. Put the same folder at that path on "
+            "every "
+            "node, or set model.loading=auto."
         )
-    partial_copies = [rank for rank in others if seen[rank] is not None]
-    if partial_copies and coordinator.is_leader:
+    differing = [rank for rank in others if seen[rank] is not None]
+    if differing and coordinator.is_leader:
         log.warning(
-            "Ranks %s see other files in %s than rank %d, and take rank %d's.", partial_copies, source, reader, reader
+            "Ranks %s see other files in %s than rank %d, and take rank %d's.", differing, source, reader, reader
         )
-    shared = bool(others) or loading == "broadcast"
+
+
+def _read_small(
+    source: ModelSource, folder: Path, shared: bool, reader: int, coordinator: Coordinator
+) -> tuple[dict[str, bytes], str]:
+    """The small files that are to be sent, with the headers as one more; and the fingerprint that `reader` finds.
+    Collective."""
     is_reader = coordinator.rank == reader
 
     def look() -> tuple[dict[str, bytes], str]:
         with _telling(source):
             small = _small_files(folder, source.trust_remote_code) if shared and is_reader else {}
             if is_reader or not shared:
-                found = read_headers(folder)
-                entries = None if found is None else {name: (t.file, t.dtype, t.shape) for name, t in found.items()}
-                small[HEADERS] = json.dumps(entries).encode()
+                small[HEADERS] = _encoded(read_headers(folder))
             return small, fingerprint(folder) if is_reader else ""
 
-    small, print_of_files = on_every_rank(look, coordinator)
-    mark = coordinator.gather(print_of_files)[reader]
-    if shared:
-        small = _send(small, reader, coordinator, device)
-    entries = json.loads(small.pop(HEADERS))
-    if coordinator.rank in others:
-        folder = scratch / source.setting
-    on_every_rank(lambda: _write(small, folder) if coordinator.rank in others else None, coordinator)
-    headers = entries and {
-        name: FileTensor(file, dtype, tuple(shape)) for name, (file, dtype, shape) in entries.items()
-    }
-    return ModelFiles(source, folder, reader if shared else None, headers, mark)
+    small, own_mark = on_every_rank(look, coordinator)
+    return small, coordinator.gather(own_mark)[reader]
+
+
+def _encoded(headers: Mapping[str, FileTensor] | None) -> bytes:
+    entries = None if headers is None else {name: (t.file, t.dtype, t.shape) for name, t in headers.items()}
+    return json.dumps(entries).encode()
+
+
+def _decoded(headers: bytes) -> dict[str, FileTensor] | None:
+    entries = json.loads(headers)
+    if entries is None:
+        return None
+    return {name: FileTensor(file, dtype, tuple(shape)) for name, (file, dtype, shape) in entries.items()}
 
 
 def read_headers(folder: Path) -> dict[str, FileTensor] | None:
@@ -153,7 +190,8 @@ def _telling(source: ModelSource) -> Iterator[None]:
 
 
 def on_every_rank(action: Callable[[], T], coordinator: Coordinator) -> T:
-    """What `action` returns on this rank; when it raises anywhere, every rank raises. Unlike `Coordinator.everywhere` no result is sent."""
+    """The result of `action` on this rank; when it raises anywhere, every rank raises. Unlike `Coordinator.everywhere`
+    it sends none."""
     results: list[T] = []
     coordinator.everywhere(lambda: results.append(action()))
     return results[0]

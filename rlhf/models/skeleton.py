@@ -14,14 +14,15 @@ from rlhf.models.token_values import HEADS
 def skeleton(
     load_from: Callable[[Mapping[str, Tensor]], PreTrainedModel], headers: Mapping[str, FileTensor]
 ) -> tuple[PreTrainedModel, dict[str, str]] | None:
-    """What `load_from` makes of the tensors in `headers`, but with parameters on the meta device, and the name in the files of each.
+    """The model that `load_from` makes of `headers`, with parameters on the meta device, and the name of each in the
+    files.
 
-    None where a weight is not one tensor of the files as it lies there: where the library puts several together, say, or where two that
-    may be one have to be compared.
+    None where a weight is not one tensor of the files as it lies there: where the library puts several together, say,
+    or where two that may be one have to be compared.
 
-    The library itself maps names, finds what is missing and makes the buffers: it is given stand-ins, views of one small tensor, and a
-    weight that still is one of these views came through unchanged. Their strides differ in every dimension, so that a transposed one is
-    told from its original.
+    The library itself maps names, finds what is missing and makes the buffers: it is given stand-ins, views of one
+    small tensor, and a weight that still is one of these views came through unchanged. Their strides differ in every
+    dimension, so that a transposed one is told from its original.
     """
     stand_ins = _stand_ins(headers)
     origins = {_identity(tensor): name for name, tensor in stand_ins.items()}
@@ -79,7 +80,8 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _tied_in_name_only(model: PreTrainedModel) -> bool:
-    """Whether the files have both of two weights that the configuration makes one: only if they are equal will they be."""
+    """Whether the files have both of two weights that the configuration makes one: only if they are equal will they
+    be."""
     named = dict(model.named_parameters(remove_duplicate=False))
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True).items()
     return any(named.get(a) is not named.get(b) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Make the small policy that comes with the package: a 0.27M-parameter causal LM that adds like a sloppy student.
+"""The small policy that comes with the package: a 0.27M-parameter causal LM that adds like a sloppy student.
 
 Most of the answers that it is pre-trained on come from a student with the classic systematic bugs (Brown and Burton,
 "Diagnostic Models for Procedural Bugs", 1978: the carry is forgotten, the smaller digit is taken from the larger, the
@@ -116,7 +116,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
 
 
 def sloppy_answer(a: int, operator: str, b: int) -> int:
-    """What the sloppy student answers to a two-digit sum: no carry into the tens, no borrowing, no minus sign."""
+    """The answer of the sloppy student to a two-digit sum: no carry into the tens, no borrowing, no minus sign."""
     if operator == "+":
         return 10 * (a // 10 + b // 10) + (a + b) % 10
     return 10 * abs(a // 10 - b // 10) + abs(a % 10 - b % 10)

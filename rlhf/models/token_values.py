@@ -1,4 +1,4 @@
-"""Which class gives one number per token for an architecture."""
+"""Class for each architecture that gives one number per token, for value models."""
 
 from typing import Any
 
@@ -13,14 +13,16 @@ from transformers import (
 from transformers.modeling_layers import GenericForTokenClassification
 
 HEADS = ("score", "classifier")
-"""What the library calls the head: `score` in its sequence classifiers and newer token classifiers, `classifier` in older ones."""
+"""Names that the library gives the head: `score` in its sequence classifiers and newer token classifiers, `classifier`
+in older ones."""
 
 
 def value_class(hf_config: PretrainedConfig) -> tuple[Any, dict[str, str] | None] | None:
-    """A class to call `from_pretrained` of, and which names of the file mean others in it; None if the architecture is no causal LM's.
+    """A class to call `from_pretrained` of, and which names of the file mean others in it; None if the architecture is
+    no causal LM's.
 
-    It is the library's token classifier. Where the library has none (of 5.23: OLMo, Gemma 3, Granite and more), it is the library's mixin
-    over the architecture's base class, which only this package can open again.
+    It is the library's token classifier. Where the library has none (of 5.23: OLMo, Gemma 3, Granite and more), it is
+    the library's mixin over the architecture's base class, which only this package can open again.
     """
     kind: Any = type(hf_config)
     if AutoModelForTokenClassification.__name__ in getattr(hf_config, "auto_map", {}):

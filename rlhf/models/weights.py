@@ -1,4 +1,4 @@
-"""Weights from their files into a model that is already spread over the ranks: no rank holds more than its part and a bucket."""
+"""Weights from their files into a model spread over the ranks; no rank holds more than its part and a bucket."""
 
 import contextlib
 import math
@@ -18,10 +18,11 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.shards import Shards
 
 BUCKET_BYTES = 1 << 26
-"""What is read, and sent, at a time; a row of a tensor is never divided."""
+"""Bytes that are read, and sent, at a time; a row of a tensor is never divided."""
 
 NOT_PLAIN = ("quantization_config", "transformers_weights", "extra_files")
-"""Settings of a configuration that make the library read other tensors than those of the usual files, or change them."""
+"""Settings of a configuration that make the library read other tensors than those of the usual files, or change
+them."""
 
 Load = Callable[[Mapping[str, Tensor] | None], PreTrainedModel]
 """One of the `load_...` functions of `loading.py`, of which only `tensors` is missing."""
@@ -34,8 +35,9 @@ class ReaderFailed(Exception):
 class Loaded:
     """A model whose weights are still in their files.
 
-    `model` is for an engine to spread over the ranks: its parameters are on the meta device, its buffers in place. After that, `fill`
-    puts the weights where the engine has them. Where only the library can read the files, `model` is whole and there is nothing to fill.
+    `model` is for an engine to spread over the ranks: its parameters are on the meta device, its buffers in place.
+    After that, `fill` puts the weights where the engine has them. Where only the library can read the files, `model` is
+    whole and there is nothing to fill.
     """
 
     def __init__(self, model: PreTrainedModel, names: Mapping[str, str], reader: "ModelReader") -> None:
@@ -79,7 +81,8 @@ class ModelReader:
         self._open, self._bucket = None, self._bucket[:0].clone()
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """The elements [start, stop) of a flattened tensor, or more, in chunks with the place of each; in the files' precision.
+        """The elements [start, stop) of a flattened tensor, or more, in chunks with the place of each; in the files'
+        precision.
 
         A chunk is good until the next one.
 
@@ -156,7 +159,8 @@ def load(
         return Loaded(on_every_rank(lambda: load_from(None), coordinator), {}, reader)
     if not plain:
         raise UserError(
-            f"{files.source} is not a plain folder of safetensors (an adapter, quantised, or named otherwise), which every rank has to "
+            f"{files.source} is not a plain folder of safetensors (an adapter, quantised, or named otherwise), which "
+            "every rank has to "
             "see: put it at that path on every node."
         )
     received: dict[str, Tensor] = {}

@@ -4,8 +4,7 @@ import math
 
 from rlhf.config.reward import VERIFIERS, RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
-from rlhf.config.schema import did_you_mean, nearest
-from rlhf.errors import UserError
+from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.reward.function import SETTING, check_function
 from rlhf.user_functions import split_spec
 

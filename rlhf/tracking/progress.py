@@ -1,4 +1,4 @@
-"""What a person sees while the run goes on: a live bar in a terminal, one log line every few seconds otherwise."""
+"""Progress of the run on stderr: a live bar in a terminal, one log line every few seconds otherwise."""
 
 import logging
 import math
@@ -9,8 +9,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from rlhf.config import Config
-
 logger = logging.getLogger(__name__)
 
 PLAIN_INTERVAL_S = 5.0
@@ -19,14 +17,14 @@ RATE_WINDOW = 20
 
 
 class Progress:
-    """Shows the steps of one run on stderr. Only the driver shows it; other ranks use `Progress.silent()`.
+    """Shows the steps of one run on stderr, as `mode` (`tracking.progress`) says. Other ranks than the driver use
+    `Progress.silent()`.
 
     Plain lines come at most every PLAIN_INTERVAL_S, except for the first and the last step and for evaluations.
     """
 
-    def __init__(self, config: Config, total_steps: int) -> None:
+    def __init__(self, mode: str, total_steps: int) -> None:
         console = Console(stderr=True)
-        mode = config.tracking.progress
         self._total = total_steps
         self._bar: Bar | None = None
         self._silent = False
@@ -48,12 +46,13 @@ class Progress:
     @classmethod
     def silent(cls) -> "Progress":
         """A progress that shows nothing."""
-        progress = cls(Config(), 0)
-        progress._bar, progress._silent = None, True
+        progress = cls("plain", 0)
+        progress._silent = True
         return progress
 
     def start(self, step: int) -> None:
-        """Begin at `step` finished steps: 0, the resume step, or while it runs an earlier one that the run goes back to."""
+        """Begin at `step` finished steps: 0, the resume step, or while it runs an earlier one that the run goes back
+        to."""
         self._times, self._shown, self._last_line = [(time.monotonic(), step)], {}, -math.inf
         if self._bar is None:
             return

@@ -1,4 +1,4 @@
-"""What the loop says of itself: to the tracker and the progress display on the driver, to nobody on other ranks."""
+"""Log of the run: tracker and progress display on the driver, nothing on other ranks."""
 
 from typing import Protocol
 
@@ -43,7 +43,8 @@ class RunLog:
         self._progress.update(step, metrics)
 
     def note(self, result: Measured | None) -> None:
-        """Take the figures of a save or a resume into the next record: this step's is durable before its checkpoint is."""
+        """Take the figures of a save or a resume into the next record: this step's is durable before its checkpoint
+        is."""
         if result is not None:
             self._pending |= result.metrics()
 

@@ -1,12 +1,12 @@
-"""Fans the metrics of a step out to metrics.jsonl and to the trackers that `trainer.logger` names."""
+"""Tracker: fans the metrics of a step out to metrics.jsonl and to the trackers that `trainer.logger` names."""
 
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from rlhf.config import Config
+from rlhf.config import TrackingConfig, TrainerConfig
 from rlhf.errors import UserError
 from rlhf.tracking.history import History, Record
 from rlhf.tracking.tensorboard import TensorBoard
@@ -35,33 +35,44 @@ class Sink(Protocol):
         """Write what is buffered and close, in bounded time."""
 
 
-def check_trackers(config: Config) -> None:
-    """Refuse a tracker whose package is not installed, without importing it.
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse a tracker of `trainer.logger` whose package is not installed, without importing it.
 
     Raises:
         UserError: naming `trainer.logger`, the package and how to install it.
     """
-    for name in config.trainer.logger:
+    for name in names:
         if name in PACKAGES:
             spec = importlib.util.find_spec(PACKAGES[name])
             # A folder named wandb/ in the working directory is a namespace package without an origin.
             if spec is None or spec.origin is None:
                 raise UserError(
-                    f"trainer.logger={list(config.trainer.logger)}: {name} is not installed; "
+                    f"trainer.logger={list(names)}: {name} is not installed; "
                     f"run `pip install 'rlhf[{name}]'` or remove it from the list"
                 )
 
 
 class Tracker:
-    """The metrics of one run. Only the driver has one."""
+    """The metrics of one run. Only the driver has one.
 
-    def __init__(self, config: Config, run_dir: Path, run_id: str) -> None:
+    Args:
+        settings: every setting of the run, for trackers that show them.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        tracking: TrackingConfig,
+        settings: Mapping[str, Any],
+        run_dir: Path,
+        run_id: str,
+    ) -> None:
         self.history = History(run_dir / "metrics.jsonl")
         known: dict[str, Callable[[], Sink]] = {
-            "wandb": lambda: Wandb(config, run_dir, run_id),
+            "wandb": lambda: Wandb(trainer, tracking.wandb, settings, run_dir, run_id),
             "tensorboard": lambda: TensorBoard(run_dir / "tensorboard"),
         }
-        names = [name for name in dict.fromkeys(config.trainer.logger) if name not in ALWAYS_ON]
+        names = [name for name in dict.fromkeys(trainer.logger) if name not in ALWAYS_ON]
         self._sinks = {name: known[name]() for name in names}
         self._last_step = -1
 

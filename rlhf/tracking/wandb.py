@@ -1,12 +1,12 @@
 """Weights & Biases, online or offline: one run across all restarts, with every step once and in order."""
 
-import dataclasses
 import logging
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import Config
+from rlhf.config import TrainerConfig, WandbConfig
 from rlhf.tracking.history import Record
 
 logger = logging.getLogger(__name__)
@@ -19,8 +19,16 @@ FINISH_TIMEOUT_S = 60.0
 class Wandb:
     """The wandb run `run_id`, in `<run_dir>/wandb`."""
 
-    def __init__(self, config: Config, run_dir: Path, run_id: str) -> None:
-        self._config = config
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        config: WandbConfig,
+        settings: Mapping[str, Any],
+        run_dir: Path,
+        run_id: str,
+    ) -> None:
+        self._project, self._name = trainer.project_name, trainer.experiment_name
+        self._config, self._settings = config, settings
         self._run_dir = run_dir
         self._run_id = run_id
         self._run: Any = None
@@ -31,8 +39,8 @@ class Wandb:
 
         Online the server knows how far it got. It may be behind the history (a kill loses wandb's buffer) or ahead of
         it (steps that are now repeated): steps before the server's next one are never sent again. Offline each start
-        begins a new file, so the earlier ones are set aside and the new one gets the whole history. A start in the middle of a
-        run, after a roll-back, ends what is open first.
+        begins a new file, so the earlier ones are set aside and the new one gets the whole history. A start in the
+        middle of a run, after a roll-back, ends what is open first.
 
         Raises:
             RuntimeError: nobody is logged in to wandb.
@@ -41,7 +49,7 @@ class Wandb:
         import wandb
 
         self.finish()
-        mode: Any = self._config.tracking.wandb.mode
+        mode: Any = self._config.mode
         wandb.setup(
             wandb.Settings(
                 mode=mode,
@@ -60,12 +68,12 @@ class Wandb:
             id=self._run_id,
             # Not "must": a run whose first start didn't reach the server is created now and filled from the history.
             resume="allow",
-            project=self._config.trainer.project_name,
-            name=self._config.trainer.experiment_name,
-            entity=self._config.tracking.wandb.entity,
-            tags=list(self._config.tracking.wandb.tags),
+            project=self._project,
+            name=self._name,
+            entity=self._config.entity,
+            tags=list(self._config.tags),
             dir=str(self._run_dir),
-            config=dataclasses.asdict(self._config),
+            config=dict(self._settings),
         )
         self._next_step = self._run.starting_step
         for record in records:

@@ -232,14 +232,14 @@ def memory(rank: int, folder: Path) -> dict[str, tuple[int, int]]:
     coordinator = Coordinator()
     os.chdir(folder / (SEES if rank else BLIND))
     read: list[int] = []
-    original = weights.TensorReader.read
+    original = weights.ModelReader.read
 
-    def counting(self: weights.TensorReader, name: str, low: int, high: int) -> torch.Tensor:
+    def counting(self: weights.ModelReader, name: str, low: int, high: int) -> torch.Tensor:
         rows = original(self, name, low, high)
         read.append(rows.numel() * rows.element_size())
         return rows
 
-    weights.TensorReader.read = counting  # type: ignore[method-assign]
+    weights.ModelReader.read = counting  # type: ignore[method-assign]
 
     def by(place: str) -> Fsdp2Model:
         loaded = load(files[place], POLICY, coordinator)

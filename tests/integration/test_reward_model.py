@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification
 
 from rlhf.backends.fsdp2 import shard
-from rlhf.config import BackendConfig, Config, RewardModelConfig
+from rlhf.config import BackendConfig, RewardModelConfig
 from rlhf.errors import UserError
 from rlhf.models.loading import ModelSource, load_model_config, load_reward_model, load_tokenizer
 from rlhf.reward.reward_model import RewardModel
@@ -175,8 +175,3 @@ def test_one_label_it_must_be(tmp_path, labels):
 def test_reward_package_still_loads_no_torch():
     code = "import sys, rlhf.reward; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_missing_path_is_told():
-    with pytest.raises(UserError, match=r"reward_model\.path is not set"):
-        ModelSource.of_reward_model(Config())

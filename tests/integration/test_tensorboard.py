@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config import Config
+from rlhf.config import TrackingConfig, TrainerConfig
 from rlhf.tracking import History, Tracker
 from rlhf.tracking.history import Record
 from tests.support.tracked import tensorboard_curves
@@ -56,9 +56,8 @@ def test_rewinds_within_one_process_show_every_step_once(tmp_path: Path) -> None
 
 
 def in_process(run_dir: Path, resume_step: int | None, last: int) -> list[Record]:
-    config = Config()
-    config.trainer.logger = ["tensorboard", "console", "jsonl"]
-    tracker = Tracker(config, run_dir, "run")
+    trainer = TrainerConfig(logger=["tensorboard", "console", "jsonl"])
+    tracker = Tracker(trainer, TrackingConfig(), {}, run_dir, "run")
     tracker.start(resume_step)
     for step in range(0 if resume_step is None else resume_step + 1, last + 1):
         tracker.log(step, metrics(step))

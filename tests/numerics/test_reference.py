@@ -31,11 +31,11 @@ def moved(config: RefConfig, steps: int) -> tuple[list[int], dict[str, Tensor], 
         hf_files={},
     )
     model = Fsdp2Model(tiny_qwen2(seed=100), BackendConfig(reshard_after_forward=False), CPU)
-    reference, batch = Reference(model, 1.0, config), random_batch(seed=3, samples=4)
+    reference, batch = Reference(model, 1.0, 4, config), random_batch(seed=3, samples=4)
     at = []
     for step in range(1, steps + 1):
         # Gathered weights stay in place after this, and must neither be taken for shards nor be used again once the shards have moved.
-        reference.all_log_probs(batch, 4)
+        reference.all_log_probs(batch)
         whole = actor_at(step)
         for name, shard in backend.model_shards().items():
             mine = whole[name].detach().reshape(-1)[shard.start : shard.start + shard.local.numel()]
@@ -43,7 +43,7 @@ def moved(config: RefConfig, steps: int) -> tuple[list[int], dict[str, Tensor], 
         reference.maybe_update(backend, step)
         at.append(reference.updated_at)
     weights = {name: tensor.clone() for name, tensor in model.full_tensors()}
-    return at, weights, reference.all_log_probs(batch, 4)
+    return at, weights, reference.all_log_probs(batch)
 
 
 def on_cadence() -> tuple[list[int], dict[str, Tensor], Tensor]:

@@ -25,4 +25,4 @@ def _engine(config: Any, policy: Any, model: Any, coordinator: Any, device: Any)
 
 
 if "RANK" in os.environ:
-    rlhf.assemble.run._engine = _engine  # type: ignore[assignment]
+    rlhf.assemble.run.build_engine = _engine  # type: ignore[assignment]

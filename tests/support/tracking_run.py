@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from rlhf.config import Config
@@ -25,8 +26,8 @@ def main() -> None:
     config = Config()
     config.trainer.logger = [logger]
     config.tracking.wandb.mode = mode
-    config.tracking.progress = "plain"
-    run_log = RunLog(Tracker(config, Path(run_dir), RUN_ID), Progress(config, int(last)))
+    tracker = Tracker(config.trainer, config.tracking, asdict(config), Path(run_dir), RUN_ID)
+    run_log = RunLog(tracker, Progress("plain", int(last)))
     step = 0 if resume_step == "none" else int(resume_step) + 1
     run_log.start(max(step - 1, 0), resumed=resume_step != "none")
     while step <= int(last):

@@ -189,17 +189,26 @@ def run_update(
     batch = padded(share(whole_batch(), mini_batches), extra_columns)
     guards = Guards(GuardsConfig())
     guards.begin(1, 0.0)
+    scale = config.actor.loss_scale_factor or config.data.max_response_length
     role: Actor | Critic
     if case in ACTOR_CASES:
         policy, frozen = start_policies()
-        role = Actor(engine(policy, config.actor, backend), config, mini_batches)
+        role = Actor(
+            engine(policy, config.actor, backend),
+            config.actor,
+            config.algorithm.rollout_correction,
+            temperature=config.rollout.temperature,
+            scale=scale,
+            mini_batches=mini_batches,
+        )
         if config.actor.use_kl_loss:
-            reference = Policy(Fsdp2Model(frozen.requires_grad_(False), BackendConfig(), CPU), 1.0)
-            batch.ref_log_probs = reference.all_log_probs(batch, micro_batch_size)
+            reference = Policy(Fsdp2Model(frozen.requires_grad_(False), BackendConfig(), CPU), 1.0, micro_batch_size)
+            batch.ref_log_probs = reference.all_log_probs(batch)
         if role.moves_within_batch:
-            batch.old_log_probs = role.all_log_probs(batch, micro_batch_size)
+            batch.old_log_probs = role.all_log_probs(batch)
     else:
-        role = Critic(engine(tiny_value_model(), config.critic, backend), config, mini_batches)
+        model = engine(tiny_value_model(), config.critic, backend)
+        role = Critic(model, config.critic, scale=scale, mini_batches=mini_batches)
         batch.values = role.all_values(batch)
     gradients: list[dict[str, Tensor]] = []
 

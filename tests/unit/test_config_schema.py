@@ -4,7 +4,8 @@ import pytest
 
 from rlhf.config import Config
 from rlhf.config.resolved import from_yaml, to_yaml
-from rlhf.config.schema import SECTIONS, SETTINGS, nearest, nearest_setting, setting_of
+from rlhf.config.schema import SECTIONS, SETTINGS, nearest_setting, setting_of
+from rlhf.errors import nearest
 
 
 def test_every_leaf_is_a_setting_with_rules():

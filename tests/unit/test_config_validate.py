@@ -38,6 +38,7 @@ ACCEPTED: dict[str, dict] = {
     "several files": {"data__train_files": ["a.jsonl", "b/*.parquet"]},
     "the policy's warm-up counts its own steps": {
         "trainer__total_training_steps": 10,
+        "algorithm__adv_estimator": "gae",
         "trainer__critic_warmup": 4,
         "actor__optim__lr_warmup_steps": 5,
         "critic__optim__lr_warmup_steps": 9,
@@ -197,7 +198,12 @@ REFUSED: list[tuple[dict, str]] = [
     ({"actor__optim__betas": [0.9, 1.0]}, "actor.optim.betas=[0.9, 1.0]: must be two numbers"),
     ({"critic__optim__betas": [0.9]}, "critic.optim.betas=[0.9]: must be two numbers"),
     (
-        {"trainer__total_training_steps": 10, "trainer__critic_warmup": 4, "actor__optim__lr_warmup_steps": 6},
+        {
+            "algorithm__adv_estimator": "gae",
+            "trainer__total_training_steps": 10,
+            "trainer__critic_warmup": 4,
+            "actor__optim__lr_warmup_steps": 6,
+        },
         "actor.optim.lr_warmup_steps=6: the run has 6 optimizer steps",
     ),
     (
@@ -205,7 +211,7 @@ REFUSED: list[tuple[dict, str]] = [
         "critic.optim.lr_warmup_steps=10: the run has 10 optimizer steps",
     ),
     (
-        {"trainer__total_training_steps": 10, "trainer__critic_warmup": 10},
+        {"algorithm__adv_estimator": "gae", "trainer__total_training_steps": 10, "trainer__critic_warmup": 10},
         "trainer.critic_warmup=10: the run has 10 steps",
     ),
     (
@@ -231,7 +237,7 @@ REFUSED: list[tuple[dict, str]] = [
     ),
     ({"data__gen_batch_size": 64}, "data.gen_batch_size=64: has effect only with algorithm.filter_groups.enable=true"),
     (
-        {"algorithm__filter_groups__enable": True, "rollout__n": 1},
+        {"algorithm__adv_estimator": "reinforce_plus_plus", "algorithm__filter_groups__enable": True, "rollout__n": 1},
         "rollout.n=1: algorithm.filter_groups.enable=true drops prompts whose samples agree",
     ),
     (

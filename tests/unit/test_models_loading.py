@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils.logging import get_verbosity
 
+from rlhf.assemble.found_models import critic_source, policy_source, reward_model_source
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.models.loading import (
@@ -30,11 +31,13 @@ def config() -> Config:
 def test_sources_of_the_three_models():
     c = config()
     policy = ModelSource("model.path", "org/policy", "v1", True, "eager", "chat.jinja")
-    assert ModelSource.of_policy(c) == ModelSource.of_critic(c) == policy
+    assert policy_source(c.model) == critic_source(c.critic, c.model) == policy
     c.critic.path = "org/critic"
-    assert ModelSource.of_critic(c) == ModelSource("critic.path", "org/critic", None, True, "eager")
+    assert critic_source(c.critic, c.model) == ModelSource("critic.path", "org/critic", None, True, "eager")
     c.reward_model.path, c.reward_model.revision = "org/judge", "v2"
-    assert ModelSource.of_reward_model(c) == ModelSource("reward_model.path", "org/judge", "v2", True, "eager")
+    assert reward_model_source(c.reward_model, c.model) == ModelSource(
+        "reward_model.path", "org/judge", "v2", True, "eager"
+    )
 
 
 @pytest.mark.parametrize("setting", ["model.path", "critic.path", "reward_model.path"])

@@ -2,11 +2,11 @@
 
 import pytest
 
+from rlhf.config.library import PACKAGE
 from rlhf.data import PromptSet, PromptStream
 from rlhf.data.items import Row
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.models.loading import ModelSource, load_tokenizer
-from rlhf.train import PACKAGE
 
 BATCH, MINI, STEPS = 24, 8, 5
 

@@ -2,14 +2,7 @@ import logging
 
 import pytest
 
-from rlhf.config import Config
 from rlhf.tracking import Progress, progress
-
-
-def config(mode: str) -> Config:
-    made = Config()
-    made.tracking.progress = mode
-    return made
 
 
 def shown_steps(caplog: pytest.LogCaptureFixture) -> list[int]:
@@ -26,14 +19,14 @@ def run(shown: Progress, first: int, last: int, evaluate_every: int = 1000) -> N
 
 def test_plain_lines_are_few_but_first_last_and_evaluations_show(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        run(Progress(config("plain"), 200), 40, 200, evaluate_every=50)
+        run(Progress("plain", 200), 40, 200, evaluate_every=50)
     assert shown_steps(caplog) == [41, 50, 100, 150, 200]
     assert caplog.messages[0].startswith("step  41/200  reward 0.250  tokens/s 1,234  ETA ")
     assert "held-out accuracy 50.0%" in caplog.messages[-1]
 
 
 def test_the_first_step_shows_after_the_evaluation_before_training(caplog: pytest.LogCaptureFixture) -> None:
-    shown = Progress(config("plain"), 9)
+    shown = Progress("plain", 9)
     with caplog.at_level(logging.INFO):
         shown.start(0)
         shown.update(0, {"val/accuracy": 0.5})
@@ -45,7 +38,7 @@ def test_the_first_step_shows_after_the_evaluation_before_training(caplog: pytes
 def test_plain_lines_come_at_intervals(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", 0.0)
     with caplog.at_level(logging.INFO):
-        run(Progress(config("auto"), 5), 0, 5)  # the tests' stderr is no terminal
+        run(Progress("auto", 5), 0, 5)  # the tests' stderr is no terminal
     assert shown_steps(caplog) == [1, 2, 3, 4, 5]
 
 
@@ -57,7 +50,7 @@ def test_the_live_bar_shows_numbers_and_keeps_log_lines_whole(capsys: pytest.Cap
     root.addHandler(handler)
     before = handler.stream
     try:
-        shown = Progress(config("live"), 7)
+        shown = Progress("live", 7)
         shown.start(0)
         shown.update(0, {"val/accuracy": 0.375})
         logging.getLogger("rlhf").warning("a line in between")
@@ -81,7 +74,7 @@ def test_the_live_bar_goes_back_in_place(capsys: pytest.CaptureFixture) -> None:
     root.addHandler(handler)
     before, streams = handler.stream, (sys.stdout, sys.stderr)
     try:
-        shown = Progress(config("live"), 9)
+        shown = Progress("live", 9)
         shown.start(0)
         shown.update(7, {"val/accuracy": 0.375})
         shown.start(4)

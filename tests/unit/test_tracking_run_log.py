@@ -4,16 +4,14 @@ from pathlib import Path
 import pytest
 
 from rlhf.checkpoint.save.writer import SaveResult
-from rlhf.config import Config
+from rlhf.config import TrackingConfig, TrainerConfig
 from rlhf.tracking import Progress, Tracker
 from rlhf.tracking.run_log import RunLog
 
 
 def run_log(run_dir: Path) -> tuple[RunLog, Tracker]:
-    config = Config()
-    config.tracking.progress = "plain"
-    tracker = Tracker(config, run_dir, "run")
-    return RunLog(tracker, Progress(config, 10)), tracker
+    tracker = Tracker(TrainerConfig(), TrackingConfig(), {}, run_dir, "run")
+    return RunLog(tracker, Progress("plain", 10)), tracker
 
 
 def test_a_rewound_log_is_that_of_a_resumed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

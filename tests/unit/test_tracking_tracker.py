@@ -5,20 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config import Config
+from rlhf.config import TrackingConfig, TrainerConfig
 from rlhf.errors import UserError
 from rlhf.tracking import Tracker, check_trackers
 
 
-def config(*names: str) -> Config:
-    made = Config()
-    made.trainer.logger = list(names)
-    return made
+def tracker_of(run_dir: Path, *names: str) -> Tracker:
+    return Tracker(TrainerConfig(logger=list(names)), TrackingConfig(), {}, run_dir, "run")
 
 
 def test_start_empties_a_fresh_run_and_truncates_a_resumed_one(tmp_path: Path) -> None:
     def run(resume_step: int | None, last: int) -> list[int]:
-        tracker = Tracker(config("console", "jsonl"), tmp_path, "run")
+        tracker = tracker_of(tmp_path, "console", "jsonl")
         tracker.start(resume_step)
         for step in range(0 if resume_step is None else resume_step + 1, last + 1):
             tracker.log(step, {"x": 1.0})
@@ -31,7 +29,7 @@ def test_start_empties_a_fresh_run_and_truncates_a_resumed_one(tmp_path: Path) -
 
 
 def test_a_step_is_logged_once(tmp_path: Path) -> None:
-    tracker = Tracker(config(), tmp_path, "run")
+    tracker = tracker_of(tmp_path)
     tracker.start(None)
     tracker.log(1, {"x": 1.0})
     with pytest.raises(ValueError, match="step 1"):
@@ -42,12 +40,12 @@ def test_a_step_is_logged_once(tmp_path: Path) -> None:
 def test_history_errors_propagate(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(IsADirectoryError):
-        Tracker(config(), tmp_path, "run").start(None)
+        tracker_of(tmp_path).start(None)
 
 
 @pytest.mark.parametrize(("keep", "says"), [([1, 2, 4, 5], "lacks 1 "), ([1, 2], "lacks 3 "), ([], "lacks all ")])
 def test_a_gap_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: list[int], says: str) -> None:
-    tracker = Tracker(config(), tmp_path, "run")
+    tracker = tracker_of(tmp_path)
     for step in keep:
         tracker.history.append({"step": step})
     tracker.start(5)
@@ -57,7 +55,7 @@ def test_a_gap_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, ke
 
 def test_no_gap_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for first in (0, 1):
-        tracker = Tracker(config(), tmp_path, "run")
+        tracker = tracker_of(tmp_path)
         tracker.start(None)
         for step in range(first, 6):
             tracker.log(step, {})
@@ -69,7 +67,7 @@ def test_a_tracker_that_cannot_start_is_off_after_one_error(tmp_path: Path, capl
     pytest.importorskip("tensorboard")
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
-        tracker = Tracker(config("tensorboard"), tmp_path, "run")
+        tracker = tracker_of(tmp_path, "tensorboard")
         tracker.start(None)
         for step in range(3):
             tracker.log(step, {"x": 1.0})
@@ -82,7 +80,7 @@ def test_a_tracker_that_cannot_start_is_off_after_one_error(tmp_path: Path, capl
 def test_a_tracker_that_fails_later_is_off_after_one_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("tensorboard")
     with caplog.at_level(logging.WARNING):
-        tracker = Tracker(config("tensorboard"), tmp_path, "run")
+        tracker = tracker_of(tmp_path, "tensorboard")
         tracker.start(None)
         tracker.log(1, {"x": 1.0})
         tracker.log(2, {"x": "no number"})  # type: ignore[dict-item]
@@ -95,9 +93,9 @@ def test_a_tracker_that_fails_later_is_off_after_one_error(tmp_path: Path, caplo
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    check_trackers(config("console", "jsonl"))
+    check_trackers(["console", "jsonl"])
     with pytest.raises(UserError, match=r"trainer.logger=.*wandb is not installed.*pip install 'rlhf\[wandb\]'"):
-        check_trackers(config("wandb"))
+        check_trackers(["wandb"])
 
 
 def test_a_folder_named_wandb_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -106,12 +104,12 @@ def test_a_folder_named_wandb_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     importlib.invalidate_caches()
     with pytest.raises(UserError, match="wandb is not installed"):
-        check_trackers(config("wandb"))
+        check_trackers(["wandb"])
 
 
 def test_installed_packages_pass_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     for name in ("tensorboard", "wandb"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    check_trackers(config("tensorboard"))
+    check_trackers(["tensorboard"])
     assert "tensorboard" not in sys.modules

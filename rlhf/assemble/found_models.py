@@ -1,0 +1,98 @@
+"""Models of a run: their files found, their tokenizers checked against each other, before any weights are loaded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf.config import Config, CriticConfig, ModelConfig, RewardModelConfig
+from rlhf.config.algorithm_rules import needs_critic
+from rlhf.errors import UserError
+from rlhf.models import loading, weights
+from rlhf.models.loading import ModelSource
+from rlhf.models.model_files import ModelFiles, find_files
+from rlhf.models.weights import Loaded
+from rlhf.ranks.coordinator import Coordinator
+
+
+@dataclass(frozen=True)
+class Found:
+    """Files, architecture and tokenizer of one model."""
+
+    files: ModelFiles
+    hf_config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+
+    def load(self, function: Callable[..., PreTrainedModel], coordinator: Coordinator, device: torch.device) -> Loaded:
+        """The model that `function`, one of the `load_...` of `rlhf.models.loading`, makes of it. Collective."""
+        load_from = partial(function, self.files.source, self.files.folder, self.hf_config, torch.float32)
+        return weights.load(self.files, self.hf_config, load_from, coordinator, device)
+
+
+@dataclass(frozen=True)
+class FoundModels:
+    """The models that a run needs; a critic without a path of its own starts from the policy's files."""
+
+    policy: Found
+    critic: Found | None
+    reward_model: Found | None
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of each model's files by the setting that names them."""
+        found = [m for m in (self.policy, self.critic, self.reward_model) if m is not None]
+        return {m.files.source.setting: m.files.fingerprint for m in found}
+
+
+def policy_source(model: ModelConfig) -> ModelSource:
+    """`model.path`."""
+    return ModelSource(
+        "model.path",
+        model.path,
+        model.revision,
+        model.trust_remote_code,
+        model.attn_implementation,
+        model.chat_template,
+    )
+
+
+def critic_source(critic: CriticConfig, model: ModelConfig) -> ModelSource:
+    """`critic.path`, or `model.path` where that is null."""
+    if critic.path is None:
+        return policy_source(model)
+    return ModelSource("critic.path", critic.path, None, model.trust_remote_code, model.attn_implementation)
+
+
+def reward_model_source(reward_model: RewardModelConfig, model: ModelConfig) -> ModelSource:
+    """`reward_model.path`, which must be set."""
+    path, revision = reward_model.path, reward_model.revision
+    assert path is not None
+    return ModelSource("reward_model.path", path, revision, model.trust_remote_code, model.attn_implementation)
+
+
+def find_models(config: Config, coordinator: Coordinator, device: torch.device, scratch: Path) -> FoundModels:
+    """Find the models of the run; copies of small files go below `scratch`. Collective.
+
+    Raises:
+        UserError: one can't be found or read, or the critic has another vocabulary than the policy.
+    """
+
+    def find(source: ModelSource) -> Found:
+        files = find_files(source, config.model.loading, coordinator, device, scratch)
+        hf_config = loading.load_model_config(files.source, files.folder)
+        return Found(files, hf_config, loading.load_tokenizer(files.source, files.folder))
+
+    policy, critic, reward_model = find(policy_source(config.model)), None, None
+    if needs_critic(config):
+        critic = policy if config.critic.path is None else find(critic_source(config.critic, config.model))
+    if "reward_model" in config.reward.functions:
+        reward_model = find(reward_model_source(config.reward_model, config.model))
+    if critic is not None and critic.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise UserError(
+            f"{critic.files.source} has another vocabulary than {policy.files.source}: the critic reads the policy's "
+            "tokens. Take a model with the same tokenizer, or critic.path=null."
+        )
+    return FoundModels(policy, critic, reward_model)

@@ -1,0 +1,108 @@
+"""Learners of a run: actor, critic and reference policy in their training engines, filled with their weights."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlhf.assemble.found_models import Found, FoundModels
+from rlhf.backends import build_backend
+from rlhf.backends.base import TrainingBackend
+from rlhf.backends.fsdp2 import Fsdp2Model
+from rlhf.config import ActorConfig, BackendConfig, Config, CriticConfig
+from rlhf.learning.actor import Actor
+from rlhf.learning.critic import Critic
+from rlhf.learning.reference import Reference
+from rlhf.models import loading
+from rlhf.models.weights import Loaded
+from rlhf.ranks.coordinator import Coordinator
+
+
+@dataclass(frozen=True)
+class Learners:
+    """The models that a step trains or compares with."""
+
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+
+    @property
+    def backends(self) -> dict[str, TrainingBackend]:
+        """The engines of the models in training, by the name that a checkpoint has them under."""
+        engines = {"actor": self.actor.backend}
+        return engines if self.critic is None else engines | {"critic": self.critic.backend}
+
+
+def build_learners(
+    config: Config,
+    models: FoundModels,
+    policy: Loaded,
+    total_steps: int,
+    coordinator: Coordinator,
+    device: torch.device,
+) -> Learners:
+    """Load the models and spread them over the ranks. Collective.
+
+    Args:
+        policy: the actor's model; its weights are still in their files.
+        total_steps: of the run, for the learning-rate schedules.
+    """
+    temperature, micro_batch_size = config.rollout.temperature, config.actor.ppo_micro_batch_size_per_gpu
+    reference = None
+    if config.needs_reference:
+        start = models.policy.load(loading.load_model, coordinator, device)
+        reference = Reference(frozen(start, config.backend, device), temperature, micro_batch_size, config.ref)
+
+    mini_batches = config.data.train_batch_size // config.actor.ppo_mini_batch_size
+    scale = config.actor.loss_scale_factor or config.data.max_response_length
+    actor_steps = max(1, total_steps - config.trainer.critic_warmup) * mini_batches
+    actor = Actor(
+        _trained(config, config.actor, models.policy, policy, actor_steps, device),
+        config.actor,
+        config.algorithm.rollout_correction,
+        temperature=temperature,
+        scale=scale,
+        mini_batches=mini_batches,
+    )
+    critic = None
+    if models.critic is not None:
+        start = models.critic.load(loading.load_value_model, coordinator, device)
+        backend = _trained(config, config.critic, models.critic, start, total_steps * mini_batches, device)
+        critic = Critic(backend, config.critic, scale=scale, mini_batches=mini_batches)
+    return Learners(actor, critic, reference)
+
+
+def frozen(loaded: Loaded, config: BackendConfig, device: torch.device) -> Fsdp2Model:
+    """A model without an optimizer, spread over the ranks with its weights. Collective."""
+    model = Fsdp2Model(loaded.model.requires_grad_(False).eval(), config, device)
+    loaded.fill(model.model_shards())
+    return model
+
+
+def _trained(
+    config: Config,
+    section: ActorConfig | CriticConfig,
+    found: Found,
+    loaded: Loaded,
+    steps_per_pass: int,
+    device: torch.device,
+) -> TrainingBackend:
+    """The model of `found` in training; `steps_per_pass`: the run's optimizer steps if each batch is walked once."""
+    model = loaded.model
+    if config.model.enable_gradient_checkpointing:
+        # Renamed in transformers 5.2x, where the old name warns.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    generation: Any = getattr(model, "generation_config", None)
+    backend = build_backend(
+        model,
+        config.backend,
+        section.optim,
+        device,
+        grad_clip=section.grad_clip,
+        total_optimizer_steps=steps_per_pass * section.ppo_epochs,
+        hf_files=loading.hf_files(model.config, found.tokenizer, generation),
+    )
+    loaded.fill(backend.model_shards())
+    backend.after_load()
+    return backend

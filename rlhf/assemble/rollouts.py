@@ -1,0 +1,124 @@
+"""Rollouts of a run: the reward, the engine, the collector of each step's batch and the evaluator."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rlhf.assemble.course import course_of
+from rlhf.assemble.found_models import Found, FoundModels
+from rlhf.assemble.learners import frozen
+from rlhf.checkpoint.driver_state import DriverState
+from rlhf.config import Config, DataConfig, RolloutConfig
+from rlhf.config.algorithm_rules import needs_greedy_baseline
+from rlhf.data import PromptStream
+from rlhf.experience.collector import Collector
+from rlhf.experience.generation import Generation
+from rlhf.experience.journal import Journal
+from rlhf.experience.policy_sampler import PolicySampler
+from rlhf.experience.prompt_share import PromptShare
+from rlhf.models import loading
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.reward import Reward
+from rlhf.reward import build_reward as reward_of
+from rlhf.reward.reward_model import RewardModel
+from rlhf.rollout import RolloutEngine, SamplingParams, build_embedded_engine, eos_token_ids
+from rlhf.user_functions import hash_of_files
+
+
+def build_reward(config: Config, models: FoundModels, coordinator: Coordinator, device: torch.device) -> Reward:
+    """The reward functions, with the reward model spread over the ranks where it is one of them. Collective."""
+    found = models.reward_model
+    if found is None:
+        return reward_of(config.reward)
+    loaded = found.load(loading.load_reward_model, coordinator, device)
+    module: Any = frozen(loaded, config.backend, device).module
+    return reward_of(config.reward, RewardModel(module, found.tokenizer, config.reward_model, device))
+
+
+def build_engine(
+    config: Config, policy: Found, model: PreTrainedModel, coordinator: Coordinator, device: torch.device
+) -> RolloutEngine:
+    """The engine that `rollout.name` names, for a policy of the architecture of `model`. Collective."""
+    if config.rollout.name == "embedded":
+        return build_embedded_engine(model, policy.tokenizer, config.rollout, device)
+    # Its weights come with the first update; what it reads of the model are these files.
+    generation: Any = getattr(model, "generation_config", None)
+    files = loading.hf_files(model.config, policy.tokenizer, generation)
+    eos = eos_token_ids(model, policy.tokenizer)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if config.rollout.name == "vllm":
+        from rlhf.rollout.vllm.colocated import build_vllm_engine
+
+        return build_vllm_engine(
+            config.rollout, files, eos, coordinator, device, max_model_len=longest, seed=config.trainer.seed
+        )
+    from rlhf.rollout.servers.server_engine import build_server_engine
+
+    logs = config.run_dir / "rollout_servers"
+    return build_server_engine(config.rollout, files, eos, coordinator, device, max_model_len=longest, logs=logs)
+
+
+def build_collector(
+    config: Config,
+    stream: PromptStream,
+    sampler: PolicySampler,
+    reward: Reward,
+    policy: Found,
+    driver: DriverState,
+    fingerprints: Mapping[str, str],
+    coordinator: Coordinator,
+    device: torch.device,
+) -> Collector:
+    """The collector of each step's batch, with the journal where `checkpoint.journal` asks for one.
+
+    Args:
+        fingerprints: of the models and the prompts, which a journal must agree with.
+    """
+    batch_size, mini_batch_size = config.data.train_batch_size, config.actor.ppo_mini_batch_size
+    prompts = PromptShare(stream, batch_size, mini_batch_size, coordinator.rank, coordinator.world_size)
+    journal = None
+    if config.checkpoint.journal:
+        course = course_of(config, driver.run_id, fingerprints)
+        journal = Journal(config.run_dir, course, hash_of_files(config.reward.functions), coordinator)
+    generation = Generation(
+        sampler,
+        training_params(config.rollout, config.data),
+        needs_greedy_baseline(config),
+        reward,
+        config.reward.overlong_buffer,
+        policy.tokenizer,
+        coordinator,
+        journal,
+    )
+    return Collector(
+        config.data,
+        config.algorithm.filter_groups,
+        config.reward,
+        config.rollout.async_steps,
+        prompts,
+        generation,
+        coordinator,
+        device,
+        last_step=driver.total_steps,
+    )
+
+
+def training_params(rollout: RolloutConfig, data: DataConfig) -> SamplingParams:
+    """Sampling parameters of a step's samples."""
+    return SamplingParams(
+        rollout.n,
+        rollout.temperature,
+        rollout.top_p,
+        rollout.top_k,
+        data.max_response_length,
+        tuple(rollout.stop),
+        rollout.ignore_eos,
+    )
+
+
+def evaluation_params(rollout: RolloutConfig, data: DataConfig) -> SamplingParams:
+    """Sampling parameters of the responses to held-out prompts."""
+    val = rollout.val_kwargs
+    return SamplingParams(val.n, val.temperature, val.top_p, val.top_k, data.max_response_length, tuple(rollout.stop))

@@ -1,0 +1,88 @@
+"""Rules of the algorithm: names and files of its functions, and what its estimator needs of the rest of the run."""
+
+from collections.abc import Collection, Iterator
+
+from rlhf.config import Config
+from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES, Estimator
+from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.user_functions import check_positional
+
+ESTIMATOR_TAKES = ("inputs", "config")
+POLICY_LOSS_TAKES = ("log_probs", "old_log_probs", "advantages", "mask", "config")
+
+
+def needs_critic(config: Config) -> bool:
+    """Whether a critic is trained: as `critic.enable` says, or else when the estimator uses values."""
+    enabled = config.critic.enable
+    return _estimator(config).critic if enabled is None else enabled
+
+
+def needs_greedy_baseline(config: Config) -> bool:
+    """Whether each prompt also gets a greedy response, whose reward is the estimator's baseline."""
+    return _estimator(config).greedy_baseline
+
+
+def _estimator(config: Config) -> Estimator:
+    return ESTIMATORS.get(config.algorithm.adv_estimator, Estimator())
+
+
+def algorithm_problems(config: Config) -> Iterator[str]:
+    """Wrong names, wrong files of the user (none is run), settings that the estimator cannot work with; one line
+    each."""
+    names = (
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, ESTIMATORS, ESTIMATOR_TAKES),
+        ("actor.policy_loss.loss_mode", config.actor.policy_loss.loss_mode, POLICY_LOSSES, POLICY_LOSS_TAKES),
+    )
+    yield from (problem for name in names if (problem := _wrong_name(*name)))
+    yield from _samples(config)
+    yield from _critic(config)
+    yield from _reference(config)
+
+
+def _wrong_name(setting: str, name: str, known: Collection[str], takes: tuple[str, ...]) -> str | None:
+    if name in known:
+        return None
+    if ":" in name:
+        try:
+            check_positional(setting, name, takes)
+        except UserError as error:
+            return str(error)
+        return None
+    if name in ALGORITHMS:
+        return f"{setting}={name}: {name} is a whole algorithm; write algorithm={name}."
+    return (
+        f"{setting}={name}: must be one of {', '.join(known)}, or path/to/file.py:function."
+        f"{did_you_mean(nearest(name, known))}"
+    )
+
+
+def _samples(config: Config) -> Iterator[str]:
+    name, rollout = config.algorithm.adv_estimator, config.rollout
+    estimator = _estimator(config)
+    if estimator.group and rollout.n < 2:
+        yield f"rollout.n={rollout.n}: {name} compares the samples of one prompt; set rollout.n to 2 or more."
+    if estimator.greedy_baseline and (rollout.temperature == 0 or rollout.top_k == 1):
+        shown = "rollout.temperature=0" if rollout.temperature == 0 else "rollout.top_k=1"
+        yield (
+            f"{shown}: {name} compares samples with the greedy response, and these would equal it; "
+            "set rollout.temperature=1.0 and rollout.top_k=-1."
+        )
+
+
+def _critic(config: Config) -> Iterator[str]:
+    name, enabled, warmup = config.algorithm.adv_estimator, config.critic.enable, config.trainer.critic_warmup
+    if enabled is False and _estimator(config).critic:
+        yield f"critic.enable=false: {name} needs values; set critic.enable=null, or another algorithm.adv_estimator."
+    if enabled and name in ESTIMATORS and not ESTIMATORS[name].critic:
+        yield f"critic.enable=true: {name} gives no returns to fit a critic to; set critic.enable=null."
+    if warmup and not needs_critic(config):
+        yield f"trainer.critic_warmup={warmup}: {name} trains no critic; set trainer.critic_warmup=0."
+
+
+def _reference(config: Config) -> Iterator[str]:
+    if config.ref.update_freq is not None and not config.needs_reference:
+        yield (
+            f"ref.update_freq={config.ref.update_freq}: no KL compares the policy with a reference; set "
+            "ref.update_freq=null, "
+            "or actor.use_kl_loss=true or algorithm.use_kl_in_reward=true with a coefficient above 0."
+        )

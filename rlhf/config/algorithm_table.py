@@ -1,0 +1,109 @@
+"""Table of the algorithms, one row each, and of the estimators and policy losses that they are made of.
+
+An algorithm is an estimator of advantages, a policy loss and the settings that belong to them. To add one: its pure
+functions in `rlhf/algorithms`, their names in `ESTIMATORS` or `POLICY_LOSSES`, a row in `ALGORITHMS` and the same row
+as conf/algorithm/NAME.yaml.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """Needs of an estimator of advantages; `rlhf.algorithms.advantages` has the function of the same name."""
+
+    critic: bool = False
+    """Uses values and gives the returns that a critic is fitted to."""
+    group: bool = False
+    """Compares the samples of one prompt."""
+    greedy_baseline: bool = False
+    """Compares each sample with the greedy response to the same prompt."""
+
+
+ESTIMATORS = {
+    "gae": Estimator(critic=True),
+    "grpo": Estimator(group=True),
+    "rloo": Estimator(group=True),
+    "reinforce_plus_plus": Estimator(),
+    "reinforce_plus_plus_baseline": Estimator(group=True),
+    "remax": Estimator(greedy_baseline=True),
+}
+POLICY_LOSSES = ("vanilla", "gspo", "cispo")
+"""The functions of these names in `rlhf.algorithms.losses`."""
+
+COMMON: dict[str, Any] = {
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "algorithm.kl_penalty": "k1",
+    "algorithm.kl_ctrl.type": "fixed",
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.filter_groups.enable": False,
+    "actor.clip_ratio_low": 0.2,
+    "actor.clip_ratio_high": 0.2,
+    "actor.clip_ratio_c": 3.0,
+    "actor.loss_scale_factor": None,
+    "actor.kl_loss_coef": 0.001,
+    "actor.kl_loss_type": "k3",
+    "actor.entropy_coeff": 0.0,
+    "reward.overlong_buffer.enable": False,
+}
+"""Settings of a row that does not say otherwise, so that every algorithm sets the same ones."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One row: what the algorithm is made of, and where it departs from `COMMON`."""
+
+    adv_estimator: str
+    loss_mode: str = "vanilla"
+    loss_agg_mode: str = "token-mean"
+    kl: Literal["reward", "loss", "none"] = "none"
+    """The term that has the KL to the reference policy."""
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+    def settings(self) -> dict[str, Any]:
+        """All that the algorithm sets: dotted setting -> value; conf/algorithm/NAME.yaml holds the same."""
+        return {
+            "algorithm.adv_estimator": self.adv_estimator,
+            "algorithm.use_kl_in_reward": self.kl == "reward",
+            "actor.policy_loss.loss_mode": self.loss_mode,
+            "actor.loss_agg_mode": self.loss_agg_mode,
+            "actor.use_kl_loss": self.kl == "loss",
+            **COMMON,
+            **self.others,
+        }
+
+
+# The sources of the values stand in conf/algorithm/NAME.yaml.
+ALGORITHMS = {
+    "ppo": Algorithm("gae", kl="reward"),
+    "grpo": Algorithm("grpo", kl="loss"),
+    "dr_grpo": Algorithm(
+        "grpo", loss_agg_mode="seq-mean-token-sum-norm", others={"algorithm.norm_adv_by_std_in_grpo": False}
+    ),
+    "dapo": Algorithm(
+        "grpo",
+        others={
+            "algorithm.filter_groups.enable": True,
+            "actor.clip_ratio_high": 0.28,
+            "actor.clip_ratio_c": 10.0,
+            "reward.overlong_buffer.enable": True,
+        },
+    ),
+    "rloo": Algorithm("rloo", kl="reward"),
+    "reinforce_plus_plus": Algorithm("reinforce_plus_plus", kl="reward"),
+    "reinforce_plus_plus_baseline": Algorithm(
+        "reinforce_plus_plus_baseline", kl="loss", others={"actor.kl_loss_type": "k2"}
+    ),
+    "remax": Algorithm("remax", kl="reward"),
+    "gspo": Algorithm(
+        "grpo",
+        loss_mode="gspo",
+        loss_agg_mode="seq-mean-token-mean",
+        others={"actor.clip_ratio_low": 0.0003, "actor.clip_ratio_high": 0.0004},
+    ),
+    "cispo": Algorithm("grpo", loss_mode="cispo", others={"actor.clip_ratio_low": 1.0}),
+}

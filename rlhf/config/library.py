@@ -1,0 +1,73 @@
+"""Library of configuration files: the groups of conf/ with their entries, the recipes, the help page."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf.errors import UserError
+
+PACKAGE = Path(__file__).resolve().parents[1]
+HELP = """\
+usage: python -m rlhf.train [recipes=NAME] [GROUP=ENTRY ...] [KEY=VALUE ...] [--config-dir DIR] [--cfg job] [--help]
+
+Trains a language model with reinforcement learning. The same command again resumes the run.
+
+  recipes=NAME      a named experiment; recipes=null is none, recipes=[a,b] applies both
+  GROUP=ENTRY       one entry of a configuration group
+  KEY=VALUE         one setting; wins over groups and recipes
+  --config-dir DIR  more entries and recipes: DIR/recipes/NAME.yaml, DIR/GROUP/ENTRY.yaml
+  --cfg job         print the resolved configuration (every setting) and exit
+  --help            print this page and exit
+
+examples:
+  python -m rlhf.train
+  python -m rlhf.train trainer.nproc=2 trainer.experiment_name=two_ranks
+  python -m rlhf.train recipes=minimal model.path=Qwen/Qwen2.5-0.5B-Instruct data.train_files=train.jsonl
+  python -m rlhf.train recipes=gsm8k_qwen_0.5b actor.optim.lr=2e-6 trainer.logger=[wandb]
+"""
+
+
+@dataclass(frozen=True)
+class Library:
+    """The bundled conf/ and the folders that hold further groups and recipes/."""
+
+    conf: Path
+    others: tuple[Path, ...]
+
+    @classmethod
+    def find(cls, user_dir: Path | None) -> "Library":
+        """The bundled folders (inside the package in a wheel, beside it in a checkout), then the user's."""
+        root = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent
+        if user_dir is None:
+            return cls(root / "conf", (root,))
+        user_dir = user_dir.expanduser().absolute()
+        if not user_dir.is_dir():
+            raise UserError(f"--config-dir {user_dir}: there is no such folder.")
+        return cls(root / "conf", (root, user_dir))
+
+    @property
+    def groups(self) -> list[str]:
+        return sorted(p.name for p in self.conf.iterdir() if p.is_dir())
+
+    def entries(self, group: str) -> dict[str, Path]:
+        """The files of a group (or of `recipes`) by the name that selects them."""
+        found: dict[str, Path] = {}
+        for folder in (self.conf, *self.others):
+            for path in sorted((folder / group).rglob("*.yaml")):
+                name = path.relative_to(folder / group).with_suffix("").as_posix()
+                if name in found and not path.samefile(found[name]):
+                    raise UserError(f"{path}: {group}={name} already means {found[name]}; give this file another name.")
+                found.setdefault(name, path)
+        return found
+
+    def help_page(self) -> str:
+        """Usage, the groups with their entries, and the recipes with the first line of their description."""
+        groups = "".join(f"  {group:<14}{', '.join(self.entries(group))}\n" for group in self.groups)
+        recipes = self.entries("recipes")
+        width = max(map(len, recipes)) + 2
+        lines = "".join(f"  {name:<{width}}{_description(path)}\n" for name, path in recipes.items())
+        return f"{HELP}\ngroups:\n{groups}\nrecipes:\n{lines}"
+
+
+def _description(path: Path) -> str:
+    comments = (line.lstrip("# ").rstrip() for line in path.read_text().splitlines() if line.startswith("#"))
+    return next((line for line in comments if not line.startswith("@package")), "")

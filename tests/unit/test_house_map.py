@@ -1,0 +1,30 @@
+"""The map of the house in CONTRIBUTING.md names every folder, and the command that lists the files names every module."""
+
+import re
+from pathlib import Path
+
+from tests.support.house_map import PACKAGE, folders, modules, page
+
+ROOT = PACKAGE.parent
+
+
+def mapped() -> set[Path]:
+    """The folders of the map, by their paths; two columns of indentation are one level."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    block = text[text.index("\n## The map of the house") :].split("```")[1]
+    found: set[Path] = set()
+    parents: list[str] = []
+    for indent, name in re.findall(r"^( *)([\w.]+)/  ", block, re.MULTILINE):
+        parents = [*parents[: len(indent) // 2], name]
+        found.add(Path(*parents))
+    return found
+
+
+def test_the_map_has_every_folder_and_no_other():
+    assert {path for path in mapped() if path.parts[0] == PACKAGE.name} == folders()
+    assert [path for path in mapped() if not (ROOT / path).is_dir()] == []
+
+
+def test_the_page_lists_every_module():
+    text = page()
+    assert all(f"{path.parent}/\n" in text and f"  {path.name} " in text for path in modules())

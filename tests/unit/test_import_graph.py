@@ -1,0 +1,135 @@
+"""The import graph of the package, read from its code: no circle, no arrow upwards between rooms, one meaning per name.
+
+Imports inside functions and under TYPE_CHECKING count like all others.
+"""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import rlhf
+
+PACKAGE = Path(rlhf.__file__).parent
+
+STOREYS = (
+    {"train"},
+    {"compose", "launch"},
+    {"worker"},
+    {"assemble"},
+    {"loop"},
+    {"experience", "learning", "checkpoint", "tracking"},
+    {"batch", "rollout", "reward", "data", "backends", "models", "algorithms"},
+    {"storage", "ranks"},
+    {"config"},
+    {"user_functions"},
+    {"errors", "events"},
+)
+"""The rooms, from the top down; a room imports from its own storey and from those below."""
+
+TWINS: dict[str, set[str]] = {
+    "actor.py": {"config", "learning"},
+    "critic.py": {"config", "learning"},
+    "guards.py": {"config", "learning"},
+    "reward_model.py": {"config", "reward"},
+}
+"""Files of one name: a section of the configuration and the component that takes it."""
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Every module by its dotted name; a package goes by the name of its folder."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+    return found
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, str | None]]:
+    """The modules that a module imports, each with the name that it takes from there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "no relative imports: this test would not see them"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (inner, None) if inner in trees() else (node.module or "", alias.name)
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """The modules of the package that each of them imports."""
+    return {
+        name: {target for target, _ in imports(tree) if target in trees()} - {name} for name, tree in trees().items()
+    }
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def storey(module: str) -> int:
+    return next(i for i, rooms in enumerate(STOREYS) if room(module) in rooms)
+
+
+def reached(module: str) -> set[str]:
+    """Everything that an import of `module` may import."""
+    seen, todo = set(), [module]
+    while todo:
+        if (name := todo.pop()) not in seen:
+            seen.add(name)
+            todo += graph()[name]
+    return seen
+
+
+def test_every_room_has_its_storey():
+    rooms = {room(name) for name in trees()} - {""}
+    assert rooms == set().union(*STOREYS)
+
+
+def test_there_is_no_circle():
+    try:
+        TopologicalSorter(graph()).prepare()
+    except CycleError as error:
+        raise AssertionError(" -> ".join(error.args[1])) from None
+
+
+def test_no_arrow_goes_up():
+    arrows = [(a, b) for a, targets in graph().items() for b in sorted(targets) if room(a) and room(b)]
+    assert arrows, "an empty graph proves nothing"
+    assert [f"{a} -> {b}" for a, b in arrows if storey(b) < storey(a)] == []
+
+
+def test_storage_knows_events_only():
+    targets = {b for a in graph() if room(a) == "storage" for b in graph()[a]}
+    assert {room(b) for b in targets} <= {"storage", "events"}
+
+
+def test_a_rank_imports_nothing_of_the_launcher():
+    assert [name for name in sorted(reached("rlhf.worker")) if room(name) == "launch"] == []
+
+
+def test_hydra_is_imported_by_one_module():
+    users = {name for name, tree in trees().items() if any(m.split(".")[0] == "hydra" for m, _ in imports(tree))}
+    assert users == {"rlhf.compose"}
+
+
+def test_a_class_name_has_one_meaning():
+    places = defaultdict(list)
+    for name, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
+def test_a_file_name_has_one_meaning():
+    places = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        if path.stem not in ("__init__", "__main__"):
+            places[path.name].add(path.parent.relative_to(PACKAGE).as_posix())
+    assert {name: folders for name, folders in places.items() if len(folders) > 1} == TWINS
