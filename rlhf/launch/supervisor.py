@@ -19,6 +19,7 @@ from rlhf.launch.stop_request import StopRequest
 from rlhf.ranks.lock import run_lock, wait_for_ranks
 from rlhf.ranks.logs import configure_logging
 from rlhf.ranks.status import RankStatus, clear_statuses, read_statuses
+from rlhf.storage.files import make_dir, replace_durably
 from rlhf.storage.layout import RESOLVED
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ def supervise(config: Config) -> int:
     configure_logging()
     run_dir = config.run_dir
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_dir(run_dir)
     except OSError as error:
         raise UserError(
             f"Cannot create the run directory {run_dir} ({error.strerror}). "
@@ -49,7 +50,6 @@ def _supervise_locked(config: Config, run_dir: Path) -> int:
     # Slow imports, after the lock: a second run is refused at once.
     from rlhf.checkpoint.remote.copies import copy_pending
     from rlhf.checkpoint.start.run_dir import finished_step, prepare, read_run_file
-    from rlhf.storage.files import replace_durably
     from rlhf.tracking import Tracker, write_report
 
     prepare(config)

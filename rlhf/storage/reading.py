@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from rlhf.storage.disk_errors import DamagedCheckpoint, is_unreadable
-from rlhf.storage.files import BLOCK
+from rlhf.storage.hashing import BLOCK
 
 THREADS = 4
 # One read: small enough to be in the processor's cache when it is hashed. Also what a thread needs for bytes that nobody wants.

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import BLOCK, WrittenFile, write_file
+from rlhf.storage.files import WrittenFile, write_file
+from rlhf.storage.hashing import BLOCK
 from rlhf.storage.reading import CheckedFiles
 
 INDEX = "index.json"

@@ -4,7 +4,7 @@ import logging
 import threading
 from pathlib import Path
 
-from rlhf.checkpoint.commit.publication import delete
+from rlhf.storage.files import remove
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Deleter:
         while True:
             trash = self._trash[0]
             try:
-                delete(trash)
+                remove(trash)
             except OSError as error:
                 # It costs room, not the run.
                 log.error("%s could not be removed (%s); the next start tries again.", trash, error)

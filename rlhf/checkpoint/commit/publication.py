@@ -1,15 +1,22 @@
 """Publishing and removing whole directories, each by one rename, so that every kill leaves the old state or the new one."""
 
 import logging
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, read_manifest, write_manifest
 from rlhf.events import announce
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import fsync_dir, replace_durably
+from rlhf.storage.files import (
+    fsync_tree,
+    link,
+    make_new_dir,
+    remove,
+    remove_dir,
+    remove_file,
+    rename_durably,
+    replace_durably,
+)
 from rlhf.storage.layout import POINTER, TEMPORARY, TRASH, fresh_name, scan, step_dir, step_of
 
 log = logging.getLogger(__name__)
@@ -23,11 +30,11 @@ def temporary_name(step: int) -> str:
 def begin(run_dir: Path, step: int) -> Path:
     """A fresh, uniquely named temporary directory for the checkpoint of `step`, beside its final place."""
     temporary = run_dir / temporary_name(step)
-    temporary.mkdir(parents=True)
+    make_new_dir(temporary)
     return temporary
 
 
-def link(temporary: Path, source: Path, folder: str) -> dict[str, dict[str, Any]] | None:
+def link_folder(temporary: Path, source: Path, folder: str) -> dict[str, dict[str, Any]] | None:
     """Give the new checkpoint the files of `source`'s `folder` as hard links; returns their entries for the manifest. Those that only
     another storage domain has are left to that one's leader.
 
@@ -36,23 +43,23 @@ def link(temporary: Path, source: Path, folder: str) -> dict[str, dict[str, Any]
     long as any checkpoint has it, whichever is removed first, so that retention needs to know nothing of it.
     """
     try:
-        files = read_manifest(source).in_folder(folder)
-        (temporary / folder).mkdir(parents=True)
-        here = {name: entry for name, entry in files.items() if DOMAINS not in entry or (source / name).exists()}
+        entries = read_manifest(source).in_folder(folder)
+        make_new_dir(temporary / folder)
+        here = {name: entry for name, entry in entries.items() if DOMAINS not in entry or (source / name).exists()}
         for name in here:
             announce("commit.link")
-            os.link(source / name, temporary / name)
+            link(source / name, temporary / name)
         return here
     except (OSError, DamagedCheckpoint) as error:
         log.warning("%s cannot be linked from %s and is written instead: %s", folder, source, error)
-        unlink(temporary, folder)
+        unlink_folder(temporary, folder)
         return None
 
 
-def unlink(temporary: Path, folder: str) -> None:
-    """Take back what `link` has done for `folder`, if it has."""
+def unlink_folder(temporary: Path, folder: str) -> None:
+    """Take back what `link_folder` has done for `folder`, if it has."""
     if (temporary / folder).exists():
-        shutil.rmtree(temporary / folder)
+        remove_dir(temporary / folder)
 
 
 def publish(run_dir: Path, temporary: Path, manifest: Manifest) -> Path:
@@ -61,7 +68,7 @@ def publish(run_dir: Path, temporary: Path, manifest: Manifest) -> Path:
     Raises FileExistsError when the step is published already: nothing is ever written into a published directory.
     """
     seal(temporary, manifest)
-    final = rename(run_dir, temporary, manifest.step)
+    final = give_name(run_dir, temporary, manifest.step)
     point_to(run_dir, manifest.step)
     announce("commit.published")
     return final
@@ -71,19 +78,16 @@ def seal(temporary: Path, manifest: Manifest) -> None:
     """Write the manifest and make all names in the directory durable: from now on one rename publishes it."""
     announce("commit.manifest")
     write_manifest(temporary, manifest)
-    for directory in sorted({temporary, *temporary.rglob("*/")}, key=lambda p: -len(p.parts)):
-        fsync_dir(directory)
+    fsync_tree(temporary)
 
 
-def rename(run_dir: Path, temporary: Path, step: int) -> Path:
+def give_name(run_dir: Path, temporary: Path, step: int) -> Path:
     """Give a sealed directory its final name, durably; raises FileExistsError when the step is published already."""
     final = step_dir(run_dir, step)
     announce("commit.rename")
     if final.exists():
         raise FileExistsError(f"{final} exists already; a published checkpoint is never overwritten")
-    temporary.rename(final)
-    fsync_dir(run_dir)
-    return final
+    return rename_durably(temporary, final)
 
 
 def point_to(run_dir: Path, step: int) -> None:
@@ -95,15 +99,14 @@ def point_to(run_dir: Path, step: int) -> None:
 def to_trash(path: Path) -> Path:
     """Take a directory's name away, so that no kill during its deletion leaves half of it there; returns what to delete."""
     trash = path.with_name(fresh_name(TRASH, path.name.lstrip(".")))
-    path.rename(trash)
-    fsync_dir(path.parent)
+    rename_durably(path, trash)
     announce("commit.trash")
     return trash
 
 
 def discard(path: Path) -> None:
     """Delete a directory: rename to trash first, then remove."""
-    delete(to_trash(path))
+    remove(to_trash(path))
 
 
 def set_aside(path: Path, reason: str) -> Path:
@@ -112,26 +115,15 @@ def set_aside(path: Path, reason: str) -> Path:
     while (target := path.with_name(f"{path.name}.{reason}-{number}")).exists():
         number += 1
     _point_elsewhere(path)
-    path.rename(target)
-    fsync_dir(path.parent)
-    return target
+    return rename_durably(path, target)
 
 
 def clean_leftovers(run_dir: Path) -> list[str]:
     """Remove what killed saves and removals left behind; only for a time when no save is in flight. Returns the names."""
     leftovers = [p for p in run_dir.iterdir() if p.name.startswith((TEMPORARY, TRASH))]
     for path in leftovers:
-        delete(path)
+        remove(path)
     return [p.name for p in leftovers]
-
-
-def delete(path: Path) -> None:
-    """Remove a directory with all that it holds, or a file or link."""
-    # A user may have moved a checkpoint to other storage and left a link; of that, only the link is ours to delete.
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def _point_elsewhere(leaving: Path) -> None:
@@ -143,11 +135,11 @@ def _point_elsewhere(leaving: Path) -> None:
 def _point_to(run_dir: Path, step: int | None) -> None:
     pointer = run_dir / POINTER
     if step is None:
-        pointer.unlink(missing_ok=True)
+        remove_file(pointer, missing_ok=True)
         return
     try:
         replace_durably(pointer, f"{step}\n")
     except OSError as error:
         # A hint that could not be written (a full disk) does not undo what is published. An old one must not stay: what it names may go.
         log.error("%s could not be written and is removed: %s", pointer, error)
-        pointer.unlink(missing_ok=True)
+        remove_file(pointer, missing_ok=True)

@@ -1,7 +1,6 @@
 """A checkpoint over several storage domains: who has which of its files, what is nowhere, and how ranks get at what others have."""
 
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,10 +11,10 @@ import xxhash
 from torch import Tensor
 
 from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, read_manifest
-from rlhf.checkpoint.commit.publication import delete
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import BLOCK
+from rlhf.storage.files import remove, write_range
+from rlhf.storage.hashing import BLOCK
 from rlhf.storage.layout import MANIFEST, TEMPORARY, fresh_name, scan, step_of
 from rlhf.storage.reading import CheckedFiles
 
@@ -195,26 +194,14 @@ class Fetched:
 
     def _keep(self, name: str, number: int, content: memoryview) -> None:
         assert self._root is not None
-        target = self._root / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(target, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            os.ftruncate(descriptor, self._parts.manifest.files[name]["size"])
-            written = 0
-            while written < len(content):
-                written += os.pwrite(descriptor, content[written:], number * BLOCK + written)
-        except OSError as error:
-            error.filename = error.filename or str(target)
-            raise
-        finally:
-            os.close(descriptor)
+        write_range(self._root / name, self._parts.manifest.files[name]["size"], number * BLOCK, content)
         self.bytes += len(content)
 
     def remove(self) -> None:
         """Give the room back, once no rank of the domain reads any more."""
         if self._coordinator.leads_domain and self._root is not None and self._root.exists():
             try:
-                delete(self._root)
+                remove(self._root)
             except OSError as error:
                 log.warning("%s could not be removed (%s); the next start does it.", self._root, error)
 

@@ -3,8 +3,6 @@
 import errno
 import json
 import logging
-import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -30,7 +28,8 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import BlockHashes
+from rlhf.storage.files import link, make_dir, remove_dir
+from rlhf.storage.hashing import BlockHashes
 from rlhf.storage.layout import HISTORY, MANIFEST, PIN, RUN_FILE, fresh_name, scan, step_dir, step_of
 
 log = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class RemoteCopies:
             pin, self._pin = self._pin, None
             if pin is not None and not (self._run_dir / pin.name.split("-")[1]).exists():
                 log.warning("%s is not copied to checkpoint.remote: a save needs its room.", pin.name.split("-")[1])
-                shutil.rmtree(pin, ignore_errors=True)
+                remove_dir(pin, ignore_errors=True)
             else:
                 self._pin = pin
 
@@ -203,10 +202,10 @@ class RemoteCopies:
         pin = self._run_dir / fresh_name(PIN, path.name)
         try:
             for name in [*read_manifest(path).files, MANIFEST]:
-                (pin / name).parent.mkdir(parents=True, exist_ok=True)
-                os.link(path / name, pin / name)
+                make_dir((pin / name).parent)
+                link(path / name, pin / name)
         except OSError as error:
-            shutil.rmtree(pin, ignore_errors=True)
+            remove_dir(pin, ignore_errors=True)
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 raise
             log.warning("%s cannot be linked and is copied from its place: %s", path.name, error)
@@ -286,7 +285,7 @@ def remove_pins(run_dir: Path) -> None:
 def _remove_pin(pin: Path) -> None:
     try:
         if pin.exists():
-            shutil.rmtree(pin)
+            remove_dir(pin)
     except OSError as error:
         # It costs room, not the run.
         log.warning("%s could not be removed (%s); the next start tries again.", pin, error)

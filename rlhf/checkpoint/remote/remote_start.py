@@ -3,7 +3,6 @@
 import errno
 import json
 import logging
-import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from rlhf.checkpoint.remote.retries import Retries, in_threads, told
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import replace_durably, write_file
+from rlhf.storage.files import make_dir, remove_dir, remove_file, replace_durably, write_file
 from rlhf.storage.layout import HISTORY, RUN_FILE, scan
 
 log = logging.getLogger(__name__)
@@ -138,7 +137,7 @@ def download(store: RemoteStore, copy: Copy, run_dir: Path, retries: Retries) ->
     Raises DamagedCheckpoint when a file is missing or not as committed, LocalFault when the disk refuses it.
     """
     log.info("Fetching step %d from %s.", copy.step, store.url)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_dir(run_dir)
     temporary = publication.begin(run_dir, copy.step)
     try:
         jobs = sorted(copy.manifest.files.items(), key=lambda item: -item[1]["size"])
@@ -156,7 +155,7 @@ def download(store: RemoteStore, copy: Copy, run_dir: Path, retries: Retries) ->
         except OSError as error:
             raise LocalFault(str(error)) from error
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_dir(temporary, ignore_errors=True)
         raise
 
 
@@ -173,7 +172,7 @@ def _fetch(store: RemoteStore, step: int, root: Path, name: str, entry: dict[str
 
     def attempt() -> None:
         try:
-            (root / name).unlink(missing_ok=True)
+            remove_file(root / name, missing_ok=True)
             written = write_file(root, name, chunks())
         except ConnectionError:
             raise

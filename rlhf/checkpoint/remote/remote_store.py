@@ -26,6 +26,7 @@ from fsspec.core import url_to_fs
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
 from rlhf.config import Config
 from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import write_small
 from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, step_dir, step_of
 
 CHUNK = 8 << 20
@@ -106,7 +107,7 @@ class RemoteStore:
         if raw is None:
             return None
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / MANIFEST).write_bytes(raw)
+            write_small(Path(folder) / MANIFEST, raw)
             try:
                 manifest = read_manifest(Path(folder))
             except DamagedCheckpoint:

@@ -27,7 +27,7 @@ from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator, LostPeer
 from rlhf.storage.disk_errors import SaveFailed, is_unfixable
-from rlhf.storage.files import WrittenFile, write_file, write_json
+from rlhf.storage.files import WrittenFile, make_new_dir, write_file, write_json
 from rlhf.storage.layout import CONFIG, DRIVER_STATE, REFERENCE, SCHEDULE, rank_file, step_dir
 from rlhf.storage.shards import INDEX, merge_indices, safetensors_chunks, write_shards
 
@@ -93,8 +93,10 @@ def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator
 
     def begin() -> Linked:
         assert root is not None
-        root.mkdir(parents=True)
-        return {folder: publication.link(root, source, folder) or {} for folder, source in snapshot.unchanged.items()}
+        make_new_dir(root)
+        return {
+            folder: publication.link_folder(root, source, folder) or {} for folder, source in snapshot.unchanged.items()
+        }
 
     try:
         root = run_dir / coordinator.on_leader(lambda: publication.temporary_name(snapshot.step))
@@ -103,7 +105,7 @@ def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator
         linked = {folder: _over_domains([part[folder] for part in tried], coordinator) for folder in snapshot.unchanged}
         for folder, files in linked.items():
             if not files or not _all_of(snapshot.unchanged[folder], folder, files, coordinator):
-                coordinator.on_domain_leaders(partial(publication.unlink, root, folder))
+                coordinator.on_domain_leaders(partial(publication.unlink_folder, root, folder))
                 linked[folder] = {}
     except Exception as error:
         if root is not None:
@@ -165,7 +167,7 @@ def write_checkpoint(
             lambda: _describe(run_dir, root, snapshot, identity, draft, ranks, coordinator)
         )
         coordinator.on_domain_leaders(lambda: _seal(root, manifest, ranks, coordinator))
-        coordinator.on_domain_leaders(lambda: renamed.append(publication.rename(run_dir, root, snapshot.step)))
+        coordinator.on_domain_leaders(lambda: renamed.append(publication.give_name(run_dir, root, snapshot.step)))
     except Exception as error:
         _clean_up(root, coordinator, error, renamed)
         raise _failed(snapshot, run_dir, error) from error

@@ -17,7 +17,7 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import replace_durably
+from rlhf.storage.files import remove_file, replace_durably
 from rlhf.storage.layout import HISTORY, MANIFEST, TEMPORARY, step_dir, step_of
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def complete_commits(here: Path, coordinator: Coordinator) -> None:
         for name, manifest_hash in _sealed(here).items():
             step = _step_of_sealed(here / name)
             if manifest_hash in committed and step is not None and not step_dir(here, step).exists():
-                publication.rename(here, here / name, step)
+                publication.give_name(here, here / name, step)
                 publication.point_to(here, step)
                 log.warning(
                     "The commit of step %d was interrupted between the nodes' disks, and is complete now.", step
@@ -122,7 +122,7 @@ def _bring_history(here: Path, run_id: str, coordinator: Coordinator) -> None:
             log.info("The metric history was on another node's disk and is on the driver's now.")
     if any(lengths[domain] for domain in lengths if domain != 0):
         # One history: a part of it that stayed behind could be taken for a newer one after the next swap.
-        coordinator.on_domain_leaders(lambda: None if coordinator.is_leader else path.unlink(missing_ok=True))
+        coordinator.on_domain_leaders(lambda: None if coordinator.is_leader else remove_file(path, missing_ok=True))
 
 
 def finished_together(config: Config, coordinator: Coordinator) -> int | None:

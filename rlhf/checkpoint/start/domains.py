@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.files import create_empty, remove_file
 from rlhf.storage.layout import TEMPORARY
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
             )
     finally:
         with suppress(OSError):  # must not hide why it could not be made
-            token.unlink()
+            remove_file(token)
     domains = [min(mine) for mine in seen]
     if coordinator.is_leader and len(set(domains)) > 1:
         ranks = {domain: [rank for rank, d in enumerate(domains) if d == domain] for domain in sorted(set(domains))}
@@ -61,6 +62,5 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
 
 
 def _put(token: Path) -> Path:
-    token.parent.mkdir(parents=True, exist_ok=True)
-    token.touch(exist_ok=False)
+    create_empty(token)
     return token

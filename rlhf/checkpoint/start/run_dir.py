@@ -15,7 +15,7 @@ from rlhf.checkpoint.remote.remote_start import claim_at_start, open_remote, res
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import fsync_dir, replace_durably
+from rlhf.storage.files import make_dir_durably, remove_file, replace_durably
 from rlhf.storage.layout import DRIVER_STATE, POINTER, RUN_FILE, scan, step_of
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,7 @@ def prepare(config: Config) -> None:
 def make(config: Config) -> None:
     """The directory is there, and empty but for the locks if the run is to overwrite it."""
     run_dir = config.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
-    fsync_dir(run_dir.parent)
+    make_dir_durably(run_dir)
     if config.trainer.overwrite and _is_first_attempt():
         if existing := scan(run_dir):
             log.warning(
@@ -82,7 +81,7 @@ def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         publication.discard(path)
     else:
-        path.unlink()
+        remove_file(path)
 
 
 def set_aside_for(run_dir: Path, source: Path) -> None:

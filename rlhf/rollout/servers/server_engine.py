@@ -23,6 +23,7 @@ from rlhf.rollout.servers.server_process import ServerProcess
 from rlhf.rollout.servers.watch import FleetState, Work
 from rlhf.rollout.servers.weights.push import WeightPush
 from rlhf.rollout.vllm.requests import request_seed
+from rlhf.storage.files import make_dir, write_small
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -187,9 +188,9 @@ def _start(
         gpus = server_gpus(config, device)
         folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-rollout-")))
         for name, content in files.items():
-            (folder / name).write_bytes(content)
+            write_small(folder / name, content)
         logs = config.run_dir / "rollout_servers"
-        logs.mkdir(parents=True, exist_ok=True)
+        make_dir(logs)
         longest = config.data.max_prompt_length + config.data.max_response_length
         processes = {
             logs / f"server_{i}.log": ServerProcess(rollout, folder, longest, device, gpus[i], logs / f"server_{i}.log")
