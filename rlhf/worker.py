@@ -28,7 +28,8 @@ from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, 
 from rlhf.events import announce, subscribe_from_environment
 from rlhf.loop import train
 from rlhf.ranks import collectives
-from rlhf.ranks.coordinator import Coordinator, GlooTransport
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.ranks.lock import hold_rank_lock, run_lock
 from rlhf.ranks.logs import configure_logging
 from rlhf.ranks.status import StatusWriter
