@@ -15,9 +15,15 @@ from rlhf.backends import build_backend, check_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.checkpoint.checkpointer import Checkpointer
+from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.start.run_dir import planned_steps, read_run_file
+from rlhf.checkpoint.resolved_config import ResolvedConfig
+from rlhf.checkpoint.run_file import read_run_file
+from rlhf.checkpoint.save.snapshot import RunState
+from rlhf.checkpoint.start.run_dir import planned_steps
 from rlhf.config import ActorConfig, Config, CriticConfig
+from rlhf.config.compare import check_resume
+from rlhf.config.resolved import from_yaml, to_yaml
 from rlhf.data import PromptSet, PromptStream, build_train_set, build_val_set
 from rlhf.errors import UserError
 from rlhf.events import subscribe
@@ -90,7 +96,7 @@ def _build(
     batch_size, mini_batch_size = config.data.train_batch_size, config.actor.ppo_mini_batch_size
     prompts = PromptShare(stream, batch_size, mini_batch_size, coordinator.rank, coordinator.world_size)
     steps_per_epoch = len(train_set) / batch_size
-    total_steps = planned_steps(config, steps_per_epoch)
+    total_steps = planned_steps(config.trainer, steps_per_epoch)
     driver = DriverState(read_run_file(config.run_dir)["run_id"], total_steps, steps_per_epoch)
     subscribe(lambda event: status.event(driver.step + (not event.startswith(AFTER_THE_STEP)), event))
 
@@ -131,15 +137,15 @@ def _build(
     moving = reference if reference is not None and reference.moves else None
     if moving is not None:
         parts["reference"] = moving
+    resolved = ResolvedConfig(to_yaml(config), lambda stored: check_resume(from_yaml(stored), config))
     checkpointer = Checkpointer(
-        config,
+        config.run_dir,
+        config.trainer,
+        config.checkpoint,
+        resolved,
+        Identity.of_run(config.backend.name, resolved.text, fingerprints),
         coordinator,
-        roles,
-        driver,
-        parts,
-        reference=moving,
-        fingerprints=fingerprints,
-        carried=collector,
+        RunState(roles, driver, parts, moving, collector),
     )
     resumed = checkpointer.resume()
     leads = coordinator.is_leader

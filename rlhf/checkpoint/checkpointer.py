@@ -1,36 +1,32 @@
-"""The checkpointer of a run: saves on its cadence, finds the way back at the start, and knows nothing of how training works."""
+"""Checkpointer of a run: saves on its cadence, resumes at the start, and knows nothing of how training works."""
 
 import logging
-import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 
-import xxhash
-
-import rlhf
 from rlhf.checkpoint.commit.deleter import Deleter
-from rlhf.checkpoint.commit.publication import clean_leftovers
-from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.commit.identity import Identity
+from rlhf.checkpoint.commit.removal import clean_leftovers
 from rlhf.checkpoint.load.restoring import LoadResult
 from rlhf.checkpoint.load.resume import restore
 from rlhf.checkpoint.remote.copies import RemoteCopies
+from rlhf.checkpoint.resolved_config import ResolvedConfig
 from rlhf.checkpoint.save.background import SaveInFlight
+from rlhf.checkpoint.save.draft import Draft, begin_checkpoint
 from rlhf.checkpoint.save.snapshot import RunState, Snapshot, take_snapshot
 from rlhf.checkpoint.save.staging import Stager
-from rlhf.checkpoint.save.writer import Draft, Identity, SaveResult, begin_checkpoint, write_checkpoint
+from rlhf.checkpoint.save.writer import SaveResult, write_checkpoint
 from rlhf.checkpoint.start.run_dir import resume_source
-from rlhf.config import Config
-from rlhf.config.resolved import to_yaml
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import Preempted, UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator, LostPeer
 from rlhf.storage.disk_errors import SaveFailed
-from rlhf.storage.state import Carried, MovingReference, Stateful, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -41,44 +37,34 @@ class Checkpointer:
     With `checkpoint.async_save` a save only copies the state; a thread writes and commits it, on a process group of its own, and at most
     one such save is in flight. Its outcome is known, and an error raised, by the time of the next save, a resume or `finish`.
 
-    `parts` are what the driver state holds beside `driver`, by name. `reference` is None unless the reference policy moves. `fingerprints`
-    identify the files that settings name (`model.path`, ...).
+    Args:
+        run_dir: the run directory.
+        trainer: for the cadence, the way back and the grace at the end.
+        settings: what is saved, how, and how long it stays.
+        config: the whole configuration as text, and how it is compared with a stored one.
+        identity: what manifests say of this run.
+        coordinator: the ranks, which all make the same calls.
+        state: what is saved and restored, as live objects.
     """
 
     def __init__(
         self,
-        config: Config,
+        run_dir: Path,
+        trainer: TrainerConfig,
+        settings: CheckpointConfig,
+        config: ResolvedConfig,
+        identity: Identity,
         coordinator: Coordinator,
-        roles: Mapping[str, TrainState],
-        driver: DriverState,
-        parts: Mapping[str, Stateful],
-        reference: MovingReference | None,
-        fingerprints: Mapping[str, str],
-        carried: Carried | None,
+        state: RunState,
     ) -> None:
-        self._config, self._run_dir, self._coordinator = config, config.run_dir, coordinator
-        self._state = RunState(roles, driver, parts, reference, carried)
-        self._config_yaml = to_yaml(config)
-        self._identity = Identity(
-            backend=config.backend.name,
-            config_hash=xxhash.xxh3_128(self._config_yaml.encode()).hexdigest(),
-            fingerprints=dict(fingerprints),
-            versions={
-                "rlhf": rlhf.__version__,
-                "torch": version("torch"),
-                "transformers": version("transformers"),
-                "python": platform.python_version(),
-            },
-        )
+        self._run_dir, self._trainer, self._settings, self._config = run_dir, trainer, settings, config
+        self._identity, self._coordinator, self._state = identity, coordinator, state
         self._deleter = Deleter()
-        leads, remote = coordinator.is_leader, config.checkpoint.remote
-        self._copies = RemoteCopies(config) if leads and remote is not None else None
+        copies = coordinator.is_leader and settings.remote is not None
+        self._copies = RemoteCopies(run_dir, trainer, settings) if copies else None
         # Made here, where all ranks are together: the thread may not touch the training's groups.
-        self._behind = (
-            coordinator.another(timedelta(seconds=config.checkpoint.timeout_s))
-            if config.checkpoint.async_save
-            else None
-        )
+        timeout = timedelta(seconds=settings.timeout_s)
+        self._behind = coordinator.another(timeout) if settings.async_save else None
         self._stager = Stager()
         self._in_flight: SaveInFlight | None = None
         self._news: SaveResult | None = None
@@ -95,11 +81,19 @@ class Checkpointer:
         Raises UserError when the checkpoint and the configuration do not fit, or when no intact checkpoint is left.
         """
         self._settle()
-        timeout_s = self._config.checkpoint.timeout_s
+        timeout_s = self._settings.timeout_s
         # Ranks may be restarted without a new set-up of the directory; no save is in flight here.
         self._coordinator.on_domain_leaders(lambda: self._deleter.wait(timeout_s) and clean_leftovers(self._run_dir))
-        source = resume_source(self._config)
-        loaded = restore(self._config, self._state, self._identity, self._coordinator, source)
+        loaded = restore(
+            self._run_dir,
+            self._trainer,
+            self._settings,
+            self._config,
+            self._state,
+            self._identity,
+            self._coordinator,
+            resume_source(self._trainer),
+        )
         if self._copies is not None:
             self._copies.start()  # now that no checkpoint can be set aside under its hands
         if loaded is None:
@@ -125,7 +119,7 @@ class Checkpointer:
 
     def maybe_save(self, step: int, metrics: Mapping[str, float], *, last: bool = False) -> SaveResult | None:
         """Save if the cadence says so, or if this is the run's `last` step; returns like `save`."""
-        every = self._config.trainer.save_freq
+        every = self._trainer.save_freq
         if every and (last or step % every == 0):
             return self.save(step, metrics)
         if self._in_flight is not None and self._in_flight.over and not self.failed:
@@ -144,11 +138,11 @@ class Checkpointer:
             return self._tell()
         announce("commit.snapshot")
         started = time.monotonic()
-        reference, settings = self._state.reference, self._config.checkpoint
+        reference, settings = self._state.reference, self._settings
         updated_at = None if reference is None else reference.updated_at
         unchanged = None if updated_at is None else self._reference_at.get(updated_at)
         rank = self._coordinator.rank
-        snapshot = take_snapshot(step, settings.contents, self._state, self._config_yaml, rank, unchanged, metrics)
+        snapshot = take_snapshot(step, settings.contents, self._state, self._config.text, rank, unchanged, metrics)
         save = SaveInFlight(step, updated_at, settings.timeout_s)
         if self._behind is None:
             save.run(lambda: self._write(snapshot, self._coordinator, asked, started))
@@ -180,7 +174,7 @@ class Checkpointer:
             self._run_dir,
             self._identity,
             coordinator,
-            self._config.checkpoint,
+            self._settings,
             self._deleter,
             draft,
             make_way=(lambda: None) if self._copies is None else self._copies.make_way,
@@ -213,7 +207,7 @@ class Checkpointer:
     def finish(self) -> SaveResult | None:
         """Wait until nothing is in flight any more, neither a save nor a removal; returns and fails like `save`."""
         self._settle()
-        self._deleter.wait(self._config.checkpoint.timeout_s)
+        self._deleter.wait(self._settings.timeout_s)
         return self._tell()
 
     @contextmanager
@@ -224,7 +218,7 @@ class Checkpointer:
         run that crashes at one step from losing what came before it. Copies to the remote are waited for at a run's end for
         `checkpoint.timeout_s`, when it leaves before that for a part of the grace, and in a crash not at all.
         """
-        copies_s = patience_s = self._config.trainer.preempt_grace_s / 4
+        copies_s = patience_s = self._trainer.preempt_grace_s / 4
         try:
             try:
                 yield
@@ -235,7 +229,7 @@ class Checkpointer:
                     log.error("%s", error)  # must not hide why the run ends
                 raise
             self.finish()
-            copies_s = self._config.checkpoint.timeout_s
+            copies_s = self._settings.timeout_s
         except (UserError, Preempted):
             raise
         except BaseException as error:
@@ -271,7 +265,7 @@ class Checkpointer:
     def _goes_on(self, error: BaseException) -> bool:
         # When the ranks have lost each other, no later save could succeed either.
         lost = isinstance(error.__cause__, LostPeer)
-        return self._config.checkpoint.on_save_error == "continue" and isinstance(error, SaveFailed) and not lost
+        return self._settings.on_save_error == "continue" and isinstance(error, SaveFailed) and not lost
 
     def _end_or_go_on(self, error: SaveFailed) -> None:
         if self._goes_on(error):

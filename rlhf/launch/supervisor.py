@@ -49,11 +49,13 @@ def supervise(config: Config) -> int:
 def _supervise_locked(config: Config, run_dir: Path) -> int:
     # Slow imports, after the lock: a second run is refused at once.
     from rlhf.checkpoint.remote.copies import copy_pending
-    from rlhf.checkpoint.start.run_dir import finished_step, prepare, read_run_file
+    from rlhf.checkpoint.run_file import read_run_file
+    from rlhf.checkpoint.start.preparation import finished_step, prepare
+    from rlhf.ranks.coordinator import Coordinator, LoneTransport
     from rlhf.tracking import Tracker, write_report
 
-    prepare(config)
-    step = finished_step(config)
+    prepare(run_dir, config.trainer, config.checkpoint, Coordinator(LoneTransport()))
+    step = finished_step(run_dir, config.trainer, Coordinator(LoneTransport()))
     if step is not None:
         log.info(
             "The run in %s is finished at step %d. To continue it, raise trainer.total_training_steps "
@@ -65,7 +67,7 @@ def _supervise_locked(config: Config, run_dir: Path) -> int:
         tracker = Tracker(config, run_dir, read_run_file(run_dir)["run_id"])
         tracker.start(step)
         tracker.finish()
-        copy_pending(config)
+        copy_pending(run_dir, config.trainer, config.checkpoint)
         log.info("Done.\n%s", write_report(run_dir))
         return EXIT_DONE
     replace_durably(run_dir / RESOLVED, to_yaml(config))

@@ -108,10 +108,11 @@ def write_range(path: Path, size: int, offset: int, content: memoryview) -> None
         os.close(descriptor)
 
 
-def create_empty(path: Path) -> None:
-    """Make a new file of no bytes, and its folder if need be; raises FileExistsError when it is there."""
+def create_empty(path: Path) -> Path:
+    """Make a new file of no bytes, and its folder if need be; raises FileExistsError when it is there. Returns `path`."""
     make_dir(path.parent)
     path.touch(exist_ok=False)
+    return path
 
 
 def make_dir(path: Path) -> None:

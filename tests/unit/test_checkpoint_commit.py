@@ -5,13 +5,15 @@ import pytest
 
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import describe, verify
-from rlhf.checkpoint.commit.publication import begin, clean_leftovers, discard, publish, set_aside
+from rlhf.checkpoint.commit.publication import begin, publish
+from rlhf.checkpoint.commit.removal import clean_leftovers, discard, set_aside
 from rlhf.checkpoint.commit.retention import apply
 from rlhf.checkpoint.save.snapshot import RunState, take_snapshot
 from rlhf.checkpoint.save.writer import write_checkpoint
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage import files
+from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.files import write_file
 from rlhf.storage.layout import POINTER, scan, set_aside_dirs, step_dir
 from tests.support.checkpoints import IDENTITY, PlainReference, PlainRole, files_of, listening, make_driver
@@ -131,8 +133,9 @@ def test_a_published_step_is_never_overwritten(tmp_path):
     temporary = begin(tmp_path, 2)
     written = write_file(temporary, "driver_state.json", [b"{}"])
     manifest = replace(verify(step_dir(tmp_path, 2)), files=describe([written]))
-    with pytest.raises(FileExistsError, match="never overwritten"):
-        publish(tmp_path, temporary, manifest)
+    with pytest.raises(SaveFailed, match="never overwritten"):
+        publish(tmp_path, temporary, manifest, Coordinator())
+    assert not temporary.exists()
     assert {name: (step_dir(tmp_path, 2) / name).read_bytes() for name in files_of(step_dir(tmp_path, 2))} == before
     with pytest.raises(FileExistsError):
         write_file(step_dir(tmp_path, 2), "driver_state.json", [b"other"])

@@ -14,7 +14,7 @@ from rlhf.storage.reading import CheckedFiles
 
 FORMAT = 3
 DOMAINS = "domains"
-"""In a file's entry: the storage domains (see coordinator.py) that have it, at the save. Without it, each of them has."""
+"""In a file's entry: the storage domains (see `rlhf.ranks.coordinator`) that have it, at the save. Without it, each of them has."""
 
 
 @dataclass(frozen=True)

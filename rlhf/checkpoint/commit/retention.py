@@ -7,13 +7,15 @@ system keeps them for as long as any checkpoint has them.
 import logging
 import math
 from collections.abc import Collection, Mapping
+from itertools import chain
 from pathlib import Path
 
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import read_manifest
-from rlhf.checkpoint.commit.publication import to_trash
+from rlhf.checkpoint.commit.removal import to_trash
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.events import announce
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import scan, step_of
 
@@ -66,6 +68,19 @@ def _figure(path: Path, settings: CheckpointConfig) -> float | None:
     except (DamagedCheckpoint, OSError) as error:
         log.warning("%s is kept: it may be among the best, but %s", path, error)
         return None
+
+
+def retire(
+    run_dir: Path, settings: CheckpointConfig, step: int, deleter: Deleter, coordinator: Coordinator
+) -> list[int]:
+    """`apply` in every storage domain; a step that one of them keeps stays in all, so that it stays whole. Collective."""
+    spared: set[int] = set()
+    if len(coordinator.domain_leaders) > 1:
+        kept = coordinator.on_domain_leaders(lambda: survivors(run_dir, settings, step))
+        if None in kept:
+            return []
+        spared = set().union(*(steps or () for steps in kept))
+    return list(chain(*coordinator.on_domain_leaders(lambda: apply(run_dir, settings, step, deleter, spared))))
 
 
 def survivors(run_dir: Path, settings: CheckpointConfig, step: int) -> set[int] | None:

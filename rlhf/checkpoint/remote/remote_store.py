@@ -24,7 +24,8 @@ import xxhash
 from fsspec.core import url_to_fs
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
-from rlhf.config import Config
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.trainer import TrainerConfig
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import write_small
 from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, step_dir, step_of
@@ -55,9 +56,8 @@ class Copy:
 class RemoteStore:
     """One run's remote folder. Every method is one or a few calls over the network and raises what they raise; none is retried here."""
 
-    def __init__(self, config: Config) -> None:
-        trainer = config.trainer
-        self.url = f"{(config.checkpoint.remote or '').rstrip('/')}/{trainer.project_name}/{trainer.experiment_name}"
+    def __init__(self, url: str) -> None:
+        self.url = url
         # Only folders need their parents made; elsewhere making one could mean to create a bucket with a mistyped name.
         options = {"auto_mkdir": True} if self.url.startswith("file://") else {}
         self._fs, self._root = url_to_fs(self.url, use_listings_cache=False, **options)
@@ -150,6 +150,11 @@ class RemoteStore:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+
+def remote_url(trainer: TrainerConfig, settings: CheckpointConfig) -> str:
+    """The URL of a run's remote folder, in `checkpoint.remote` as the run directory in `trainer.default_local_dir`."""
+    return f"{(settings.remote or '').rstrip('/')}/{trainer.project_name}/{trainer.experiment_name}"
 
 
 def object_name(step: int, name: str) -> str:

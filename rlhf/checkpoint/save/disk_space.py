@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import verify
-from rlhf.checkpoint.commit.publication import to_trash
+from rlhf.checkpoint.commit.removal import to_trash
 from rlhf.events import announce
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import PIN, scan, step_of
