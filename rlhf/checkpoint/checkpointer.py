@@ -34,8 +34,9 @@ log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and restores a run. All methods are collective.
 
-    With `checkpoint.async_save` a save only copies the state; a thread writes and commits it, on a process group of its own, and at most
-    one such save is in flight. Its outcome is known, and an error raised, by the time of the next save, a resume or `finish`.
+    With `checkpoint.async_save` a save only copies the state; a thread writes and commits it, on a process group of its
+    own, and at most one such save is in flight. Its outcome is known, and an error raised, by the time of the next
+    save, a resume or `finish`.
 
     Args:
         run_dir: the run directory.
@@ -67,7 +68,7 @@ class Checkpointer:
         self._behind = coordinator.another(timeout) if settings.async_save else None
         self._stager = Stager()
         self._in_flight: SaveInFlight | None = None
-        self._news: SaveResult | None = None
+        self._result: SaveResult | None = None
         self.loaded: LoadResult | None = None
         """What the newest resume read."""
         self._saved_step: int | None = None
@@ -77,8 +78,9 @@ class Checkpointer:
     def resume(self) -> bool:
         """Restore the newest intact checkpoint; False, and nothing changed, for a run that has none yet.
 
-        In a running process it is the way back to that checkpoint: everything is as it was after that save, or after the resume from it.
-        Raises UserError when the checkpoint and the configuration do not fit, or when no intact checkpoint is left.
+        In a running process it is the way back to that checkpoint: everything is as it was after that save, or after
+        the resume from it. Raises UserError when the checkpoint and the configuration do not fit, or when no intact
+        checkpoint is left.
         """
         self._settle()
         timeout_s = self._settings.timeout_s
@@ -106,7 +108,8 @@ class Checkpointer:
             log.info("Resumed step %d from %s: %.1f MiB in %.2f s.", manifest.step, loaded.path, size, seconds)
             if manifest.world_size != self._coordinator.world_size:
                 log.warning(
-                    "It was saved by %d ranks and goes on with %d: the state is exact, the bits of further steps are not promised.",
+                    "It was saved by %d ranks and goes on with %d: the state is exact, the bits of further steps are "
+                    "not promised.",
                     manifest.world_size,
                     self._coordinator.world_size,
                 )
@@ -124,7 +127,7 @@ class Checkpointer:
             return self.save(step, metrics)
         if self._in_flight is not None and self._in_flight.over and not self.failed:
             self._settle()
-        return self._tell()
+        return self._take_result()
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> SaveResult | None:
         """Save now, with the `metrics` of the step, unless it is saved already; first waits for the save before.
@@ -135,7 +138,7 @@ class Checkpointer:
         asked = time.monotonic()
         self._settle()
         if step == self._saved_step:
-            return self._tell()
+            return self._take_result()
         announce("commit.snapshot")
         started = time.monotonic()
         reference, settings = self._state.reference, self._settings
@@ -148,17 +151,17 @@ class Checkpointer:
             save.run(lambda: self._write(snapshot, self._coordinator, asked, started))
             self._in_flight = save
             self._settle()
-            return self._tell()
+            return self._take_result()
         try:
             draft = begin_checkpoint(snapshot, self._run_dir, self._coordinator)
         except SaveFailed as error:
             self._end_or_go_on(error)
-            return self._tell()
+            return self._take_result()
         behind, staged = self._behind, self._stager.copy(snapshot, draft.linked)
         blocked = time.monotonic() - asked
         save.start(lambda: self._write(staged, behind, asked, started, draft, blocked))
         self._in_flight = save
-        return self._tell()
+        return self._take_result()
 
     def _write(
         self,
@@ -208,15 +211,16 @@ class Checkpointer:
         """Wait until nothing is in flight any more, neither a save nor a removal; returns and fails like `save`."""
         self._settle()
         self._deleter.wait(self._settings.timeout_s)
-        return self._tell()
+        return self._take_result()
 
     @contextmanager
     def committing(self) -> Iterator[None]:
         """Whoever leaves the block in order, a UserError included, leaves with the last save committed.
 
-        An error of this rank waits for a save in flight as well, though no longer than a part of the grace: it may be all that keeps a
-        run that crashes at one step from losing what came before it. Copies to the remote are waited for at a run's end for
-        `checkpoint.timeout_s`, when it leaves before that for a part of the grace, and in a crash not at all.
+        An error of this rank waits for a save in flight as well, though no longer than a part of the grace: it may be
+        all that keeps a run that crashes at one step from losing what came before it. Copies to the remote are waited
+        for at a run's end for `checkpoint.timeout_s`, when it leaves before that for a part of the grace, and in a
+        crash not at all.
         """
         copies_s = patience_s = self._trainer.preempt_grace_s / 4
         try:
@@ -243,7 +247,8 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has failed on this rank such that the run must end; `save`, called on all ranks, then raises."""
+        """Whether the save in flight has failed on this rank such that the run must end; `save`, called on all ranks,
+        then raises."""
         error = None if self._in_flight is None else self._in_flight.error
         return error is not None and not self._goes_on(error)
 
@@ -259,7 +264,7 @@ class Checkpointer:
             self._in_flight = None
             self._end_or_go_on(error)
             return
-        self._in_flight, self._news = None, result
+        self._in_flight, self._result = None, result
         self._holds_now(result.path, save.step, save.reference_at)
 
     def _goes_on(self, error: BaseException) -> bool:
@@ -276,6 +281,6 @@ class Checkpointer:
             raise UserError(f"{error} Mend it and run the same command again.") from error
         raise error
 
-    def _tell(self) -> SaveResult | None:
-        news, self._news = self._news, None
-        return news
+    def _take_result(self) -> SaveResult | None:
+        result, self._result = self._result, None
+        return result

@@ -1,4 +1,4 @@
-"""The run's configuration as its checkpoints need it: text that is stored with each save, and compared at a resume."""
+"""Resolved configuration as checkpoints need it: text that each save stores and a resume compares."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ import yaml
 class ResolvedConfig:
     """The whole configuration of a run as YAML.
 
-    `check` is called with the text of a stored one; it raises UserError unless the run may continue from a checkpoint that has it.
+    `check` is called with the text of a stored one; it raises UserError unless the run may continue from a checkpoint
+    that has it.
     """
 
     text: str

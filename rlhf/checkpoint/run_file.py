@@ -9,7 +9,8 @@ from rlhf.storage.layout import RUN_FILE
 
 
 def read_run_file(run_dir: Path) -> dict[str, Any]:
-    """`run_id`, and `resumed_from` when the run was forked from another checkpoint; empty when there is no such file."""
+    """`run_id`, and `resumed_from` when the run was forked from another checkpoint; empty when there is no such
+    file."""
     path = run_dir / RUN_FILE
     return json.loads(path.read_text()) if path.exists() else {}
 

@@ -19,7 +19,8 @@ from rlhf.storage.layout import TEMPORARY
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One file of a checkpoint: path relative to it, size in bytes, and the xxh3-128 in hex of each block, one after the other.
+    """One file of a checkpoint: path relative to it, size in bytes, and the xxh3-128 in hex of each block, one after
+    the other.
 
     A file of one block (4 MiB) thus has the hash that `xxhsum -H2` prints.
     """
@@ -30,7 +31,8 @@ class WrittenFile:
 
 
 def write_file(root: Path, path: str, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
-    """Write `chunks` to the new file `root/path`, fsync it, and return its hashes, computed from the memory that was written.
+    """Write `chunks` to the new file `root/path`, fsync it, and return its hashes, computed from the memory that was
+    written.
 
     Raises FileExistsError when the file is there already: nothing is ever overwritten in place.
     """
@@ -61,7 +63,7 @@ def write_json(root: Path, path: str, document: object) -> WrittenFile:
 
 
 def replace_durably(path: Path, content: str | bytes) -> None:
-    """Give the small file `path` new content such that a reader sees the old or the new one, whole, whatever happens."""
+    """Give the small file `path` new content; whatever happens, a reader sees the old or the new one, whole."""
     fresh = path.with_name(f"{TEMPORARY}{path.name}")
     with fresh.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -72,7 +74,10 @@ def replace_durably(path: Path, content: str | bytes) -> None:
 
 
 def append_durably(path: Path, content: bytes, event: str | None = None) -> None:
-    """Add `content` to the end of a file, made if it is not there; `event` is announced when it is written and not synced yet."""
+    """Add `content` to the end of a file, made if it is not there.
+
+    `event` is announced when it is written and not synced yet.
+    """
     fresh = not path.exists()
     with path.open("ab") as file:
         file.write(content)
@@ -95,7 +100,10 @@ def write_small(path: Path, content: bytes) -> None:
 
 
 def write_range(path: Path, size: int, offset: int, content: memoryview) -> None:
-    """Write `content` at `offset` of a file of `size` bytes, empty elsewhere and made if it is not there. Nothing is synced."""
+    """Write `content` at `offset` of a file of `size` bytes, empty elsewhere and made if it is not there.
+
+    Nothing is synced.
+    """
     make_dir(path.parent)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -109,7 +117,10 @@ def write_range(path: Path, size: int, offset: int, content: memoryview) -> None
 
 
 def create_empty(path: Path) -> Path:
-    """Make a new file of no bytes, and its folder if need be; raises FileExistsError when it is there. Returns `path`."""
+    """Make a new file of no bytes, and its folder if need be; raises FileExistsError when it is there.
+
+    Returns `path`.
+    """
     make_dir(path.parent)
     path.touch(exist_ok=False)
     return path

@@ -1,4 +1,4 @@
-"""Hashes of a file's blocks: xxh3-128 of each 4 MiB, so that a part of a file can be checked without reading the rest."""
+"""Hashes of a file's blocks: xxh3-128 of each 4 MiB, so that a part of a file is checked without reading the rest."""
 
 import xxhash
 

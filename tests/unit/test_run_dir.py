@@ -1,6 +1,8 @@
 import json
 import logging
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -259,3 +261,11 @@ def test_planned_steps():
 def test_the_run_file_is_plain_json(config):
     prepare(config)
     assert set(json.loads((config.run_dir / "run.json").read_text())) == {"run_id"}
+
+
+def test_what_precedes_the_ranks_imports_no_torch():
+    modules = ["checkpoint.start.preparation", "checkpoint.start.domains", "checkpoint.remote.copies", "storage.files"]
+    script = f"import sys, {', '.join(f'rlhf.{name}' for name in modules)}; print('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
+    )

@@ -1,4 +1,7 @@
-"""Empties the trash behind the training. What it does not get to, or a kill leaves half deleted, goes at the next start."""
+"""Deletion of trash in a thread behind the training.
+
+What it does not get to, or a kill leaves half deleted, goes at the next start.
+"""
 
 import logging
 import threading
@@ -10,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class Deleter:
-    """Deletes what was renamed to trash, one directory after another, in a thread that lives for as long as there is any."""
+    """Deletes what was renamed to trash, one directory after another, in a thread that lives while there is any."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -25,7 +28,8 @@ class Deleter:
                 threading.Thread(target=self._run, name="checkpoint-deleter", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all that was taken is gone (or was reported as not removable), at most `timeout_s` seconds; whether it is."""
+        """Wait until all that was taken is gone (or was reported as not removable), at most `timeout_s` seconds;
+        whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._trash, timeout_s)
 

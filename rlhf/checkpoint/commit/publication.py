@@ -1,8 +1,8 @@
 """Publication of a checkpoint on every storage domain in two phases; one disk is the case of one domain.
 
-Sealed everywhere, then renamed everywhere, then pointed to everywhere: nobody gives a checkpoint its name before everybody has it whole and
-durable under a temporary one. A kill leaves the old state or the new one on each disk; what it leaves between the renames of two disks is
-completed at the next start (`roll_forward`).
+Sealed everywhere, then renamed everywhere, then pointed to everywhere: nobody gives a checkpoint its name before
+everybody has it whole and durable under a temporary one. A kill leaves the old state or the new one on each disk; what
+it leaves between the renames of two disks is completed at the next start (`roll_forward`).
 """
 
 import logging
@@ -36,10 +36,12 @@ def begin(run_dir: Path, step: int) -> Path:
 
 
 def publish(run_dir: Path, temporary: Path, manifest: Manifest, coordinator: Coordinator) -> Path:
-    """Commit `temporary`, a directory of this name in every storage domain, as the checkpoint that `manifest` describes. Collective.
+    """Commit `temporary`, a directory of this name in every storage domain, as the checkpoint that `manifest`
+    describes. Collective.
 
-    Raises SaveFailed on every rank when it is published nowhere, because a file is missing, a disk refuses, or the step is published
-    already: nothing is ever written into a published directory. Raises LostPeer when a rank is lost after the renames.
+    Raises SaveFailed on every rank when it is published nowhere, because a file is missing, a disk refuses, or the step
+    is published already: nothing is ever written into a published directory. Raises LostPeer when a rank is lost after
+    the renames.
     """
     renamed: list[Path] = []
     try:
@@ -64,7 +66,7 @@ def give_up(
     failed = SaveFailed(message, unfixable=is_unfixable(error))
     lost = isinstance(error, LostPeer)
     if not coordinator.leads_domain or (lost and len(coordinator.domain_leaders) > 1):
-        # A domain that was lost may have published its part. The next start knows, and completes this one or removes it.
+        # A domain that was lost may have published its files. The next start completes this one or removes it.
         return failed
     for path in (temporary, *(() if lost else renamed)):
         try:
@@ -77,7 +79,8 @@ def give_up(
 
 
 def roll_forward(run_dir: Path, coordinator: Coordinator) -> None:
-    """Publish what a kill between the renames of two domains has left: a checkpoint that one has published is whole in all of them.
+    """Publish what a kill between the renames of two domains has left: a checkpoint that one has published is whole in
+    all of them.
 
     Collective; only for a time when no save is in flight.
     """
@@ -102,12 +105,12 @@ def roll_forward(run_dir: Path, coordinator: Coordinator) -> None:
 
 
 def _seal(temporary: Path, manifest: Manifest, coordinator: Coordinator) -> None:
-    """Write the manifest and make all names durable: from now on one rename publishes this domain's part."""
+    """Write the manifest and make all names durable: from now on one rename publishes this domain's files."""
     for name, entry in manifest.files.items():
         if coordinator.domain in entry.get(DOMAINS, [coordinator.domain]) and not (temporary / name).is_file():
             raise FileNotFoundError(
-                f"{name} was written and is not there for rank {coordinator.rank}: a file system that several nodes share must show what "
-                "another node has written (see trainer.default_local_dir)."
+                f"{name} was written and is not there for rank {coordinator.rank}: a file system that several nodes "
+                "share must show what another node has written (see trainer.default_local_dir)."
             )
     announce("commit.manifest")
     write_manifest(temporary, manifest)

@@ -9,7 +9,7 @@ from rlhf.storage.layout import TEMPORARY, TRASH, fresh_name
 
 
 def to_trash(path: Path) -> Path:
-    """Take a directory's name away, so that no kill during its deletion leaves half of it there; returns what to delete."""
+    """Take a directory's name away, so that no kill leaves half of it there; returns what to delete."""
     trash = rename_durably(path, path.with_name(fresh_name(TRASH, path.name.lstrip("."))))
     announce("commit.trash")
     return trash
@@ -30,7 +30,10 @@ def set_aside(path: Path, reason: str) -> Path:
 
 
 def clean_leftovers(run_dir: Path) -> list[str]:
-    """Remove what killed saves and removals left behind; only for a time when no save is in flight. Returns the names."""
+    """Remove what killed saves and removals left behind; only for a time when no save is in flight.
+
+    Returns the names.
+    """
     leftovers = [p for p in run_dir.iterdir() if p.name.startswith((TEMPORARY, TRASH))]
     for path in leftovers:
         remove(path)

@@ -1,4 +1,4 @@
-"""Compatibility of a checkpoint with the run that would resume it: contents, configuration, files that settings name."""
+"""Compatibility of a checkpoint with the run that would resume it: its contents, configuration and model files."""
 
 import logging
 from collections.abc import Mapping
@@ -25,19 +25,21 @@ def check_compatible(
     moving_reference: bool,
     allow_change: bool,
 ) -> None:
-    """Raise UserError unless a run that is `identity`, with `config`, may continue from this checkpoint; harmless differences are logged.
+    """Raise UserError unless a run that is `identity`, with `config`, may continue from this checkpoint; harmless
+    differences are logged.
 
     `moving_reference`: whether the run's reference policy moves. `allow_change`: `trainer.allow_config_change`.
     """
     if not {"model", "hf_model"} & set(load_contents):
         raise UserError(
-            f"Reading {load_contents} (checkpoint.load_contents, or else checkpoint.contents) from {path} restores no weights, so the run "
-            "cannot continue. Add model to it if the checkpoint has it, else start anew with trainer.overwrite=true."
+            f"Reading {load_contents} (checkpoint.load_contents, or else checkpoint.contents) from {path} restores no "
+            "weights, so the run cannot continue. Add model to it if the checkpoint has it, else start anew with "
+            "trainer.overwrite=true."
         )
     if missing := [item for item in load_contents if item not in manifest.contents]:
         raise UserError(
-            f"checkpoint.load_contents={load_contents} asks for {', '.join(missing)}, but {path} holds {', '.join(manifest.contents)}. "
-            f"Set checkpoint.load_contents to a subset of that."
+            f"checkpoint.load_contents={load_contents} asks for {', '.join(missing)}, but {path} holds "
+            f"{', '.join(manifest.contents)}. Set checkpoint.load_contents to a subset of that."
         )
     if manifest.config_hash != identity.config_hash:  # reading a configuration takes longer than a small model
         if problems := verify_files(path, manifest, [CONFIG]):
@@ -45,9 +47,9 @@ def check_compatible(
         config.check((path / CONFIG).read_text())
     if moving_reference and f"{REFERENCE}/{INDEX}" not in manifest.files:
         raise UserError(
-            f"ref.update_freq={config.setting('ref.update_freq')} asks for a reference policy that moves, but {path} has none ({REFERENCE}): "
-            "it was saved by a run whose reference was frozen. Set ref.update_freq=null to continue that run, or start anew with "
-            "trainer.overwrite=true or another trainer.experiment_name."
+            f"ref.update_freq={config.setting('ref.update_freq')} asks for a reference policy that moves, but {path} "
+            f"has none ({REFERENCE}): it was saved by a run whose reference was frozen. Set ref.update_freq=null to "
+            "continue that run, or start anew with trainer.overwrite=true or another trainer.experiment_name."
         )
     if changes := _other_files(path, manifest, config, identity.fingerprints):
         text = "; ".join(changes)

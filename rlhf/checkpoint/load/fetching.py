@@ -1,4 +1,4 @@
-"""Fetching of a checkpoint's blocks that lie on other nodes' disks only, from the leaders of the storage domains that have them."""
+"""Fetching of a checkpoint's blocks that lie on other nodes' disks only, from one leader to another."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -20,10 +20,11 @@ log = logging.getLogger(__name__)
 
 
 class Fetched:
-    """Blocks of a checkpoint's files that a storage domain lacks, got from the domains that have them, for the time of a load.
+    """Blocks of a checkpoint's files that a storage domain lacks, got from the domains that have them, for the time of
+    a load.
 
-    They lie in a temporary directory, in files that are empty elsewhere; nothing is ever written into the checkpoint. A block of 4 MiB at a
-    time is under way between two leaders, so memory does not grow with the files.
+    They lie in a temporary directory, in files that are empty elsewhere; nothing is ever written into the checkpoint. A
+    block of 4 MiB at a time is under way between two leaders, so memory does not grow with the files.
     """
 
     def __init__(self, located: FileLocations, coordinator: Coordinator) -> None:
@@ -57,7 +58,10 @@ class Fetched:
             files.find_below(self._root, lacking)
 
     def _exchange(self, receivers: dict[tuple[str, int], set[int]]) -> None:
-        """This rank's part. All go through the blocks in one order and never stop before the last, so that nobody waits in vain."""
+        """What this rank sends and receives.
+
+        All go through the blocks in one order and never stop before the last, so that nobody waits in vain.
+        """
         if not self._coordinator.leads_domain:
             return
         me, own = self._coordinator.rank, CheckedFiles(self._located.path, self._located.manifest.files)

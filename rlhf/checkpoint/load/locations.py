@@ -1,4 +1,4 @@
-"""Locations of a checkpoint's files over storage domains: which domain has which of them, and what is nowhere. Imports no torch."""
+"""Locations of a checkpoint's files: which storage domain has which of them, and what is nowhere. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from rlhf.storage.reading import CheckedFiles
 
 @dataclass(frozen=True)
 class FileLocations:
-    """One checkpoint: its place in this rank's storage domain (where nothing may be), the manifest, and who has which files.
+    """One checkpoint: its place in this rank's storage domain (where nothing may be), the manifest, and who has which
+    files.
 
     `held` has the names of the files by domain, in ascending order of the domains.
     """
@@ -38,11 +39,11 @@ class FileLocations:
         """The first domain that has a file, or the driver's when none has."""
         return next((domain for domain, names in self.held.items() if name in names), 0)
 
-    def told(self) -> str:
+    def missing(self) -> str:
         """What is nowhere, in one line."""
-        missing = self.nowhere
-        size = sum(self.manifest.files[name]["size"] for name in missing) / 2**20
-        shown = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
+        names = self.nowhere
+        size = sum(self.manifest.files[name]["size"] for name in names) / 2**20
+        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         return f"{self.path.name} is not complete: on no node's disk are {shown} ({size:.1f} MiB)"
 
 
@@ -54,7 +55,8 @@ def published(run_dir: Path, coordinator: Coordinator) -> list[Path]:
 
 @dataclass(frozen=True)
 class _Holding:
-    """What a storage domain holds of a checkpoint: its manifest's hash, or what is wrong with that; a bit for each file that is there."""
+    """What a storage domain holds of a checkpoint: its manifest's hash, or what is wrong with that; a bit for each file
+    that is there."""
 
     manifest_hash: str | None = None
     problem: str | None = None
@@ -62,7 +64,10 @@ class _Holding:
 
 
 def locate_files(path: Path, coordinator: Coordinator) -> FileLocations:
-    """Who has what of the checkpoint at `path`. Collective; raises DamagedCheckpoint on every rank when no manifest of it is valid."""
+    """Who has what of the checkpoint at `path`.
+
+    Collective; raises DamagedCheckpoint on every rank when no manifest of it is valid.
+    """
     if len(coordinator.domain_leaders) > 1:
         return _locate_over_domains(path, coordinator)
     manifest = coordinator.on_leader(lambda: read_manifest(path))

@@ -1,4 +1,4 @@
-"""Loading of one checkpoint: every rank reads what it restores, proves it while it reads, and proves its share of the rest."""
+"""Restoring of one checkpoint: every rank reads and proves what is its own, and proves its share of the rest."""
 
 import json
 import logging
@@ -32,8 +32,8 @@ REST = "other"
 class LoadResult:
     """What was restored, and how long it took from the manifest to the last generator.
 
-    `by_part` has the bytes that all ranks read and the seconds of the slowest one: of each role's tensors, of the reference's (`ref`), and
-    of all else that was restored or only proven (`other`).
+    `by_part` has the bytes that all ranks read and the seconds of the slowest one: of each role's tensors, of the
+    reference's (`ref`), and of all else that was restored or only proven (`other`).
     """
 
     path: Path
@@ -54,11 +54,13 @@ class LoadResult:
 def load_state(
     located: FileLocations, state: RunState, load_contents: list[str], seed: int, coordinator: Coordinator
 ) -> LoadResult:
-    """Put everything of `state` and this rank's generators where a checkpoint has them; in place, so that it can be repeated. Collective.
+    """Put everything of `state` and this rank's generators where a checkpoint has them; in place, so that it can be
+    repeated. Collective.
 
-    What lies only on another node's disk is fetched from there first, as far as ranks here read it. Raises DamagedCheckpoint on every rank
-    unless each byte of the checkpoint is as committed: tensors may be overwritten by then, all else is untouched. What belongs to the driver
-    state and the checkpoint does not know starts at its beginning, with a warning.
+    What lies only on another node's disk is fetched from there first, as far as ranks here read it. Raises
+    DamagedCheckpoint on every rank unless each byte of the checkpoint is as committed: tensors may be overwritten by
+    then, all else is untouched. What belongs to the driver state and the checkpoint does not know starts at its
+    beginning, with a warning.
     """
     started = time.monotonic()
     loading = _Loading(located, state, load_contents, coordinator)
@@ -87,7 +89,8 @@ def load_state(
 
 @dataclass
 class _Outcome:
-    """What a rank tells the others: damage, one line each; the blocks that it has proven, by file; what it read so far."""
+    """What a rank tells the others: damage, one line each; the blocks that it has proven, by file; what it read so
+    far."""
 
     damage: list[str] = field(default_factory=list)
     checked: dict[str, set[int]] = field(default_factory=dict)
@@ -95,7 +98,10 @@ class _Outcome:
 
 
 class _Loading:
-    """One rank's part of it. Damage is noted and not raised, so that a rank that meets some makes the same calls as its peers."""
+    """What one rank does to restore a checkpoint.
+
+    Damage is noted and not raised, so that a rank that meets some makes the same calls as its peers.
+    """
 
     def __init__(self, located: FileLocations, state: RunState, contents: list[str], coordinator: Coordinator) -> None:
         self._located, self._path, self._manifest = located, located.path, located.manifest
@@ -132,9 +138,9 @@ class _Loading:
     def read(self) -> _Outcome:
         """Fill the tensors, and read whatever else this rank restores."""
         for part, folder, shards, what, setting in self._tensors():
-            with self._part(part), self._noting():
+            with self._counting(part), self._noting():
                 self._reader(folder, shards, what, setting).read_into(shards)
-        with self._part(REST):
+        with self._counting(REST):
             for name in self._own_documents():
                 with self._noting():
                     self._documents[name] = self.files.content(name)
@@ -158,7 +164,7 @@ class _Loading:
         share: dict[str, list[int]] = {}
         for name, block in rest[begin:end]:
             share.setdefault(name, []).append(block)
-        with self._part(REST):
+        with self._counting(REST):
             for name in names[place :: len(peers)]:
                 with self._noting():
                     self.files.check_entry(name)
@@ -192,7 +198,8 @@ class _Loading:
             self._set_rng(seed)
 
     def _tensors(self) -> Iterator[tuple[str, str, Shards, str, str]]:
-        """Each folder of tensors that is read: its part of the throughput, its name, where they go, and what it is from which setting."""
+        """Each folder of tensors that is read: its part of the throughput, its name, where they go, and what it is from
+        which setting."""
         for name, role in self._state.roles.items():
             if name not in self._manifest.roles:
                 raise UserError(f"{self._path} has no {name}; it holds {', '.join(self._manifest.roles)}.")
@@ -258,7 +265,7 @@ class _Loading:
             self.outcome.damage.append(str(problem))
 
     @contextmanager
-    def _part(self, name: str) -> Iterator[None]:
+    def _counting(self, name: str) -> Iterator[None]:
         """Add what happens inside to the throughput of the part `name`."""
         before, started = self.files.bytes_read, time.monotonic()
         yield

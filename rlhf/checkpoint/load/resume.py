@@ -38,14 +38,16 @@ def restore(
 ) -> LoadResult | None:
     """Bring `state` and this rank's generators to the newest intact checkpoint of a run that is `identity`. Collective.
 
-    Every byte of it is proven, most of them while they are loaded. When damage shows on any rank, all ranks set the checkpoint aside and
-    start over with the one before. `source` is the checkpoint that the run was forked from, the last resort.
+    Every byte of it is proven, most of them while they are loaded. When damage shows on any rank, all ranks set the
+    checkpoint aside and start over with the one before. `source` is the checkpoint that the run was forked from, the
+    last resort.
 
-    Where nodes have disks of their own, a checkpoint counts when all of them together have every file. A newer one that is not complete is
-    reported with what is nowhere, and set aside once an older one has been loaded.
+    Where nodes have disks of their own, a checkpoint counts when all of them together have every file. A newer one that
+    is not complete is reported with what is nowhere, and set aside once an older one has been loaded.
 
-    Returns None, with nothing changed, only for a run directory that never held a checkpoint. Raises UserError when all there were are
-    damaged or not complete (a run must never start again at step 0 silently), or when one does not fit; `state` is of no use then.
+    Returns None, with nothing changed, only for a run directory that never held a checkpoint. Raises UserError when all
+    there were are damaged or not complete (a run must never start again at step 0 silently), or when one does not fit;
+    `state` is of no use then.
     """
 
     def attempt(located: FileLocations) -> LoadResult:
@@ -69,7 +71,8 @@ def restore(
 def _with_newest_intact(
     run_dir: Path, source: Path | None, coordinator: Coordinator, attempt: Callable[[FileLocations], T]
 ) -> T | None:
-    """What `attempt` returns for the newest checkpoint that is complete and for which it does not raise DamagedCheckpoint."""
+    """What `attempt` returns for the newest checkpoint that is complete and for which it does not raise
+    DamagedCheckpoint."""
     stuck: list[str] = []
     incomplete: list[FileLocations] = []
     for path in published(run_dir, coordinator):
@@ -78,7 +81,7 @@ def _with_newest_intact(
             if located.nowhere and _is_divided(located):
                 incomplete.append(located)
                 if coordinator.is_leader:
-                    log.error("%s; looking for an older one.", located.told())
+                    log.error("%s; looking for an older one.", located.missing())
                 continue
             result = attempt(located)
         except DamagedCheckpoint as error:
@@ -99,7 +102,7 @@ def _from_source(source: Path, coordinator: Coordinator, attempt: Callable[[File
     try:
         located = locate_files(source, coordinator)
         if located.nowhere and _is_divided(located):
-            raise DamagedCheckpoint(located.told())
+            raise DamagedCheckpoint(located.missing())
         return attempt(located)
     except DamagedCheckpoint as error:
         raise UserError(f"trainer.resume_from_path cannot be used: {error}. Name another checkpoint.") from error
@@ -117,19 +120,22 @@ def _refuse_to_start_again(
         others = f" Damaged or set aside before: {', '.join(damaged)}." if damaged else ""
         raise UserError(
             f"No checkpoint in {run_dir} is complete, and the run will not start again at step 0 by itself. "
-            f"{'. '.join(located.told() for located in incomplete)}.{others} Start again with the disks (or nodes) that have these files, "
-            "in any order, or start anew with trainer.overwrite=true or another trainer.experiment_name."
+            f"{'. '.join(located.missing() for located in incomplete)}.{others} Start again with the disks (or nodes) "
+            "that have these files, in any order, or start anew with trainer.overwrite=true or another "
+            "trainer.experiment_name."
         )
     if damaged:
         names = ", ".join(damaged)
         raise UserError(
-            f"Every checkpoint in {run_dir} is damaged ({names}), and the run will not start again at step 0 by itself. "
-            "Restore one from a backup, or start anew with trainer.overwrite=true or another trainer.experiment_name."
+            f"Every checkpoint in {run_dir} is damaged ({names}), and the run will not start again at step 0 by "
+            "itself. Restore one from a backup, or start anew with trainer.overwrite=true or another "
+            "trainer.experiment_name."
         )
 
 
 def _is_divided(located: FileLocations) -> bool:
-    """Whether a file that is nowhere may be on a disk that is not here; in a directory that all have always shared, it is lost: damage."""
+    """Whether a file that is nowhere may be on a disk that is not here; in a directory that all have always shared, it
+    is lost: damage."""
     return len(located.held) > 1 or any(DOMAINS in entry for entry in located.manifest.files.values())
 
 

@@ -1,4 +1,7 @@
-"""Copies of published checkpoints in a remote folder, made behind the training. Failures are retried, logged and counted, never raised."""
+"""Remote copies: published checkpoints are copied behind the training.
+
+Failures are retried, logged and counted, never raised.
+"""
 
 import errno
 import json
@@ -41,9 +44,11 @@ STALLED_S = 300.0
 
 
 class RemoteCopies:
-    """Keeps the remote folder of a run up to date, newest checkpoint first. For the leader only; all network calls are in its own thread.
+    """Keeps the remote folder of a run up to date, newest checkpoint first. For the leader only; all network calls are
+    in its own thread.
 
-    What is published in the run directory and not complete there is pending, whoever published it: a restart needs no memory.
+    What is published in the run directory and not complete there is pending, whoever published it: a restart needs no
+    memory.
     """
 
     def __init__(self, run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> None:
@@ -74,7 +79,8 @@ class RemoteCopies:
             self._changed.notify_all()
 
     def metrics(self) -> dict[str, float]:
-        """Checkpoints pending and failed calls so far; bytes and seconds of the copies completed since the last call, if any were."""
+        """Checkpoints pending and failed calls so far; bytes and seconds of the copies completed since the last call,
+        if any were."""
         with self._changed:
             found: dict[str, float] = {
                 "perf/remote_pending": len(self._pending),
@@ -86,7 +92,8 @@ class RemoteCopies:
             return found
 
     def make_way(self) -> None:
-        """Give up the copy under way if it is all that keeps a removed checkpoint's bytes on the disk; for a save that is short of room."""
+        """Give up the copy under way if it is all that keeps a removed checkpoint's bytes on the disk; for a save that
+        is short of room."""
         with self._changed:
             pin, self._pin = self._pin, None
             if pin is not None and not checkpoint_of(pin).exists():
@@ -96,7 +103,8 @@ class RemoteCopies:
                 self._pin = pin
 
     def finish(self, deadline_s: float) -> list[int]:
-        """End the copying: wait for what is pending, at most `deadline_s` seconds; returns the steps that are left, newest first."""
+        """End the copying: wait for what is pending, at most `deadline_s` seconds; returns the steps that are left,
+        newest first."""
         self._retries.hurry()
         end = time.monotonic() + deadline_s
         with self._changed:
@@ -149,7 +157,8 @@ class RemoteCopies:
                 self._retries.call(f"removing step {step}", partial(store.remove, step))
         if others:
             log.warning(
-                "%s holds %d checkpoints of other runs or versions; they are neither used nor removed, except for one of the same step.",
+                "%s holds %d checkpoints of other runs or versions; they are neither used nor removed, except for one "
+                "of the same step.",
                 store.url,
                 others,
             )
@@ -268,7 +277,8 @@ class RemoteCopies:
 
 
 def copy_pending(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> list[int]:
-    """Copy what a finished run still has to copy, within `checkpoint.timeout_s`; returns the steps that are not complete."""
+    """Copy what a finished run still has to copy, within `checkpoint.timeout_s`; returns the steps that are not
+    complete."""
     if settings.remote is None:
         return []
     copies = RemoteCopies(run_dir, trainer, settings)
@@ -286,7 +296,8 @@ def _chunks_of(path: Path) -> Iterator[bytes]:
 
 
 def _run_files(run_dir: Path, step: int) -> dict[str, bytes]:
-    """run.json, and the lines of the metric history up to `step`: they are durable before its checkpoint is, and never change again."""
+    """run.json, and the lines of the metric history up to `step`: they are durable before its checkpoint is, and never
+    change again."""
     history = run_dir / HISTORY
     lines = history.read_bytes().split(b"\n")[:-1] if history.exists() else []
     try:

@@ -1,4 +1,4 @@
-"""Pins: folders of hard links to a checkpoint's files, which keep them on the disk while they are copied to the remote."""
+"""Pins of checkpoints under upload: folders of hard links, which keep the files on the disk until they are copied."""
 
 import logging
 from pathlib import Path
@@ -11,7 +11,8 @@ log = logging.getLogger(__name__)
 
 
 def pin_checkpoint(path: Path) -> Path:
-    """A fresh pin beside the checkpoint `path`; raises OSError or DamagedCheckpoint, with nothing left behind, where none can be made."""
+    """A fresh pin beside the checkpoint `path`; raises OSError or DamagedCheckpoint, with nothing left behind, where
+    none can be made."""
     pin = path.with_name(fresh_name(PIN, path.name))
     try:
         for name in [*read_manifest(path).files, MANIFEST]:

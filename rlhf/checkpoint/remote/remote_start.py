@@ -1,4 +1,4 @@
-"""The remote folder before the ranks start: can it be used, whose is it, and does it hold the checkpoints that the disk lacks?"""
+"""Remote folder at the start of a run: it is tried, claimed, and asked for the checkpoints that the disk lacks."""
 
 import errno
 import json
@@ -19,7 +19,7 @@ from rlhf.checkpoint.remote.remote_store import (
     object_name,
     remote_url,
 )
-from rlhf.checkpoint.remote.retries import Retries, in_threads, told
+from rlhf.checkpoint.remote.retries import Retries, in_threads, one_line
 from rlhf.checkpoint.run_file import read_run_file
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.trainer import TrainerConfig
@@ -40,8 +40,8 @@ MENDED_BY_A_PERSON = (ImportError, ValueError, PermissionError, FileNotFoundErro
 def open_remote(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> RemoteStore | None:
     """The remote folder, after a small object was written and removed there; None without `checkpoint.remote`.
 
-    Raises UserError when a person must mend something. A remote that does not answer is one only for a run directory without
-    checkpoints, since what it may hold decides where the run begins; else it is logged, and None is returned.
+    Raises UserError when a person must mend something. A remote that does not answer is one only for a run directory
+    without checkpoints, since what it may hold decides where the run begins; else it is logged, and None is returned.
     """
     remote = settings.remote
     if remote is None:
@@ -55,12 +55,13 @@ def open_remote(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfi
     except Exception as error:
         if not _needs_a_person(error) and scan(run_dir):
             log.warning(
-                "checkpoint.remote=%s does not answer (%s); training goes on and tries again.", remote, told(error)
+                "checkpoint.remote=%s does not answer (%s); training goes on and tries again.", remote, one_line(error)
             )
             return None
         raise UserError(
-            f"checkpoint.remote={remote}: a small file cannot be written and removed there ({told(error)}). Check the name, the "
-            "credentials in the environment, the permissions and the network, or set checkpoint.remote=null."
+            f"checkpoint.remote={remote}: a small file cannot be written and removed there ({one_line(error)}). Check "
+            "the name, the credentials in the environment, the permissions and the network, or set "
+            "checkpoint.remote=null."
         ) from error
     return store
 
@@ -82,11 +83,13 @@ def _keep_apart(run_dir: Path, trainer: TrainerConfig, remote: str) -> None:
 
 
 def restore(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, source: Path | None) -> int | None:
-    """Bring the newest intact remote checkpoint into a run directory that has none, with run.json and the history; returns its step.
+    """Bring the newest intact remote checkpoint into a run directory that has none, with run.json and the history;
+    returns its step.
 
-    To be called before the run directory gets a run.json; `source` is the checkpoint that a fork begins from. None, and nothing changed,
-    when the directory has checkpoints, when the run is to start anew, or when nothing there is this run's. Raises UserError when all that
-    is there is damaged, when the remote falls silent, and when the disk refuses what is fetched.
+    To be called before the run directory gets a run.json; `source` is the checkpoint that a fork begins from. None, and
+    nothing changed, when the directory has checkpoints, when the run is to start anew, or when nothing there is this
+    run's. Raises UserError when all that is there is damaged, when the remote falls silent, and when the disk refuses
+    what is fetched.
     """
     own = read_run_file(run_dir)
     if scan(run_dir) or trainer.resume_mode == "disable" or (trainer.overwrite and not own):
@@ -116,12 +119,13 @@ def restore(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, source: P
         ) from error
     except Exception as error:
         raise UserError(
-            f"checkpoint.remote: {store.url} may hold checkpoints of this run and cannot be read ({told(error)}). Start again when it can."
+            f"checkpoint.remote: {store.url} may hold checkpoints of this run and cannot be read ({one_line(error)}). "
+            "Start again when it can."
         ) from error
     if damaged:
         raise UserError(
-            f"Every checkpoint in {store.url} is damaged, and the run will not start again at step 0 by itself. Start anew with "
-            "trainer.overwrite=true or another trainer.experiment_name."
+            f"Every checkpoint in {store.url} is damaged, and the run will not start again at step 0 by itself. Start "
+            "anew with trainer.overwrite=true or another trainer.experiment_name."
         )
     return None
 
@@ -205,19 +209,21 @@ def _run_file_of(store: RemoteStore, copy: Copy, name: str, retries: Retries) ->
 
 
 def claim_at_start(store: RemoteStore, run_dir: Path, trainer: TrainerConfig) -> None:
-    """`claim` before the ranks start; a remote that has fallen silent is left to the copies behind the training, which claim it as well."""
+    """`claim` before the ranks start; a remote that has fallen silent is left to the copies behind the training, which
+    claim it as well."""
     try:
         claim(store, run_dir, trainer, Retries(store.url, stalled_s=CHECK_S, give_up_s=CHECK_S))
     except UserError:
         raise
     except Exception as error:
-        log.warning("%s does not answer (%s); training goes on and tries again.", store.url, told(error))
+        log.warning("%s does not answer (%s); training goes on and tries again.", store.url, one_line(error))
 
 
 def claim(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, retries: Retries) -> None:
     """Make the run of the run directory the one whose checkpoints count there. Its run.json must be there.
 
-    Raises UserError when the folder holds checkpoints of another run and this one was neither forked nor told to overwrite.
+    Raises UserError when the folder holds checkpoints of another run and this one was neither forked nor told to
+    overwrite.
     """
     own = read_run_file(run_dir)
     if retries.call("reading run.json", store.run) == own:
@@ -227,8 +233,8 @@ def claim(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, retries: Re
         newest = next((copy for copy in complete_copies(store, retries) if copy.run_id == owner["run_id"]), None)
         if newest is not None:
             raise UserError(
-                f"checkpoint.remote: {store.url} holds checkpoints of another run, up to step {newest.step}. "
-                "Set another trainer.experiment_name or checkpoint.remote; or, to continue that run, start in an empty run directory "
-                "with trainer.resume_mode=auto; or take its place with trainer.overwrite=true."
+                f"checkpoint.remote: {store.url} holds checkpoints of another run, up to step {newest.step}. Set "
+                "another trainer.experiment_name or checkpoint.remote; or, to continue that run, start in an empty "
+                "run directory with trainer.resume_mode=auto; or take its place with trainer.overwrite=true."
             )
     retries.call("writing run.json", partial(store.write, RUN_FILE, [json.dumps(own).encode() + b"\n"]))

@@ -1,4 +1,6 @@
-"""A remote folder of checkpoints, through fsspec: object stores, HDFS, or a folder. It has neither rename nor fsync; the manifest commits.
+"""Remote folder of a run's checkpoints, through fsspec: object stores, HDFS, or a folder.
+
+It has neither rename nor fsync; the manifest commits.
 
 ```
 <checkpoint.remote>/<project>/<experiment>/
@@ -39,12 +41,14 @@ RUN_FILES = {RUN_FILE: f"run/{RUN_FILE}", HISTORY: f"run/{HISTORY}"}
 
 
 class LocalFault(Exception):
-    """A fault on this side of the network (a damaged or missing file, a full disk): trying the remote again would not help."""
+    """A fault on this side of the network (a damaged or missing file, a full disk): trying the remote again would not
+    help."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A complete checkpoint in the remote folder: its manifest, that one's hash, and what remote.json says of the run."""
+    """A complete checkpoint in the remote folder: its manifest, that one's hash, and what remote.json says of the
+    run."""
 
     step: int
     manifest: Manifest
@@ -54,7 +58,10 @@ class Copy:
 
 
 class RemoteStore:
-    """One run's remote folder. Every method is one or a few calls over the network and raises what they raise; none is retried here."""
+    """One run's remote folder.
+
+    Every method is one or a few calls over the network and raises what they raise; none is retried here.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url

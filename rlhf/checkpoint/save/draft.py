@@ -22,7 +22,8 @@ Entries = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint that was begun: its temporary directory, and the folders whose files were linked, so that nobody writes them."""
+    """A checkpoint that was begun: its temporary directory, and the folders whose files were linked, so that nobody
+    writes them."""
 
     root: Path
     linked: dict[str, Entries]
@@ -39,7 +40,8 @@ def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator
 
     try:
         root = run_dir / coordinator.on_leader(lambda: temporary_name(snapshot.step))
-        # The leaders try, and their outcome is everyone's: either no rank writes its shards of such a component, or all do.
+        # The leaders try, and their outcome is everyone's: either no rank writes its shards of such a component, or all
+        # do.
         tried = coordinator.on_domain_leaders(begin)
         linked = {
             folder: over_domains([there[folder] for there in tried], coordinator) for folder in snapshot.unchanged
@@ -54,7 +56,8 @@ def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator
 
 
 def over_domains(by_domain: list[Entries], coordinator: Coordinator) -> Entries:
-    """The manifest's entries of files that storage domains have, from each one's; empty unless every domain has some."""
+    """The manifest's entries of files that storage domains have, from each one's; empty unless every domain has
+    some."""
     if not all(by_domain):
         return {}
     merged = {name: entry for entries in by_domain for name, entry in entries.items()}
@@ -77,12 +80,13 @@ def _all_of(source: Path, folder: str, names: Collection[str], coordinator: Coor
 
 
 def _link_folder(root: Path, source: Path, folder: str) -> Entries | None:
-    """Give the draft the files of `source`'s `folder` as hard links; returns their entries for the manifest. Those that only another
-    storage domain has are left to that one's leader.
+    """Give the draft the files of `source`'s `folder` as hard links; returns their entries for the manifest. Those that
+    only another storage domain has are left to that one's leader.
 
-    None, with a line in the log and nothing left behind, where that cannot be: another file system, one without hard links, a source that
-    is gone. Two published checkpoints may share a file because nobody ever writes into one; the file system's link count keeps it for as
-    long as any checkpoint has it, whichever is removed first, so that retention needs to know nothing of it.
+    None, with a line in the log and nothing left behind, where that cannot be: another file system, one without hard
+    links, a source that is gone. Two published checkpoints may share a file because nobody ever writes into one; the
+    file system's link count keeps it for as long as any checkpoint has it, whichever is removed first, so that
+    retention needs to know nothing of it.
     """
     try:
         entries = read_manifest(source).in_folder(folder)

@@ -1,4 +1,7 @@
-"""Snapshot of a run: what one save writes. The big tensors are live views until they are written, or copied by a Stager."""
+"""Snapshot of a run: what one save writes.
+
+The big tensors are live views until they are written, or copied by a Stager.
+"""
 
 import json
 from collections.abc import Collection, Mapping
@@ -21,8 +24,8 @@ HF_SHARD_BYTES = 5 << 30
 class RunState:
     """Everything that a checkpoint saves and restores, as live objects.
 
-    `reference` is None unless it moves: a frozen one is the starting policy. `stateful` is what the driver state holds beside `driver`, by
-    name.
+    `reference` is None unless it moves: a frozen one is the starting policy. `stateful` is what the driver state holds
+    beside `driver`, by name.
     """
 
     roles: Mapping[str, TrainState]
@@ -31,7 +34,8 @@ class RunState:
     reference: MovingReference | None = None
     carried: Carried | None = None
     initial: dict[str, str] = field(init=False)
-    """The states of `stateful` at the start, for a roll-back to a checkpoint that does not know them; as JSON, which nobody can change."""
+    """The states of `stateful` at the start, for a roll-back to a checkpoint that does not know them; as JSON, which
+    nobody can change."""
 
     def __post_init__(self) -> None:
         self.initial = {name: json.dumps(stateful.state_dict()) for name, stateful in self.stateful.items()}
@@ -39,9 +43,10 @@ class RunState:
 
 @dataclass
 class Snapshot:
-    """This rank's part of a save. `files` and `whole_tensors` (path -> safetensors content) are its own and written as they are;
-    `components` (folder -> shards) are live views and get an index over all ranks. `unchanged` names components that a published
-    checkpoint already has, bit for bit. `metrics` are the step's figures, for the manifest."""
+    """What this rank saves. `files` and `whole_tensors` (path -> safetensors content) are its own and written as
+    they are; `components` (folder -> shards) are live views and get an index over all ranks. `unchanged` names
+    components that a published checkpoint already has, bit for bit. `metrics` are the step's figures, for the manifest.
+    """
 
     step: int
     contents: list[str]

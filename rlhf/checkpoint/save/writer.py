@@ -1,7 +1,7 @@
 """Writer of checkpoints: every rank writes its files of a snapshot, and the leaders publish the whole.
 
-Where nodes have disks of their own, the leader of each storage domain does so on its disk, with one manifest for all. Needs only the
-snapshot, the directory and a coordinator, so it can run beside the training as well as in front of it.
+Where nodes have disks of their own, the leader of each storage domain does so on its disk, with one manifest for all.
+Needs only the snapshot, the directory and a coordinator, so it can run beside the training as well as in front of it.
 """
 
 import time
@@ -35,10 +35,12 @@ SLACK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Where a checkpoint was published, the bytes written by its manifest, and the seconds from the snapshot to the commit.
+    """Where a checkpoint was published, the bytes written by its manifest, and the seconds from the snapshot to the
+    commit.
 
-    The training waited `blocked_seconds`, of them `wait_seconds` for the save before. `by_part` has the bytes that all ranks wrote and the
-    seconds of the slowest one: of each role's files, of the reference's (`ref`), and of all else (`other`).
+    The training waited `blocked_seconds`, of them `wait_seconds` for the save before. `by_part` has the bytes that all
+    ranks wrote and the seconds of the slowest one: of each role's files, of the reference's (`ref`), and of all else
+    (`other`).
     """
 
     path: Path
@@ -70,7 +72,8 @@ def write_checkpoint(
 ) -> SaveResult:
     """Commit `snapshot` (begun as `draft`) as `run_dir/global_step_N` and apply retention. Collective.
 
-    Raises SaveFailed on every rank when any rank fails; nothing is left behind and the previous checkpoint is untouched.
+    Raises SaveFailed on every rank when any rank fails; nothing is left behind and the previous checkpoint is
+    untouched.
     """
     started = time.monotonic()
     draft = draft or begin_checkpoint(snapshot, run_dir, coordinator)
@@ -97,7 +100,8 @@ def write_checkpoint(
 
 
 def _with_shared_files(snapshot: Snapshot, coordinator: Coordinator) -> Snapshot:
-    """`snapshot`; on the leaders of other storage domains with the leader's small files that a resume reads on every rank."""
+    """`snapshot`; on the leaders of other storage domains with the leader's small files that a resume reads on every
+    rank."""
     if len(coordinator.domain_leaders) == 1:
         return snapshot
     names = {CONFIG, DRIVER_STATE, *(f"{role}/{SCHEDULE}" for role in snapshot.roles)}

@@ -1,7 +1,7 @@
 """Storage domains: which ranks see the same run directory. Found out at the start, so that nobody has to configure it.
 
-Nodes may share a file system, or have disks of their own, or both in one run (a driver on a machine without GPUs, say). Each domain has one
-leader, which creates, renames and deletes there.
+Nodes may share a file system, or have disks of their own, or both in one run (a driver on a machine without GPUs, say).
+Each domain has one leader, which creates, renames and deletes there.
 """
 
 import logging
@@ -17,15 +17,16 @@ from rlhf.storage.layout import TEMPORARY
 
 log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 0.25
-# A network file system may show a file of another node late. Who sees nobody else looks again a few times; who sees a node that does
-# not see it, for longer.
+# A network file system may show a file of another node late. Who sees nobody else looks again a few times; who sees a
+# node that does not see it, for longer.
 LOOKS, LOOKS_IN_DISAGREEMENT = 2, 120
 
 
 def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
     """Each rank's storage domain, by the lowest rank that sees the same run directory. Collective; makes the directory.
 
-    Each rank puts a token into its directory, and all look which tokens they see. Raises UserError when they contradict each other.
+    Each rank puts a token into its directory, and all look which tokens they see. Raises UserError when they contradict
+    each other.
     """
     if coordinator.world_size == 1:
         return [0]
@@ -38,7 +39,7 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
             remove_file(token)
     domains = [min(mine) for mine in seen]
     if coordinator.is_leader and len(set(domains)) > 1:
-        _tell(domains)
+        _log_domains(domains)
     return domains
 
 
@@ -53,8 +54,8 @@ def _look_until_agreed(run_dir: Path, tokens: list[str], coordinator: Coordinato
         time.sleep(LOOK_AGAIN_S)
     views = "; ".join(f"rank {rank} sees {sorted(mine)}" for rank, mine in enumerate(seen))
     raise UserError(
-        f"The ranks disagree about who shares the run directory {run_dir} ({views}). See to it that its file system shows new files on all "
-        "nodes, or set trainer.default_local_dir to a folder on another one."
+        f"The ranks disagree about who shares the run directory {run_dir} ({views}). See to it that its file system "
+        "shows new files on all nodes, or set trainer.default_local_dir to a folder on another one."
     )
 
 
@@ -64,7 +65,7 @@ def _agree(seen: list[frozenset[int]]) -> bool:
     return sees_itself and all(seen[other] == mine for mine in seen for other in mine)
 
 
-def _tell(domains: list[int]) -> None:
+def _log_domains(domains: list[int]) -> None:
     ranks = {domain: [rank for rank, d in enumerate(domains) if d == domain] for domain in sorted(set(domains))}
     log.info(
         "The ranks have %d storage domains: %s. Each holds its own ranks' files of every checkpoint.",

@@ -1,6 +1,7 @@
 """Preparation of a run's directories before it starts, one in each storage domain; one disk is the case of one.
 
-Nodes may have been swapped since the last start, come with an empty disk, or have been killed in the middle of a commit. Imports no torch.
+Nodes may have been swapped since the last start, come with an empty disk, or have been killed in the middle of a
+commit. Imports no torch.
 """
 
 import logging
@@ -26,15 +27,17 @@ log = logging.getLogger(__name__)
 
 
 def prepare(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig, coordinator: Coordinator) -> None:
-    """Bring the run directory of each storage domain into the state that the ranks expect. Collective; raises the same on every rank.
+    """Bring the run directory of each storage domain into the state that the ranks expect. Collective; raises the same
+    on every rank.
 
-    For a time when the run lock of each is held. Raises UserError for `trainer.resume_mode=disable` on a directory with checkpoints, for a
-    `trainer.resume_from_path` that is none, and for a `checkpoint.remote` that cannot be used.
+    For a time when the run lock of each is held. Raises UserError for `trainer.resume_mode=disable` on a directory with
+    checkpoints, for a `trainer.resume_from_path` that is none, and for a `checkpoint.remote` that cannot be used.
     """
     if settings.remote is not None and len(coordinator.domain_leaders) > 1:
         raise UserError(
-            f"checkpoint.remote={settings.remote}: the nodes have disks of their own, and copies are made of checkpoints that lie on one. "
-            "Set checkpoint.remote=null, or trainer.default_local_dir to a folder that all nodes share."
+            f"checkpoint.remote={settings.remote}: the nodes have disks of their own, and copies are made of "
+            "checkpoints that lie on one. Set checkpoint.remote=null, or trainer.default_local_dir to a folder that "
+            "all nodes share."
         )
     source = directory.resume_source(trainer)
     remote: RemoteStore | None = None
@@ -78,7 +81,8 @@ def finished_step(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinato
 
 
 def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:
-    """The run's identity: as the driver's disk has it or, where that is new, another's; else of the newest checkpoint, or a new one."""
+    """The run's identity: as the driver's disk has it or, where that is new, another's; else of the newest checkpoint,
+    or a new one."""
     known = [run for run in coordinator.on_domain_leaders(lambda: read_run_file(run_dir)) if run]
     if len({run["run_id"] for run in known}) > 1 and coordinator.is_leader:
         names = ", ".join(run["run_id"] for run in known)
@@ -107,7 +111,7 @@ def _bring_history(run_dir: Path, run_id: str, coordinator: Coordinator) -> None
         if coordinator.is_leader:
             log.info("The metric history was on another node's disk and is on the driver's now.")
     if any(lengths[domain] for domain in lengths if domain != 0):
-        # One history: a part of it that stayed behind could be taken for a newer one after the next swap.
+        # One history: lines of it that stayed behind could be taken for a newer one after the next swap.
         coordinator.on_domain_leaders(lambda: None if coordinator.is_leader else remove_file(path, missing_ok=True))
 
 

@@ -1,4 +1,4 @@
-"""One run directory before the ranks start: made, emptied or refused, and cleaned of what a kill left. Imports no torch."""
+"""Run directory before the ranks start: made, emptied or refused, and cleaned of what a kill left. Imports no torch."""
 
 import json
 import logging
@@ -36,19 +36,22 @@ def make(run_dir: Path, trainer: TrainerConfig) -> None:
 
 
 def tidy(run_dir: Path, trainer: TrainerConfig) -> None:
-    """What an interrupted save or upload left is gone; raises UserError for `resume_mode=disable` on a directory with checkpoints."""
+    """What an interrupted save or upload left is gone; raises UserError for `resume_mode=disable` on a directory with
+    checkpoints."""
     if removed := clean_leftovers(run_dir):
         log.info("Removed what an interrupted save left behind: %s", ", ".join(removed))
     if trainer.resume_mode == "disable" and _is_first_attempt() and (existing := scan(run_dir)):
         raise UserError(
-            f"trainer.resume_mode=disable, but {run_dir} holds checkpoints up to step {step_of(existing[0])}. Set trainer.overwrite=true "
-            "to delete them, trainer.experiment_name to something new, or trainer.resume_mode=auto to continue."
+            f"trainer.resume_mode=disable, but {run_dir} holds checkpoints up to step {step_of(existing[0])}. Set "
+            "trainer.overwrite=true to delete them, trainer.experiment_name to something new, or "
+            "trainer.resume_mode=auto to continue."
         )
     remove_pins(run_dir)
 
 
 def _is_first_attempt() -> bool:
-    # A launcher that restarts its ranks (torchrun) repeats all this; what the first attempt saved is ours, not left from before.
+    # A launcher that restarts its ranks (torchrun) repeats all this; what the first attempt saved is ours, not left
+    # from before.
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
@@ -65,7 +68,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def set_aside_for(run_dir: Path, source: Path) -> None:
-    """Set aside what does not descend from `source`, from which the run starts again: its own later checkpoints, all of another run's."""
+    """Set aside what does not descend from `source`, from which the run starts again: its own later checkpoints, all of
+    another run's."""
     for path in scan(run_dir):
         if source.parent != run_dir.resolve() or (step_of(path) or 0) > (step_of(source) or 0):
             aside = set_aside(path, "superseded").name
