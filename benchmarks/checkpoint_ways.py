@@ -16,8 +16,12 @@ from torch.distributed.tensor import DTensor, placement_types
 from transformers import PretrainedConfig
 
 from rlhf.checkpoint.checkpointer import Checkpointer
+from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.resolved_config import ResolvedConfig
+from rlhf.checkpoint.save.snapshot import RunState
 from rlhf.config import Config
+from rlhf.config.resolved import to_yaml
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.shards import Shard, Shards, as_bytes
 
@@ -271,4 +275,7 @@ def make_checkpointer(folder: Path, state: State, coordinator: Coordinator, *, a
     config.checkpoint.async_save = async_save
     config.run_dir.mkdir(parents=True, exist_ok=True)
     driver = DriverState("benchmark", 10, 1.0, step=1)
-    return Checkpointer(config, coordinator, {"actor": state}, driver, {}, None, {}, None)
+    resolved = ResolvedConfig(to_yaml(config), lambda stored: None)
+    identity = Identity.of_run(config.backend.name, resolved.text, {})
+    run_state = RunState({"actor": state}, driver)
+    return Checkpointer(config.run_dir, config.trainer, config.checkpoint, resolved, identity, coordinator, run_state)

@@ -20,15 +20,16 @@ import torch.distributed as dist
 
 from rlhf.assemble.run import build
 from rlhf.checkpoint.remote.copies import copy_pending
-from rlhf.checkpoint.start.domain_start import finished_together, prepare_together
 from rlhf.checkpoint.start.domains import find_domains
+from rlhf.checkpoint.start.preparation import finished_step, prepare
 from rlhf.config import Config
 from rlhf.config.resolved import from_yaml, to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Preempted, UserError
 from rlhf.events import announce, subscribe_from_environment
 from rlhf.loop import train
 from rlhf.ranks import collectives
-from rlhf.ranks.coordinator import Coordinator, GlooTransport
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.ranks.lock import hold_rank_lock, run_lock
 from rlhf.ranks.logs import configure_logging
 from rlhf.ranks.status import StatusWriter
@@ -74,12 +75,12 @@ def main_under_torchrun(config: Config) -> int:
         with ExitStack() as locks:
             coordinator.domains = find_domains(agreed.run_dir, coordinator)
             coordinator.on_domain_leaders(lambda: locks.enter_context(run_lock(agreed.run_dir)))
-            prepare_together(agreed, coordinator)
-            finished = finished_together(agreed, coordinator)
+            prepare(agreed.run_dir, agreed.trainer, agreed.checkpoint, coordinator)
+            finished = finished_step(agreed.run_dir, agreed.trainer, coordinator)
             if finished is None:
                 run(agreed, device, coordinator, status)
             elif coordinator.is_leader:
-                copy_pending(agreed)
+                copy_pending(agreed.run_dir, agreed.trainer, agreed.checkpoint)
                 log.info("The run in %s is finished at step %d.", agreed.run_dir, finished)
             if coordinator.is_leader:
                 log.info("Done.\n%s", write_report(agreed.run_dir))

@@ -12,9 +12,15 @@ from rlhf.assemble.learners import Learners, build_learners
 from rlhf.assemble.rollouts import build_collector, build_engine, build_reward, evaluation_params
 from rlhf.backends import check_backend
 from rlhf.checkpoint.checkpointer import Checkpointer
+from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.start.run_dir import planned_steps, read_run_file
+from rlhf.checkpoint.resolved_config import ResolvedConfig
+from rlhf.checkpoint.run_file import read_run_file
+from rlhf.checkpoint.save.snapshot import RunState
+from rlhf.checkpoint.start.run_dir import planned_steps
 from rlhf.config import Config
+from rlhf.config.compare import check_resume
+from rlhf.config.resolved import from_yaml, to_yaml
 from rlhf.data import PromptSet, PromptStream, build_train_set, build_val_set
 from rlhf.errors import UserError
 from rlhf.events import subscribe
@@ -120,7 +126,7 @@ def _prompt_sets(
 def _driver(config: Config, prompts: int) -> DriverState:
     steps_per_epoch = prompts / config.data.train_batch_size
     run_id = read_run_file(config.run_dir)["run_id"]
-    return DriverState(run_id, planned_steps(config, steps_per_epoch), steps_per_epoch)
+    return DriverState(run_id, planned_steps(config.trainer, steps_per_epoch), steps_per_epoch)
 
 
 def _checkpointer(
@@ -136,15 +142,15 @@ def _checkpointer(
     moving = reference if reference is not None and reference.moves else None
     if moving is not None:
         parts = parts | {"reference": moving}
+    resolved = ResolvedConfig(to_yaml(config), lambda stored: check_resume(from_yaml(stored), config))
     return Checkpointer(
-        config,
+        config.run_dir,
+        config.trainer,
+        config.checkpoint,
+        resolved,
+        Identity.of_run(config.backend.name, resolved.text, fingerprints),
         coordinator,
-        learners.backends,
-        driver,
-        parts,
-        reference=moving,
-        fingerprints=fingerprints,
-        carried=collector,
+        RunState(learners.backends, driver, parts, moving, collector),
     )
 
 

@@ -1,5 +1,7 @@
-"""The heart: what is saved, how it is committed so that no kill can tear it, and how a run finds its way back.
+"""Checkpoints of a run: saved so that no kill can tear them, found again, and restored to the last bit.
 
-`layout` names things, `files` writes and hashes bytes, `tensors` is the logical format (named tensors as flat shards), `manifest` is the
-proof of wholeness, `commit` publishes and removes, `checkpointer` ties them to the run. Nothing here knows a backend: it is handed state.
+`checkpointer` ties the rooms to a run. `save` writes a snapshot, `commit` publishes and removes directories and proves
+them whole, `load` finds and restores the newest intact one, `start` prepares run directories before the ranks train,
+`remote` copies checkpoints elsewhere. Nothing here knows a backend: it is handed state (`rlhf.storage.state`). Bytes
+are `rlhf.storage`'s.
 """

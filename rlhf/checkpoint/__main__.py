@@ -21,7 +21,8 @@ RULES = ("max_to_keep", "keep_every", "keep_best", "best_metric")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 when all that was looked at is intact, 1 when something is damaged, 2 for a path without checkpoints."""
+    """Exit code 0 when all that was looked at is intact, 1 when something is damaged, 2 for a path without
+    checkpoints."""
     parser = argparse.ArgumentParser(prog="python -m rlhf.checkpoint", description=__doc__)
     commands = parser.add_subparsers(required=True)
     for name, action, text in (
@@ -59,7 +60,8 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def list_checkpoints(path: Path, console: Console) -> int:
-    """Steps, sizes, contents and why each is kept, from the manifests and the run's settings; the files themselves are not read."""
+    """Steps, sizes, contents and why each is kept, from the manifests and the run's settings; the files themselves are
+    not read."""
     found: dict[Path, Manifest | DamagedCheckpoint] = {}
     for checkpoint in checkpoints_at(path):
         try:
@@ -95,7 +97,8 @@ def list_checkpoints(path: Path, console: Console) -> int:
 
 
 def _settings(run_dir: Path, found: Mapping[Path, Manifest | DamagedCheckpoint]) -> CheckpointConfig | None:
-    """What decides on the checkpoints of a run directory: the settings of its newest start, or of its newest save; None if unknown."""
+    """What decides on the checkpoints of a run directory: the settings of its newest start, or of its newest save; None
+    if unknown."""
     if not scan(run_dir):  # a single checkpoint, which knows nothing of its neighbours
         return None
     saved = (

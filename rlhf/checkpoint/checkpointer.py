@@ -1,36 +1,32 @@
-"""The checkpointer of a run: saves on its cadence, finds the way back at the start, and knows nothing of how training works."""
+"""Checkpointer of a run: saves on its cadence, resumes at the start, and knows nothing of how training works."""
 
 import logging
-import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 
-import xxhash
-
-import rlhf
 from rlhf.checkpoint.commit.deleter import Deleter
-from rlhf.checkpoint.commit.publication import clean_leftovers
-from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.commit.identity import Identity
+from rlhf.checkpoint.commit.removal import clean_leftovers
 from rlhf.checkpoint.load.restoring import LoadResult
 from rlhf.checkpoint.load.resume import restore
 from rlhf.checkpoint.remote.copies import RemoteCopies
+from rlhf.checkpoint.resolved_config import ResolvedConfig
 from rlhf.checkpoint.save.background import SaveInFlight
+from rlhf.checkpoint.save.draft import Draft, begin_checkpoint
 from rlhf.checkpoint.save.snapshot import RunState, Snapshot, take_snapshot
 from rlhf.checkpoint.save.staging import Stager
-from rlhf.checkpoint.save.writer import Draft, Identity, SaveResult, begin_checkpoint, write_checkpoint
+from rlhf.checkpoint.save.writer import SaveResult, write_checkpoint
 from rlhf.checkpoint.start.run_dir import resume_source
-from rlhf.config import Config
-from rlhf.config.resolved import to_yaml
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import Preempted, UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator, LostPeer
 from rlhf.storage.disk_errors import SaveFailed
-from rlhf.storage.state import Carried, MovingReference, Stateful, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -38,50 +34,41 @@ log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and restores a run. All methods are collective.
 
-    With `checkpoint.async_save` a save only copies the state; a thread writes and commits it, on a process group of its own, and at most
-    one such save is in flight. Its outcome is known, and an error raised, by the time of the next save, a resume or `finish`.
+    With `checkpoint.async_save` a save only copies the state; a thread writes and commits it, on a process group of its
+    own, and at most one such save is in flight. Its outcome is known, and an error raised, by the time of the next
+    save, a resume or `finish`.
 
-    `parts` are what the driver state holds beside `driver`, by name. `reference` is None unless the reference policy moves. `fingerprints`
-    identify the files that settings name (`model.path`, ...).
+    Args:
+        run_dir: the run directory.
+        trainer: for the cadence, the way back and the grace at the end.
+        settings: what is saved, how, and how long it stays.
+        config: the whole configuration as text, and how it is compared with a stored one.
+        identity: what manifests say of this run.
+        coordinator: the ranks, which all make the same calls.
+        state: what is saved and restored, as live objects.
     """
 
     def __init__(
         self,
-        config: Config,
+        run_dir: Path,
+        trainer: TrainerConfig,
+        settings: CheckpointConfig,
+        config: ResolvedConfig,
+        identity: Identity,
         coordinator: Coordinator,
-        roles: Mapping[str, TrainState],
-        driver: DriverState,
-        parts: Mapping[str, Stateful],
-        reference: MovingReference | None,
-        fingerprints: Mapping[str, str],
-        carried: Carried | None,
+        state: RunState,
     ) -> None:
-        self._config, self._run_dir, self._coordinator = config, config.run_dir, coordinator
-        self._state = RunState(roles, driver, parts, reference, carried)
-        self._config_yaml = to_yaml(config)
-        self._identity = Identity(
-            backend=config.backend.name,
-            config_hash=xxhash.xxh3_128(self._config_yaml.encode()).hexdigest(),
-            fingerprints=dict(fingerprints),
-            versions={
-                "rlhf": rlhf.__version__,
-                "torch": version("torch"),
-                "transformers": version("transformers"),
-                "python": platform.python_version(),
-            },
-        )
+        self._run_dir, self._trainer, self._settings, self._config = run_dir, trainer, settings, config
+        self._identity, self._coordinator, self._state = identity, coordinator, state
         self._deleter = Deleter()
-        leads, remote = coordinator.is_leader, config.checkpoint.remote
-        self._copies = RemoteCopies(config) if leads and remote is not None else None
+        copies = coordinator.is_leader and settings.remote is not None
+        self._copies = RemoteCopies(run_dir, trainer, settings) if copies else None
         # Made here, where all ranks are together: the thread may not touch the training's groups.
-        self._behind = (
-            coordinator.another(timedelta(seconds=config.checkpoint.timeout_s))
-            if config.checkpoint.async_save
-            else None
-        )
+        timeout = timedelta(seconds=settings.timeout_s)
+        self._behind = coordinator.another(timeout) if settings.async_save else None
         self._stager = Stager()
         self._in_flight: SaveInFlight | None = None
-        self._news: SaveResult | None = None
+        self._result: SaveResult | None = None
         self.loaded: LoadResult | None = None
         """What the newest resume read."""
         self._saved_step: int | None = None
@@ -91,15 +78,24 @@ class Checkpointer:
     def resume(self) -> bool:
         """Restore the newest intact checkpoint; False, and nothing changed, for a run that has none yet.
 
-        In a running process it is the way back to that checkpoint: everything is as it was after that save, or after the resume from it.
-        Raises UserError when the checkpoint and the configuration do not fit, or when no intact checkpoint is left.
+        In a running process it is the way back to that checkpoint: everything is as it was after that save, or after
+        the resume from it. Raises UserError when the checkpoint and the configuration do not fit, or when no intact
+        checkpoint is left.
         """
         self._settle()
-        timeout_s = self._config.checkpoint.timeout_s
+        timeout_s = self._settings.timeout_s
         # Ranks may be restarted without a new set-up of the directory; no save is in flight here.
         self._coordinator.on_domain_leaders(lambda: self._deleter.wait(timeout_s) and clean_leftovers(self._run_dir))
-        source = resume_source(self._config)
-        loaded = restore(self._config, self._state, self._identity, self._coordinator, source)
+        loaded = restore(
+            self._run_dir,
+            self._trainer,
+            self._settings,
+            self._config,
+            self._state,
+            self._identity,
+            self._coordinator,
+            resume_source(self._trainer),
+        )
         if self._copies is not None:
             self._copies.start()  # now that no checkpoint can be set aside under its hands
         if loaded is None:
@@ -112,7 +108,8 @@ class Checkpointer:
             log.info("Resumed step %d from %s: %.1f MiB in %.2f s.", manifest.step, loaded.path, size, seconds)
             if manifest.world_size != self._coordinator.world_size:
                 log.warning(
-                    "It was saved by %d ranks and goes on with %d: the state is exact, the bits of further steps are not promised.",
+                    "It was saved by %d ranks and goes on with %d: the state is exact, the bits of further steps are "
+                    "not promised.",
                     manifest.world_size,
                     self._coordinator.world_size,
                 )
@@ -125,12 +122,12 @@ class Checkpointer:
 
     def maybe_save(self, step: int, metrics: Mapping[str, float], *, last: bool = False) -> SaveResult | None:
         """Save if the cadence says so, or if this is the run's `last` step; returns like `save`."""
-        every = self._config.trainer.save_freq
+        every = self._trainer.save_freq
         if every and (last or step % every == 0):
             return self.save(step, metrics)
         if self._in_flight is not None and self._in_flight.over and not self.failed:
             self._settle()
-        return self._tell()
+        return self._take_result()
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> SaveResult | None:
         """Save now, with the `metrics` of the step, unless it is saved already; first waits for the save before.
@@ -141,30 +138,30 @@ class Checkpointer:
         asked = time.monotonic()
         self._settle()
         if step == self._saved_step:
-            return self._tell()
+            return self._take_result()
         announce("commit.snapshot")
         started = time.monotonic()
-        reference, settings = self._state.reference, self._config.checkpoint
+        reference, settings = self._state.reference, self._settings
         updated_at = None if reference is None else reference.updated_at
         unchanged = None if updated_at is None else self._reference_at.get(updated_at)
         rank = self._coordinator.rank
-        snapshot = take_snapshot(step, settings.contents, self._state, self._config_yaml, rank, unchanged, metrics)
+        snapshot = take_snapshot(step, settings.contents, self._state, self._config.text, rank, unchanged, metrics)
         save = SaveInFlight(step, updated_at, settings.timeout_s)
         if self._behind is None:
             save.run(lambda: self._write(snapshot, self._coordinator, asked, started))
             self._in_flight = save
             self._settle()
-            return self._tell()
+            return self._take_result()
         try:
             draft = begin_checkpoint(snapshot, self._run_dir, self._coordinator)
         except SaveFailed as error:
             self._end_or_go_on(error)
-            return self._tell()
+            return self._take_result()
         behind, staged = self._behind, self._stager.copy(snapshot, draft.linked)
         blocked = time.monotonic() - asked
         save.start(lambda: self._write(staged, behind, asked, started, draft, blocked))
         self._in_flight = save
-        return self._tell()
+        return self._take_result()
 
     def _write(
         self,
@@ -180,7 +177,7 @@ class Checkpointer:
             self._run_dir,
             self._identity,
             coordinator,
-            self._config.checkpoint,
+            self._settings,
             self._deleter,
             draft,
             make_way=(lambda: None) if self._copies is None else self._copies.make_way,
@@ -213,18 +210,19 @@ class Checkpointer:
     def finish(self) -> SaveResult | None:
         """Wait until nothing is in flight any more, neither a save nor a removal; returns and fails like `save`."""
         self._settle()
-        self._deleter.wait(self._config.checkpoint.timeout_s)
-        return self._tell()
+        self._deleter.wait(self._settings.timeout_s)
+        return self._take_result()
 
     @contextmanager
     def committing(self) -> Iterator[None]:
         """Whoever leaves the block in order, a UserError included, leaves with the last save committed.
 
-        An error of this rank waits for a save in flight as well, though no longer than a part of the grace: it may be all that keeps a
-        run that crashes at one step from losing what came before it. Copies to the remote are waited for at a run's end for
-        `checkpoint.timeout_s`, when it leaves before that for a part of the grace, and in a crash not at all.
+        An error of this rank waits for a save in flight as well, though no longer than a part of the grace: it may be
+        all that keeps a run that crashes at one step from losing what came before it. Copies to the remote are waited
+        for at a run's end for `checkpoint.timeout_s`, when it leaves before that for a part of the grace, and in a
+        crash not at all.
         """
-        copies_s = patience_s = self._config.trainer.preempt_grace_s / 4
+        copies_s = patience_s = self._trainer.preempt_grace_s / 4
         try:
             try:
                 yield
@@ -235,7 +233,7 @@ class Checkpointer:
                     log.error("%s", error)  # must not hide why the run ends
                 raise
             self.finish()
-            copies_s = self._config.checkpoint.timeout_s
+            copies_s = self._settings.timeout_s
         except (UserError, Preempted):
             raise
         except BaseException as error:
@@ -249,7 +247,8 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has failed on this rank such that the run must end; `save`, called on all ranks, then raises."""
+        """Whether the save in flight has failed on this rank such that the run must end; `save`, called on all ranks,
+        then raises."""
         error = None if self._in_flight is None else self._in_flight.error
         return error is not None and not self._goes_on(error)
 
@@ -265,13 +264,13 @@ class Checkpointer:
             self._in_flight = None
             self._end_or_go_on(error)
             return
-        self._in_flight, self._news = None, result
+        self._in_flight, self._result = None, result
         self._holds_now(result.path, save.step, save.reference_at)
 
     def _goes_on(self, error: BaseException) -> bool:
         # When the ranks have lost each other, no later save could succeed either.
         lost = isinstance(error.__cause__, LostPeer)
-        return self._config.checkpoint.on_save_error == "continue" and isinstance(error, SaveFailed) and not lost
+        return self._settings.on_save_error == "continue" and isinstance(error, SaveFailed) and not lost
 
     def _end_or_go_on(self, error: SaveFailed) -> None:
         if self._goes_on(error):
@@ -282,6 +281,6 @@ class Checkpointer:
             raise UserError(f"{error} Mend it and run the same command again.") from error
         raise error
 
-    def _tell(self) -> SaveResult | None:
-        news, self._news = self._news, None
-        return news
+    def _take_result(self) -> SaveResult | None:
+        result, self._result = self._result, None
+        return result

@@ -1,4 +1,4 @@
-"""What the driver knows beyond weights: where the run stands. It is part of the same commit as the weights."""
+"""Driver state: where the run stands, beyond its tensors. It is part of the same commit as the weights."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -6,7 +6,10 @@ from typing import Any
 
 @dataclass
 class DriverState:
-    """Everything of the run's course that is no tensor. JSON-able; `run_id` and `wall_seconds` do not influence the numbers."""
+    """Everything of the run's course that is no tensor.
+
+    JSON-able; `run_id` and `wall_seconds` do not influence the numbers.
+    """
 
     run_id: str
     total_steps: int
@@ -38,7 +41,8 @@ class DriverState:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state; the run's identity and length are the run directory's and the configuration's word."""
+        """Take over a saved state; the run's identity and length are the run directory's and the configuration's
+        word."""
         for field in fields(self):
             if field.name not in ("run_id", "total_steps", "steps_per_epoch"):
                 setattr(self, field.name, state[field.name])

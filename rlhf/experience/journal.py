@@ -1,7 +1,6 @@
 """Rollout journal: samples and rewards on disk before they are trained on, so that no crash makes them come again."""
 
 import logging
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from rlhf.experience.groups import Group
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
-from rlhf.storage.files import fsync_dir
+from rlhf.storage.files import append_durably, make_dir_durably, remove_file, truncate
 from rlhf.storage.layout import scan, step_of
 
 log = logging.getLogger(__name__)
@@ -126,7 +125,7 @@ class Journal:
 
     def _drop(self, files: Iterable[_File]) -> None:
         for file in filter(self._is_mine, files):
-            file.path.unlink(missing_ok=True)
+            remove_file(file.path, missing_ok=True)
 
     def _knows(self, uids: Sequence[int]) -> bool:
         return all(uid in self._known for uid in uids)
@@ -147,7 +146,7 @@ class Journal:
         if None in payloads or whole < len(content):
             log.warning("%s has a damaged or torn record; what it held is generated again.", file.path)
         if self._is_mine(file) and whole < len(content):
-            os.truncate(file.path, whole)  # what is appended to a torn record can't be read
+            truncate(file.path, whole)  # what is appended to a torn record can't be read
         first = payloads[0] if payloads else None
         if first is None:
             self._drop([file])
@@ -178,19 +177,12 @@ class Journal:
             return
         path = self._folder / f"step_{self._header['step']}.rank_{self._rank:05d}"
         try:
-            fresh = not path.exists()
-            if fresh:
+            if not path.exists():
                 self._make_folder()
                 payloads = [records.to_payload(self._header), *payloads]
             content = b"".join(map(records.frame, payloads))
             announce("journal.append")
-            with path.open("ab") as file:
-                file.write(content)
-                file.flush()
-                announce("journal.fsync")
-                os.fsync(file.fileno())
-            if fresh:
-                fsync_dir(self._folder)
+            append_durably(path, content, event="journal.fsync")
             self.written += len(content)
         except OSError as error:
             self._writable = False
@@ -198,8 +190,7 @@ class Journal:
 
     def _make_folder(self) -> None:
         if not self._folder.is_dir():
-            self._folder.mkdir(exist_ok=True)
-            fsync_dir(self._run_dir)
+            make_dir_durably(self._folder)
 
 
 def digests(groups: Iterable[Group]) -> dict[int, str]:

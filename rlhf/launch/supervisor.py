@@ -21,6 +21,7 @@ from rlhf.launch.stop_request import StopRequest
 from rlhf.ranks.lock import run_lock, wait_for_ranks
 from rlhf.ranks.logs import configure_logging
 from rlhf.ranks.status import RankStatus, clear_statuses, read_statuses
+from rlhf.storage.files import make_dir, replace_durably
 from rlhf.storage.layout import RESOLVED, scan
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def supervise(config: Config, check: Callable[[], None]) -> int:
 
 def _make(run_dir: Path) -> None:
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_dir(run_dir)
     except OSError as error:
         raise UserError(
             f"Cannot create the run directory {run_dir} ({error.strerror}). "
@@ -54,14 +55,16 @@ def _make(run_dir: Path) -> None:
 def _supervise_locked(config: Config, run_dir: Path, starter: RankStarter) -> int:
     # Slow imports, after the lock: a second run is refused at once.
     from rlhf.checkpoint.remote.copies import copy_pending
-    from rlhf.checkpoint.start.run_dir import finished_step, prepare, read_run_file
-    from rlhf.storage.files import replace_durably
+    from rlhf.checkpoint.run_file import read_run_file
+    from rlhf.checkpoint.start.preparation import finished_step, prepare
+    from rlhf.ranks.coordinator import Coordinator, LoneTransport
     from rlhf.tracking import Tracker, write_report
 
     starter.check_devices()
     wait_for_ranks(run_dir)
-    prepare(config)
-    step = finished_step(config)
+    alone = Coordinator(LoneTransport())
+    prepare(run_dir, config.trainer, config.checkpoint, alone)
+    step = finished_step(run_dir, config.trainer, alone)
     if step is not None:
         log.info(
             "The run in %s is finished at step %d. To continue it, raise trainer.total_training_steps "
@@ -74,7 +77,7 @@ def _supervise_locked(config: Config, run_dir: Path, starter: RankStarter) -> in
         tracker = Tracker(config.trainer, config.tracking, asdict(config), run_dir, run_id)
         tracker.start(step)
         tracker.finish()
-        copy_pending(config)
+        copy_pending(run_dir, config.trainer, config.checkpoint)
         log.info("Done.\n%s", write_report(run_dir))
         return EXIT_DONE
     replace_durably(run_dir / RESOLVED, to_yaml(config))

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from rlhf.errors import UserError
 from rlhf.models.loading import ModelSource, fingerprint, resolve_path
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.files import make_new_dir, write_small
 from rlhf.storage.shards import DTYPE_NAMES
 
 log = logging.getLogger(__name__)
@@ -246,6 +247,6 @@ def _send(contents: dict[str, bytes], reader: int, coordinator: Coordinator, dev
 
 
 def _write(contents: Mapping[str, bytes], folder: Path) -> None:
-    folder.mkdir()
+    make_new_dir(folder)
     for name, content in contents.items():
-        (folder / name).write_bytes(content)
+        write_small(folder / name, content)

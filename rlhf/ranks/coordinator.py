@@ -1,17 +1,16 @@
 """Coordinator of the ranks' work on the run directory: one leader touches it, and its outcome, good or bad, is everyone's outcome.
 
 Where nodes have disks of their own, there is one such leader for each storage domain. How objects get from rank to rank is the
-business of a `Transport`, in a run always gloo.
+business of a `Transport`: between the ranks of a run gloo, in a process alone none. Imports no torch.
 """
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch.distributed as dist
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -55,70 +54,36 @@ class Transport(Protocol):
     def scatter(self, values: Sequence[Any] | None, source: int) -> Any:
         """This rank's of the `values` of the rank `source`, one for each rank; None on all others."""
 
-    def send(self, block: Tensor, to: int) -> None:
+    def send(self, block: "Tensor", to: int) -> None:
         """Hand `block`, bytes in the memory of the CPU, to a rank that calls `receive` with as many. Only these two take part."""
 
-    def receive(self, block: Tensor, source: int) -> None:
+    def receive(self, block: "Tensor", source: int) -> None:
         """Fill `block` with what the rank `source` sends."""
 
 
-@contextmanager
-def _collective() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise LostPeer(f"a rank is gone, or did not answer in time: {error}") from error
+class LoneTransport:
+    """Transport of a process that acts alone, whatever group it may belong to."""
 
+    rank, world_size = 0, 1
 
-class GlooTransport:
-    """Transport over a gloo group of its own; a world of one without an initialised process group.
-
-    A call may take `timeout`, by default as long as one of the training's group.
-    """
-
-    def __init__(self, timeout: timedelta | None = None) -> None:
-        self.rank, self.world_size, self._group = 0, 1, None
-        if dist.is_initialized():
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            if self.world_size > 1:
-                # A group of its own: object collectives on the training group would order themselves between its tensors.
-                self._group = dist.new_group(backend="gloo", timeout=timeout)
-
-    def another(self, timeout: timedelta) -> "GlooTransport":
-        return GlooTransport(timeout)
+    def another(self, timeout: timedelta) -> "LoneTransport":
+        return self
 
     def gather(self, value: Any) -> list[Any]:
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        with _collective():
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+        return [value]
 
     def broadcast(self, value: Any, source: int) -> Any:
-        if self._group is None:
-            return value
-        values = [value]
-        with _collective():
-            dist.broadcast_object_list(values, src=source, group=self._group)
-        return values[0]
+        return value
 
     def scatter(self, values: Sequence[Any] | None, source: int) -> Any:
-        if self._group is None:
-            assert values is not None
-            return values[0]
-        received: list[Any] = [None]
-        with _collective():
-            dist.scatter_object_list(received, None if values is None else list(values), src=source, group=self._group)
-        return received[0]
+        assert values is not None
+        return values[0]
 
-    def send(self, block: Tensor, to: int) -> None:
-        with _collective():
-            dist.send(block, to, group=self._group)
+    def send(self, block: "Tensor", to: int) -> None:
+        raise ValueError("nobody is there to send to")
 
-    def receive(self, block: Tensor, source: int) -> None:
-        with _collective():
-            dist.recv(block, source, group=self._group)
+    def receive(self, block: "Tensor", source: int) -> None:
+        raise ValueError("nobody is there to receive from")
 
 
 class Coordinator:
@@ -129,7 +94,11 @@ class Coordinator:
     """
 
     def __init__(self, transport: Transport | None = None, domains: Sequence[int] | None = None) -> None:
-        self._transport: Transport = transport or GlooTransport()
+        if transport is None:
+            from rlhf.ranks.gloo import GlooTransport
+
+            transport = GlooTransport()
+        self._transport = transport
         self.rank, self.world_size = self._transport.rank, self._transport.world_size
         self.domains = list(domains or [0] * self.world_size)
 
@@ -195,11 +164,11 @@ class Coordinator:
         outcomes: list[Any] = self.everywhere(lambda: action() if self.leads_domain else None)
         return [outcomes[leader] for leader in self.domain_leaders]
 
-    def send(self, block: Tensor, to: int) -> None:
+    def send(self, block: "Tensor", to: int) -> None:
         """Hand `block`, bytes in the memory of the CPU, to a rank that calls `receive` with as many. Only these two take part."""
         self._transport.send(block, to)
 
-    def receive(self, block: Tensor, source: int) -> None:
+    def receive(self, block: "Tensor", source: int) -> None:
         """Fill `block` with what the rank `source` sends."""
         self._transport.receive(block, source)
 

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from rlhf.storage.files import make_dir, remove_file, rename
+
 STATUS_DIR = "status"
 STARTING = "start"
 """The event of a rank that has announced none yet."""
@@ -66,14 +68,14 @@ class StatusWriter:
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         path = run_dir / STATUS_DIR / f"rank_{rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_dir(path.parent)
         answer_with_stacks(stacks_file(run_dir, rank))
         self._lock = threading.Lock()
         self._status = RankStatus(None, STARTING, time.time(), None, threading.get_ident())
         new = path.with_suffix(".new")
         self._fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._write(self._status)
-        new.replace(path)
+        rename(new, path)
 
     def event(self, step: int | None, event: str) -> None:
         """Note that `event` happens now, in `step` (None before the first one is known).
@@ -138,7 +140,7 @@ def read_statuses(run_dir: Path) -> dict[int, RankStatus]:
 def clear_statuses(run_dir: Path) -> None:
     """Forget the evidence of an earlier attempt."""
     for path in (run_dir / STATUS_DIR).glob("rank_*.json"):
-        path.unlink()
+        remove_file(path)
 
 
 def answer_with_stacks(path: Path) -> None:
@@ -160,5 +162,5 @@ def keep_stacks(run_dir: Path) -> list[Path]:
         number += 1
     for path in sorted(folder.glob("stacks_rank_*.txt")):
         if path.stat().st_size:
-            kept.append(path.rename(folder / path.name.replace("stacks", f"hang_{number}")))
+            kept.append(rename(path, folder / path.name.replace("stacks", f"hang_{number}")))
     return kept

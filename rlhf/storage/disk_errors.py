@@ -1,11 +1,12 @@
-"""What can go wrong with a checkpoint: it is damaged, or it could not be written."""
+"""Errors of checkpoints on disk: one is damaged, or could not be saved; and which a restart cannot cure."""
 
 import errno
 
 UNFIXABLE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
 """Conditions of the disk that a restart meets again: full, over quota or file size limit, not permitted, read-only."""
 UNREADABLE_ERRNOS = {errno.EIO, errno.EUCLEAN, errno.EBADMSG}
-"""What file systems answer when a disk has lost data: an input/output error, a broken structure, a checksum that does not match."""
+"""What file systems answer when a disk has lost data: an input/output error, a broken structure, a checksum that does
+not match."""
 
 
 class DamagedCheckpoint(Exception):

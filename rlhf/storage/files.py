@@ -1,27 +1,28 @@
-"""Bytes to disk and back: every file is hashed from memory while it is written, flushed and fsynced before anyone counts on it."""
+"""File operations: all that writes, syncs, renames, links or removes in a run directory is one of these functions.
+
+What a power cut must not take back is `..._durably`; everything else is for files that a crash makes worthless.
+"""
 
 import json
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from rlhf.events import announce
+from rlhf.storage.hashing import BLOCK, BlockHashes
 from rlhf.storage.layout import TEMPORARY
-
-CHUNK = 8 << 20
-BLOCK = 4 << 20
-"""Bytes that have a hash of their own, so that a part of a file can be checked without reading the rest."""
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One file of a checkpoint: path relative to it, size in bytes, and the xxh3-128 of each block of 4 MiB in hex, one after the other.
+    """One file of a checkpoint: path relative to it, size in bytes, and the xxh3-128 in hex of each block, one after
+    the other.
 
-    A file of one block thus has the hash that `xxhsum -H2` prints.
+    A file of one block (4 MiB) thus has the hash that `xxhsum -H2` prints.
     """
 
     path: str
@@ -29,58 +30,30 @@ class WrittenFile:
     xxh3_128: str
 
 
-class BlockHashes:
-    """The hashes of a stream's blocks."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._done: list[str] = []
-        self._digest = xxhash.xxh3_128()
-
-    def update(self, view: memoryview) -> None:
-        """The next bytes, any number of them."""
-        while view:
-            part = view[: BLOCK - self.size % BLOCK]
-            self._digest.update(part)
-            self.size += len(part)
-            view = view[len(part) :]
-            if self.size % BLOCK == 0:
-                self._done.append(self._digest.hexdigest())
-                self._digest.reset()
-
-    def hexdigests(self) -> str:
-        """One hash per started block, one after the other; empty for no bytes."""
-        return "".join(self._done) + (self._digest.hexdigest() if self.size % BLOCK else "")
-
-
 def write_file(root: Path, path: str, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
-    """Write `chunks` to the new file `root/path`, fsync it, and return its hashes, computed from the memory that was written.
+    """Write `chunks` to the new file `root/path`, fsync it, and return its hashes, computed from the memory that was
+    written.
 
     Raises FileExistsError when the file is there already: nothing is ever overwritten in place.
     """
     target = root / path
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_dir(target.parent)
     hashes = BlockHashes()
-    try:
-        with target.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
-            for number, chunk in enumerate(chunks):
-                view = memoryview(chunk).cast("B")
-                # In memory, writing takes three times as long as hashing: where a core is free, the hash takes no time.
-                hashing = beside.submit(hashes.update, view) if len(view) >= BLOCK else None
-                if hashing is None:
-                    hashes.update(view)
-                while view:
-                    view = view[file.write(view) :]
-                if hashing is not None:
-                    hashing.result()
-                if number == 0:  # of a safetensors file the header without its tensors: half written
-                    announce("commit.file_write")
-            announce("commit.fsync")
-            os.fsync(file.fileno())
-    except OSError as error:
-        # What write and fsync raise names no file, and with it the rank that failed.
-        error.filename = error.filename or str(target)
-        raise
+    with _naming(target), target.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+        for number, chunk in enumerate(chunks):
+            view = memoryview(chunk).cast("B")
+            # In memory, writing takes three times as long as hashing: where a core is free, the hash takes no time.
+            hashing = beside.submit(hashes.update, view) if len(view) >= BLOCK else None
+            if hashing is None:
+                hashes.update(view)
+            while view:
+                view = view[file.write(view) :]
+            if hashing is not None:
+                hashing.result()
+            if number == 0:  # of a safetensors file the header without its tensors: half written
+                announce("commit.file_write")
+        announce("commit.fsync")
+        os.fsync(file.fileno())
     return WrittenFile(path, hashes.size, hashes.hexdigests())
 
 
@@ -89,14 +62,84 @@ def write_json(root: Path, path: str, document: object) -> WrittenFile:
     return write_file(root, path, [(json.dumps(document, indent=1, sort_keys=True) + "\n").encode()])
 
 
-def hash_file(path: Path) -> tuple[int, str]:
-    """Size and hashes of a file on disk, as in `WrittenFile`."""
-    hashes = BlockHashes()
-    buffer = memoryview(bytearray(CHUNK))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            hashes.update(buffer[:count])
-    return hashes.size, hashes.hexdigests()
+def replace_durably(path: Path, content: str | bytes) -> None:
+    """Give the small file `path` new content; whatever happens, a reader sees the old or the new one, whole."""
+    fresh = path.with_name(f"{TEMPORARY}{path.name}")
+    with fresh.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    fsync_dir(path.parent)
+
+
+def append_durably(path: Path, content: bytes, event: str | None = None) -> None:
+    """Add `content` to the end of a file, made if it is not there.
+
+    `event` is announced when it is written and not synced yet.
+    """
+    fresh = not path.exists()
+    with path.open("ab") as file:
+        file.write(content)
+        file.flush()
+        if event is not None:
+            announce(event)
+        os.fsync(file.fileno())
+    if fresh:
+        fsync_dir(path.parent)
+
+
+def truncate(path: Path, size: int) -> None:
+    """Cut a file off after `size` bytes."""
+    os.truncate(path, size)
+
+
+def write_small(path: Path, content: bytes) -> None:
+    """Write a small file that nobody needs after a crash, such as one in a temporary folder; over what is there."""
+    path.write_bytes(content)
+
+
+def write_range(path: Path, size: int, offset: int, content: memoryview) -> None:
+    """Write `content` at `offset` of a file of `size` bytes, empty elsewhere and made if it is not there.
+
+    Nothing is synced.
+    """
+    make_dir(path.parent)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with _naming(path):
+            os.ftruncate(descriptor, size)
+            written = 0
+            while written < len(content):
+                written += os.pwrite(descriptor, content[written:], offset + written)
+    finally:
+        os.close(descriptor)
+
+
+def create_empty(path: Path) -> Path:
+    """Make a new file of no bytes, and its folder if need be; raises FileExistsError when it is there.
+
+    Returns `path`.
+    """
+    make_dir(path.parent)
+    path.touch(exist_ok=False)
+    return path
+
+
+def make_dir(path: Path) -> None:
+    """Make a directory and its parents, as far as they are not there."""
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def make_dir_durably(path: Path) -> None:
+    """The same, and its name survives a power cut."""
+    make_dir(path)
+    fsync_dir(path.parent)
+
+
+def make_new_dir(path: Path) -> None:
+    """Make a directory, and its parents if need be; raises FileExistsError when it is there."""
+    path.mkdir(parents=True)
 
 
 def fsync_dir(path: Path) -> None:
@@ -108,12 +151,53 @@ def fsync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_durably(path: Path, content: str | bytes) -> None:
-    """Give the small file `path` new content such that a reader sees the old or the new one, whole, whatever happens."""
-    fresh = path.with_name(f"{TEMPORARY}{path.name}")
-    with fresh.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
-    fsync_dir(path.parent)
+def fsync_tree(root: Path) -> None:
+    """Make the names in a directory and in all below it durable, the deepest first."""
+    for directory in sorted({root, *root.rglob("*/")}, key=lambda path: -len(path.parts)):
+        fsync_dir(directory)
+
+
+def rename(path: Path, target: Path) -> Path:
+    """Give a file or directory another name on the same disk; a file that has the name goes. Returns `target`."""
+    return path.rename(target)
+
+
+def rename_durably(path: Path, target: Path) -> Path:
+    """The same within one directory, and the new name survives a power cut."""
+    rename(path, target)
+    fsync_dir(target.parent)
+    return target
+
+
+def link(source: Path, target: Path) -> None:
+    """Give the file `source` the second name `target`."""
+    os.link(source, target)
+
+
+def remove_file(path: Path, *, missing_ok: bool = False) -> None:
+    """Remove a file or a link; raises FileNotFoundError when there is none, unless `missing_ok`."""
+    path.unlink(missing_ok=missing_ok)
+
+
+def remove_dir(path: Path, *, ignore_errors: bool = False) -> None:
+    """Remove a directory with all that it holds."""
+    shutil.rmtree(path, ignore_errors=ignore_errors)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory with all that it holds, or a file or link; raises FileNotFoundError when there is nothing."""
+    # A user may have moved a checkpoint to other storage and left a link; of that, only the link is ours to delete.
+    if path.is_dir() and not path.is_symlink():
+        remove_dir(path)
+    else:
+        remove_file(path)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Give errors a file name: what write and fsync raise has none, and with it the rank that failed."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

@@ -1,4 +1,4 @@
-"""Names inside a run directory and inside a checkpoint, and the scan that finds checkpoints. Imports no torch."""
+"""Names in a run directory and in a checkpoint, and the scan that finds checkpoints. Imports no torch."""
 
 import re
 import uuid
@@ -17,7 +17,7 @@ HISTORY = "metrics.jsonl"
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"
 PIN = ".upload-"
-"""Begins the name of a folder with hard links to the files of a checkpoint that is being copied to `checkpoint.remote`."""
+"""Begins the name of a folder of hard links to a checkpoint's files, which are being copied to `checkpoint.remote`."""
 
 _STEP_DIR = re.compile(r"global_step_(\d+)")
 _SET_ASIDE = re.compile(r"global_step_\d+\.(damaged|superseded|incomplete)-\d+")
@@ -35,7 +35,10 @@ def step_of(path: Path) -> int | None:
 
 
 def scan(run_dir: Path) -> list[Path]:
-    """Published directories by their names, newest step first. The scan is the truth, the pointer file a hint for people and tools."""
+    """Published directories by their names, newest step first.
+
+    The scan is the truth, the pointer file a hint for people and tools.
+    """
     if not run_dir.is_dir():
         return []
     found = {step: path for path in run_dir.iterdir() if (step := step_of(path)) is not None and path.is_dir()}
@@ -55,5 +58,5 @@ def fresh_name(prefix: str, what: str) -> str:
 
 
 def rank_file(rank: int) -> str:
-    """File name of one rank's part."""
+    """Name of the file with one rank's tensors."""
     return f"rank_{rank:05d}.safetensors"

@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint on the way in: each block is compared with its hash while it goes to where it belongs, several at a time.
+"""Checked reading of a checkpoint's files: each block is compared with its hash on the way to where it belongs.
 
 Imports no torch: `python -m rlhf.checkpoint verify` reads through it, too.
 """
@@ -14,10 +14,11 @@ from typing import Any
 import xxhash
 
 from rlhf.storage.disk_errors import DamagedCheckpoint, is_unreadable
-from rlhf.storage.files import BLOCK
+from rlhf.storage.hashing import BLOCK
 
 THREADS = 4
-# One read: small enough to be in the processor's cache when it is hashed. Also what a thread needs for bytes that nobody wants.
+# One read: small enough to be in the processor's cache when it is hashed. Also what a thread needs for bytes that
+# nobody wants.
 PART = 256 << 10
 HASH_DIGITS = 32
 BUFFERS_PER_READ = min(1024, os.sysconf("SC_IOV_MAX"))
@@ -29,8 +30,9 @@ Range = tuple[int, memoryview]
 class CheckedFiles:
     """The files below `root` as a manifest describes them (`files`: path -> size and hashes), read with proof.
 
-    Whatever is read raises DamagedCheckpoint, "<path>: <what is wrong>", unless each block that it touches is as it was written. What lies
-    in the destination is undefined then. `checked` has the numbers of the blocks that were proven, by path; `bytes_read` counts them.
+    Whatever is read raises DamagedCheckpoint, "<path>: <what is wrong>", unless each block that it touches is as it was
+    written. What lies in the destination is undefined then. `checked` has the numbers of the blocks that were proven,
+    by path; `bytes_read` counts them.
     """
 
     def __init__(self, root: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -131,7 +133,8 @@ def _damage(name: str) -> Iterator[None]:
 
 
 def _reads(position: int, end: int, wanted: list[Range], scratch: memoryview) -> Iterator[list[memoryview]]:
-    """The bytes [position, end) as lists of memory to be filled by one read each: `wanted` where it is, `scratch` in between."""
+    """The bytes [position, end) as lists of memory to be filled by one read each: `wanted` where it is, `scratch` in
+    between."""
     views: list[memoryview] = []
     filled = 0
     for start, into in [*wanted, (end, memoryview(b""))]:

@@ -1,8 +1,8 @@
-"""The logical format of tensors: a name, a global shape, and shards that are ranges of the flattened (row-major) tensor.
+"""Tensors on disk as shards: a name, a global shape, and ranges of the flattened (row-major) tensor.
 
-FSDP2's rows, ZeRO's flat partitions and an unsharded tensor are all such ranges, so what one backend wrote at one world size any other
-reads at any other. Shards lie in safetensors files, one per rank, as 1-D tensors; `index.json` beside them says which range is where, down
-to the byte of the file.
+FSDP2's rows, ZeRO's flat partitions and an unsharded tensor are all such ranges, so what one backend wrote at one world
+size any other reads at any other. Shards lie in safetensors files, one per rank, as 1-D tensors; `index.json` beside
+them says which range is where, down to the byte of the file.
 """
 
 import json
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import BLOCK, WrittenFile, write_file
+from rlhf.storage.files import WrittenFile, write_file
+from rlhf.storage.hashing import BLOCK
 from rlhf.storage.reading import CheckedFiles
 
 INDEX = "index.json"
@@ -38,10 +39,10 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a named tensor.
+    """One rank's range of a named tensor.
 
-    `local` is contiguous and holds elements [start, start + local.numel()) of the flattened tensor of `shape`. `owner` says whether this
-    rank saves it (a replicated tensor has one owner); every rank loads what its `local` covers.
+    `local` is contiguous and holds elements [start, start + local.numel()) of the flattened tensor of `shape`. `owner`
+    says whether this rank saves it (a replicated tensor has one owner); every rank loads what its `local` covers.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +52,7 @@ class Shard:
 
 
 Shards = Mapping[str, Shard]
-"""Tensor name -> this rank's part."""
+"""Tensor name -> this rank's shard."""
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -62,7 +63,8 @@ def as_bytes(tensor: Tensor) -> memoryview:
 def safetensors_chunks(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, tensor by tensor, without a copy of CPU tensors: ready to be hashed and written."""
+    """The bytes of a safetensors file, tensor by tensor, without a copy of CPU tensors: ready to be hashed and
+    written."""
     yield _header(tensors, metadata)[0]
     for tensor in tensors.values():
         if tensor.numel():
@@ -92,7 +94,8 @@ def write_shards(root: Path, folder: str, file_name: str, shards: Shards) -> tup
     The share names every shard, owned or not, so that the merge sees a tensor that no rank owns.
     """
     flat = {name: p.local.detach().reshape(-1) for name, p in shards.items() if p.owner and p.local.numel()}
-    # Step counts, which one rank writes and all read, next to each other: scattered, they would make all ranks read all of its file.
+    # Step counts, which one rank writes and all read, next to each other: scattered, they would make all ranks read all
+    # of its file.
     flat = dict(sorted(flat.items(), key=lambda item: item[1].numel() > 1))
     offsets = _header(flat)[1]
     index = {}
@@ -108,15 +111,19 @@ def write_shards(root: Path, folder: str, file_name: str, shards: Shards) -> tup
     return [write_file(root, f"{folder}/{file_name}", safetensors_chunks(flat))], index
 
 
-def merge_indices(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The component's index from the ranks' shares, shards in order. Raises ValueError when shards overlap or leave a gap."""
+def merge_indices(shares: list[dict[str, Any]]) -> dict[str, Any]:
+    """The component's index from the ranks' shares, shards in order.
+
+    Raises ValueError when shards overlap or leave a gap.
+    """
     merged: dict[str, Any] = {}
-    for part in parts:
-        for name, entry in part.items():
+    for share in shares:
+        for name, entry in share.items():
             known = merged.setdefault(name, {**entry, "shards": []})
             if (known["dtype"], known["shape"]) != (entry["dtype"], entry["shape"]):
                 raise ValueError(
-                    f"ranks disagree about {name}: {known['dtype']}{known['shape']} and {entry['dtype']}{entry['shape']}"
+                    f"ranks disagree about {name}: {known['dtype']}{known['shape']} and "
+                    f"{entry['dtype']}{entry['shape']}"
                 )
             known["shards"].extend(entry["shards"])
     for name, entry in merged.items():
@@ -152,7 +159,8 @@ class TensorReader:
 
     @classmethod
     def of_whole_tensors(cls, files: CheckedFiles, folder: str, file_names: Iterable[str]) -> "TensorReader":
-        """Over plain safetensors files of `folder`, such as a Hugging Face folder's, each tensor whole in one of them."""
+        """Over plain safetensors files of `folder`, such as a Hugging Face folder's, each tensor whole in one of
+        them."""
         index = {}
         for file_name in file_names:
             length = 8 + int.from_bytes(files.start(f"{folder}/{file_name}", 8), "little")
@@ -169,7 +177,8 @@ class TensorReader:
         return cls(files, folder, index)
 
     def mismatches(self, shards: Shards) -> list[str]:
-        """How the stored names, shapes and types differ from those of `shards`; empty when they are the same architecture."""
+        """How the stored names, shapes and types differ from those of `shards`; empty when they are the same
+        architecture."""
         stored = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in self.index.items()}
         wanted = {name: (DTYPE_NAMES[shard.local.dtype], shard.shape) for name, shard in shards.items()}
         lines = [f"{name} is not in the checkpoint" for name in wanted.keys() - stored.keys()]
@@ -212,7 +221,8 @@ class TensorReader:
             local.copy_(flat.view(local.shape))
 
     def _locate(self, name: str, start: int, into: Tensor, wanted: dict[str, list[tuple[int, Tensor]]]) -> None:
-        """Add to `wanted` where in which files the elements of a tensor from `start` on lie, with the parts of `into` for them."""
+        """Add to `wanted` where in which files the elements of a tensor from `start` on lie, with the parts of `into`
+        for them."""
         stop, filled = start + into.numel(), 0
         for stored in self.index[name]["shards"]:
             low, high = max(start, stored["start"]), min(stop, stored["stop"])
@@ -236,7 +246,8 @@ class TensorReader:
 
 
 def read_through(landing: Tensor, files: CheckedFiles, name: str, wanted: list[tuple[int, Tensor]]) -> None:
-    """Fill the bytes of `wanted` from their positions in a file, a window of the file at a time, by way of the CPU tensor `landing`.
+    """Fill the bytes of `wanted` from their positions in a file, a window of the file at a time, by way of the CPU
+    tensor `landing`.
 
     Its size is a multiple of BLOCK, so that no block is read twice.
     """

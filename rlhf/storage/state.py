@@ -1,4 +1,4 @@
-"""Protocols of what a checkpoint stores: state as shards, plain values or tensors of one rank, handed over by whoever owns it."""
+"""State that a checkpoint stores, as protocols that its owners fulfil: shards, plain values, tensors of one rank."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ class TrainState(Protocol):
 
 
 class MovingReference(Protocol):
-    """A reference policy that moves in the course of the run, as the checkpoint sees it: weights that few saves find changed."""
+    """A reference policy that moves, as the checkpoint sees it: weights that few saves find changed."""
 
     updated_at: int
     """The step after which it last changed; 0 at the start. The same on every rank."""
@@ -44,7 +44,7 @@ class MovingReference(Protocol):
 
 
 class Stateful(Protocol):
-    """A part of the driver state: plain values, the same on every rank."""
+    """State that goes along with the driver's: plain values, the same on every rank."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that its future depends on, JSON-able."""
@@ -54,10 +54,11 @@ class Stateful(Protocol):
 
 
 class Carried(Protocol):
-    """Tensors that each rank holds for itself and takes along to later steps, such as what dynamic sampling carries over."""
+    """Tensors that each rank takes along to later steps for itself, such as what dynamic sampling carries over."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """This rank's, by name; empty when there are none. Collective: each save asks on every rank."""
 
     def load_tensors(self, saved: list[dict[str, Tensor]]) -> None:
-        """Take over the `tensors` of these ranks and forget all others: one entry per rank that had any, none to many of them."""
+        """Take over the `tensors` of these ranks and forget all others: one entry per rank that had any, none to many
+        of them."""

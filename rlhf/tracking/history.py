@@ -1,12 +1,11 @@
 """metrics.jsonl: one JSON object per step, on disk before the call returns. Every other tracker is derived from it."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError
-from rlhf.storage.files import replace_durably
+from rlhf.storage.files import append_durably, make_dir, replace_durably
 
 Record = dict[str, Any]
 """`{"step": n, "reward/mean": 0.5, ...}`: an int and then floats or ints by metric name."""
@@ -31,16 +30,12 @@ class History:
             TypeError: a value that JSON lacks (a tensor, say); nothing is written.
             OSError: the disk is full, or the file can't be written.
         """
-        line = _line(record)
-        with self.path.open("ab") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        append_durably(self.path, _line(record))
 
     def truncate_after(self, step: int) -> None:
         """Keep the records up to and including `step`, drop the rest and a torn last line; atomic."""
         kept = [record for record in self.records() if record["step"] <= step]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_dir(self.path.parent)
         replace_durably(self.path, b"".join(map(_line, kept)))
 
     def records(self) -> list[Record]:

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from rlhf.storage.files import replace_durably
+from rlhf.storage.files import make_dir, replace_durably
 from rlhf.tracking.history import History, Record
 
 SMOOTHING_STEPS = 10
@@ -24,7 +24,7 @@ def write_report(run_dir: Path) -> str:
     records = History(run_dir / "metrics.jsonl").records()
     report = _summarize(records, _newest_checkpoint(run_dir))
     folder = run_dir / "report"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_dir(folder)
     replace_durably(folder / "report.json", json.dumps(report, indent=1).encode() + b"\n")
     replace_durably(folder / "reward.png", _plot(report))
     return _text(report, folder)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config import TrainerConfig, WandbConfig
+from rlhf.storage.files import make_dir, rename
 from rlhf.tracking.history import Record
 
 logger = logging.getLogger(__name__)
@@ -97,10 +98,10 @@ class Wandb:
         # `wandb sync <run_dir>/wandb/offline-run-*` must find each step in one file only.
         superseded = self._run_dir / "wandb" / "superseded"
         for segment in sorted((self._run_dir / "wandb").glob(f"offline-run-*-{self._run_id}")):
-            superseded.mkdir(exist_ok=True)
+            make_dir(superseded)
             # Segments are named by the second they began in, and a roll-back can follow within it.
             names = (superseded / f"{segment.name}.{n}" for n in count(1))
-            segment.rename(next(name for name in names if not name.exists()))
+            rename(segment, next(name for name in names if not name.exists()))
 
     @staticmethod
     def _on_stop_button() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from rlhf.checkpoint.commit.manifest import verify
-from rlhf.checkpoint.start.run_dir import prepare
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import LostPeer
@@ -17,6 +16,7 @@ from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import TEMPORARY, step_dir
 from tests.support.checkpoints import PlainRole, make_checkpointer
 from tests.support.saving_behind import DEADLINE_S, Run, on_ranks, published, saving_behind
+from tests.support.sections import prepare
 from tests.support.thread_ranks import in_front, run_thread_ranks, subscribe
 
 

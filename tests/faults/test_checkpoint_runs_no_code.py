@@ -13,9 +13,9 @@ import torch
 from rlhf.checkpoint.commit.manifest import _text, read_manifest
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import hash_file
 from rlhf.storage.layout import step_dir
 from tests.support.checkpoints import PlainRole, files_of, make_checkpointer, make_config, resume, save_steps
+from tests.support.hashes import hash_file
 
 
 class Bomb:

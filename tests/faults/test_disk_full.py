@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from rlhf.checkpoint.commit.manifest import verify
-from rlhf.checkpoint.start.run_dir import prepare
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import SaveFailed
@@ -30,6 +29,7 @@ from tests.support.checkpoints import (
     run_ranks,
 )
 from tests.support.published import eventually
+from tests.support.sections import prepare
 from tests.support.thread_ranks import make_coordinator, messages, run_thread_ranks, subscribe
 
 FLOATS = 200_000  # 0.8 MB of weights and as much of moments over all ranks

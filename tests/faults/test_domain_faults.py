@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.checkpoint.commit import publication
+from rlhf.checkpoint.save import draft as save_draft
 from rlhf.checkpoint.start import domains
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import LostPeer
@@ -159,8 +160,12 @@ def fail_on_one(rank: int, tmp_path: Path, where: str) -> tuple[str, bool, list[
             full = type("Full", (), {"f_bavail": 0, "f_frsize": 4096})()
             broken.enter_context(replaced(os, "statvfs", lambda path: full))
         elif rank == 1:
-            name = {"begin": "link", "manifest": "seal", "rename": "rename"}[where]
-            broken.enter_context(replaced(publication, name, failing))
+            module, name = {
+                "begin": (save_draft, "_link_folder"),
+                "manifest": (publication, "_seal"),
+                "rename": (publication, "_give_name"),
+            }[where]
+            broken.enter_context(replaced(module, name, failing))
         try:
             run.checkpointer.save(run.driver.step)
             run.checkpointer.finish()

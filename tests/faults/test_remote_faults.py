@@ -11,11 +11,8 @@ from pathlib import Path
 import pytest
 
 from rlhf.checkpoint.commit.manifest import verify
-from rlhf.checkpoint.remote import copies as remote_copies
+from rlhf.checkpoint.remote import copies as copies_module
 from rlhf.checkpoint.remote import remote_start, retries
-from rlhf.checkpoint.remote.copies import RemoteCopies
-from rlhf.checkpoint.remote.remote_start import open_remote
-from rlhf.checkpoint.remote.remote_store import RemoteStore
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.storage.layout import MANIFEST, PIN, scan, step_dir
@@ -32,6 +29,7 @@ from tests.support.remotes import (
     save,
     start_there,
 )
+from tests.support.sections import open_remote, remote_copies, remote_store, restore
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +51,7 @@ def there(tmp_path: Path, step: int) -> Path:
 
 def assert_intact(config: Config, tmp_path: Path, *steps: int) -> None:
     """The remote folder holds exactly these steps, each equal to the local checkpoint."""
-    assert complete_steps(config) == RemoteStore(config).steps() == list(steps)
+    assert complete_steps(config) == remote_store(config).steps() == list(steps)
     for step in steps:
         verify(there(tmp_path, step))
         assert (there(tmp_path, step) / MANIFEST).read_bytes() == (
@@ -67,13 +65,13 @@ def test_every_kth_call_fails(tmp_path, url, k):
     config = make_run(tmp_path / "a", 2, 4, 6, remote=url)
     config.checkpoint.remote_max_to_keep = 2
     WEATHER.fail_every(k)
-    copies = RemoteCopies(config)
+    copies = remote_copies(config)
     copies.start()
     assert copies.finish(DEADLINE_S) == []
     assert copies.metrics()["perf/remote_failures"] >= 5
     other = on_empty_disk(config, tmp_path / "b")
-    store = RemoteStore(other)
-    assert remote_start.restore(store, other, None) == 6
+    store = remote_store(other)
+    assert restore(store, other, None) == 6
     WEATHER.__init__()
     assert_intact(config, tmp_path, 6, 4)
     assert_same_files(step_dir(config.run_dir, 6), step_dir(other.run_dir, 6))
@@ -93,7 +91,7 @@ def test_a_remote_that_dies_for_a_while(tmp_path, url, caplog):
 
     back = threading.Event()
     WEATHER.before = before
-    copies = RemoteCopies(config)
+    copies = remote_copies(config)
     copies.start()
     assert away.wait(DEADLINE_S)
     for step in (4, 6, 8):
@@ -156,7 +154,7 @@ def test_a_connection_that_hangs(tmp_path, url, caplog, monkeypatch):
     assert time.monotonic() - started < 10
 
     hung.clear()
-    monkeypatch.setattr(remote_copies, "STALLED_S", 0.5)
+    monkeypatch.setattr(copies_module, "STALLED_S", 0.5)
     assert copy_all(config) == []
     assert hung.is_set()
     assert "nothing moved for 0.5 s" in caplog.text
@@ -185,7 +183,7 @@ def test_a_remote_that_is_away_at_the_start(tmp_path, url, monkeypatch, caplog):
     assert store is not None
     WEATHER.before = before
     with pytest.raises(UserError, match="may hold checkpoints of this run and cannot be read"):
-        remote_start.restore(store, other, None)
+        restore(store, other, None)
     assert scan(other.run_dir) == []
 
 
@@ -194,9 +192,9 @@ def test_listing_that_fails_is_not_an_empty_folder(tmp_path, url):
     copy_all(config)
     WEATHER.fail_every(1)
     with pytest.raises(OSError, match="asked for by the test"):
-        RemoteStore(config).steps()
+        remote_store(config).steps()
     with pytest.raises(OSError, match="asked for by the test"):
-        RemoteStore(config).copy(2)
+        remote_store(config).copy(2)
 
 
 def test_a_full_disk_while_fetching_is_told_and_leaves_nothing(tmp_path, url):

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.commit import publication, retention
+from rlhf.checkpoint.commit import removal, retention
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.save.disk_space import bytes_freed_by, make_room
 from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.storage.files import remove
 from rlhf.storage.layout import PIN, POINTER, TRASH, step_dir
 from tests.support.checkpoints import flip_bit, listening
 from tests.support.published import publish, steps
@@ -129,7 +130,7 @@ def test_trash_is_room_to_come(disk):
         publish(disk, step, nbytes=4 * MIB)
     leave(disk, MIB)
     deleter = Deleter()
-    trash = publication.to_trash(step_dir(disk, 2))
+    trash = removal.to_trash(step_dir(disk, 2))
     for number in range(2000):
         (trash / f"{number}").touch()
     assert free(disk) < 4 * MIB
@@ -170,9 +171,9 @@ def test_a_copy_under_way_makes_way(disk, deleter):
     def make_way() -> None:
         for pin in pins:
             if pin.exists() and not (disk / pin.name.split("-")[1]).exists():
-                publication.delete(pin)
+                remove(pin)
 
-    publication.discard(step_dir(disk, 2))
+    removal.discard(step_dir(disk, 2))
     leave(disk, MIB)
     assert make_room(disk, 3 * MIB, never, deleter, DEADLINE_S, make_way) == []
     assert [pin.exists() for pin in pins] == [False, True, True]
@@ -228,6 +229,6 @@ def test_a_kill_in_the_middle_of_a_deletion_leaves_trash_for_the_next_start(tmp_
     [trash] = tmp_path.glob(f"{TRASH}*")
     assert 0 < len(list((trash / "many").iterdir())) < FILES  # the kill hit in between
     assert steps(tmp_path) == [4]
-    assert publication.clean_leftovers(tmp_path) == [trash.name]
+    assert removal.clean_leftovers(tmp_path) == [trash.name]
     assert {path.name for path in tmp_path.iterdir()} == {new.name, POINTER}
     verify(new)

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from rlhf.checkpoint.start.run_dir import prepare, read_run_file
+from rlhf.checkpoint.run_file import read_run_file
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.ranks.lock import run_lock
 from rlhf.ranks.status import StatusWriter
 from tests.support.checkpoints import make_config, run_ranks
+from tests.support.sections import prepare
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
 PROCESSES = 8

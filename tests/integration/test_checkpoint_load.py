@@ -10,10 +10,11 @@ from torch import Tensor
 
 from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.load.locations import FileLocations
-from rlhf.checkpoint.load.restoring import LoadResult, Throughput, load_state
+from rlhf.checkpoint.load.restoring import LoadResult, load_state
 from rlhf.checkpoint.save.snapshot import RunState
+from rlhf.checkpoint.throughput import Throughput
 from rlhf.config import Config
-from rlhf.storage.files import BLOCK
+from rlhf.storage.hashing import BLOCK
 from rlhf.storage.layout import step_dir
 from tests.support.checkpoints import PlainReference, PlainRole, make_checkpointer, make_config, make_driver, run_ranks
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks

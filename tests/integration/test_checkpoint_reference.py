@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rlhf.checkpoint.commit.manifest import read_manifest, verify
-from rlhf.checkpoint.start.run_dir import prepare
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -26,6 +25,7 @@ from tests.support.checkpoints import (
     resume,
     run_ranks,
 )
+from tests.support.sections import prepare
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks, subscribe
 
 DEADLINE_S = 90

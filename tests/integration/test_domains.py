@@ -8,13 +8,13 @@ import pytest
 
 from rlhf.checkpoint.commit.manifest import read_manifest, verify
 from rlhf.checkpoint.start import domains as storage_domains
-from rlhf.checkpoint.start.domain_start import finished_together
 from rlhf.checkpoint.start.domains import find_domains
 from rlhf.errors import UserError
 from rlhf.storage.layout import CONFIG, DRIVER_STATE, HISTORY, MANIFEST, RUN_FILE, scan, set_aside_dirs, step_dir
 from tests.support.checkpoints import equal_bits, files_of
 from tests.support.nodes import on_node, resume, save, start
 from tests.support.saving_behind import on_ranks, published
+from tests.support.sections import finished_step
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
 
@@ -142,7 +142,7 @@ def finished(rank: int, tmp_path: Path, nodes: list[int]) -> int | None:
     config.trainer.total_training_steps = 2
     coordinator = make_coordinator()
     coordinator.domains = find_domains(config.run_dir, coordinator)
-    return finished_together(config, coordinator)
+    return finished_step(config, coordinator)
 
 
 def test_a_finished_run_is_known_as_such(tmp_path):

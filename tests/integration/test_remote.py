@@ -11,10 +11,8 @@ import fsspec
 import pytest
 
 from rlhf.checkpoint.commit.manifest import read_manifest, verify, write_manifest
-from rlhf.checkpoint.remote import remote_start, retries
-from rlhf.checkpoint.remote.copies import RemoteCopies
-from rlhf.checkpoint.remote.remote_start import claim, open_remote
-from rlhf.checkpoint.remote.remote_store import COPY, RemoteStore
+from rlhf.checkpoint.remote import retries
+from rlhf.checkpoint.remote.remote_store import COPY
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import HISTORY, MANIFEST, PIN, RUN_FILE, scan, step_dir
@@ -35,6 +33,7 @@ from tests.support.remotes import (
     save,
     start_there,
 )
+from tests.support.sections import claim, open_remote, remote_copies, remote_store, restore
 from tests.support.undisturbed import EXPORT
 
 
@@ -114,7 +113,7 @@ def test_only_what_is_missing_is_copied(tmp_path):
 
 def test_a_published_checkpoint_is_copied_in_the_running_process(tmp_path, folder_url):
     config = make_run(tmp_path / "a", remote=folder_url)
-    copies = RemoteCopies(config)
+    copies = remote_copies(config)
     copies.start()
     for step in (2, 4):
         save(config, step)
@@ -134,13 +133,13 @@ def test_remote_retention_is_apart_from_the_local_one(tmp_path, url):
     config = make_run(tmp_path / "a", 2, 4, 6, 8, remote=url)
     config.checkpoint.remote_max_to_keep = 2
     assert copy_all(config) == []
-    assert complete_steps(config) == RemoteStore(config).steps() == [8, 6]
+    assert complete_steps(config) == remote_store(config).steps() == [8, 6]
     assert len(scan(config.run_dir)) == 4
 
     config.checkpoint.max_to_keep = 1
     save(config, 10)
     assert copy_all(config) == []
-    assert complete_steps(config) == RemoteStore(config).steps() == [10, 8]
+    assert complete_steps(config) == remote_store(config).steps() == [10, 8]
     assert [path.name for path in scan(config.run_dir)] == ["global_step_10"]
 
 
@@ -177,7 +176,7 @@ def test_local_retention_cannot_take_the_files_away(tmp_path, caplog):
 def test_a_checkpoint_that_is_gone_before_its_turn_is_passed_over(tmp_path, folder_url, caplog):
     caplog.set_level(logging.INFO)
     config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
-    copies = RemoteCopies(config)
+    copies = remote_copies(config)
     copies.published(step_dir(config.run_dir, 2))
     shutil.rmtree(step_dir(config.run_dir, 2))
     copies.start()
@@ -188,7 +187,7 @@ def test_a_checkpoint_that_is_gone_before_its_turn_is_passed_over(tmp_path, fold
 
 def test_room_for_a_save_goes_before_a_copy_that_nothing_else_keeps(tmp_path, caplog):
     config = make_run(tmp_path / "a", 2, remote=f"faulty://{tmp_path}/remote")
-    copies = RemoteCopies(config)
+    copies = remote_copies(config)
 
     def short_of_room(number: int, call: str, path: str) -> None:
         if call == "open wb" and "global_step_2" in path:
@@ -202,7 +201,7 @@ def test_room_for_a_save_goes_before_a_copy_that_nothing_else_keeps(tmp_path, ca
     WEATHER.before = short_of_room
     copies.start()
     assert copies.finish(DEADLINE_S) == []
-    assert complete_steps(config) == RemoteStore(config).steps() == []
+    assert complete_steps(config) == remote_store(config).steps() == []
     assert "a save needs its room" in caplog.text
 
 
@@ -210,7 +209,7 @@ def test_a_damaged_local_checkpoint_never_becomes_a_complete_copy(tmp_path, fold
     config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
     flip_a_byte(step_dir(config.run_dir, 4) / "actor/model/rank_00000.safetensors")
     assert copy_all(config) == []
-    assert complete_steps(config) == RemoteStore(config).steps() == [2]
+    assert complete_steps(config) == remote_store(config).steps() == [2]
     assert "differs from its hash" in caplog.text
 
 
@@ -287,7 +286,7 @@ def test_copies_of_another_format_are_neither_used_nor_removed(tmp_path, folder_
     shutil.rmtree(step_dir(config.run_dir, 2))
     save(config, 4)
     assert copy_all(config) == []
-    assert RemoteStore(config).steps() == [4, 2]
+    assert remote_store(config).steps() == [4, 2]
     assert "holds 1 checkpoints of other runs or versions" in caplog.text
 
 
@@ -354,8 +353,8 @@ def test_another_runs_folder_is_taken_over_when_asked_for(tmp_path, folder_url, 
     else:
         source = tmp_path / "elsewhere" / "global_step_1"
         config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", str(source)
-        store = RemoteStore(config)
-        assert remote_start.restore(store, config, source) is None
+        store = remote_store(config)
+        assert restore(store, config, source) is None
         identify(config, "run-new", resumed_from=str(source))
         claim(store, config, patient())
     config.checkpoint.remote_max_to_keep = 1
@@ -449,7 +448,7 @@ def test_s3_over_http(tmp_path, s3):
     config.checkpoint.remote_max_to_keep = 2
     assert open_remote(config) is not None
     assert copy_all(config) == []
-    assert complete_steps(config) == RemoteStore(config).steps() == [6, 4]
+    assert complete_steps(config) == remote_store(config).steps() == [6, 4]
     other = on_empty_disk(config, tmp_path / "b")
     assert start_there(other) == 6
     assert_same_files(step_dir(config.run_dir, 6), step_dir(other.run_dir, 6))

@@ -23,9 +23,13 @@ import rlhf
 from rlhf import events
 from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.checkpoint.checkpointer import Checkpointer
+from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.save.writer import Identity
+from rlhf.checkpoint.resolved_config import ResolvedConfig
+from rlhf.checkpoint.save.snapshot import RunState
 from rlhf.config import BackendConfig, Config, OptimConfig
+from rlhf.config.compare import check_resume
+from rlhf.config.resolved import from_yaml, to_yaml
 from rlhf.events import Listener
 from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
@@ -153,7 +157,10 @@ def make_checkpointer(
     roles = role if isinstance(role, Mapping) else {"actor": role}
     driver = driver or make_driver(step)
     coordinator = coordinator or make_coordinator()
-    return Checkpointer(config, coordinator, roles, driver, parts or {}, reference, fingerprints, carried)
+    resolved = ResolvedConfig(to_yaml(config), lambda stored: check_resume(from_yaml(stored), config))
+    identity = Identity.of_run(config.backend.name, resolved.text, fingerprints)
+    state = RunState(roles, driver, parts or {}, reference, carried)
+    return Checkpointer(config.run_dir, config.trainer, config.checkpoint, resolved, identity, coordinator, state)
 
 
 def make_driver(step: int = 0) -> DriverState:

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from rlhf.checkpoint.start.domain_start import finished_together, prepare_together
 from rlhf.checkpoint.start.domains import find_domains
 from rlhf.config import Config
 from rlhf.storage.layout import HISTORY
 from tests.support.checkpoints import make_config
 from tests.support.saving_behind import Run
+from tests.support.sections import finished_step, prepare
 from tests.support.thread_ranks import make_coordinator
 
 
@@ -23,7 +23,7 @@ def start(rank: int, config: Config) -> Run:
     """What a rank does before it trains."""
     coordinator = make_coordinator()
     coordinator.domains = find_domains(config.run_dir, coordinator)
-    prepare_together(config, coordinator)
+    prepare(config, coordinator)
     return Run(rank, config, coordinator)
 
 
@@ -46,4 +46,4 @@ def resume(rank: int, tmp_path: Path, nodes: list[int]) -> tuple[bool, dict, int
     config = on_node(tmp_path, nodes[rank])
     run = start(rank, config)
     resumed = run.checkpointer.resume()
-    return resumed, run.everything(), finished_together(config, run.coordinator)
+    return resumed, run.everything(), finished_step(config, run.coordinator)

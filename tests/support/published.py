@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit import publication
 from rlhf.checkpoint.commit.manifest import Manifest, describe
+from rlhf.ranks.coordinator import Coordinator, LoneTransport
 from rlhf.storage.files import write_file
 from rlhf.storage.layout import CONFIG, scan, step_of
 
@@ -31,7 +32,7 @@ def publish(
         files=describe(written),
         metrics=metrics or {},
     )
-    return publication.publish(run_dir, temporary, manifest)
+    return publication.publish(run_dir, temporary, manifest, Coordinator(LoneTransport()))
 
 
 def steps(run_dir: Path) -> list[int | None]:

@@ -17,9 +17,6 @@ import fsspec
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 
 from rlhf.checkpoint.commit.manifest import read_manifest
-from rlhf.checkpoint.remote.copies import RemoteCopies
-from rlhf.checkpoint.remote.remote_start import claim, restore
-from rlhf.checkpoint.remote.remote_store import RemoteStore
 from rlhf.checkpoint.remote.retries import Retries
 from rlhf.config import Config
 from rlhf.events import LISTENER_VARIABLE
@@ -27,6 +24,7 @@ from rlhf.ranks.parent import SUPERVISOR_PID
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import HISTORY, RUN_FILE
 from tests.support.checkpoints import PlainRole, files_of, make_config, save_steps
+from tests.support.sections import claim, remote_copies, remote_store, restore
 
 DEADLINE_S = 30.0
 KILL_VARIABLE = "RLHF_TEST_KILL_ONCE_COPIED"
@@ -159,7 +157,7 @@ def save(config: Config, *steps: int) -> None:
 
 def copy_all(config: Config, *, deadline_s: float = DEADLINE_S) -> list[int]:
     """One start of the copies to its end; returns the steps that it did not copy."""
-    copies = RemoteCopies(config)
+    copies = remote_copies(config)
     copies.start()
     return copies.finish(deadline_s)
 
@@ -174,7 +172,7 @@ def on_empty_disk(config: Config, folder: Path) -> Config:
 
 def start_there(config: Config, source: Path | None = None) -> int | None:
     """What a start does before the ranks: restore, identity, claim. Returns the step that was restored."""
-    store = RemoteStore(config)
+    store = remote_store(config)
     step = restore(store, config, source)
     if not (config.run_dir / RUN_FILE).exists():
         identify(config, "run-new")
@@ -188,7 +186,7 @@ def patient() -> Retries:
 
 def complete_steps(config: Config) -> list[int]:
     """The steps with a valid manifest in the remote folder."""
-    store = RemoteStore(config)
+    store = remote_store(config)
     return [step for step in store.steps() if store.copy(step) is not None]
 
 

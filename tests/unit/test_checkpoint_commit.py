@@ -3,15 +3,17 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checkpoint.commit import publication
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import describe, verify
-from rlhf.checkpoint.commit.publication import begin, clean_leftovers, discard, publish, set_aside
+from rlhf.checkpoint.commit.publication import begin, publish
+from rlhf.checkpoint.commit.removal import clean_leftovers, discard, set_aside
 from rlhf.checkpoint.commit.retention import apply
 from rlhf.checkpoint.save.snapshot import RunState, take_snapshot
 from rlhf.checkpoint.save.writer import write_checkpoint
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage import files
+from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.files import write_file
 from rlhf.storage.layout import POINTER, scan, set_aside_dirs, step_dir
 from tests.support.checkpoints import IDENTITY, PlainReference, PlainRole, files_of, listening, make_driver
@@ -82,8 +84,8 @@ def test_a_link_is_made_in_the_temporary_directory_and_made_durable_with_it(tmp_
     reference = PlainReference()
     save(tmp_path, 2, reference=reference)
     fsynced = []
-    fsync = publication.fsync_dir
-    monkeypatch.setattr(publication, "fsync_dir", lambda path: (fsynced.append(path.name), fsync(path)))
+    fsync = files.fsync_dir
+    monkeypatch.setattr(files, "fsync_dir", lambda path: (fsynced.append(path.name), fsync(path)))
     witness = Witness(tmp_path)
     with listening(witness):
         save(tmp_path, 4, reference=reference, reference_at=step_dir(tmp_path, 2))
@@ -98,16 +100,14 @@ def test_a_link_is_made_in_the_temporary_directory_and_made_durable_with_it(tmp_
 def test_everything_is_durable_before_it_is_counted_on(tmp_path, monkeypatch):
     """The order of system calls: each file is fsynced, then its folders, then the rename, then the parent, then the pointer."""
     calls: list[str] = []
-    fsync, rename, replace_ = publication.fsync_dir, Path.rename, publication.replace_durably
+    fsync, rename, replace_ = files.fsync_dir, Path.rename, Path.replace
 
     def where(path: Path) -> str:
         return str(path.relative_to(tmp_path)).partition("/")[2] if ".tmp-" in str(path) else path.name
 
-    monkeypatch.setattr(publication, "fsync_dir", lambda path: (calls.append(f"fsync {where(path)}"), fsync(path)))
+    monkeypatch.setattr(files, "fsync_dir", lambda path: (calls.append(f"fsync {where(path)}"), fsync(path)))
     monkeypatch.setattr(Path, "rename", lambda self, to: (calls.append(f"rename to {to.name}"), rename(self, to))[1])
-    monkeypatch.setattr(
-        publication, "replace_durably", lambda path, text: (calls.append(f"replace {path.name}"), replace_(path, text))
-    )
+    monkeypatch.setattr(Path, "replace", lambda self, to: (calls.append(f"replace {to.name}"), replace_(self, to))[1])
     with listening(lambda event: calls.append(event)):
         save(tmp_path, 2)
     calls = calls[calls.index("commit.manifest") :]
@@ -122,6 +122,7 @@ def test_everything_is_durable_before_it_is_counted_on(tmp_path, monkeypatch):
         f"fsync {tmp_path.name}",
         "commit.pointer",
         f"replace {POINTER}",
+        f"fsync {tmp_path.name}",
         "commit.published",
     ]
 
@@ -132,8 +133,9 @@ def test_a_published_step_is_never_overwritten(tmp_path):
     temporary = begin(tmp_path, 2)
     written = write_file(temporary, "driver_state.json", [b"{}"])
     manifest = replace(verify(step_dir(tmp_path, 2)), files=describe([written]))
-    with pytest.raises(FileExistsError, match="never overwritten"):
-        publish(tmp_path, temporary, manifest)
+    with pytest.raises(SaveFailed, match="never overwritten"):
+        publish(tmp_path, temporary, manifest, Coordinator())
+    assert not temporary.exists()
     assert {name: (step_dir(tmp_path, 2) / name).read_bytes() for name in files_of(step_dir(tmp_path, 2))} == before
     with pytest.raises(FileExistsError):
         write_file(step_dir(tmp_path, 2), "driver_state.json", [b"other"])

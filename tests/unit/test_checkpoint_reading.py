@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import BLOCK, hash_file, write_file
+from rlhf.storage.files import write_file
+from rlhf.storage.hashing import BLOCK
 from rlhf.storage.reading import PART, THREADS, CheckedFiles
 from rlhf.storage.shards import LANDING_BYTES, read_through
 from tests.support.checkpoints import equal_bits, flip_bit
+from tests.support.hashes import hash_file
 
 SIZE = 2 * BLOCK + 12345
 CONTENT = random.Random(7).randbytes(SIZE)

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import verify
-from rlhf.checkpoint.commit.publication import clean_leftovers, set_aside
+from rlhf.checkpoint.commit.removal import clean_leftovers, set_aside
 from rlhf.checkpoint.commit.retention import NO_FIGURE, apply, reasons, victims
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.storage.layout import MANIFEST, POINTER, TRASH, step_dir

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import hash_file, write_file, write_json
+from rlhf.storage.files import write_file, write_json
 from rlhf.storage.layout import rank_file
 from rlhf.storage.reading import CheckedFiles
 from rlhf.storage.shards import (
@@ -21,6 +21,7 @@ from rlhf.storage.shards import (
     write_shards,
 )
 from tests.support.checkpoints import equal_bits, files_of
+from tests.support.hashes import hash_file
 
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 dtypes = st.sampled_from(list(DTYPE_NAMES))

@@ -1,15 +1,19 @@
 import json
 import logging
 import os
+import subprocess
+import sys
 
 import pytest
 
 from rlhf.checkpoint.commit.publication import begin
-from rlhf.checkpoint.start.run_dir import finished_step, planned_steps, prepare, read_run_file, resume_source
+from rlhf.checkpoint.run_file import read_run_file
+from rlhf.checkpoint.start.run_dir import planned_steps, resume_source
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.storage.layout import POINTER, scan, step_dir, step_of
 from tests.support.checkpoints import PlainRole, flip_bit, make_checkpointer, make_config, resume, save_steps
+from tests.support.sections import finished_step, prepare
 
 
 @pytest.fixture
@@ -135,7 +139,7 @@ def test_fork_from_another_run_sets_own_checkpoints_aside_once(config, tmp_path)
     prepare(config)
     assert steps(config) == []
     assert {"global_step_2.superseded-1", "global_step_4.superseded-1"} < names(config)
-    assert resume_source(config) == source
+    assert resume_source(config.trainer) == source
     run = read_run_file(config.run_dir)
     assert run["resumed_from"] == str(source)
     assert run["run_id"] != before["run_id"]
@@ -248,12 +252,20 @@ def test_a_damaged_last_checkpoint_is_not_finished_and_is_left_for_the_ranks_to_
 def test_planned_steps():
     config = Config()
     config.trainer.total_training_steps, config.trainer.total_epochs = None, 3
-    assert planned_steps(config, 2.5) == 7
-    assert planned_steps(config, 0.1) == 1
+    assert planned_steps(config.trainer, 2.5) == 7
+    assert planned_steps(config.trainer, 0.1) == 1
     config.trainer.total_training_steps = 5
-    assert planned_steps(config, 2.5) == 5
+    assert planned_steps(config.trainer, 2.5) == 5
 
 
 def test_the_run_file_is_plain_json(config):
     prepare(config)
     assert set(json.loads((config.run_dir / "run.json").read_text())) == {"run_id"}
+
+
+def test_what_precedes_the_ranks_imports_no_torch():
+    modules = ["checkpoint.start.preparation", "checkpoint.start.domains", "checkpoint.remote.copies", "storage.files"]
+    script = f"import sys, {', '.join(f'rlhf.{name}' for name in modules)}; print('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
+    )

@@ -1,16 +1,19 @@
-"""Empties the trash behind the training. What it does not get to, or a kill leaves half deleted, goes at the next start."""
+"""Deletion of trash in a thread behind the training.
+
+What it does not get to, or a kill leaves half deleted, goes at the next start.
+"""
 
 import logging
 import threading
 from pathlib import Path
 
-from rlhf.checkpoint.commit.publication import delete
+from rlhf.storage.files import remove
 
 log = logging.getLogger(__name__)
 
 
 class Deleter:
-    """Deletes what was renamed to trash, one directory after another, in a thread that lives for as long as there is any."""
+    """Deletes what was renamed to trash, one directory after another, in a thread that lives while there is any."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -25,7 +28,8 @@ class Deleter:
                 threading.Thread(target=self._run, name="checkpoint-deleter", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all that was taken is gone (or was reported as not removable), at most `timeout_s` seconds; whether it is."""
+        """Wait until all that was taken is gone (or was reported as not removable), at most `timeout_s` seconds;
+        whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._trash, timeout_s)
 
@@ -33,7 +37,7 @@ class Deleter:
         while True:
             trash = self._trash[0]
             try:
-                delete(trash)
+                remove(trash)
             except OSError as error:
                 # It costs room, not the run.
                 log.error("%s could not be removed (%s); the next start tries again.", trash, error)

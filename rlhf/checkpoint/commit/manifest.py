@@ -1,4 +1,7 @@
-"""manifest.json: the list of what was committed and the proof that it is whole. A directory without a valid one is not a checkpoint."""
+"""manifest.json: the list of what was committed, and the proof that it is whole.
+
+A directory without a valid one is not a checkpoint.
+"""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -14,17 +17,22 @@ from rlhf.storage.reading import CheckedFiles
 
 FORMAT = 3
 DOMAINS = "domains"
-"""In a file's entry: the storage domains (see coordinator.py) that have it, at the save. Without it, each of them has."""
+"""In a file's entry: the storage domains (see `rlhf.ranks.coordinator`) that have it, at the save.
+
+Without it, each of them has.
+"""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. `files` maps each path to its size and hashes; the manifest's own text carries a checksum of itself.
+    """What a checkpoint holds. `files` maps each path to its size and hashes; the manifest's own text carries a
+    checksum of itself.
 
-    Where nodes have disks of their own, the same manifest lies on each, and the entries say which files are not on all of them (`DOMAINS`).
+    Where nodes have disks of their own, the same manifest lies on each, and the entries say which files are not on all
+    of them (`DOMAINS`).
 
-    `fingerprints` are of the files that settings name (`model.path` and so on). `linked` maps each folder whose files this save did not
-    write to the checkpoint that it shares them with. `metrics` are the figures of the step.
+    `fingerprints` are of the files that settings name (`model.path` and so on). `linked` maps each folder whose files
+    this save did not write to the checkpoint that it shares them with. `metrics` are the figures of the step.
     """
 
     step: int
@@ -56,14 +64,17 @@ class Manifest:
         return {name: entry for name, entry in self.files.items() if name.startswith(f"{folder}/")}
 
     def expected_at(self, root: Path) -> list[str]:
-        """The files that must lie at `root`: all of them or, on a disk that a node has for itself, those of its storage domain.
+        """The files that must lie at `root`: all of them or, on a disk that a node has for itself, those of its storage
+        domain.
 
         That is the domain of which most files are there. Files of others that are there as well count too.
         """
         domains = {domain for entry in self.files.values() for domain in entry.get(DOMAINS, ())}
         there = {name for name, entry in self.files.items() if DOMAINS not in entry or (root / name).is_file()}
-        parts = [{name for name, entry in self.files.items() if domain in entry.get(DOMAINS, ())} for domain in domains]
-        own = max(parts, key=lambda part: len(part & there), default=set())
+        by_domain = [
+            {name for name, entry in self.files.items() if domain in entry.get(DOMAINS, ())} for domain in domains
+        ]
+        own = max(by_domain, key=lambda names: len(names & there), default=set())
         return [name for name in self.files if name in there | own]
 
 
@@ -101,7 +112,8 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
     """The manifest whose file `path` holds the bytes `raw`; raises DamagedCheckpoint unless every one of them is as written."""
     try:
         payload = json.loads(raw)["payload"]
-        # One text per content: comparing whole texts also catches a flip that JSON would forgive, such as one in white space.
+        # One text per content: comparing whole texts also catches a flip that JSON would forgive, such as one in white
+        # space.
         if _text(payload) != raw:
             raise ValueError("its checksum does not match")
         if payload["format"] != FORMAT:
@@ -119,7 +131,8 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
 
 
 def verify_files(root: Path, manifest: Manifest, names: list[str] | None = None) -> list[str]:
-    """Compare files with the manifest (all, or `names`) by size and hashes; returns one line per damaged file, none when intact."""
+    """Compare files with the manifest (all, or `names`) by size and hashes; returns one line per damaged file, none
+    when intact."""
     files = CheckedFiles(root, manifest.files)
     problems = []
     for name in manifest.files if names is None else names:
@@ -132,7 +145,8 @@ def verify_files(root: Path, manifest: Manifest, names: list[str] | None = None)
 
 
 def verify(root: Path) -> Manifest:
-    """Read the manifest and check every file against it that must lie here; raises DamagedCheckpoint that lists what is wrong."""
+    """Read the manifest and check every file against it that must lie here; raises DamagedCheckpoint that lists what is
+    wrong."""
     manifest = read_manifest(root)
     if problems := verify_files(root, manifest, manifest.expected_at(root)):
         raise DamagedCheckpoint(f"{root} is damaged: " + "; ".join(problems))

@@ -1,16 +1,24 @@
-"""Publishing and removing whole directories, each by one rename, so that every kill leaves the old state or the new one."""
+"""Publication of a checkpoint on every storage domain in two phases; one disk is the case of one domain.
+
+Sealed everywhere, then renamed everywhere, then pointed to everywhere: nobody gives a checkpoint its name before
+everybody has it whole and durable under a temporary one. A kill leaves the old state or the new one on each disk; what
+it leaves between the renames of two disks is completed at the next start (`roll_forward`).
+"""
 
 import logging
-import os
-import shutil
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+
+import xxhash
 
 from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, read_manifest, write_manifest
+from rlhf.checkpoint.commit.pointer import point_to
+from rlhf.checkpoint.commit.removal import discard
 from rlhf.events import announce
-from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import fsync_dir, replace_durably
-from rlhf.storage.layout import POINTER, TEMPORARY, TRASH, fresh_name, scan, step_dir, step_of
+from rlhf.ranks.coordinator import Coordinator, LostPeer
+from rlhf.storage.disk_errors import DamagedCheckpoint, SaveFailed, is_unfixable
+from rlhf.storage.files import fsync_tree, make_new_dir, rename_durably
+from rlhf.storage.layout import MANIFEST, TEMPORARY, fresh_name, scan, step_dir
 
 log = logging.getLogger(__name__)
 
@@ -23,131 +31,128 @@ def temporary_name(step: int) -> str:
 def begin(run_dir: Path, step: int) -> Path:
     """A fresh, uniquely named temporary directory for the checkpoint of `step`, beside its final place."""
     temporary = run_dir / temporary_name(step)
-    temporary.mkdir(parents=True)
+    make_new_dir(temporary)
     return temporary
 
 
-def link(temporary: Path, source: Path, folder: str) -> dict[str, dict[str, Any]] | None:
-    """Give the new checkpoint the files of `source`'s `folder` as hard links; returns their entries for the manifest. Those that only
-    another storage domain has are left to that one's leader.
+def publish(run_dir: Path, temporary: Path, manifest: Manifest, coordinator: Coordinator) -> Path:
+    """Commit `temporary`, a directory of this name in every storage domain, as the checkpoint that `manifest`
+    describes. Collective.
 
-    None, with a line in the log and nothing left behind, where that cannot be: another file system, one without hard links, a source that
-    is gone. Two published checkpoints may share a file because nobody ever writes into one; the file system's link count keeps it for as
-    long as any checkpoint has it, whichever is removed first, so that retention needs to know nothing of it.
+    Raises SaveFailed on every rank when it is published nowhere, because a file is missing, a disk refuses, or the step
+    is published already: nothing is ever written into a published directory. Raises LostPeer when a rank is lost after
+    the renames.
     """
+    renamed: list[Path] = []
     try:
-        files = read_manifest(source).in_folder(folder)
-        (temporary / folder).mkdir(parents=True)
-        here = {name: entry for name, entry in files.items() if DOMAINS not in entry or (source / name).exists()}
-        for name in here:
-            announce("commit.link")
-            os.link(source / name, temporary / name)
-        return here
-    except (OSError, DamagedCheckpoint) as error:
-        log.warning("%s cannot be linked from %s and is written instead: %s", folder, source, error)
-        unlink(temporary, folder)
-        return None
+        coordinator.on_domain_leaders(lambda: _seal(temporary, manifest, coordinator))
+        coordinator.on_domain_leaders(lambda: renamed.append(_give_name(run_dir, temporary, manifest.step)))
+    except Exception as error:
+        raise give_up(run_dir, manifest.step, temporary, coordinator, error, renamed) from error
+    coordinator.on_domain_leaders(lambda: _point(run_dir, manifest.step, "commit.published"))
+    return step_dir(run_dir, manifest.step)
 
 
-def unlink(temporary: Path, folder: str) -> None:
-    """Take back what `link` has done for `folder`, if it has."""
-    if (temporary / folder).exists():
-        shutil.rmtree(temporary / folder)
+def give_up(
+    run_dir: Path,
+    step: int,
+    temporary: Path | None,
+    coordinator: Coordinator,
+    error: Exception,
+    renamed: Iterable[Path] = (),
+) -> SaveFailed:
+    """Remove what a save that failed with `error` has left in this rank's storage domain; returns what to raise."""
+    message = f"The checkpoint of step {step} in {run_dir} was not saved; earlier checkpoints are intact. {error}."
+    failed = SaveFailed(message, unfixable=is_unfixable(error))
+    lost = isinstance(error, LostPeer)
+    if not coordinator.leads_domain or (lost and len(coordinator.domain_leaders) > 1):
+        # A domain that was lost may have published its files. The next start completes this one or removes it.
+        return failed
+    for path in (temporary, *(() if lost else renamed)):
+        try:
+            if path is not None and path.exists():
+                discard(path)
+        except OSError as problem:
+            # Must not hide why the save failed, nor set this rank apart from the others.
+            log.warning("%s could not be removed (%s); the next start does it.", path, problem)
+    return failed
 
 
-def publish(run_dir: Path, temporary: Path, manifest: Manifest) -> Path:
-    """Commit: manifest, directories durable, rename into place, parent durable, and only then the pointer.
+def roll_forward(run_dir: Path, coordinator: Coordinator) -> None:
+    """Publish what a kill between the renames of two domains has left: a checkpoint that one has published is whole in
+    all of them.
 
-    Raises FileExistsError when the step is published already: nothing is ever written into a published directory.
+    Collective; only for a time when no save is in flight.
     """
-    seal(temporary, manifest)
-    final = rename(run_dir, temporary, manifest.step)
-    point_to(run_dir, manifest.step)
-    announce("commit.published")
-    return final
+    ready = coordinator.on_domain_leaders(lambda: _sealed(run_dir))
+    hashes = {found for sealed in ready for found in sealed.values()}
+    if not hashes:
+        return
+    named = coordinator.on_domain_leaders(lambda: {_manifest_hash(path) for path in scan(run_dir)} & hashes)
+    committed = set().union(*named)
+
+    def complete() -> None:
+        for name, manifest_hash in _sealed(run_dir).items():
+            step = _sealed_step(run_dir / name)
+            if manifest_hash in committed and step is not None and not step_dir(run_dir, step).exists():
+                _give_name(run_dir, run_dir / name, step)
+                _point(run_dir, step)
+                log.warning(
+                    "The commit of step %d was interrupted between the nodes' disks, and is complete now.", step
+                )
+
+    coordinator.on_domain_leaders(complete)
 
 
-def seal(temporary: Path, manifest: Manifest) -> None:
-    """Write the manifest and make all names in the directory durable: from now on one rename publishes it."""
+def _seal(temporary: Path, manifest: Manifest, coordinator: Coordinator) -> None:
+    """Write the manifest and make all names durable: from now on one rename publishes this domain's files."""
+    for name, entry in manifest.files.items():
+        if coordinator.domain in entry.get(DOMAINS, [coordinator.domain]) and not (temporary / name).is_file():
+            raise FileNotFoundError(
+                f"{name} was written and is not there for rank {coordinator.rank}: a file system that several nodes "
+                "share must show what another node has written (see trainer.default_local_dir)."
+            )
     announce("commit.manifest")
     write_manifest(temporary, manifest)
-    for directory in sorted({temporary, *temporary.rglob("*/")}, key=lambda p: -len(p.parts)):
-        fsync_dir(directory)
+    fsync_tree(temporary)
 
 
-def rename(run_dir: Path, temporary: Path, step: int) -> Path:
+def _give_name(run_dir: Path, temporary: Path, step: int) -> Path:
     """Give a sealed directory its final name, durably; raises FileExistsError when the step is published already."""
     final = step_dir(run_dir, step)
     announce("commit.rename")
     if final.exists():
         raise FileExistsError(f"{final} exists already; a published checkpoint is never overwritten")
-    temporary.rename(final)
-    fsync_dir(run_dir)
-    return final
+    return rename_durably(temporary, final)
 
 
-def point_to(run_dir: Path, step: int) -> None:
-    """Let the pointer name the checkpoint of `step`."""
+def _point(run_dir: Path, step: int, then: str | None = None) -> None:
+    """Let the pointer name a published step, and announce `then`; a disk that refuses the pointer undoes nothing."""
     announce("commit.pointer")
-    _point_to(run_dir, step)
-
-
-def to_trash(path: Path) -> Path:
-    """Take a directory's name away, so that no kill during its deletion leaves half of it there; returns what to delete."""
-    trash = path.with_name(fresh_name(TRASH, path.name.lstrip(".")))
-    path.rename(trash)
-    fsync_dir(path.parent)
-    announce("commit.trash")
-    return trash
-
-
-def discard(path: Path) -> None:
-    """Delete a directory: rename to trash first, then remove."""
-    delete(to_trash(path))
-
-
-def set_aside(path: Path, reason: str) -> Path:
-    """Keep a checkpoint that must not be used any more under `global_step_N.<reason>-K`, where no scan finds it."""
-    number = 1
-    while (target := path.with_name(f"{path.name}.{reason}-{number}")).exists():
-        number += 1
-    _point_elsewhere(path)
-    path.rename(target)
-    fsync_dir(path.parent)
-    return target
-
-
-def clean_leftovers(run_dir: Path) -> list[str]:
-    """Remove what killed saves and removals left behind; only for a time when no save is in flight. Returns the names."""
-    leftovers = [p for p in run_dir.iterdir() if p.name.startswith((TEMPORARY, TRASH))]
-    for path in leftovers:
-        delete(path)
-    return [p.name for p in leftovers]
-
-
-def delete(path: Path) -> None:
-    """Remove a directory with all that it holds, or a file or link."""
-    # A user may have moved a checkpoint to other storage and left a link; of that, only the link is ours to delete.
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def _point_elsewhere(leaving: Path) -> None:
-    """Let the pointer name the newest other checkpoint before `leaving` loses its name, so that it never names nothing."""
-    others = [path for path in scan(leaving.parent) if path != leaving]
-    _point_to(leaving.parent, step_of(others[0]) if others else None)
-
-
-def _point_to(run_dir: Path, step: int | None) -> None:
-    pointer = run_dir / POINTER
-    if step is None:
-        pointer.unlink(missing_ok=True)
-        return
     try:
-        replace_durably(pointer, f"{step}\n")
+        point_to(run_dir, step)
     except OSError as error:
-        # A hint that could not be written (a full disk) does not undo what is published. An old one must not stay: what it names may go.
-        log.error("%s could not be written and is removed: %s", pointer, error)
-        pointer.unlink(missing_ok=True)
+        log.error("The pointer in %s could neither be written nor removed: %s", run_dir, error)
+    if then is not None:
+        announce(then)
+
+
+def _sealed(run_dir: Path) -> dict[str, str]:
+    """Temporary directories with a valid manifest, by name: its hash."""
+    found = (path for path in run_dir.iterdir() if path.name.startswith(f"{TEMPORARY}global_step_"))
+    sealed = (path for path in found if _sealed_step(path) is not None)
+    return {path.name: of_it for path in sealed if (of_it := _manifest_hash(path)) is not None}
+
+
+def _sealed_step(path: Path) -> int | None:
+    try:
+        return read_manifest(path).step
+    except DamagedCheckpoint:
+        return None
+
+
+def _manifest_hash(path: Path) -> str | None:
+    try:
+        return xxhash.xxh3_128_hexdigest((path / MANIFEST).read_bytes())
+    except OSError:
+        return None

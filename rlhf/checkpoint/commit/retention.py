@@ -1,19 +1,22 @@
-"""Which checkpoints stay: the newest, every n-th, the best by a metric. Decided after each save from what lies in the directory.
+"""Retention of checkpoints: the newest, every n-th and the best by a metric stay, the others go after each save.
 
-Nothing is remembered between saves, so a restart changes nothing. Files that several checkpoints share by hard links need no care: the file
-system keeps them for as long as any checkpoint has them.
+It is decided from what lies in the directory. Nothing is remembered between saves, so a restart changes nothing. Files
+that several checkpoints share by hard links need no care: the file system keeps them for as long as any checkpoint has
+them.
 """
 
 import logging
 import math
 from collections.abc import Collection, Mapping
+from itertools import chain
 from pathlib import Path
 
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import read_manifest
-from rlhf.checkpoint.commit.publication import to_trash
+from rlhf.checkpoint.commit.removal import to_trash
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.events import announce
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import scan, step_of
 
@@ -23,10 +26,12 @@ NO_FIGURE = math.nan
 
 
 def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> dict[int, list[str]]:
-    """Why the checkpoint of each step stays: any of `newest`, `for good`, `best`, `unreadable`; none for one that may go.
+    """Why the checkpoint of each step stays: any of `newest`, `for good`, `best`, `unreadable`; none for one that may
+    go.
 
-    `figures` has `settings.best_metric` of each step; one that is not finite is never best, and of two equal ones the newer is better. None
-    is a checkpoint whose manifest cannot be read: it may be among the best, so it stays while there is a ranking.
+    `figures` has `settings.best_metric` of each step; one that is not finite is never best, and of two equal ones the
+    newer is better. None is a checkpoint whose manifest cannot be read: it may be among the best, so it stays while
+    there is a ranking.
     """
     steps = sorted(figures, reverse=True)
     ranked = sorted(
@@ -48,8 +53,8 @@ def victims(
 ) -> list[Path]:
     """The checkpoints that may go once that of `newest_step` is published, oldest first; it is never among them.
 
-    `coming` are its metrics while it is not published yet. A checkpoint later than `newest_step` is there only when it could neither be
-    read nor set aside: it does not count, and it is left alone.
+    `coming` are its metrics while it is not published yet. A checkpoint later than `newest_step` is there only when it
+    could neither be read nor set aside: it does not count, and it is left alone.
     """
     paths = {step: path for path in scan(run_dir) if (step := step_of(path)) is not None and step <= newest_step}
     figures = {step: _figure(path, settings) for step, path in paths.items()}
@@ -68,6 +73,22 @@ def _figure(path: Path, settings: CheckpointConfig) -> float | None:
         return None
 
 
+def retire(
+    run_dir: Path, settings: CheckpointConfig, step: int, deleter: Deleter, coordinator: Coordinator
+) -> list[int]:
+    """`apply` in every storage domain; a step that one of them keeps stays in all, so that it stays whole.
+
+    Collective.
+    """
+    spared: set[int] = set()
+    if len(coordinator.domain_leaders) > 1:
+        kept = coordinator.on_domain_leaders(lambda: survivors(run_dir, settings, step))
+        if None in kept:
+            return []
+        spared = set().union(*(steps or () for steps in kept))
+    return list(chain(*coordinator.on_domain_leaders(lambda: apply(run_dir, settings, step, deleter, spared))))
+
+
 def survivors(run_dir: Path, settings: CheckpointConfig, step: int) -> set[int] | None:
     """The steps that stay here once that of `step` is published; None when the disk does not say."""
     try:
@@ -81,9 +102,11 @@ def survivors(run_dir: Path, settings: CheckpointConfig, step: int) -> set[int] 
 def apply(
     run_dir: Path, settings: CheckpointConfig, step: int, deleter: Deleter, spared: Collection[int] = ()
 ) -> list[int]:
-    """Remove what no rule keeps, now that the checkpoint of `step` is published; returns the removed steps. `spared` ones stay.
+    """Remove what no rule keeps, now that the checkpoint of `step` is published; returns the removed steps. `spared`
+    ones stay.
 
-    Each one loses its name at once, by a rename to trash; `deleter` deletes the bytes. Never raises for the disk's sake.
+    Each one loses its name at once, by a rename to trash; `deleter` deletes the bytes. Never raises for the disk's
+    sake.
     """
     removed: list[int] = []
     try:

@@ -1,30 +1,22 @@
-"""A checkpoint over several storage domains: who has which of its files, what is nowhere, and how ranks get at what others have."""
+"""Locations of a checkpoint's files: which storage domain has which of them, and what is nowhere. Imports no torch."""
 
-import logging
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import torch
 import xxhash
-from torch import Tensor
 
 from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, read_manifest
-from rlhf.checkpoint.commit.publication import delete
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import BLOCK
-from rlhf.storage.layout import MANIFEST, TEMPORARY, fresh_name, scan, step_of
+from rlhf.storage.layout import MANIFEST, scan, step_of
 from rlhf.storage.reading import CheckedFiles
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class FileLocations:
-    """One checkpoint: its place in this rank's storage domain (where nothing may be), the manifest, and who has which files.
+    """One checkpoint: its place in this rank's storage domain (where nothing may be), the manifest, and who has which
+    files.
 
     `held` has the names of the files by domain, in ascending order of the domains.
     """
@@ -47,48 +39,58 @@ class FileLocations:
         """The first domain that has a file, or the driver's when none has."""
         return next((domain for domain, names in self.held.items() if name in names), 0)
 
-    def told(self) -> str:
+    def missing(self) -> str:
         """What is nowhere, in one line."""
-        missing = self.nowhere
-        size = sum(self.manifest.files[name]["size"] for name in missing) / 2**20
-        shown = ", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else "")
+        names = self.nowhere
+        size = sum(self.manifest.files[name]["size"] for name in names) / 2**20
+        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         return f"{self.path.name} is not complete: on no node's disk are {shown} ({size:.1f} MiB)"
 
 
 def published(run_dir: Path, coordinator: Coordinator) -> list[Path]:
-    """The checkpoints that any storage domain has a part of, as paths in this rank's, newest first. Collective."""
+    """The checkpoints that any storage domain has files of, as paths in this rank's, newest first. Collective."""
     names = {name for names in coordinator.on_domain_leaders(lambda: [p.name for p in scan(run_dir)]) for name in names}
     return sorted((run_dir / name for name in names), key=lambda path: -(step_of(path) or 0))
 
 
 @dataclass(frozen=True)
-class _Look:
-    """What a domain has of a checkpoint: the hash of its manifest, or what is wrong with that; a bit for each file that is there."""
+class _Holding:
+    """What a storage domain holds of a checkpoint: its manifest's hash, or what is wrong with that; a bit for each file
+    that is there."""
 
     manifest_hash: str | None = None
     problem: str | None = None
     present: int = 0
 
 
-def find_parts(path: Path, coordinator: Coordinator) -> FileLocations:
-    """Who has what of the checkpoint at `path`. Collective; raises DamagedCheckpoint on every rank when no manifest of it is valid.
+def locate_files(path: Path, coordinator: Coordinator) -> FileLocations:
+    """Who has what of the checkpoint at `path`.
 
-    Parts count together only when their manifests are the same: a folder of the same name that an earlier run left on a disk does not.
+    Collective; raises DamagedCheckpoint on every rank when no manifest of it is valid.
+    """
+    if len(coordinator.domain_leaders) > 1:
+        return _locate_over_domains(path, coordinator)
+    manifest = coordinator.on_leader(lambda: read_manifest(path))
+    if not any(DOMAINS in entry for entry in manifest.files.values()):
+        return FileLocations.whole(path, manifest)
+    # Saved on several disks; opened on one of them, or where somebody has put the files together.
+    return FileLocations(path, manifest, {0: frozenset(coordinator.on_leader(lambda: _present(path, manifest)))})
+
+
+def _locate_over_domains(path: Path, coordinator: Coordinator) -> FileLocations:
+    """Files count together only when the manifests beside them are the same.
+
+    A folder of the same name that an earlier run left on a disk does not count.
     """
     domains = coordinator.domain_leaders
-    if len(domains) == 1:
-        manifest = coordinator.on_leader(lambda: read_manifest(path))
-        if not any(DOMAINS in entry for entry in manifest.files.values()):
-            return FileLocations.whole(path, manifest)
-        # Saved on several disks; opened on one of them, or where somebody has put the parts together.
-        return FileLocations(path, manifest, {0: frozenset(coordinator.on_leader(lambda: _present(path, manifest)))})
-    looks = dict(zip(domains, coordinator.on_domain_leaders(lambda: _look(path)), strict=True))
+    holdings = dict(zip(domains, coordinator.on_domain_leaders(lambda: _holding(path)), strict=True))
     found: dict[str, dict[int, int]] = {}
-    for domain, look in looks.items():
-        if look.manifest_hash is not None:
-            found.setdefault(look.manifest_hash, {})[domain] = look.present
+    for domain, holding in holdings.items():
+        if holding.manifest_hash is not None:
+            found.setdefault(holding.manifest_hash, {})[domain] = holding.present
     if not found:
-        raise DamagedCheckpoint(next((look.problem for look in looks.values() if look.problem), f"{path} is gone"))
+        problems = [holding.problem for holding in holdings.values() if holding.problem]
+        raise DamagedCheckpoint(problems[0] if problems else f"{path} is gone")
     group = max(found.values(), key=_number_of_files)
     manifest = coordinator.on_rank(min(group), lambda: read_manifest(path))
     names = sorted(manifest.files)
@@ -96,16 +98,16 @@ def find_parts(path: Path, coordinator: Coordinator) -> FileLocations:
     return FileLocations(path, manifest, held)
 
 
-def _look(path: Path) -> _Look:
+def _holding(path: Path) -> _Holding:
     if not path.exists():
-        return _Look()
+        return _Holding()
     try:
         manifest = read_manifest(path)
     except DamagedCheckpoint as error:
-        return _Look(problem=str(error))
+        return _Holding(problem=str(error))
     present = _present(path, manifest)
     bits = sum(1 << number for number, name in enumerate(sorted(manifest.files)) if name in present)
-    return _Look(xxhash.xxh3_128((path / MANIFEST).read_bytes()).hexdigest(), None, bits)
+    return _Holding(xxhash.xxh3_128((path / MANIFEST).read_bytes()).hexdigest(), None, bits)
 
 
 def _present(path: Path, manifest: Manifest) -> set[str]:
@@ -124,100 +126,3 @@ def _number_of_files(group: Mapping[int, int]) -> int:
     for present in group.values():
         union |= present
     return union.bit_count()
-
-
-class Fetched:
-    """Blocks of a checkpoint's files that a storage domain lacks, got from the domains that have them, for the time of a load.
-
-    They lie in a temporary directory, in files that are empty elsewhere; nothing is ever written into the checkpoint. A block of 4 MiB at a
-    time is under way between two leaders, so memory does not grow with the files.
-    """
-
-    def __init__(self, parts: FileLocations, coordinator: Coordinator) -> None:
-        self._parts, self._coordinator = parts, coordinator
-        self._own = parts.held.get(coordinator.domain, frozenset())
-        self._root: Path | None = None
-        self._got: dict[int, set[tuple[str, int]]] = {domain: set() for domain in coordinator.domain_leaders}
-        self.bytes = 0
-        """Bytes that this rank, as a leader, has received."""
-
-    def get(self, files: CheckedFiles, wanted: Mapping[str, Iterable[int]]) -> None:
-        """Let `files` find the blocks `wanted`, by file, that lie in other domains only. Collective.
-
-        Raises DamagedCheckpoint on every rank when a block is not as it was committed, OSError when a disk refuses it.
-        """
-        if len(self._got) == 1:
-            return
-        lacking = {name: sorted(blocks) for name, blocks in wanted.items() if name not in self._own}
-        receivers: dict[tuple[str, int], set[int]] = {}
-        for domain, wishes in zip(self._coordinator.domains, self._coordinator.gather(lacking), strict=True):
-            for block in ((name, number) for name, numbers in wishes.items() for number in numbers):
-                if block not in self._got[domain]:
-                    self._got[domain].add(block)
-                    receivers.setdefault(block, set()).add(domain)
-        if receivers:
-            if self._root is None:
-                name = fresh_name(TEMPORARY, f"fetched-{self._parts.path.name}")
-                self._root = self._parts.path.parent / self._coordinator.broadcast(name)
-            self._coordinator.everywhere(partial(self._exchange, receivers))
-        if self._root is not None:
-            files.find_below(self._root, lacking)
-
-    def _exchange(self, receivers: dict[tuple[str, int], set[int]]) -> None:
-        """This rank's part. All go through the blocks in one order and never stop before the last, so that nobody waits in vain."""
-        if not self._coordinator.leads_domain:
-            return
-        me, own = self._coordinator.rank, CheckedFiles(self._parts.path, self._parts.manifest.files)
-        # The first byte says whether the sender could read what follows.
-        memory = torch.empty(1 + BLOCK, dtype=torch.uint8)
-        problem: Exception | None = None
-        for (name, number), domains in sorted(receivers.items()):
-            size = min(BLOCK, self._parts.manifest.files[name]["size"] - number * BLOCK)
-            message, source = memory[: 1 + size], self._parts.holder(name)
-            if me == source:
-                try:
-                    own.read(name, [(number * BLOCK, _view(message))])
-                    message[0] = 1
-                except (DamagedCheckpoint, OSError) as error:
-                    problem = problem or error
-                    message[0] = 0
-                for domain in sorted(domains):
-                    self._coordinator.send(message, domain)
-            elif me in domains:
-                self._coordinator.receive(message, source)
-                if message[0] and problem is None:
-                    try:
-                        self._keep(name, number, _view(message))
-                    except OSError as error:
-                        problem = error
-        if problem is not None:
-            raise problem
-
-    def _keep(self, name: str, number: int, content: memoryview) -> None:
-        assert self._root is not None
-        target = self._root / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(target, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            os.ftruncate(descriptor, self._parts.manifest.files[name]["size"])
-            written = 0
-            while written < len(content):
-                written += os.pwrite(descriptor, content[written:], number * BLOCK + written)
-        except OSError as error:
-            error.filename = error.filename or str(target)
-            raise
-        finally:
-            os.close(descriptor)
-        self.bytes += len(content)
-
-    def remove(self) -> None:
-        """Give the room back, once no rank of the domain reads any more."""
-        if self._coordinator.leads_domain and self._root is not None and self._root.exists():
-            try:
-                delete(self._root)
-            except OSError as error:
-                log.warning("%s could not be removed (%s); the next start does it.", self._root, error)
-
-
-def _view(message: Tensor) -> memoryview:
-    return message.numpy().data[1:]

@@ -1,4 +1,4 @@
-"""Loading one checkpoint: every rank reads what it restores, proves it while it reads, and shares out the proof of the rest."""
+"""Restoring of one checkpoint: every rank reads and proves what is its own, and proves its share of the rest."""
 
 import json
 import logging
@@ -12,8 +12,10 @@ from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
 from rlhf.checkpoint.commit.manifest import Manifest
-from rlhf.checkpoint.load.locations import Fetched, FileLocations
+from rlhf.checkpoint.load.fetching import Fetched
+from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.save.snapshot import HF_FOLDER, RunState
+from rlhf.checkpoint.throughput import Throughput, throughput_figures
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.rng import seed_everything, set_rng_state
@@ -27,19 +29,11 @@ REST = "other"
 
 
 @dataclass(frozen=True)
-class Throughput:
-    """Bytes read, and the seconds that it took."""
-
-    bytes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
 class LoadResult:
     """What was restored, and how long it took from the manifest to the last generator.
 
-    `by_part` has the bytes that all ranks read and the seconds of the slowest one: of each role's tensors, of the reference's (`ref`), and
-    of all else that was restored or only proven (`other`).
+    `by_part` has the bytes that all ranks read and the seconds of the slowest one: of each role's tensors, of the
+    reference's (`ref`), and of all else that was restored or only proven (`other`).
     """
 
     path: Path
@@ -50,34 +44,29 @@ class LoadResult:
     @property
     def total_bytes(self) -> int:
         """Bytes that all ranks read."""
-        return sum(transfer.bytes for transfer in self.by_part.values())
+        return sum(moved.bytes for moved in self.by_part.values())
 
     def metrics(self) -> dict[str, float]:
         """Bytes, seconds and bytes per second: of all under `perf/load_*`, of each part under `perf/load_*/PART`."""
-        named = {"": Throughput(self.total_bytes, self.seconds)}
-        named |= {f"/{part}": transfer for part, transfer in self.by_part.items()}
-        figures: dict[str, float] = {}
-        for name, transfer in named.items():
-            figures[f"perf/load_seconds{name}"] = transfer.seconds
-            figures[f"perf/load_bytes{name}"] = transfer.bytes
-            figures[f"perf/load_bytes_per_second{name}"] = transfer.bytes / max(transfer.seconds, 1e-9)
-        return figures
+        return throughput_figures("load", Throughput(self.total_bytes, self.seconds), self.by_part)
 
 
 def load_state(
-    parts: FileLocations, state: RunState, load_contents: list[str], seed: int, coordinator: Coordinator
+    located: FileLocations, state: RunState, load_contents: list[str], seed: int, coordinator: Coordinator
 ) -> LoadResult:
-    """Put everything of `state` and this rank's generators where a checkpoint has them; in place, so that it can be repeated. Collective.
+    """Put everything of `state` and this rank's generators where a checkpoint has them; in place, so that it can be
+    repeated. Collective.
 
-    What lies only on another node's disk is fetched from there first, as far as ranks here read it. Raises DamagedCheckpoint on every rank
-    unless each byte of the checkpoint is as committed: tensors may be overwritten by then, all else is untouched. Parts of the driver state
-    that the checkpoint does not know start at their beginning, with a warning.
+    What lies only on another node's disk is fetched from there first, as far as ranks here read it. Raises
+    DamagedCheckpoint on every rank unless each byte of the checkpoint is as committed: tensors may be overwritten by
+    then, all else is untouched. What belongs to the driver state and the checkpoint does not know starts at its
+    beginning, with a warning.
     """
     started = time.monotonic()
-    loading = _Loading(parts, state, load_contents, coordinator)
-    fetched = Fetched(parts, coordinator)
+    loading = _Loading(located, state, load_contents, coordinator)
+    fetched = Fetched(located, coordinator)
     try:
-        if len(parts.held) > 1:
+        if len(located.held) > 1:
             for ask in (loading.ask_for_indices, loading.ask_for_the_rest):
                 loading.raise_together(coordinator.everywhere(ask))
                 fetched.get(loading.files, loading.wanted)
@@ -85,36 +74,40 @@ def load_state(
         proven = [outcome.checked for outcome in found]
         loading.raise_together(found := coordinator.everywhere(lambda: loading.prove_rest(proven)))
         coordinator.everywhere(lambda: loading.apply(seed))
-        size = sum(coordinator.gather(fetched.bytes)) if len(parts.held) > 1 else 0
+        size = sum(coordinator.gather(fetched.bytes)) if len(located.held) > 1 else 0
         if size and coordinator.is_leader:
-            log.info("Fetched %.1f MiB of %s from other nodes' disks.", size / 2**20, parts.path.name)
+            log.info("Fetched %.1f MiB of %s from other nodes' disks.", size / 2**20, located.path.name)
     finally:
         fetched.remove()
-    ranks = [outcome.transfers for outcome in found]
+    ranks = [outcome.by_part for outcome in found]
     by_part = {
         part: Throughput(sum(rank[part].bytes for rank in ranks), max(rank[part].seconds for rank in ranks))
-        for part in loading.outcome.transfers
+        for part in loading.outcome.by_part
     }
-    return LoadResult(parts.path, parts.manifest, by_part, time.monotonic() - started)
+    return LoadResult(located.path, located.manifest, by_part, time.monotonic() - started)
 
 
 @dataclass
 class _Outcome:
-    """What a rank tells the others: damage, one line each; the blocks that it has proven, by file; what it read so far."""
+    """What a rank tells the others: damage, one line each; the blocks that it has proven, by file; what it read so
+    far."""
 
     damage: list[str] = field(default_factory=list)
     checked: dict[str, set[int]] = field(default_factory=dict)
-    transfers: dict[str, Throughput] = field(default_factory=dict)
+    by_part: dict[str, Throughput] = field(default_factory=dict)
 
 
 class _Loading:
-    """One rank's part of it. Damage is noted and not raised, so that a rank that meets some makes the same calls as its peers."""
+    """What one rank does to restore a checkpoint.
 
-    def __init__(self, parts: FileLocations, state: RunState, contents: list[str], coordinator: Coordinator) -> None:
-        self._parts, self._path, self._manifest = parts, parts.path, parts.manifest
+    Damage is noted and not raised, so that a rank that meets some makes the same calls as its peers.
+    """
+
+    def __init__(self, located: FileLocations, state: RunState, contents: list[str], coordinator: Coordinator) -> None:
+        self._located, self._path, self._manifest = located, located.path, located.manifest
         self._state, self._contents = state, contents
         self._rank, self._world_size, self._domains = coordinator.rank, coordinator.world_size, coordinator.domains
-        self.files = CheckedFiles(parts.path, parts.manifest.files)
+        self.files = CheckedFiles(located.path, located.manifest.files)
         self.outcome = _Outcome(checked=self.files.checked)
         self.wanted: dict[str, Collection[int]] = {}
         """The blocks of each file that this rank asks for."""
@@ -145,9 +138,9 @@ class _Loading:
     def read(self) -> _Outcome:
         """Fill the tensors, and read whatever else this rank restores."""
         for part, folder, shards, what, setting in self._tensors():
-            with self._part(part), self._noting():
+            with self._counting(part), self._noting():
                 self._reader(folder, shards, what, setting).read_into(shards)
-        with self._part(REST):
+        with self._counting(REST):
             for name in self._own_documents():
                 with self._noting():
                     self._documents[name] = self.files.content(name)
@@ -161,7 +154,7 @@ class _Loading:
         mine = self._domains[self._rank]
         peers = [rank for rank, domain in enumerate(self._domains) if domain == mine]
         # Each file is left to one domain that has it, or to the driver's if it is gone.
-        names = [name for name in self._manifest.files if self._parts.holder(name) == mine]
+        names = [name for name in self._manifest.files if self._located.holder(name) == mine]
         rest = []
         for name in names:
             done = set().union(*(blocks.get(name, ()) for blocks in proven))
@@ -171,7 +164,7 @@ class _Loading:
         share: dict[str, list[int]] = {}
         for name, block in rest[begin:end]:
             share.setdefault(name, []).append(block)
-        with self._part(REST):
+        with self._counting(REST):
             for name in names[place :: len(peers)]:
                 with self._noting():
                     self.files.check_entry(name)
@@ -196,16 +189,17 @@ class _Loading:
             )
         saved = json.loads(self._documents[DRIVER_STATE])
         state.driver.load_state_dict(saved)
-        for name, part in state.parts.items():
+        for name, stateful in state.stateful.items():
             if name not in saved and self._rank == 0:
                 log.warning("%s has no state of %s, which starts at its beginning.", self._path, name)
-            part.load_state_dict(saved[name] if name in saved else json.loads(state.initial_parts[name]))
+            stateful.load_state_dict(saved[name] if name in saved else json.loads(state.initial[name]))
         # Last: nothing that is loaded may move the generators.
         if "extra" in self._contents:
             self._set_rng(seed)
 
     def _tensors(self) -> Iterator[tuple[str, str, Shards, str, str]]:
-        """Each folder of tensors that is read: its part of the transfer, its name, where they go, and what it is from which setting."""
+        """Each folder of tensors that is read: its part of the throughput, its name, where they go, and what it is from
+        which setting."""
         for name, role in self._state.roles.items():
             if name not in self._manifest.roles:
                 raise UserError(f"{self._path} has no {name}; it holds {', '.join(self._manifest.roles)}.")
@@ -271,12 +265,12 @@ class _Loading:
             self.outcome.damage.append(str(problem))
 
     @contextmanager
-    def _part(self, name: str) -> Iterator[None]:
-        """Add what happens inside to the transfer `name`."""
+    def _counting(self, name: str) -> Iterator[None]:
+        """Add what happens inside to the throughput of the part `name`."""
         before, started = self.files.bytes_read, time.monotonic()
         yield
-        known = self.outcome.transfers.get(name, Throughput())
-        self.outcome.transfers[name] = Throughput(
+        known = self.outcome.by_part.get(name, Throughput())
+        self.outcome.by_part[name] = Throughput(
             known.bytes + self.files.bytes_read - before, known.seconds + time.monotonic() - started
         )
 

@@ -1,10 +1,11 @@
-"""Copies of published checkpoints in a remote folder, made behind the training. Failures are retried, logged and counted, never raised."""
+"""Remote copies: published checkpoints are copied behind the training.
+
+Failures are retried, logged and counted, never raised.
+"""
 
 import errno
 import json
 import logging
-import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoint.commit.manifest import read_manifest
+from rlhf.checkpoint.remote.pins import checkpoint_of, pin_checkpoint, remove_pin, remove_pins
 from rlhf.checkpoint.remote.remote_start import claim
 from rlhf.checkpoint.remote.remote_store import (
     CHUNK,
@@ -24,29 +26,35 @@ from rlhf.checkpoint.remote.remote_store import (
     describe_run_files,
     hash_of,
     object_name,
+    remote_url,
 )
 from rlhf.checkpoint.remote.retries import Retries, Stopped, in_threads
-from rlhf.config import Config
+from rlhf.checkpoint.run_file import read_run_file
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import BlockHashes
-from rlhf.storage.layout import HISTORY, MANIFEST, PIN, RUN_FILE, fresh_name, scan, step_dir, step_of
+from rlhf.storage.files import remove_dir
+from rlhf.storage.hashing import BlockHashes
+from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, scan, step_dir, step_of
 
 log = logging.getLogger(__name__)
 STALLED_S = 300.0
 
 
 class RemoteCopies:
-    """Keeps the remote folder of a run up to date, newest checkpoint first. For the leader only; all network calls are in its own thread.
+    """Keeps the remote folder of a run up to date, newest checkpoint first. For the leader only; all network calls are
+    in its own thread.
 
-    What is published in the run directory and not complete there is pending, whoever published it: a restart needs no memory.
+    What is published in the run directory and not complete there is pending, whoever published it: a restart needs no
+    memory.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._config, self._run_dir = config, config.run_dir
-        self._keep = config.checkpoint.remote_max_to_keep
-        self._retries = Retries(f"checkpoint.remote={config.checkpoint.remote}", stalled_s=STALLED_S)
+    def __init__(self, run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> None:
+        self._run_dir, self._trainer, self._settings = run_dir, trainer, settings
+        self._keep = settings.remote_max_to_keep
+        self._retries = Retries(f"checkpoint.remote={settings.remote}", stalled_s=STALLED_S)
         self._changed = threading.Condition()
         self._pending: set[int] = set()
         self._busy = True  # until the first look at what is there
@@ -71,7 +79,8 @@ class RemoteCopies:
             self._changed.notify_all()
 
     def metrics(self) -> dict[str, float]:
-        """Checkpoints pending and failed calls so far; bytes and seconds of the copies completed since the last call, if any were."""
+        """Checkpoints pending and failed calls so far; bytes and seconds of the copies completed since the last call,
+        if any were."""
         with self._changed:
             found: dict[str, float] = {
                 "perf/remote_pending": len(self._pending),
@@ -83,17 +92,19 @@ class RemoteCopies:
             return found
 
     def make_way(self) -> None:
-        """Give up the copy under way if it is all that keeps a removed checkpoint's bytes on the disk; for a save that is short of room."""
+        """Give up the copy under way if it is all that keeps a removed checkpoint's bytes on the disk; for a save that
+        is short of room."""
         with self._changed:
             pin, self._pin = self._pin, None
-            if pin is not None and not (self._run_dir / pin.name.split("-")[1]).exists():
-                log.warning("%s is not copied to checkpoint.remote: a save needs its room.", pin.name.split("-")[1])
-                shutil.rmtree(pin, ignore_errors=True)
+            if pin is not None and not checkpoint_of(pin).exists():
+                log.warning("%s is not copied to checkpoint.remote: a save needs its room.", checkpoint_of(pin).name)
+                remove_dir(pin, ignore_errors=True)
             else:
                 self._pin = pin
 
     def finish(self, deadline_s: float) -> list[int]:
-        """End the copying: wait for what is pending, at most `deadline_s` seconds; returns the steps that are left, newest first."""
+        """End the copying: wait for what is pending, at most `deadline_s` seconds; returns the steps that are left,
+        newest first."""
         self._retries.hurry()
         end = time.monotonic() + deadline_s
         with self._changed:
@@ -109,15 +120,15 @@ class RemoteCopies:
             names = ", ".join(step_dir(Path(), step).name for step in left)
             log.warning(
                 "Not copied to checkpoint.remote=%s: %s. The next start goes on with it.",
-                self._config.checkpoint.remote,
+                self._settings.remote,
                 names,
             )
         return left
 
     def _work(self) -> None:
         try:
-            store = self._retries.call("opening", partial(RemoteStore, self._config))
-            claim(store, self._config, self._retries)
+            store = self._retries.call("opening", partial(RemoteStore, remote_url(self._trainer, self._settings)))
+            claim(store, self._run_dir, self._trainer, self._retries)
             self._look(store)
             while True:
                 self._copy_next(store)
@@ -134,7 +145,7 @@ class RemoteCopies:
 
     def _look(self, store: RemoteStore) -> None:
         """Learn what is complete, and remove what earlier starts left half copied or half removed."""
-        run_id, others = _run_id(self._run_dir), 0
+        run_id, others = read_run_file(self._run_dir)["run_id"], 0
         for step in self._retries.call("listing", store.steps):
             copy = self._retries.call(f"reading step {step}", partial(store.copy, step))
             if copy is not None and copy.run_id == run_id:
@@ -146,7 +157,8 @@ class RemoteCopies:
                 self._retries.call(f"removing step {step}", partial(store.remove, step))
         if others:
             log.warning(
-                "%s holds %d checkpoints of other runs or versions; they are neither used nor removed, except for one of the same step.",
+                "%s holds %d checkpoints of other runs or versions; they are neither used nor removed, except for one "
+                "of the same step.",
                 store.url,
                 others,
             )
@@ -193,20 +205,16 @@ class RemoteCopies:
             with self._changed:
                 self._pin = None
             if source != path:
-                _remove_pin(source)
+                remove_pin(source)
 
     def _pinned(self, path: Path) -> Path:
-        """A folder of hard links to the files of `path`, which local retention cannot take away before they are copied.
+        """A pin of `path`, whose files local retention cannot take away before they are copied.
 
         `path` itself where links cannot be made; raises FileNotFoundError when it is gone.
         """
-        pin = self._run_dir / fresh_name(PIN, path.name)
         try:
-            for name in [*read_manifest(path).files, MANIFEST]:
-                (pin / name).parent.mkdir(parents=True, exist_ok=True)
-                os.link(path / name, pin / name)
+            pin = pin_checkpoint(path)
         except OSError as error:
-            shutil.rmtree(pin, ignore_errors=True)
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 raise
             log.warning("%s cannot be linked and is copied from its place: %s", path.name, error)
@@ -229,7 +237,7 @@ class RemoteCopies:
         self._complete.pop(step, None)
         call(f"removing step {step}", partial(store.remove, step))
         run_files = _run_files(self._run_dir, step)
-        about = {"run_id": _run_id(self._run_dir), "step": step, "files": describe_run_files(run_files)}
+        about = {"run_id": read_run_file(self._run_dir)["run_id"], "step": step, "files": describe_run_files(run_files)}
         largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name]["size"])
         in_threads(
             [partial(self._send, store, step, source, name, manifest.files[name]) for name in largest_first], THREADS
@@ -268,28 +276,14 @@ class RemoteCopies:
             del self._complete[step]
 
 
-def copy_pending(config: Config) -> list[int]:
-    """Copy what a finished run still has to copy, within `checkpoint.timeout_s`; returns the steps that are not complete."""
-    if config.checkpoint.remote is None:
+def copy_pending(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> list[int]:
+    """Copy what a finished run still has to copy, within `checkpoint.timeout_s`; returns the steps that are not
+    complete."""
+    if settings.remote is None:
         return []
-    copies = RemoteCopies(config)
+    copies = RemoteCopies(run_dir, trainer, settings)
     copies.start()
-    return copies.finish(config.checkpoint.timeout_s)
-
-
-def remove_pins(run_dir: Path) -> None:
-    """Remove what a killed upload left in the run directory; only for a time when none is under way."""
-    for pin in run_dir.glob(f"{PIN}*"):
-        _remove_pin(pin)
-
-
-def _remove_pin(pin: Path) -> None:
-    try:
-        if pin.exists():
-            shutil.rmtree(pin)
-    except OSError as error:
-        # It costs room, not the run.
-        log.warning("%s could not be removed (%s); the next start tries again.", pin, error)
+    return copies.finish(settings.timeout_s)
 
 
 def _chunks_of(path: Path) -> Iterator[bytes]:
@@ -301,12 +295,9 @@ def _chunks_of(path: Path) -> Iterator[bytes]:
         raise LocalFault(f"{path.name} cannot be read: {error.strerror}") from error
 
 
-def _run_id(run_dir: Path) -> str:
-    return json.loads((run_dir / RUN_FILE).read_text())["run_id"]
-
-
 def _run_files(run_dir: Path, step: int) -> dict[str, bytes]:
-    """run.json, and the lines of the metric history up to `step`: they are durable before its checkpoint is, and never change again."""
+    """run.json, and the lines of the metric history up to `step`: they are durable before its checkpoint is, and never
+    change again."""
     history = run_dir / HISTORY
     lines = history.read_bytes().split(b"\n")[:-1] if history.exists() else []
     try:

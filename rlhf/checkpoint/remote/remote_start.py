@@ -1,21 +1,32 @@
-"""The remote folder before the ranks start: can it be used, whose is it, and does it hold the checkpoints that the disk lacks?"""
+"""Remote folder at the start of a run: it is tried, claimed, and asked for the checkpoints that the disk lacks."""
 
 import errno
 import json
 import logging
-import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint.commit import publication
-from rlhf.checkpoint.remote.remote_store import RUN_FILES, THREADS, Copy, LocalFault, RemoteStore, hash_of, object_name
-from rlhf.checkpoint.remote.retries import Retries, in_threads, told
-from rlhf.config import Config
+from rlhf.checkpoint.commit.publication import begin, publish
+from rlhf.checkpoint.remote.remote_store import (
+    RUN_FILES,
+    THREADS,
+    Copy,
+    LocalFault,
+    RemoteStore,
+    hash_of,
+    object_name,
+    remote_url,
+)
+from rlhf.checkpoint.remote.retries import Retries, in_threads, one_line
+from rlhf.checkpoint.run_file import read_run_file
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
-from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import replace_durably, write_file
+from rlhf.ranks.coordinator import Coordinator, LoneTransport
+from rlhf.storage.disk_errors import DamagedCheckpoint, SaveFailed
+from rlhf.storage.files import make_dir, remove_dir, remove_file, replace_durably, write_file
 from rlhf.storage.layout import HISTORY, RUN_FILE, scan
 
 log = logging.getLogger(__name__)
@@ -26,30 +37,31 @@ DOWNLOAD_S = 600.0
 MENDED_BY_A_PERSON = (ImportError, ValueError, PermissionError, FileNotFoundError, NotADirectoryError)
 
 
-def open_remote(config: Config) -> RemoteStore | None:
+def open_remote(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> RemoteStore | None:
     """The remote folder, after a small object was written and removed there; None without `checkpoint.remote`.
 
-    Raises UserError when a person must mend something. A remote that does not answer is one only for a run directory without
-    checkpoints, since what it may hold decides where the run begins; else it is logged, and None is returned.
+    Raises UserError when a person must mend something. A remote that does not answer is one only for a run directory
+    without checkpoints, since what it may hold decides where the run begins; else it is logged, and None is returned.
     """
-    remote = config.checkpoint.remote
+    remote = settings.remote
     if remote is None:
         return None
     if remote.startswith("file://"):
-        _keep_apart(config, Path(remote.removeprefix("file://")))
+        _keep_apart(run_dir, trainer, remote)
     retries = Retries(f"checkpoint.remote={remote}", stalled_s=CHECK_S, give_up_s=CHECK_S)
     try:
-        store = retries.call("opening", partial(RemoteStore, config), final=(Exception,))
+        store = retries.call("opening", partial(RemoteStore, remote_url(trainer, settings)), final=(Exception,))
         retries.call("writing", store.check, final=MENDED_BY_A_PERSON)
     except Exception as error:
-        if not _needs_a_person(error) and scan(config.run_dir):
+        if not _needs_a_person(error) and scan(run_dir):
             log.warning(
-                "checkpoint.remote=%s does not answer (%s); training goes on and tries again.", remote, told(error)
+                "checkpoint.remote=%s does not answer (%s); training goes on and tries again.", remote, one_line(error)
             )
             return None
         raise UserError(
-            f"checkpoint.remote={remote}: a small file cannot be written and removed there ({told(error)}). Check the name, the "
-            "credentials in the environment, the permissions and the network, or set checkpoint.remote=null."
+            f"checkpoint.remote={remote}: a small file cannot be written and removed there ({one_line(error)}). Check "
+            "the name, the credentials in the environment, the permissions and the network, or set "
+            "checkpoint.remote=null."
         ) from error
     return store
 
@@ -60,24 +72,26 @@ def _needs_a_person(error: Exception) -> bool:
     return isinstance(error, MENDED_BY_A_PERSON) or read_only or "Credential" in type(error).__name__
 
 
-def _keep_apart(config: Config, folder: Path) -> None:
-    target = (folder / config.trainer.project_name / config.trainer.experiment_name).resolve()
-    if target == config.run_dir.resolve() or config.run_dir.resolve() in target.parents:
+def _keep_apart(run_dir: Path, trainer: TrainerConfig, remote: str) -> None:
+    folder = Path(remote.removeprefix("file://"))
+    target = (folder / trainer.project_name / trainer.experiment_name).resolve()
+    if target == run_dir.resolve() or run_dir.resolve() in target.parents:
         raise UserError(
-            f"checkpoint.remote={config.checkpoint.remote}: the copies would lie in the run directory {config.run_dir} itself; "
+            f"checkpoint.remote={remote}: the copies would lie in the run directory {run_dir} itself; "
             "name a folder on another disk."
         )
 
 
-def restore(store: RemoteStore, config: Config, source: Path | None) -> int | None:
-    """Bring the newest intact remote checkpoint into a run directory that has none, with run.json and the history; returns its step.
+def restore(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, source: Path | None) -> int | None:
+    """Bring the newest intact remote checkpoint into a run directory that has none, with run.json and the history;
+    returns its step.
 
-    To be called before the run directory gets a run.json; `source` is the checkpoint that a fork begins from. None, and nothing changed,
-    when the directory has checkpoints, when the run is to start anew, or when nothing there is this run's. Raises UserError when all that
-    is there is damaged, when the remote falls silent, and when the disk refuses what is fetched.
+    To be called before the run directory gets a run.json; `source` is the checkpoint that a fork begins from. None, and
+    nothing changed, when the directory has checkpoints, when the run is to start anew, or when nothing there is this
+    run's. Raises UserError when all that is there is damaged, when the remote falls silent, and when the disk refuses
+    what is fetched.
     """
-    run_dir, trainer = config.run_dir, config.trainer
-    own = _run_file(run_dir)
+    own = read_run_file(run_dir)
     if scan(run_dir) or trainer.resume_mode == "disable" or (trainer.overwrite and not own):
         return None
     retries = Retries(store.url, stalled_s=DOWNLOAD_S, give_up_s=DOWNLOAD_S)
@@ -105,13 +119,13 @@ def restore(store: RemoteStore, config: Config, source: Path | None) -> int | No
         ) from error
     except Exception as error:
         raise UserError(
-            f"checkpoint.remote={config.checkpoint.remote} may hold checkpoints of this run and cannot be read "
-            f"({told(error)}). Start again when it can."
+            f"checkpoint.remote: {store.url} may hold checkpoints of this run and cannot be read ({one_line(error)}). "
+            "Start again when it can."
         ) from error
     if damaged:
         raise UserError(
-            f"Every checkpoint in {store.url} is damaged, and the run will not start again at step 0 by itself. Start anew with "
-            "trainer.overwrite=true or another trainer.experiment_name."
+            f"Every checkpoint in {store.url} is damaged, and the run will not start again at step 0 by itself. Start "
+            "anew with trainer.overwrite=true or another trainer.experiment_name."
         )
     return None
 
@@ -138,8 +152,8 @@ def download(store: RemoteStore, copy: Copy, run_dir: Path, retries: Retries) ->
     Raises DamagedCheckpoint when a file is missing or not as committed, LocalFault when the disk refuses it.
     """
     log.info("Fetching step %d from %s.", copy.step, store.url)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    temporary = publication.begin(run_dir, copy.step)
+    make_dir(run_dir)
+    temporary = begin(run_dir, copy.step)
     try:
         jobs = sorted(copy.manifest.files.items(), key=lambda item: -item[1]["size"])
         in_threads(
@@ -152,11 +166,11 @@ def download(store: RemoteStore, copy: Copy, run_dir: Path, retries: Retries) ->
                 replace_durably(run_dir / HISTORY, history)
             if run_file is not None and not (run_dir / RUN_FILE).exists():
                 replace_durably(run_dir / RUN_FILE, run_file)
-            return publication.publish(run_dir, temporary, copy.manifest)
-        except OSError as error:
-            raise LocalFault(str(error)) from error
+            return publish(run_dir, temporary, copy.manifest, Coordinator(LoneTransport()))
+        except (OSError, SaveFailed) as error:
+            raise LocalFault(str(error.__cause__ or error)) from error
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_dir(temporary, ignore_errors=True)
         raise
 
 
@@ -173,7 +187,7 @@ def _fetch(store: RemoteStore, step: int, root: Path, name: str, entry: dict[str
 
     def attempt() -> None:
         try:
-            (root / name).unlink(missing_ok=True)
+            remove_file(root / name, missing_ok=True)
             written = write_file(root, name, chunks())
         except ConnectionError:
             raise
@@ -194,36 +208,33 @@ def _run_file_of(store: RemoteStore, copy: Copy, name: str, retries: Retries) ->
     return content
 
 
-def claim_at_start(store: RemoteStore, config: Config) -> None:
-    """`claim` before the ranks start; a remote that has fallen silent is left to the copies behind the training, which claim it as well."""
+def claim_at_start(store: RemoteStore, run_dir: Path, trainer: TrainerConfig) -> None:
+    """`claim` before the ranks start; a remote that has fallen silent is left to the copies behind the training, which
+    claim it as well."""
     try:
-        claim(store, config, Retries(store.url, stalled_s=CHECK_S, give_up_s=CHECK_S))
+        claim(store, run_dir, trainer, Retries(store.url, stalled_s=CHECK_S, give_up_s=CHECK_S))
     except UserError:
         raise
     except Exception as error:
-        log.warning("%s does not answer (%s); training goes on and tries again.", store.url, told(error))
+        log.warning("%s does not answer (%s); training goes on and tries again.", store.url, one_line(error))
 
 
-def claim(store: RemoteStore, config: Config, retries: Retries) -> None:
+def claim(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, retries: Retries) -> None:
     """Make the run of the run directory the one whose checkpoints count there. Its run.json must be there.
 
-    Raises UserError when the folder holds checkpoints of another run and this one was neither forked nor told to overwrite.
+    Raises UserError when the folder holds checkpoints of another run and this one was neither forked nor told to
+    overwrite.
     """
-    own = _run_file(config.run_dir)
+    own = read_run_file(run_dir)
     if retries.call("reading run.json", store.run) == own:
         return
     owner = _owner(store, retries)
-    if owner and owner["run_id"] != own["run_id"] and "resumed_from" not in own and not config.trainer.overwrite:
+    if owner and owner["run_id"] != own["run_id"] and "resumed_from" not in own and not trainer.overwrite:
         newest = next((copy for copy in complete_copies(store, retries) if copy.run_id == owner["run_id"]), None)
         if newest is not None:
             raise UserError(
-                f"checkpoint.remote={config.checkpoint.remote}: {store.url} holds checkpoints of another run, up to step {newest.step}. "
-                "Set another trainer.experiment_name or checkpoint.remote; or, to continue that run, start in an empty run directory "
-                "with trainer.resume_mode=auto; or take its place with trainer.overwrite=true."
+                f"checkpoint.remote: {store.url} holds checkpoints of another run, up to step {newest.step}. Set "
+                "another trainer.experiment_name or checkpoint.remote; or, to continue that run, start in an empty "
+                "run directory with trainer.resume_mode=auto; or take its place with trainer.overwrite=true."
             )
     retries.call("writing run.json", partial(store.write, RUN_FILE, [json.dumps(own).encode() + b"\n"]))
-
-
-def _run_file(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / RUN_FILE
-    return json.loads(path.read_text()) if path.exists() else {}

@@ -1,4 +1,6 @@
-"""A remote folder of checkpoints, through fsspec: object stores, HDFS, or a folder. It has neither rename nor fsync; the manifest commits.
+"""Remote folder of a run's checkpoints, through fsspec: object stores, HDFS, or a folder.
+
+It has neither rename nor fsync; the manifest commits.
 
 ```
 <checkpoint.remote>/<project>/<experiment>/
@@ -24,8 +26,10 @@ import xxhash
 from fsspec.core import url_to_fs
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
-from rlhf.config import Config
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.trainer import TrainerConfig
 from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import write_small
 from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, step_dir, step_of
 
 CHUNK = 8 << 20
@@ -37,12 +41,14 @@ RUN_FILES = {RUN_FILE: f"run/{RUN_FILE}", HISTORY: f"run/{HISTORY}"}
 
 
 class LocalFault(Exception):
-    """A fault on this side of the network (a damaged or missing file, a full disk): trying the remote again would not help."""
+    """A fault on this side of the network (a damaged or missing file, a full disk): trying the remote again would not
+    help."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A complete checkpoint in the remote folder: its manifest, that one's hash, and what remote.json says of the run."""
+    """A complete checkpoint in the remote folder: its manifest, that one's hash, and what remote.json says of the
+    run."""
 
     step: int
     manifest: Manifest
@@ -52,11 +58,13 @@ class Copy:
 
 
 class RemoteStore:
-    """One run's remote folder. Every method is one or a few calls over the network and raises what they raise; none is retried here."""
+    """One run's remote folder.
 
-    def __init__(self, config: Config) -> None:
-        trainer = config.trainer
-        self.url = f"{(config.checkpoint.remote or '').rstrip('/')}/{trainer.project_name}/{trainer.experiment_name}"
+    Every method is one or a few calls over the network and raises what they raise; none is retried here.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
         # Only folders need their parents made; elsewhere making one could mean to create a bucket with a mistyped name.
         options = {"auto_mkdir": True} if self.url.startswith("file://") else {}
         self._fs, self._root = url_to_fs(self.url, use_listings_cache=False, **options)
@@ -106,7 +114,7 @@ class RemoteStore:
         if raw is None:
             return None
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / MANIFEST).write_bytes(raw)
+            write_small(Path(folder) / MANIFEST, raw)
             try:
                 manifest = read_manifest(Path(folder))
             except DamagedCheckpoint:
@@ -149,6 +157,11 @@ class RemoteStore:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+
+def remote_url(trainer: TrainerConfig, settings: CheckpointConfig) -> str:
+    """The URL of a run's remote folder, in `checkpoint.remote` as the run directory in `trainer.default_local_dir`."""
+    return f"{(settings.remote or '').rstrip('/')}/{trainer.project_name}/{trainer.experiment_name}"
 
 
 def object_name(step: int, name: str) -> str:

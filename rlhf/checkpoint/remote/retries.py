@@ -1,4 +1,7 @@
-"""Calls over a network that may fail, hang or be away for hours: tried again with growing waits, in threads that never hold up an exit."""
+"""Retries of calls over a network that may fail, hang or be away for hours.
+
+Waits grow from try to try; all calls run in threads that never hold up an exit.
+"""
 
 import logging
 import threading
@@ -19,11 +22,13 @@ class Stopped(Exception):
 
 
 class Retries:
-    """Tries calls until they succeed. All threads that talk to one place share one: it is away for all of them or for none.
+    """Tries calls until they succeed. All threads that talk to one place share one: it is away for all of them or for
+    none.
 
-    The wait after a failure begins at FIRST_WAIT_S, doubles with each further one up to LONGEST_WAIT_S, and begins again after a success;
-    there is one line in the log for each wait. A call without a `beat` for `stalled_s` seconds counts as failed; its thread, a daemon, is
-    left behind. With `give_up_s` the error is raised once nothing has succeeded for so many seconds.
+    The wait after a failure begins at FIRST_WAIT_S, doubles with each further one up to LONGEST_WAIT_S, and begins
+    again after a success; there is one line in the log for each wait. A call without a `beat` for `stalled_s` seconds
+    counts as failed; its thread, a daemon, is left behind. With `give_up_s` the error is raised once nothing has
+    succeeded for so many seconds.
     """
 
     def __init__(self, place: str, *, stalled_s: float, give_up_s: float | None = None) -> None:
@@ -36,7 +41,10 @@ class Retries:
         self._stopped = False
 
     def call(self, what: str, action: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T:
-        """The result of `action`, which may run several times. Raises Stopped after `stop`, and what is of a type in `final` at once."""
+        """The result of `action`, which may run several times.
+
+        Raises Stopped after `stop`, and what is of a type in `final` at once.
+        """
         while True:
             self._wait()
             try:
@@ -108,11 +116,11 @@ class Retries:
             wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(self._in_a_row - 1, 30))
             self._next_try, number = now + wait_s, self._in_a_row
         log.warning(
-            "%s: %s failed (%d in a row): %s. Next try in %g s.", self._place, what, number, told(error), wait_s
+            "%s: %s failed (%d in a row): %s. Next try in %g s.", self._place, what, number, one_line(error), wait_s
         )
 
 
-def told(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """One line for a log: some clients' errors have pages."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
@@ -125,7 +133,8 @@ def _report(action: Callable[[], Any], outcome: SimpleQueue) -> None:
 
 
 def in_threads(jobs: Iterable[Callable[[], None]], threads: int) -> None:
-    """Run `jobs`, `threads` at a time and in their order, in daemon threads; after an error no further one begins, and it is raised."""
+    """Run `jobs`, `threads` at a time and in their order, in daemon threads; after an error no further one begins, and
+    it is raised."""
     todo: SimpleQueue[Callable[[], None]] = SimpleQueue()
     errors: list[BaseException] = []
     for job in jobs:

@@ -1,4 +1,4 @@
-"""A save under way: written here, or by a thread behind the training."""
+"""Save under way: run in front of the training, or by a thread behind it."""
 
 import concurrent.futures
 import threading
@@ -14,7 +14,10 @@ from rlhf.ranks.coordinator import LostPeer
 
 @dataclass
 class SaveInFlight:
-    """The save of `step`. `reference_at`: the step of the moving reference's last change, as it is saved; None without one."""
+    """The save of `step`.
+
+    `reference_at`: the step of the moving reference's last change, as it is saved; None without one.
+    """
 
     step: int
     reference_at: int | None
@@ -55,13 +58,14 @@ class SaveInFlight:
         concurrent.futures.wait([self._outcome], seconds)
 
     def wait(self) -> SaveResult:
-        """Its result, as soon as it is there; raises what it raised, and LostPeer when `timeout_s` have passed since its start."""
+        """Its result, as soon as it is there; raises what it raised, and LostPeer when `timeout_s` have passed since
+        its start."""
         if not self.over:
             announce("commit.wait")
             concurrent.futures.wait([self._outcome], max(0.0, self._started + self.timeout_s - time.monotonic()))
         if not self.over:
             raise LostPeer(
-                f"The checkpoint of step {self.step} was not written within checkpoint.timeout_s={self.timeout_s:g}; earlier checkpoints "
-                "are intact."
+                f"The checkpoint of step {self.step} was not written within checkpoint.timeout_s={self.timeout_s:g}; "
+                "earlier checkpoints are intact."
             )
         return self._outcome.result()

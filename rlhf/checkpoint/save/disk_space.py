@@ -1,4 +1,7 @@
-"""Room for a save, known before its first byte is written; when it is short, what retention gives up anyway goes first."""
+"""Disk space for a save, made sure of before its first byte.
+
+When it is short, what retention gives up after the save anyway goes before it.
+"""
 
 import errno
 import logging
@@ -10,7 +13,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import verify
-from rlhf.checkpoint.commit.publication import to_trash
+from rlhf.checkpoint.commit.removal import to_trash
 from rlhf.events import announce
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import PIN, scan, step_of
@@ -29,13 +32,14 @@ def make_room(
     timeout_s: float,
     make_way: Callable[[], None] = lambda: None,
 ) -> list[int]:
-    """See to `needed` free bytes on the disk of `run_dir`; returns the steps of the checkpoints that were removed for it.
+    """See to `needed` free bytes on the disk of `run_dir`; returns the steps of the checkpoints that were removed for
+    it.
 
-    First it calls `make_way`, which gives up whatever else keeps bytes of removed checkpoints on the disk (a copy to the remote), and waits
-    for the trash that `deleter` is deleting, at most `timeout_s` seconds. Then it removes as many from the front of
-    `victims()` as it takes: the checkpoints that retention will remove anyway, oldest first; but neither the newest intact one (which it
-    reads whole to know) nor any later one. Raises OSError (ENOSPC) with the figures; when it can be known beforehand that all of them
-    would not be enough, none is removed.
+    First it calls `make_way`, which gives up whatever else keeps bytes of removed checkpoints on the disk (a copy to
+    the remote), and waits for the trash that `deleter` is deleting, at most `timeout_s` seconds. Then it removes as
+    many from the front of `victims()` as it takes: the checkpoints that retention will remove anyway, oldest first; but
+    neither the newest intact one (which it reads whole to know) nor any later one. Raises OSError (ENOSPC) with the
+    figures; when it can be known beforehand that all of them would not be enough, none is removed.
     """
     if _free(run_dir) >= needed:
         return []
@@ -67,7 +71,8 @@ def make_room(
 
 
 def bytes_freed_by(paths: list[Path]) -> int:
-    """Bytes on disk that go when all of `paths` go, and copies of them under way; a file that has another name stays."""
+    """Bytes on disk that go when all of `paths` go, and copies of them under way; a file that has another name
+    stays."""
     names: Counter[tuple[int, int]] = Counter()
     freed = 0
     # A checkpoint that was moved elsewhere and linked gives back nothing.

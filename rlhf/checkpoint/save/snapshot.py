@@ -1,4 +1,7 @@
-"""What one save writes, taken at one moment. The big tensors are live views until they are written, or copied (staging.py)."""
+"""Snapshot of a run: what one save writes.
+
+The big tensors are live views until they are written, or copied by a Stager.
+"""
 
 import json
 from collections.abc import Collection, Mapping
@@ -21,26 +24,29 @@ HF_SHARD_BYTES = 5 << 30
 class RunState:
     """Everything that a checkpoint saves and restores, as live objects.
 
-    `reference` is None unless it moves: a frozen one is the starting policy. `parts` are the driver state's beside `driver`, by name.
+    `reference` is None unless it moves: a frozen one is the starting policy. `stateful` is what the driver state holds
+    beside `driver`, by name.
     """
 
     roles: Mapping[str, TrainState]
     driver: DriverState
-    parts: Mapping[str, Stateful] = field(default_factory=dict)
+    stateful: Mapping[str, Stateful] = field(default_factory=dict)
     reference: MovingReference | None = None
     carried: Carried | None = None
-    initial_parts: dict[str, str] = field(init=False)
-    """The parts' states at the start, for a roll-back to a checkpoint that does not know them; as JSON, which no part can change."""
+    initial: dict[str, str] = field(init=False)
+    """The states of `stateful` at the start, for a roll-back to a checkpoint that does not know them; as JSON, which
+    nobody can change."""
 
     def __post_init__(self) -> None:
-        self.initial_parts = {name: json.dumps(part.state_dict()) for name, part in self.parts.items()}
+        self.initial = {name: json.dumps(stateful.state_dict()) for name, stateful in self.stateful.items()}
 
 
 @dataclass
 class Snapshot:
-    """This rank's part of a save. `files` and `whole_tensors` (path -> safetensors content) are its own and written as they are;
-    `components` (folder -> shards) are live views and get an index over all ranks. `unchanged` names components that a published
-    checkpoint already has, bit for bit. `metrics` are the step's figures, for the manifest."""
+    """What this rank saves. `files` and `whole_tensors` (path -> safetensors content) are its own and written as
+    they are; `components` (folder -> shards) are live views and get an index over all ranks. `unchanged` names
+    components that a published checkpoint already has, bit for bit. `metrics` are the step's figures, for the manifest.
+    """
 
     step: int
     contents: list[str]
@@ -93,8 +99,8 @@ def take_snapshot(
             name: _own(tensor) for name, tensor in carried.items()
         }
     if rank == 0:
-        parts = {name: part.state_dict() for name, part in state.parts.items()}
-        snapshot.files[DRIVER_STATE] = _json(state.driver.state_dict() | parts)
+        states = {name: stateful.state_dict() for name, stateful in state.stateful.items()}
+        snapshot.files[DRIVER_STATE] = _json(state.driver.state_dict() | states)
         snapshot.files[CONFIG] = config_yaml.encode()
     return snapshot
 

@@ -1,4 +1,4 @@
-"""A copy of the state in memory of its own, so that training may go on while it is written."""
+"""Staging of a save: a copy of the state in memory of its own, so that training may go on while it is written."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -16,8 +16,8 @@ ALIGNMENT = 64
 class Stager:
     """Copies the live tensors of a snapshot into memory that is kept from save to save.
 
-    Fresh memory costs several times what the copy itself does, so only a save that needs more than any before it allocates. What lies on
-    a CUDA device goes into pinned memory, on a stream of its own.
+    Fresh memory costs several times what the copy itself does, so only a save that needs more than any before it
+    allocates. What lies on a CUDA device goes into pinned memory, on a stream of its own.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,8 @@ class Stager:
     def copy(self, snapshot: Snapshot, linked: Collection[str] = ()) -> Snapshot:
         """`snapshot` with copies in the place of every live tensor that this rank writes, good until the next call.
 
-        Components in `linked` are not written and stay as they are. Raises UserError when there is no memory for the copies.
+        Components in `linked` are not written and stay as they are. Raises UserError when there is no memory for the
+        copies.
         """
         written = [folder for folder in snapshot.components if folder not in linked]
         live = [shard.local for folder in written for shard in snapshot.components[folder].values() if shard.owner]
@@ -71,6 +72,7 @@ class Stager:
             self._memory[pinned] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:
             raise UserError(
-                f"There is no memory for the copy that a save behind the training is written from ({nbytes / 2**20:.1f} MiB on this rank). "
-                "Set checkpoint.async_save=false, or give the machine more memory."
+                "There is no memory for the copy that a save behind the training is written from "
+                f"({nbytes / 2**20:.1f} MiB on this rank). Set checkpoint.async_save=false, or give the machine more "
+                "memory."
             ) from error

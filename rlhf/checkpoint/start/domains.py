@@ -1,7 +1,7 @@
 """Storage domains: which ranks see the same run directory. Found out at the start, so that nobody has to configure it.
 
-Nodes may share a file system, or have disks of their own, or both in one run (a driver on a machine without GPUs, say). Each domain has one
-leader, which creates, renames and deletes there. How a checkpoint that is spread over domains is found again: parts.py.
+Nodes may share a file system, or have disks of their own, or both in one run (a driver on a machine without GPUs, say).
+Each domain has one leader, which creates, renames and deletes there.
 """
 
 import logging
@@ -12,55 +12,63 @@ from pathlib import Path
 
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.files import create_empty, remove_file
 from rlhf.storage.layout import TEMPORARY
 
 log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 0.25
-# A network file system may show a file of another node late. Who sees nobody else looks again a few times; who sees a node that does
-# not see it, for longer.
+# A network file system may show a file of another node late. Who sees nobody else looks again a few times; who sees a
+# node that does not see it, for longer.
 LOOKS, LOOKS_IN_DISAGREEMENT = 2, 120
 
 
 def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
     """Each rank's storage domain, by the lowest rank that sees the same run directory. Collective; makes the directory.
 
-    Each rank puts a token into its directory, and all look which tokens they see. Raises UserError when they contradict each other.
+    Each rank puts a token into its directory, and all look which tokens they see. Raises UserError when they contradict
+    each other.
     """
     if coordinator.world_size == 1:
         return [0]
     token = run_dir / f"{TEMPORARY}token-{coordinator.rank}-{uuid.uuid4().hex}"
     try:
-        names = [path.name for path in coordinator.everywhere(lambda: _put(token))]
-        for look in range(LOOKS_IN_DISAGREEMENT):
-            # By name, which no cache can have known, and not by a listing, which one may have kept.
-            seen = coordinator.everywhere(lambda: frozenset(r for r, n in enumerate(names) if (run_dir / n).exists()))
-            agree = all(seen[other] == mine for mine in seen for other in mine) and all(
-                r in s for r, s in enumerate(seen)
-            )
-            if agree and (look >= LOOKS or len(seen[0]) == coordinator.world_size):
-                break
-            time.sleep(LOOK_AGAIN_S)
-        else:
-            views = "; ".join(f"rank {rank} sees {sorted(mine)}" for rank, mine in enumerate(seen))
-            raise UserError(
-                f"The ranks disagree about who shares the run directory {run_dir} ({views}). See to it that its file system shows new "
-                "files on all nodes, or set trainer.default_local_dir to a folder on another one."
-            )
+        tokens = coordinator.everywhere(lambda: create_empty(token).name)
+        seen = _look_until_agreed(run_dir, tokens, coordinator)
     finally:
         with suppress(OSError):  # must not hide why it could not be made
-            token.unlink()
+            remove_file(token)
     domains = [min(mine) for mine in seen]
     if coordinator.is_leader and len(set(domains)) > 1:
-        ranks = {domain: [rank for rank, d in enumerate(domains) if d == domain] for domain in sorted(set(domains))}
-        log.info(
-            "The ranks have %d storage domains: %s. Each holds its own ranks' part of every checkpoint.",
-            len(ranks),
-            "; ".join(f"ranks {', '.join(map(str, members))}" for members in ranks.values()),
-        )
+        _log_domains(domains)
     return domains
 
 
-def _put(token: Path) -> Path:
-    token.parent.mkdir(parents=True, exist_ok=True)
-    token.touch(exist_ok=False)
-    return token
+def _look_until_agreed(run_dir: Path, tokens: list[str], coordinator: Coordinator) -> list[frozenset[int]]:
+    """The ranks whose `tokens` each rank sees in its directory, once they agree."""
+    seen: list[frozenset[int]] = []
+    for look in range(LOOKS_IN_DISAGREEMENT):
+        # By name, which no cache can have known, and not by a listing, which one may have kept.
+        seen = coordinator.everywhere(lambda: frozenset(r for r, n in enumerate(tokens) if (run_dir / n).exists()))
+        if _agree(seen) and (look >= LOOKS or len(seen[0]) == coordinator.world_size):
+            return seen
+        time.sleep(LOOK_AGAIN_S)
+    views = "; ".join(f"rank {rank} sees {sorted(mine)}" for rank, mine in enumerate(seen))
+    raise UserError(
+        f"The ranks disagree about who shares the run directory {run_dir} ({views}). See to it that its file system "
+        "shows new files on all nodes, or set trainer.default_local_dir to a folder on another one."
+    )
+
+
+def _agree(seen: list[frozenset[int]]) -> bool:
+    """Whether each rank sees itself, and all that see each other see the same."""
+    sees_itself = all(rank in mine for rank, mine in enumerate(seen))
+    return sees_itself and all(seen[other] == mine for mine in seen for other in mine)
+
+
+def _log_domains(domains: list[int]) -> None:
+    ranks = {domain: [rank for rank, d in enumerate(domains) if d == domain] for domain in sorted(set(domains))}
+    log.info(
+        "The ranks have %d storage domains: %s. Each holds its own ranks' files of every checkpoint.",
+        len(ranks),
+        "; ".join(f"ranks {', '.join(map(str, members))}" for members in ranks.values()),
+    )

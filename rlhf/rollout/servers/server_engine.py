@@ -179,8 +179,8 @@ def build_server_engine(
                 gpus = server_gpus(config, device, coordinator.world_size)
                 folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-rollout-")))
                 for name, content in files.items():
-                    (folder / name).write_bytes(content)
-                logs.mkdir(parents=True, exist_ok=True)
+                    write_small(folder / name, content)
+                make_dir(logs)
                 for i, of_server in enumerate(gpus):
                     path = logs / f"server_{i}.log"
                     processes[path] = ServerProcess(config, folder, max_model_len, device, of_server, path)

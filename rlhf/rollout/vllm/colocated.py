@@ -24,6 +24,7 @@ from rlhf.rollout.engine import Request, Sample, Weights, places_by_params
 from rlhf.rollout.vllm.heads import repack_heads
 from rlhf.rollout.vllm.process_state import ProcessState
 from rlhf.rollout.vllm.requests import request_seed, sampling_kwargs
+from rlhf.storage.files import remove_file, write_small
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # all of it in this process
@@ -244,7 +245,7 @@ def build_vllm_engine(
     with tempfile.TemporaryDirectory(prefix="rlhf-vllm-") as scratch, process_state.entered():
         folder = Path(scratch)
         for name, content in files.items():
-            (folder / name).write_bytes(content)
+            write_small(folder / name, content)
         shapes, hf_config = _shapes(folder)
         arguments = _arguments(config, folder, hf_config, device, max_model_len) | {"seed": seed}
         arguments |= config.engine_kwargs.vllm
@@ -300,7 +301,7 @@ def _own_shared_memory(token: str) -> Iterator[None]:
         Shared.make_group_name = staticmethod(name)
         # All ranks have it open by now.
         for path in Path("/dev/shm").glob(f"*{token}*"):
-            path.unlink(missing_ok=True)
+            remove_file(path, missing_ok=True)
 
 
 def _arguments(

@@ -1,0 +1,34 @@
+"""Identity of a run in its manifests: what wrote a checkpoint, with which settings, files and versions."""
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import xxhash
+
+import rlhf
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a manifest says of the run that wrote it.
+
+    `fingerprints` identify the files that settings name (`model.path`, ...), by setting.
+    """
+
+    backend: str
+    config_hash: str
+    fingerprints: dict[str, str]
+    versions: dict[str, str]
+
+    @classmethod
+    def of_run(cls, backend: str, config_yaml: str, fingerprints: Mapping[str, str]) -> "Identity":
+        """Of a run in this process, with the resolved configuration `config_yaml`."""
+        versions = {
+            "rlhf": rlhf.__version__,
+            "torch": version("torch"),
+            "transformers": version("transformers"),
+            "python": platform.python_version(),
+        }
+        return cls(backend, xxhash.xxh3_128_hexdigest(config_yaml.encode()), dict(fingerprints), versions)

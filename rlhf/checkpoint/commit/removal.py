@@ -1,0 +1,40 @@
+"""Removal of checkpoints: each loses its name by one rename, so that no kill leaves half of it under that name."""
+
+from pathlib import Path
+
+from rlhf.checkpoint.commit.pointer import point_elsewhere
+from rlhf.events import announce
+from rlhf.storage.files import remove, rename_durably
+from rlhf.storage.layout import TEMPORARY, TRASH, fresh_name
+
+
+def to_trash(path: Path) -> Path:
+    """Take a directory's name away, so that no kill leaves half of it there; returns what to delete."""
+    trash = rename_durably(path, path.with_name(fresh_name(TRASH, path.name.lstrip("."))))
+    announce("commit.trash")
+    return trash
+
+
+def discard(path: Path) -> None:
+    """Delete a directory: rename to trash first, then remove."""
+    remove(to_trash(path))
+
+
+def set_aside(path: Path, reason: str) -> Path:
+    """Keep a checkpoint that must not be used any more under `global_step_N.<reason>-K`, where no scan finds it."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.{reason}-{number}")).exists():
+        number += 1
+    point_elsewhere(path)
+    return rename_durably(path, target)
+
+
+def clean_leftovers(run_dir: Path) -> list[str]:
+    """Remove what killed saves and removals left behind; only for a time when no save is in flight.
+
+    Returns the names.
+    """
+    leftovers = [p for p in run_dir.iterdir() if p.name.startswith((TEMPORARY, TRASH))]
+    for path in leftovers:
+        remove(path)
+    return [p.name for p in leftovers]

@@ -1,0 +1,73 @@
+"""Compatibility of a checkpoint with the run that would resume it: its contents, configuration and model files."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlhf.checkpoint.commit.identity import Identity
+from rlhf.checkpoint.commit.manifest import Manifest, verify_files
+from rlhf.checkpoint.resolved_config import ResolvedConfig
+from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.layout import CONFIG, REFERENCE
+from rlhf.storage.shards import INDEX
+
+log = logging.getLogger(__name__)
+
+
+def check_compatible(
+    path: Path,
+    manifest: Manifest,
+    config: ResolvedConfig,
+    identity: Identity,
+    load_contents: list[str],
+    *,
+    moving_reference: bool,
+    allow_change: bool,
+) -> None:
+    """Raise UserError unless a run that is `identity`, with `config`, may continue from this checkpoint; harmless
+    differences are logged.
+
+    `moving_reference`: whether the run's reference policy moves. `allow_change`: `trainer.allow_config_change`.
+    """
+    if not {"model", "hf_model"} & set(load_contents):
+        raise UserError(
+            f"Reading {load_contents} (checkpoint.load_contents, or else checkpoint.contents) from {path} restores no "
+            "weights, so the run cannot continue. Add model to it if the checkpoint has it, else start anew with "
+            "trainer.overwrite=true."
+        )
+    if missing := [item for item in load_contents if item not in manifest.contents]:
+        raise UserError(
+            f"checkpoint.load_contents={load_contents} asks for {', '.join(missing)}, but {path} holds "
+            f"{', '.join(manifest.contents)}. Set checkpoint.load_contents to a subset of that."
+        )
+    if manifest.config_hash != identity.config_hash:  # reading a configuration takes longer than a small model
+        if problems := verify_files(path, manifest, [CONFIG]):
+            raise DamagedCheckpoint(f"{path} is damaged: {problems[0]}")
+        config.check((path / CONFIG).read_text())
+    if moving_reference and f"{REFERENCE}/{INDEX}" not in manifest.files:
+        raise UserError(
+            f"ref.update_freq={config.setting('ref.update_freq')} asks for a reference policy that moves, but {path} "
+            f"has none ({REFERENCE}): it was saved by a run whose reference was frozen. Set ref.update_freq=null to "
+            "continue that run, or start anew with trainer.overwrite=true or another trainer.experiment_name."
+        )
+    if changes := _other_files(path, manifest, config, identity.fingerprints):
+        text = "; ".join(changes)
+        if not allow_change:
+            raise UserError(
+                f"{text}. Restore them, or accept that the run changes with trainer.allow_config_change=true."
+            )
+        log.warning("%s; going on because trainer.allow_config_change=true.", text)
+
+
+def _other_files(path: Path, manifest: Manifest, config: ResolvedConfig, fingerprints: Mapping[str, str]) -> list[str]:
+    """How the files that settings name differ from those of the checkpoint, one line per setting."""
+    lines = []
+    for setting in sorted(manifest.fingerprints.keys() | fingerprints.keys()):
+        stored, present = manifest.fingerprints.get(setting), fingerprints.get(setting)
+        if present is None:
+            lines.append(f"{setting} was in use when {path} was saved, and is not now")
+        elif stored != present:
+            difference = "was not in use" if stored is None else "holds other files than"
+            lines.append(f"{setting}={config.setting(setting)} {difference} when {path} was saved")
+    return lines

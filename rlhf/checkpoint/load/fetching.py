@@ -1,0 +1,108 @@
+"""Fetching of a checkpoint's blocks that lie on other nodes' disks only, from one leader to another."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhf.checkpoint.load.locations import FileLocations
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import remove, write_range
+from rlhf.storage.hashing import BLOCK
+from rlhf.storage.layout import TEMPORARY, fresh_name
+from rlhf.storage.reading import CheckedFiles
+
+log = logging.getLogger(__name__)
+
+
+class Fetched:
+    """Blocks of a checkpoint's files that a storage domain lacks, got from the domains that have them, for the time of
+    a load.
+
+    They lie in a temporary directory, in files that are empty elsewhere; nothing is ever written into the checkpoint. A
+    block of 4 MiB at a time is under way between two leaders, so memory does not grow with the files.
+    """
+
+    def __init__(self, located: FileLocations, coordinator: Coordinator) -> None:
+        self._located, self._coordinator = located, coordinator
+        self._own = located.held.get(coordinator.domain, frozenset())
+        self._root: Path | None = None
+        self._got: dict[int, set[tuple[str, int]]] = {domain: set() for domain in coordinator.domain_leaders}
+        self.bytes = 0
+        """Bytes that this rank, as a leader, has received."""
+
+    def get(self, files: CheckedFiles, wanted: Mapping[str, Iterable[int]]) -> None:
+        """Let `files` find the blocks `wanted`, by file, that lie in other domains only. Collective.
+
+        Raises DamagedCheckpoint on every rank when a block is not as it was committed, OSError when a disk refuses it.
+        """
+        if len(self._got) == 1:
+            return
+        lacking = {name: sorted(blocks) for name, blocks in wanted.items() if name not in self._own}
+        receivers: dict[tuple[str, int], set[int]] = {}
+        for domain, wishes in zip(self._coordinator.domains, self._coordinator.gather(lacking), strict=True):
+            for block in ((name, number) for name, numbers in wishes.items() for number in numbers):
+                if block not in self._got[domain]:
+                    self._got[domain].add(block)
+                    receivers.setdefault(block, set()).add(domain)
+        if receivers:
+            if self._root is None:
+                name = fresh_name(TEMPORARY, f"fetched-{self._located.path.name}")
+                self._root = self._located.path.parent / self._coordinator.broadcast(name)
+            self._coordinator.everywhere(partial(self._exchange, receivers))
+        if self._root is not None:
+            files.find_below(self._root, lacking)
+
+    def _exchange(self, receivers: dict[tuple[str, int], set[int]]) -> None:
+        """What this rank sends and receives.
+
+        All go through the blocks in one order and never stop before the last, so that nobody waits in vain.
+        """
+        if not self._coordinator.leads_domain:
+            return
+        me, own = self._coordinator.rank, CheckedFiles(self._located.path, self._located.manifest.files)
+        # The first byte says whether the sender could read what follows.
+        memory = torch.empty(1 + BLOCK, dtype=torch.uint8)
+        problem: Exception | None = None
+        for (name, number), domains in sorted(receivers.items()):
+            size = min(BLOCK, self._located.manifest.files[name]["size"] - number * BLOCK)
+            message, source = memory[: 1 + size], self._located.holder(name)
+            if me == source:
+                try:
+                    own.read(name, [(number * BLOCK, _view(message))])
+                    message[0] = 1
+                except (DamagedCheckpoint, OSError) as error:
+                    problem = problem or error
+                    message[0] = 0
+                for domain in sorted(domains):
+                    self._coordinator.send(message, domain)
+            elif me in domains:
+                self._coordinator.receive(message, source)
+                if message[0] and problem is None:
+                    try:
+                        self._keep(name, number, _view(message))
+                    except OSError as error:
+                        problem = error
+        if problem is not None:
+            raise problem
+
+    def _keep(self, name: str, number: int, content: memoryview) -> None:
+        assert self._root is not None
+        write_range(self._root / name, self._located.manifest.files[name]["size"], number * BLOCK, content)
+        self.bytes += len(content)
+
+    def remove(self) -> None:
+        """Give the room back, once no rank of the domain reads any more."""
+        if self._coordinator.leads_domain and self._root is not None and self._root.exists():
+            try:
+                remove(self._root)
+            except OSError as error:
+                log.warning("%s could not be removed (%s); the next start does it.", self._root, error)
+
+
+def _view(message: Tensor) -> memoryview:
+    return message.numpy().data[1:]

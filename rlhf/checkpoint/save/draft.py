@@ -1,0 +1,108 @@
+"""Draft of a checkpoint: its temporary directory in every storage domain, with what it shares with a published one."""
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlhf.checkpoint.commit.manifest import DOMAINS, read_manifest
+from rlhf.checkpoint.commit.publication import give_up, temporary_name
+from rlhf.checkpoint.save.snapshot import Snapshot
+from rlhf.events import announce
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import link, make_new_dir, remove_dir
+
+log = logging.getLogger(__name__)
+Entries = dict[str, dict[str, Any]]
+"""The manifest's entries of files, by path."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that was begun: its temporary directory, and the folders whose files were linked, so that nobody
+    writes them."""
+
+    root: Path
+    linked: dict[str, Entries]
+
+
+def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator) -> Draft:
+    """What comes before the bytes. Collective; raises SaveFailed on every rank when a leader fails."""
+    root: Path | None = None
+
+    def begin() -> dict[str, Entries]:
+        assert root is not None
+        make_new_dir(root)
+        return {folder: _link_folder(root, source, folder) or {} for folder, source in snapshot.unchanged.items()}
+
+    try:
+        root = run_dir / coordinator.on_leader(lambda: temporary_name(snapshot.step))
+        # The leaders try, and their outcome is everyone's: either no rank writes its shards of such a component, or all
+        # do.
+        tried = coordinator.on_domain_leaders(begin)
+        linked = {
+            folder: over_domains([there[folder] for there in tried], coordinator) for folder in snapshot.unchanged
+        }
+        for folder, entries in linked.items():
+            if not entries or not _all_of(snapshot.unchanged[folder], folder, entries, coordinator):
+                coordinator.on_domain_leaders(partial(_unlink_folder, root, folder))
+                linked[folder] = {}
+    except Exception as error:
+        raise give_up(run_dir, snapshot.step, root, coordinator, error) from error
+    return Draft(root, {folder: entries for folder, entries in linked.items() if entries})
+
+
+def over_domains(by_domain: list[Entries], coordinator: Coordinator) -> Entries:
+    """The manifest's entries of files that storage domains have, from each one's; empty unless every domain has
+    some."""
+    if not all(by_domain):
+        return {}
+    merged = {name: entry for entries in by_domain for name, entry in entries.items()}
+    holders = {
+        name: [d for d, entries in zip(coordinator.domain_leaders, by_domain, strict=True) if name in entries]
+        for name in merged
+    }
+    return {
+        name: {key: value for key, value in entry.items() if key != DOMAINS}
+        | ({DOMAINS: holders[name]} if len(holders[name]) < len(by_domain) else {})
+        for name, entry in sorted(merged.items())
+    }
+
+
+def _all_of(source: Path, folder: str, names: Collection[str], coordinator: Coordinator) -> bool:
+    """Whether `names`, of all storage domains together, are all that the checkpoint `source` has in `folder`."""
+    if len(coordinator.domain_leaders) == 1:
+        return True
+    return coordinator.on_leader(lambda: read_manifest(source).in_folder(folder).keys() == set(names))
+
+
+def _link_folder(root: Path, source: Path, folder: str) -> Entries | None:
+    """Give the draft the files of `source`'s `folder` as hard links; returns their entries for the manifest. Those that
+    only another storage domain has are left to that one's leader.
+
+    None, with a line in the log and nothing left behind, where that cannot be: another file system, one without hard
+    links, a source that is gone. Two published checkpoints may share a file because nobody ever writes into one; the
+    file system's link count keeps it for as long as any checkpoint has it, whichever is removed first, so that
+    retention needs to know nothing of it.
+    """
+    try:
+        entries = read_manifest(source).in_folder(folder)
+        make_new_dir(root / folder)
+        here = {name: entry for name, entry in entries.items() if DOMAINS not in entry or (source / name).exists()}
+        for name in here:
+            announce("commit.link")
+            link(source / name, root / name)
+        return here
+    except (OSError, DamagedCheckpoint) as error:
+        log.warning("%s cannot be linked from %s and is written instead: %s", folder, source, error)
+        _unlink_folder(root, folder)
+        return None
+
+
+def _unlink_folder(root: Path, folder: str) -> None:
+    """Take back what `_link_folder` has done, if it has."""
+    if (root / folder).exists():
+        remove_dir(root / folder)

@@ -1,0 +1,124 @@
+"""Preparation of a run's directories before it starts, one in each storage domain; one disk is the case of one.
+
+Nodes may have been swapped since the last start, come with an empty disk, or have been killed in the middle of a
+commit. Imports no torch.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from rlhf.checkpoint.commit.manifest import verify_files
+from rlhf.checkpoint.commit.publication import roll_forward
+from rlhf.checkpoint.load.locations import locate_files, published
+from rlhf.checkpoint.remote.remote_start import claim_at_start, open_remote, restore
+from rlhf.checkpoint.remote.remote_store import RemoteStore
+from rlhf.checkpoint.run_file import read_run_file, write_run_file
+from rlhf.checkpoint.start import run_dir as directory
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.trainer import TrainerConfig
+from rlhf.errors import UserError
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import remove_file, replace_durably
+from rlhf.storage.layout import HISTORY
+
+log = logging.getLogger(__name__)
+
+
+def prepare(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig, coordinator: Coordinator) -> None:
+    """Bring the run directory of each storage domain into the state that the ranks expect. Collective; raises the same
+    on every rank.
+
+    For a time when the run lock of each is held. Raises UserError for `trainer.resume_mode=disable` on a directory with
+    checkpoints, for a `trainer.resume_from_path` that is none, and for a `checkpoint.remote` that cannot be used.
+    """
+    if settings.remote is not None and len(coordinator.domain_leaders) > 1:
+        raise UserError(
+            f"checkpoint.remote={settings.remote}: the nodes have disks of their own, and copies are made of "
+            "checkpoints that lie on one. Set checkpoint.remote=null, or trainer.default_local_dir to a folder that "
+            "all nodes share."
+        )
+    source = directory.resume_source(trainer)
+    remote: RemoteStore | None = None
+
+    def fetch() -> None:
+        nonlocal remote
+        remote = open_remote(run_dir, trainer, settings)
+        if remote is not None:
+            restore(remote, run_dir, trainer, source)
+
+    coordinator.on_domain_leaders(lambda: directory.make(run_dir, trainer))
+    roll_forward(run_dir, coordinator)
+    coordinator.on_domain_leaders(lambda: directory.tidy(run_dir, trainer))
+    coordinator.on_leader(fetch)
+    run = _agreed_run(run_dir, coordinator)
+    _bring_history(run_dir, run["run_id"], coordinator)
+    if source is not None and coordinator.broadcast(str(source)) != run.get("resumed_from"):
+        run |= _fork(run_dir, source, coordinator)
+    coordinator.on_domain_leaders(lambda: write_run_file(run_dir, run))
+    coordinator.on_leader(lambda: None if remote is None else claim_at_start(remote, run_dir, trainer))
+
+
+def finished_step(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinator) -> int | None:
+    """The run's last step if its newest complete checkpoint has reached it and is intact, else None. Collective."""
+    for path in published(run_dir, coordinator):
+        try:
+            located = locate_files(path, coordinator)
+        except DamagedCheckpoint:
+            return None
+        if located.nowhere:
+            continue
+        drivers = coordinator.on_domain_leaders(lambda: directory.driver_state_of(path))  # noqa: B023
+        driver = next((driver for driver in drivers if driver is not None), None)
+        if driver is None or driver["step"] < directory.planned_steps(trainer, driver["steps_per_epoch"]):
+            return None
+        # All bytes are read only when that ends the run; otherwise the ranks verify them, each its share.
+        mine = [name for name in located.manifest.files if located.holder(name) == coordinator.domain]
+        problems = coordinator.on_domain_leaders(lambda: verify_files(path, located.manifest, mine))  # noqa: B023
+        return None if any(problems) else driver["step"]
+    return None
+
+
+def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:
+    """The run's identity: as the driver's disk has it or, where that is new, another's; else of the newest checkpoint,
+    or a new one."""
+    known = [run for run in coordinator.on_domain_leaders(lambda: read_run_file(run_dir)) if run]
+    if len({run["run_id"] for run in known}) > 1 and coordinator.is_leader:
+        names = ", ".join(run["run_id"] for run in known)
+        log.warning("The nodes' disks are of different runs (run.json: %s); going on as %s.", names, known[0]["run_id"])
+    if known:
+        return known[0]
+    ids = [run_id for run_id in coordinator.on_domain_leaders(lambda: directory.newest_run_id(run_dir)) if run_id]
+    return {"run_id": ids[0] if ids else coordinator.on_leader(directory.new_run_id)}
+
+
+def _bring_history(run_dir: Path, run_id: str, coordinator: Coordinator) -> None:
+    """Move the metric history to the driver's disk: it lies where the last driver was, and is the longest there is."""
+    if len(coordinator.domain_leaders) == 1:
+        return
+    path = run_dir / HISTORY
+
+    def length() -> int:
+        of_this_run = read_run_file(run_dir).get("run_id", run_id) == run_id
+        return path.read_bytes().count(b"\n") if of_this_run and path.exists() else 0
+
+    lengths = dict(zip(coordinator.domain_leaders, coordinator.on_domain_leaders(length), strict=True))
+    longest = max(lengths, key=lambda domain: (lengths[domain], -domain))
+    if longest != 0:
+        content = coordinator.on_rank(longest, path.read_bytes)
+        coordinator.on_leader(lambda: replace_durably(path, content))
+        if coordinator.is_leader:
+            log.info("The metric history was on another node's disk and is on the driver's now.")
+    if any(lengths[domain] for domain in lengths if domain != 0):
+        # One history: lines of it that stayed behind could be taken for a newer one after the next swap.
+        coordinator.on_domain_leaders(lambda: None if coordinator.is_leader else remove_file(path, missing_ok=True))
+
+
+def _fork(run_dir: Path, source: Path, coordinator: Coordinator) -> dict[str, Any]:
+    """Set aside what does not descend from `source`; returns what run.json says of the new run."""
+    if not any(coordinator.on_domain_leaders(lambda: directory.is_checkpoint(source))):
+        raise UserError(f"trainer.resume_from_path={source} is not a checkpoint: name a global_step_N directory.")
+    coordinator.on_domain_leaders(lambda: directory.set_aside_for(run_dir, source))
+    # Trackers would drop the steps that they have already seen of the old course.
+    return coordinator.on_leader(lambda: {"resumed_from": str(source), "run_id": directory.new_run_id()})

@@ -1,0 +1,71 @@
+"""Gloo as the transport between the ranks of a run."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf.ranks.coordinator import LostPeer
+
+
+@contextmanager
+def _collective() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostPeer(f"a rank is gone, or did not answer in time: {error}") from error
+
+
+class GlooTransport:
+    """Transport over a gloo group of its own; a world of one without an initialised process group.
+
+    A call may take `timeout`, by default as long as one of the training's group.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self.rank, self.world_size, self._group = 0, 1, None
+        if dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            if self.world_size > 1:
+                # A group of its own: object collectives on the training group would order themselves between its
+                # tensors.
+                self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def another(self, timeout: timedelta) -> "GlooTransport":
+        return GlooTransport(timeout)
+
+    def gather(self, value: Any) -> list[Any]:
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        with _collective():
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        if self._group is None:
+            return value
+        values = [value]
+        with _collective():
+            dist.broadcast_object_list(values, src=source, group=self._group)
+        return values[0]
+
+    def scatter(self, values: Sequence[Any] | None, source: int) -> Any:
+        if self._group is None:
+            assert values is not None
+            return values[0]
+        received: list[Any] = [None]
+        with _collective():
+            dist.scatter_object_list(received, None if values is None else list(values), src=source, group=self._group)
+        return received[0]
+
+    def send(self, block: Tensor, to: int) -> None:
+        with _collective():
+            dist.send(block, to, group=self._group)
+
+    def receive(self, block: Tensor, source: int) -> None:
+        with _collective():
+            dist.recv(block, source, group=self._group)

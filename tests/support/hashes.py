@@ -1,0 +1,12 @@
+"""Hashes of files as a manifest has them, for tests that compare or forge one."""
+
+from pathlib import Path
+
+from rlhf.storage.hashing import BlockHashes
+
+
+def hash_file(path: Path) -> tuple[int, str]:
+    """Size and hashes of a file on disk, as in `WrittenFile`."""
+    hashes = BlockHashes()
+    hashes.update(memoryview(path.read_bytes()))
+    return hashes.size, hashes.hexdigests()

@@ -1,0 +1,40 @@
+"""Entry points of the checkpoint by a test's whole configuration, of which each takes the sections that are its own."""
+
+from pathlib import Path
+
+from rlhf.checkpoint.remote import remote_start
+from rlhf.checkpoint.remote.copies import RemoteCopies
+from rlhf.checkpoint.remote.remote_store import RemoteStore, remote_url
+from rlhf.checkpoint.remote.retries import Retries
+from rlhf.checkpoint.start import preparation
+from rlhf.config import Config
+from rlhf.ranks.coordinator import Coordinator, LoneTransport
+
+
+def prepare(config: Config, coordinator: Coordinator | None = None) -> None:
+    """What precedes the ranks; without a coordinator in this process alone."""
+    preparation.prepare(config.run_dir, config.trainer, config.checkpoint, coordinator or Coordinator(LoneTransport()))
+
+
+def finished_step(config: Config, coordinator: Coordinator | None = None) -> int | None:
+    return preparation.finished_step(config.run_dir, config.trainer, coordinator or Coordinator(LoneTransport()))
+
+
+def remote_copies(config: Config) -> RemoteCopies:
+    return RemoteCopies(config.run_dir, config.trainer, config.checkpoint)
+
+
+def remote_store(config: Config) -> RemoteStore:
+    return RemoteStore(remote_url(config.trainer, config.checkpoint))
+
+
+def open_remote(config: Config) -> RemoteStore | None:
+    return remote_start.open_remote(config.run_dir, config.trainer, config.checkpoint)
+
+
+def restore(store: RemoteStore, config: Config, source: Path | None) -> int | None:
+    return remote_start.restore(store, config.run_dir, config.trainer, source)
+
+
+def claim(store: RemoteStore, config: Config, retries: Retries) -> None:
+    remote_start.claim(store, config.run_dir, config.trainer, retries)
