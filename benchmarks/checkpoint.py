@@ -1,10 +1,12 @@
 """python -m benchmarks.checkpoint: what saves and loads cost beside what the disk and the memory allow, as ratios.
 
-All ways save and load the same state in turn, on every rank at once; a time is the slowest rank's. A figure is the median of the runs, a
-ratio the median of the ratios of paired runs. Loads from the disk begin with an empty page cache, those from tmpfs are from memory.
+All ways save and load the same state in turn, on every rank at once; a time is the slowest rank's. A figure is the
+median of the runs, a ratio the median of the ratios of paired runs. Loads from the disk begin with an empty page cache,
+those from tmpfs are from memory.
 
-`asynchronous` compares the time for which a save behind the training stops it with a copy of the state into memory that is there already.
-The steps after it (matrix products of about 20 ms on every rank) run until the checkpoint is published; `next steps` says how much slower.
+`asynchronous` compares the time for which a save behind the training stops it with a copy of the state into memory that
+is there already. The steps after it (matrix products of about 20 ms on every rank) run until the checkpoint is
+published; `next steps` says how much slower.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.checkpoint_ways import State, make_checkpointer, ways
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.storage.layout import step_dir
 
 STEP_S, QUIET_STEPS = 0.02, 20
@@ -37,7 +40,8 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Let the next read of what lies in `folder` come from the disk; all of it must be there by fsync. Does nothing on tmpfs."""
+    """Let the next read of what lies in `folder` come from the disk; all of it must be there by fsync. Does nothing on
+    tmpfs."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -98,8 +102,9 @@ def make_work() -> Callable[[], None]:
 
 
 def asynchronous(root: Path, nbytes: int, repeats: int) -> Times:
-    """Seconds of a copy, of the stall, until the commit; steps meanwhile, and how much slower. The first round is not counted."""
-    state, coordinator = State(nbytes), Coordinator()
+    """Seconds of a copy, of the stall, until the commit; steps meanwhile, and how much slower. The first round is not
+    counted."""
+    state, coordinator = State(nbytes), Coordinator(GlooTransport())
     live = state.tensors
     copies = [torch.zeros_like(tensor) for tensor in live]
     checkpointer = make_checkpointer(root, state, coordinator, async_save=True)
@@ -188,7 +193,8 @@ def table_of_async(where: str, times: Times) -> list[str]:
     """One row."""
     copy, stall, commit, steps, slower = (statistics.median(times[name]) for name in times)
     return [
-        f"| {where} | {copy:.3f} s | {stall:.3f} s | {ratio(times['stall'], times['copy']):.2f} | {commit:.2f} s, {steps:.0f} steps "
+        f"| {where} | {copy:.3f} s | {stall:.3f} s | {ratio(times['stall'], times['copy']):.2f} | {commit:.2f} s, "
+        f"{steps:.0f} steps "
         f"| {slower:.2f} |\n"
     ]
 

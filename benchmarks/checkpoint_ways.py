@@ -23,6 +23,7 @@ from rlhf.checkpoint.save.snapshot import RunState
 from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.storage.shards import Shard, Shards, as_bytes
 
 LAYER = 4 << 20
@@ -86,7 +87,8 @@ class State:
 
 
 class Way:
-    """A way to save the state into an empty folder that all ranks see, and to bring it back from there. All is collective."""
+    """A way to save the state into an empty folder that all ranks see, and to bring it back from there. All is
+    collective."""
 
     def prepare(self, folder: Path) -> None:
         """What a run does once, before any save."""
@@ -125,7 +127,7 @@ class Ours(Way):
     """`Checkpointer` with synchronous saves; a load is a whole resume."""
 
     def __init__(self, state: State) -> None:
-        self._state, self._coordinator = state, Coordinator()
+        self._state, self._coordinator = state, Coordinator(GlooTransport())
 
     def prepare(self, folder: Path) -> None:
         self._checkpointer = make_checkpointer(folder, self._state, self._coordinator, async_save=False)
@@ -193,7 +195,8 @@ def fsync_files(folder: Path) -> None:
 
 
 class DeepSpeed(Way):
-    """An engine of ZeRO stage 2 with as many weights and moments: its own save, with the fsync that it leaves out, and its own load.
+    """An engine of ZeRO stage 2 with as many weights and moments: its own save, with the fsync that it leaves out, and
+    its own load.
 
     It writes the weights twice: whole, and as the master weights that its optimizer shards.
     """
@@ -225,10 +228,11 @@ class DeepSpeed(Way):
 
 
 class Verl(Way):
-    """verl's manager of FSDP2 checkpoints with as many weights and moments: its own save and load of model, optimizer and extra.
+    """verl's manager of FSDP2 checkpoints with as many weights and moments: its own save and load of model, optimizer
+    and extra.
 
-    A save is timed with the fsync that it leaves out; beside the shards it has the generators and the model's configuration. It checks no
-    hashes and publishes nothing.
+    A save is timed with the fsync that it leaves out; beside the shards it has the generators and the model's
+    configuration. It checks no hashes and publishes nothing.
     """
 
     def __init__(self, state: State) -> None:

@@ -1,7 +1,7 @@
 """python -m benchmarks.learning: does each algorithm learn the offline task, from the same start and seed?
 
-Trains the bundled policy on two-digit sums with one `algorithm=` entry after the other and prints a Markdown table of the held-out accuracy
-(greedy, 500 problems) along the way. Exit code 0 only when every one gains at least 30 points.
+Trains the bundled policy on two-digit sums with one `algorithm=` entry after the other and prints a Markdown table of
+the held-out accuracy (greedy, 500 problems) along the way. Exit code 0 only when every one gains at least 30 points.
 """
 
 import argparse

@@ -1,8 +1,9 @@
-"""python -m benchmarks.recovery: from the SIGKILL of a rank to the next optimizer step, phase by phase, beside a cold start.
+"""python -m benchmarks.recovery: from the SIGKILL of a rank to the next optimizer step, phase by phase, beside a cold
+start.
 
-A small run of the bundled policy saves at step 3; its last rank is killed in step 6, and the supervisor brings all ranks
-back. Both columns are medians over the same runs, and so is the ratio of the two totals of a run. The phases are those of
-rank 0:
+A small run of the bundled policy saves at step 3; its last rank is killed in step 6, and the supervisor brings all
+ranks back. Both columns are medians over the same runs, and so is the ratio of the two totals of a run. The phases are
+those of rank 0:
 
 detection       until the supervisor has seen the crash and every rank has ended
 start           until the new process is there; after a crash this has the wait of trainer.restart_backoff_s, in a cold

@@ -22,6 +22,7 @@ from rlhf.config.vllm_versions import installation_problem
 from rlhf.models.loading import hf_files
 from rlhf.models.tiny import FOLDER
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import (
     Request,
     RolloutEngine,
@@ -65,7 +66,9 @@ def start_vllm(
 
     files = hf_files(model.config, tokenizer, model.generation_config)
     eos = eos_token_ids(model, tokenizer)
-    engine = build_vllm_engine(config, files, eos, Coordinator(), device, max_model_len=max_model_len, seed=0)
+    engine = build_vllm_engine(
+        config, files, eos, Coordinator(GlooTransport()), device, max_model_len=max_model_len, seed=0
+    )
     engine.update_weights(model.named_parameters, 0)
     return engine
 

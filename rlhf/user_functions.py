@@ -77,7 +77,8 @@ def check_positional(setting: str, spec: str, takes: Sequence[str]) -> None:
 
 
 def hash_of_files(functions: Sequence[str]) -> str:
-    """A hash of the files that hold the user's functions among `functions`; what these files import is not looked at."""
+    """A hash of the files that hold the user's functions among `functions`; what these files import is not looked
+    at."""
     paths = [split_spec("functions", function)[0] for function in functions if ".py:" in function]
     return xxhash.xxh3_128_hexdigest(b"".join(xxhash.xxh3_128_digest(path.read_bytes()) for path in paths))
 

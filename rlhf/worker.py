@@ -65,7 +65,8 @@ def main(run_dir: Path) -> int:
 
 
 def main_under_torchrun(config: Config) -> int:
-    """A rank that torchrun started: the leader (of each storage domain) does what our supervisor would have done before and after."""
+    """A rank that torchrun started: the leader (of each storage domain) does what our supervisor would have done before
+    and after."""
 
     def work(status: StatusWriter) -> None:
         device = collectives.start(config.trainer)

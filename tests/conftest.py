@@ -12,10 +12,11 @@ import pytest
 from tests.support.launching import write_sums
 from tests.support.undisturbed import Undisturbed, session_folder
 
-# For this process, before it imports torch, and for all that tests start: they are many small processes, and threads that wait for
-# a core make all of them crawl.
+# For this process, before it imports torch, and for all that tests start: they are many small processes, and threads
+# that wait for a core make all of them crawl.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Under xdist the next file goes to whoever is free: what takes longest begins first, so that nobody waits for it at the end.
+# Under xdist the next file goes to whoever is free: what takes longest begins first, so that nobody waits for it at the
+# end.
 LONGEST_FIRST = (
     "test_vllm_servers",
     "test_vllm_runs",

@@ -25,7 +25,8 @@ from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import Preempted, UserError
 from rlhf.events import announce
-from rlhf.ranks.coordinator import Coordinator, LostPeer
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import SaveFailed
 
 log = logging.getLogger(__name__)

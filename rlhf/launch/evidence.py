@@ -1,4 +1,4 @@
-"""What the end of an attempt means, and how to tell a person about it."""
+"""Evidence of an attempt's end: what it means, and its report for a person."""
 
 import signal
 from dataclasses import dataclass

@@ -27,7 +27,8 @@ class HangDetector:
         self._watchdog.start(range(nproc))
 
     def look(self, processes: Mapping[int, int]) -> Hang | None:
-        """What is known of a hang among the live ranks (rank -> process id), or None while there is none; at most every LOOK_EVERY_S.
+        """What is known of a hang among the live ranks (rank -> process id), or None while there is none; at most every
+        LOOK_EVERY_S.
 
         The ranks of a hang are asked for their stacks, which takes up to three seconds, and can only be killed.
         """
@@ -56,7 +57,8 @@ class HangDetector:
         }
         return Hang(
             rank=culprit.rank,
-            what=f"no progress for {culprit.seconds:.0f} s after {culprit.phase} (deadline {culprit.deadline_s:g} s, {culprit.origin})",
+            what=f"no progress for {culprit.seconds:.0f} s after {culprit.phase} "
+            f"(deadline {culprit.deadline_s:g} s, {culprit.origin})",
             where=where,
             dumps=keep_stacks(self._run_dir),
         )

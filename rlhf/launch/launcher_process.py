@@ -75,7 +75,8 @@ class ForkedRanks:
         return self._launcher.exit
 
     def ended(self, wait_s: float) -> dict[int, int]:
-        """Exit codes of the ranks that have ended since the last call; waits up to `wait_s` seconds for the first of them."""
+        """Exit codes of the ranks that have ended since the last call; waits up to `wait_s` seconds for the first of
+        them."""
         codes: dict[int, int] = {}
         while (message := self._launcher.receive(0.0 if codes else wait_s)) is not None:
             assert isinstance(message, RankEnded)

@@ -32,7 +32,8 @@ class Ranks(Protocol):
         """The exit code of the launcher, if there was one and it has ended, and its ranks with it."""
 
     def ended(self, wait_s: float) -> dict[int, int]:
-        """Exit codes of the ranks that have ended since the last call; waits up to `wait_s` seconds for the first of them."""
+        """Exit codes of the ranks that have ended since the last call; waits up to `wait_s` seconds for the first of
+        them."""
 
     def kill(self, rank: int) -> None:
         """SIGKILL to a rank and its children."""

@@ -1,4 +1,4 @@
-"""When to restart after a crash and when to give up: a state machine without processes or clocks."""
+"""Restart policy: a state machine, without processes or clocks, that restarts after a crash or gives up."""
 
 from dataclasses import dataclass
 

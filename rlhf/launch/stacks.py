@@ -1,5 +1,7 @@
-"""The stacks of a process that may not react any more: on SIGUSR2 it writes them itself, without Python's help, and its supervisor reads
-them."""
+"""Stacks of a process that may not react any more.
+
+On SIGUSR2 it writes them itself, without Python's help (`rlhf.ranks.status`), and its supervisor reads them here.
+"""
 
 import os
 import re
@@ -16,7 +18,8 @@ _SETTLED_S = 0.2
 
 
 def ask_for_stacks(files: Mapping[int, Path]) -> None:
-    """Have the processes (id -> the file of `answer_with_stacks`) write their stacks; returns when they have, or after PATIENCE_S."""
+    """Have the processes (id -> the file of `answer_with_stacks`) write their stacks; returns when they have, or after
+    PATIENCE_S."""
     before = {path: _size(path) for path in files.values()}
     for process in files:
         with suppress(ProcessLookupError):

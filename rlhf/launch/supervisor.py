@@ -1,5 +1,4 @@
-"""The supervisor: owns the run directory, starts the ranks, restarts them after crashes, and takes them with it when it
-ends.
+"""Supervisor of a run: owns the run directory, starts and restarts the ranks, and takes them with it when it ends.
 
 It holds no training state, so it may be killed at any moment as well. Signals: see `rlhf.launch.stop_request`.
 """
@@ -31,8 +30,8 @@ def supervise(config: Config, check: Callable[[], None]) -> int:
     """Run the training to its end and return the exit code of `rlhf.errors`.
 
     `check` raises UserError for what is wrong with the configuration; the imports of the ranks begin meanwhile. Raises
-    UserError as well, before anything is changed, when the directory is in use or can't be written, or the devices don't
-    suffice. Call it from the main thread.
+    UserError as well, before anything is changed, when the directory is in use or can't be written, or the devices
+    don't suffice. Call it from the main thread.
     """
     configure_logging()
     with RankStarter(config) as starter:
@@ -57,7 +56,8 @@ def _supervise_locked(config: Config, run_dir: Path, starter: RankStarter) -> in
     from rlhf.checkpoint.remote.copies import copy_pending
     from rlhf.checkpoint.run_file import read_run_file
     from rlhf.checkpoint.start.preparation import finished_step, prepare
-    from rlhf.ranks.coordinator import Coordinator, LoneTransport
+    from rlhf.ranks.coordinator import Coordinator
+    from rlhf.ranks.transport import LoneTransport
     from rlhf.tracking import Tracker, write_report
 
     starter.check_devices()

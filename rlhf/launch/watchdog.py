@@ -1,7 +1,7 @@
-"""When ranks that make no progress count as hung: a state machine without processes, files or clocks.
+"""Watchdog over ranks that make no progress: a state machine without processes, files or clocks.
 
-A phase is what follows an event of the loop (`rollout.before`: the generation), up to the next one. Its deadline is set, or learned from
-the longest time that any rank has spent in it.
+A phase is what follows an event of the loop (`rollout.before`: the generation), up to the next one. Its deadline is
+set, or learned from the longest time that any rank has spent in it.
 """
 
 from collections import Counter
@@ -14,7 +14,8 @@ from rlhf.ranks.status import STARTING
 LEARN_AFTER = 3
 FACTOR = 5.0
 SHORTEST_S = 300.0
-# Between two looks no more than this counts: when the supervisor did not run (Ctrl-Z, a paused machine), nor did the ranks.
+# Between two looks no more than this counts: when the supervisor did not run (Ctrl-Z, a paused machine), nor did the
+# ranks.
 LONGEST_LOOK_S = 5.0
 SAVES = ("commit.", "rollback.")
 """Events of saves and loads, whose deadline is `checkpoint.timeout_s`."""
@@ -22,8 +23,8 @@ SAVES = ("commit.", "rollback.")
 
 @dataclass(frozen=True)
 class Overdue:
-    """A rank that has been in `phase` for `seconds`, longer than `deadline_s`, which `origin` explains (a setting, or how it was
-    learned); `save`: not its loop, but the save behind it."""
+    """A rank that has been in `phase` for `seconds`, longer than `deadline_s`, which `origin` explains (a setting, or
+    how it was learned); `save`: not its loop, but the save behind it."""
 
     rank: int
     phase: str
@@ -62,7 +63,8 @@ class Watchdog:
         self._saves = {}
 
     def observe(self, rank: int, event: str, stamp: float, now: float) -> None:
-        """The newest event of a rank's loop; `stamp`, the rank's own time of it, tells it from an earlier one of the same name."""
+        """The newest event of a rank's loop; `stamp`, the rank's own time of it, tells it from an earlier one of the
+        same name."""
         self._advance(now)
         place = self._loops[rank]
         if (event, stamp) == (place.event, place.stamp):
@@ -83,8 +85,8 @@ class Watchdog:
     def overdue(self, now: float, alive: Collection[int]) -> list[Overdue]:
         """All ranks' overdue phases, the one entered first at the head; empty while any rank is in its time.
 
-        One rank alone is not enough: it may wait for another one, whose phase may take longer. A rank that hangs makes the others wait
-        for it, until they are overdue as well. Loops and saves behind them are looked at apart.
+        One rank alone is not enough: it may wait for another one, whose phase may take longer. A rank that hangs makes
+        the others wait for it, until they are overdue as well. Loops and saves behind them are looked at apart.
         """
         self._advance(now)
         for save, places in ((False, self._loops), (True, self._saves)):

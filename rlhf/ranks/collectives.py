@@ -21,7 +21,8 @@ def pick_device(name: str) -> torch.device:
 
 
 def start(config: TrainerConfig) -> torch.device:
-    """Join the process group (gloo for CPU tensors, NCCL for CUDA ones) and apply determinism; returns this rank's device."""
+    """Join the process group (gloo for CPU tensors, NCCL for CUDA ones) and apply determinism; returns this rank's
+    device."""
     device = pick_device(config.device)
     deterministic = config.deterministic if config.deterministic is not None else device.type == "cpu"
     if device.type == "cuda":

@@ -1,13 +1,15 @@
-"""Coordinator of the ranks' work on the run directory: one leader touches it, and its outcome, good or bad, is everyone's outcome.
+"""Coordinator of the ranks' work on the run directory: one leader acts, and its outcome, good or bad, is everyone's.
 
-Where nodes have disks of their own, there is one such leader for each storage domain. How objects get from rank to rank is the
-business of a `Transport`: between the ranks of a run gloo, in a process alone none. Imports no torch.
+Where nodes have disks of their own, there is one such leader for each storage domain. A `Transport` carries the objects
+from rank to rank. Imports no torch.
 """
 
 import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlhf.ranks.transport import Transport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,10 +19,6 @@ T = TypeVar("T")
 
 class PeerError(RuntimeError):
     """An error that happened on other ranks; the text names them."""
-
-
-class LostPeer(RuntimeError):
-    """A collective call failed or took too long: the ranks can agree on nothing any more."""
 
 
 def _sendable(error: Exception) -> Exception:
@@ -33,77 +31,22 @@ def _sendable(error: Exception) -> Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-class Transport(Protocol):
-    """Exchange of pickled objects between the ranks of one group.
-
-    Every rank must make the same calls in the same order. Each raises LostPeer when a rank is gone, or does not answer in time.
-    """
-
-    rank: int
-    world_size: int
-
-    def another(self, timeout: timedelta) -> "Transport":
-        """A further group of the same ranks with a deadline of its own, whose calls are in no order with this one's. Collective."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order, on every rank."""
-
-    def broadcast(self, value: Any, source: int) -> Any:
-        """The `value` of the rank `source` on every rank."""
-
-    def scatter(self, values: Sequence[Any] | None, source: int) -> Any:
-        """This rank's of the `values` of the rank `source`, one for each rank; None on all others."""
-
-    def send(self, block: "Tensor", to: int) -> None:
-        """Hand `block`, bytes in the memory of the CPU, to a rank that calls `receive` with as many. Only these two take part."""
-
-    def receive(self, block: "Tensor", source: int) -> None:
-        """Fill `block` with what the rank `source` sends."""
-
-
-class LoneTransport:
-    """Transport of a process that acts alone, whatever group it may belong to."""
-
-    rank, world_size = 0, 1
-
-    def another(self, timeout: timedelta) -> "LoneTransport":
-        return self
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def broadcast(self, value: Any, source: int) -> Any:
-        return value
-
-    def scatter(self, values: Sequence[Any] | None, source: int) -> Any:
-        assert values is not None
-        return values[0]
-
-    def send(self, block: "Tensor", to: int) -> None:
-        raise ValueError("nobody is there to send to")
-
-    def receive(self, block: "Tensor", source: int) -> None:
-        raise ValueError("nobody is there to receive from")
-
-
 class Coordinator:
     """Collective calls over Python objects; every rank must make the same ones in the same order.
 
-    `domains` has each rank's storage domain, which is named by its leader, the lowest rank that sees the same run directory. By default all
-    ranks share one. `transport` is gloo by default. A call raises LostPeer when a rank is gone, or does not answer in time.
+    `domains` has each rank's storage domain, which is named by its leader, the lowest rank that sees the same run
+    directory. By default all ranks share one. A call raises LostPeer when a rank is
+    gone, or does not answer in time.
     """
 
-    def __init__(self, transport: Transport | None = None, domains: Sequence[int] | None = None) -> None:
-        if transport is None:
-            from rlhf.ranks.gloo import GlooTransport
-
-            transport = GlooTransport()
+    def __init__(self, transport: Transport, domains: Sequence[int] | None = None) -> None:
         self._transport = transport
         self.rank, self.world_size = self._transport.rank, self._transport.world_size
         self.domains = list(domains or [0] * self.world_size)
 
     def another(self, timeout: timedelta) -> "Coordinator":
-        """A further coordinator of the same ranks, for another thread of each; a call of it may take `timeout`. Collective."""
+        """A further coordinator of the same ranks, for another thread of each; a call of it may take `timeout`.
+        Collective."""
         return Coordinator(self._transport.another(timeout), self.domains)
 
     @property
@@ -139,7 +82,8 @@ class Coordinator:
         return self._transport.scatter(values if self.is_leader else None, 0)
 
     def on_leader(self, action: Callable[[], T]) -> T:
-        """Run `action` on the leader only; every rank gets its result, or raises when it raised. No rank is left waiting."""
+        """Run `action` on the leader only; every rank gets its result, or raises when it raised. No rank is left
+        waiting."""
         return self.on_rank(0, action)
 
     def on_rank(self, rank: int, action: Callable[[], T]) -> T:
@@ -158,14 +102,16 @@ class Coordinator:
         return result
 
     def on_domain_leaders(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` on the leader of each storage domain; every rank gets all results, in the order of `domain_leaders`, or raises."""
+        """Run `action` on the leader of each storage domain; every rank gets all results, in the order of
+        `domain_leaders`, or raises."""
         if len(self.domain_leaders) == 1:
             return [self.on_leader(action)]
         outcomes: list[Any] = self.everywhere(lambda: action() if self.leads_domain else None)
         return [outcomes[leader] for leader in self.domain_leaders]
 
     def send(self, block: "Tensor", to: int) -> None:
-        """Hand `block`, bytes in the memory of the CPU, to a rank that calls `receive` with as many. Only these two take part."""
+        """Hand `block`, bytes in the memory of the CPU, to a rank that calls `receive` with as many. Only these two
+        take part."""
         self._transport.send(block, to)
 
     def receive(self, block: "Tensor", source: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf.ranks.coordinator import LostPeer
+from rlhf.ranks.transport import LostPeer
 
 
 @contextmanager

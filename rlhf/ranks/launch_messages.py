@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fork:
-    """To the launcher: fork ranks 0 to `nproc` - 1, each to run `python *command` with `variables` in its environment."""
+    """To the launcher: fork ranks 0 to `nproc` - 1, each to run `python *command` with `variables` in its
+    environment."""
 
     command: tuple[str, ...]
     nproc: int

@@ -1,8 +1,9 @@
 """Launcher: a process that imports once what ranks need, and forks the ranks of every attempt.
 
-The supervisor starts it as `python -m rlhf.ranks.launcher FD MODULE ...` and talks to it over the socket FD. A fork keeps
-one thread, no CUDA context and no connection to other ranks, so the launcher must have none of them; it looks before each
-fork. A forked rank goes on as `python *command` would: as `__main__`, with its own session, signals and environment.
+The supervisor starts it as `python -m rlhf.ranks.launcher FD MODULE ...` and talks to it over the socket FD. A fork
+keeps one thread, no CUDA context and no connection to other ranks, so the launcher must have none of them; it looks
+before each fork. A forked rank goes on as `python *command` would: as `__main__`, with its own session, signals and
+environment.
 """
 
 import gc
@@ -41,7 +42,8 @@ def why_not_fork() -> str | None:
 
 
 def _has_cuda_open() -> bool:
-    """Whether the CUDA driver runs in this process, whoever has started it; it keeps this device open, which NVML does not."""
+    """Whether the CUDA driver runs in this process, whoever has started it; it keeps this device open, which NVML does
+    not."""
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the listing's own
             if fd.readlink().name == "nvidia-uvm":
@@ -52,8 +54,8 @@ def _has_cuda_open() -> bool:
 class Launcher:
     """Answers the supervisor at `connection`, and tells it of each rank that ends.
 
-    Ranks that have ended stay zombies up to the next fork, so that the supervisor can signal a process id without fear that
-    it belongs to another process by now.
+    Ranks that have ended stay zombies up to the next fork, so that the supervisor can signal a process id without fear
+    that it belongs to another process by now.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -63,8 +65,8 @@ class Launcher:
         self._ended: list[int] = []
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
-        # Whoever signals all processes of a job means the supervisor and the ranks. What was ignored stays ignored, in the
-        # ranks as well.
+        # Whoever signals all processes of a job means the supervisor and the ranks. What was ignored stays ignored, in
+        # the ranks as well.
         self._handlers = {
             number: signal.signal(number, lambda *_: None)
             for number in _HANDLED

@@ -1,5 +1,4 @@
-"""Two locks of the run directory: one supervisor writes into it, and no rank of an earlier supervisor is left when
-ranks start.
+"""Locks of the run directory: one supervisor writes into it, and no rank of an earlier one is left when ranks start.
 
 Both are `flock`s: the kernel lets go of them when their process ends, however it ends, so there is never a stale lock
 to clean.

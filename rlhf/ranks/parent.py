@@ -15,8 +15,8 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(variable: str = PARENT_PID) -> None:
     """Have the kernel kill this process when the one that `variable` names ends, however it ends (Linux only).
 
-    Call it first thing, before slow imports. Does nothing where the variable is not set (torchrun, a debugger). Start such
-    a process from a thread that lives as long as yours: the kernel watches the thread that started it.
+    Call it first thing, before slow imports. Does nothing where the variable is not set (torchrun, a debugger). Start
+    such a process from a thread that lives as long as yours: the kernel watches the thread that started it.
     """
     parent = os.environ.get(variable)
     if parent is None or sys.platform != "linux":

@@ -1,6 +1,7 @@
 """Random-number states of one process: Python, NumPy, torch CPU and every CUDA device, as plain tensors (no pickle).
 
-Sampling needs none of this (its noise is a function of seed, step, prompt, sample and position); dropout and user code do.
+Sampling needs none of this (its noise is a function of seed, step, prompt, sample and position); dropout and user code
+do.
 """
 
 import logging
@@ -14,7 +15,8 @@ log = logging.getLogger(__name__)
 
 
 def rng_state() -> dict[str, Tensor]:
-    """The state of every generator of this process. Python's is 625 words of its Mersenne twister and the pending Gaussian."""
+    """The state of every generator of this process. Python's is 625 words of its Mersenne twister and the pending
+    Gaussian."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     assert version == 3
@@ -33,7 +35,8 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(state: dict[str, Tensor]) -> None:
-    """Restore what `state` has; a generator that it lacks (an older checkpoint, a further CUDA device) is left alone with a warning."""
+    """Restore what `state` has; a generator that it lacks (an older checkpoint, a further CUDA device) is left alone
+    with a warning."""
     missing = rng_state().keys() - state.keys()
     if missing:
         log.warning("The checkpoint has no RNG state for %s; left as seeded.", ", ".join(sorted(missing)))

@@ -1,4 +1,4 @@
-"""Where each rank is and what went wrong in it: `status/rank_R.json`, the evidence that a dead rank leaves behind."""
+"""Status file of each rank, `status/rank_R.json`: where it is, and the evidence that a dead rank leaves behind."""
 
 import faulthandler
 import json
@@ -47,8 +47,8 @@ class SaveStatus:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A rank's step, the newest event of its loop, the time of it (seconds since the epoch), the error that ended it, the
-    identity of the loop's thread, and the save that runs behind it, if one does."""
+    """A rank's step, the newest event of its loop, the time of it (seconds since the epoch), the error that ended it,
+    the identity of the loop's thread, and the save that runs behind it, if one does."""
 
     step: int | None
     event: str
@@ -61,9 +61,9 @@ class RankStatus:
 class StatusWriter:
     """Keeps the status file of one rank, in place, in one page; SIGUSR2 adds its stacks, in a file beside it.
 
-    Make it in the thread of the loop. An event costs about 20 microseconds (a rename takes a thousand on ext4), a kill can't
-    tear a write within one page, and the page is the rank's from the start, so that the error of a full disk can be noted as
-    well. Nothing is fsynced: when the power fails nobody asks which rank was first.
+    Make it in the thread of the loop. An event costs about 20 microseconds (a rename takes a thousand on ext4), a kill
+    can't tear a write within one page, and the page is the rank's from the start, so that the error of a full disk can
+    be noted as well. Nothing is fsynced: when the power fails nobody asks which rank was first.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
@@ -80,8 +80,9 @@ class StatusWriter:
     def event(self, step: int | None, event: str) -> None:
         """Note that `event` happens now, in `step` (None before the first one is known).
 
-        Of other threads than the loop's only two kinds count. One that announces a save, from SAVE_BEGINS to SAVE_ENDS; its steps do
-        not, because the loop goes on meanwhile. And one that announces SCORED: it shows that the loop's phase moves.
+        Of other threads than the loop's only two kinds count. One that announces a save, from SAVE_BEGINS to SAVE_ENDS;
+        its steps do not, because the loop goes on meanwhile. And one that announces SCORED: it shows that the loop's
+        phase moves.
         """
         thread, now = threading.get_ident(), time.time()
         with self._lock:
@@ -144,8 +145,8 @@ def clear_statuses(run_dir: Path) -> None:
 
 
 def answer_with_stacks(path: Path) -> None:
-    """From now on SIGUSR2 has this process append the stacks of all its threads to `path`; a deadlock or a held GIL do not keep it from
-    that."""
+    """From now on SIGUSR2 has this process append the stacks of all its threads to `path`; a deadlock or a held GIL do
+    not keep it from that."""
     faulthandler.register(STACKS_SIGNAL, file=path.open("w"), all_threads=True)
 
 

@@ -3,11 +3,13 @@
 import socket
 
 STORE_FD = "RLHF_STORE_FD"
-"""In rank 0 alone: the listening socket, as a file descriptor, on which it is to serve the store of the process group."""
+"""In rank 0 alone: the listening socket, as a file descriptor, on which it is to serve the store of the process
+group."""
 
 
 def listening_socket() -> socket.socket:
-    """A socket that listens on a free port of this machine alone; who holds it has the port, so that nobody else can take it."""
+    """A socket that listens on a free port of this machine alone; who holds it has the port, so that nobody else can
+    take it."""
     return socket.create_server(("127.0.0.1", 0))
 
 

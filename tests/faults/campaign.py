@@ -1,10 +1,11 @@
 """python -m tests.faults.campaign --kills N --seed S [--nproc R] [--profile NAME]: does any kill change the result?
 
-Trains once undisturbed. Trains again with N SIGKILLs of ranks and of the supervisor at named events, started again each time with the same
-command. Then compares weights, optimizer, RNG, driver state and metric history bit for bit, and reports which windows were hit. Exit code
-0 only when the runs are equal, every window was hit and nothing was left behind. Saves run behind the training, as they do by default, and
-kills in their windows find the loop up to two steps further. Settings at the end of the command are for both runs, such as
-`checkpoint.async_save=false` or `backend=deepspeed backend.zero_stage=3 backend.autocast=bfloat16`.
+Trains once undisturbed. Trains again with N SIGKILLs of ranks and of the supervisor at named events, started again each
+time with the same command. Then compares weights, optimizer, RNG, driver state and metric history bit for bit, and
+reports which windows were hit. Exit code 0 only when the runs are equal, every window was hit and nothing was left
+behind. Saves run behind the training, as they do by default, and kills in their windows find the loop up to two steps
+further. Settings at the end of the command are for both runs, such as `checkpoint.async_save=false` or
+`backend=deepspeed backend.zero_stage=3 backend.autocast=bfloat16`.
 
 With fewer kills than windows, as many windows are drawn: a short form, for CI.
 """
@@ -46,7 +47,8 @@ LAUNCH_DEADLINE_S = 1800
 
 @dataclass(frozen=True)
 class Profile:
-    """What is trained, and the windows that only this kind of run has; `spare` checkpoints' worth of steps for rare ones to come by."""
+    """What is trained, and the windows that only this kind of run has; `spare` checkpoints' worth of steps for rare
+    ones to come by."""
 
     settings: tuple[str, ...]
     on_every_rank: tuple[str, ...] = ()
@@ -75,7 +77,8 @@ PROFILES = {
             "critic.optim.lr_scheduler_type=linear",
         )
     ),
-    # More prompts per generation than a batch takes, so that groups are carried over almost every step, to be trained on late.
+    # More prompts per generation than a batch takes, so that groups are carried over almost every step, to be trained
+    # on late.
     "dapo": Profile(
         (
             "algorithm=dapo",
@@ -180,14 +183,16 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
             break
         if code != -9 or launches > kills + 1:
             return [
-                f"start {launches} of the killed run ended with exit code {code}:\n{(folder / 'killed.log').read_text()[-3000:]}"
+                f"start {launches} of the killed run ended with exit code {code}:\n"
+                f"{(folder / 'killed.log').read_text()[-3000:]}"
             ]
 
     fired = [kill for kill in plan if (folder / f"fired_{kill['id']:04d}").exists()]
     hits = Counter(kill["event"] for kill in fired)
     victims = Counter("supervisor" if kill["victim"] == "supervisor" else "rank" for kill in fired)
     say(
-        f"killed: {len(fired)} of {kills} kills hit ({dict(victims)}), {launches} start(s), {time.monotonic() - started:.0f} s in all"
+        f"killed: {len(fired)} of {kills} kills hit ({dict(victims)}), {launches} start(s), "
+        f"{time.monotonic() - started:.0f} s in all"
     )
     windows = [window for window in profile.windows if any(kill["event"] == window for kill in plan)]
     for window in windows:
@@ -195,7 +200,8 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
     # What a kill in a save behind the training has noted.
     ahead = [int(text) for kill in fired if (text := (folder / f"fired_{kill['id']:04d}").read_text())]
     say(
-        f"  in a save behind the training: {len(ahead)}, the loop meanwhile up to {max(ahead, default=0)} events further"
+        f"  in a save behind the training: {len(ahead)}, the loop meanwhile up to {max(ahead, default=0)} events "
+        "further"
     )
     problems = [f"window {window} was never hit" for window in windows if not hits[window]]
     if len(fired) < kills:

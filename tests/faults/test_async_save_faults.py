@@ -1,4 +1,5 @@
-"""Saves behind the training that fail: told on every rank at the same step, in time, and with the checkpoint before intact."""
+"""Saves behind the training that fail: told on every rank at the same step, in time, and with the checkpoint before
+intact."""
 
 import os
 import resource
@@ -11,7 +12,7 @@ import pytest
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.ranks.coordinator import LostPeer
+from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import TEMPORARY, step_dir
 from tests.support.checkpoints import PlainRole, make_checkpointer

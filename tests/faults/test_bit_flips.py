@@ -1,4 +1,5 @@
-"""200 random bit flips over all files of a real checkpoint: each one is detected, and a resume falls back to the one before."""
+"""200 random bit flips over all files of a real checkpoint: each one is detected, and a resume falls back to the one
+before."""
 
 import errno
 import logging
@@ -56,7 +57,8 @@ def config(original, tmp_path) -> Config:
 
 
 def choose_flips(checkpoint: Path) -> list[tuple[str, int]]:
-    """Every file at least once, the rest of the flips by size; the last bits of the file and of the manifest among them."""
+    """Every file at least once, the rest of the flips by size; the last bits of the file and of the manifest among
+    them."""
     rng = random.Random(SEED)
     sizes = {name: 8 * (checkpoint / name).stat().st_size for name in sorted(files_of(checkpoint))}
     chosen = list(sizes) + rng.choices(list(sizes), weights=list(sizes.values()), k=FLIPS - len(sizes))
@@ -129,7 +131,8 @@ def test_all_damaged_is_an_error_at_every_start_never_a_fresh_run(config):
 
 @pytest.fixture
 def broken_disk(config, monkeypatch) -> Path:
-    """The newest checkpoint's optimizer answers with an input/output error, and its directory cannot be renamed any more."""
+    """The newest checkpoint's optimizer answers with an input/output error, and its directory cannot be renamed any
+    more."""
     checkpoint = step_dir(config.run_dir, 4)
     rename = Path.rename
 

@@ -1,4 +1,5 @@
-"""A checkpoint folder that someone else made can be wrong, never run code: pickles, torch files and YAML tags in every place."""
+"""A checkpoint folder that someone else made can be wrong, never run code: pickles, torch files and YAML tags in every
+place."""
 
 import json
 import pickle

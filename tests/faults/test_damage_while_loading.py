@@ -1,4 +1,5 @@
-"""Damage that one rank meets while it loads: all ranks fall back together, at the same and at another number of ranks."""
+"""Damage that one rank meets while it loads: all ranks fall back together, at the same and at another number of
+ranks."""
 
 import functools
 import os
@@ -92,7 +93,8 @@ def original(tmp_path_factory) -> Callable[[int], Path]:
 
 @pytest.fixture
 def saved(original, tmp_path) -> Callable[..., Config]:
-    """A run with the checkpoints of some of those steps; their files are those of `original` until `own` makes copies."""
+    """A run with the checkpoints of some of those steps; their files are those of `original` until `own` makes
+    copies."""
 
     def by(writers: int, *steps: int) -> Config:
         config = configuration(tmp_path)
@@ -120,7 +122,8 @@ def own(path: Path) -> Path:
 def test_all_ranks_fall_back_together_whoever_reads_the_damage(tmp_path, saved, writers, readers, in_processes):
     config = saved(writers, 1, 2, 3, 4, 5)
     assert run_thread_ranks(readers, resume, config) == [5] * readers
-    # The first and last bytes of tensors, which only the first or the last rank reads; and what every rank reads, or none.
+    # The first and last bytes of tensors, which only the first or the last rank reads; and what every rank reads, or
+    # none.
     damage = {
         5: ("actor/model/rank_00000.safetensors", 8 * 600),
         4: (f"actor/optimizer/rank_{writers - 1:05d}.safetensors", -1),

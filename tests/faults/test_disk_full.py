@@ -1,4 +1,5 @@
-"""Saves that cannot be written: no room, a limit in the middle of a file, no permission, a rank that dies. Never silent, never a loss."""
+"""Saves that cannot be written: no room, a limit in the middle of a file, no permission, a rank that dies. Never
+silent, never a loss."""
 
 import errno
 import logging
@@ -58,7 +59,8 @@ def mounted(tmp_path) -> Iterator[Config]:
 
 @pytest.fixture
 def processes(tmp_path):
-    """Run an attempt on two ranks with processes of their own, for what belongs to a process: its limits, its user, its end."""
+    """Run an attempt on two ranks with processes of their own, for what belongs to a process: its limits, its user, its
+    end."""
 
     def run(function: Callable, *arguments) -> list:
         join = Path(tempfile.mkdtemp(dir=tmp_path))
@@ -77,7 +79,8 @@ def leftovers(config: Config) -> list[str]:
 
 
 def assert_whole(config: Config, *steps: int) -> None:
-    """Exactly the checkpoints of `steps` are there, intact; the newest one is what a fresh start resumes, and nothing else is left."""
+    """Exactly the checkpoints of `steps` are there, intact; the newest one is what a fresh start resumes, and nothing
+    else is left."""
     assert [step_of(path) for path in scan(config.run_dir)] == sorted(steps, reverse=True)
     assert [verify(path).step for path in scan(config.run_dir)] == sorted(steps, reverse=True)
     assert (config.run_dir / POINTER).read_text() == f"{max(steps)}\n"
@@ -104,7 +107,8 @@ def save(rank: int, config: Config, step: int, prepare_failure: Callable[[int, C
 
 
 def limit_file_size(rank: int, config: Config) -> None:
-    """From here on no file of this process grows beyond 100 kB; each rank's weights take 400 kB. The kernel says so in mid-file."""
+    """From here on no file of this process grows beyond 100 kB; each rank's weights take 400 kB. The kernel says so in
+    mid-file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 

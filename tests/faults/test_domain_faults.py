@@ -1,4 +1,5 @@
-"""Nodes with disks of their own, and what happens to one: killed in the commit, short of room, without its disk, with a damaged one."""
+"""Nodes with disks of their own, and what happens to one: killed in the commit, short of room, without its disk, with a
+damaged one."""
 
 import errno
 import os
@@ -13,7 +14,7 @@ from rlhf.checkpoint.commit import publication
 from rlhf.checkpoint.save import draft as save_draft
 from rlhf.checkpoint.start import domains
 from rlhf.errors import UserError
-from rlhf.ranks.coordinator import LostPeer
+from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import set_aside_dirs, step_dir
 from tests.support.checkpoints import equal_bits, files_of, flip_bit

@@ -1,4 +1,5 @@
-"""Ranks that hang: each is found, named, shown with its stacks and restarted, and the run ends as if nothing had happened."""
+"""Ranks that hang: each is found, named, shown with its stacks and restarted, and the run ends as if nothing had
+happened."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -80,7 +81,8 @@ def test_the_finished_run_is_the_undisturbed_one(story, undisturbed):
 
 @pytest.mark.slow
 def test_slow_phases_within_the_deadline_raise_no_alarm(tmp_path, sums):
-    """Two slow moments, together longer than the deadline, one of them in an evaluation; the other rank waits meanwhile."""
+    """Two slow moments, together longer than the deadline, one of them in an evaluation; the other rank waits
+    meanwhile."""
     slow = hangs(tmp_path, ("evaluation.after", 1, 1, "pause"), ("rollout.after", 1, 0, "pause"))
     problems = ("reward=reasoning_gym", "data.train_files=null", "data.reasoning_gym.val_size=8")
     command = [*small(tmp_path, "slow", sums), *SETTINGS, *problems, "data.reasoning_gym.train_size=30"]

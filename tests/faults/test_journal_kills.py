@@ -1,4 +1,5 @@
-"""Runs with the rollout journal, killed after they generated: they generate no sample twice and end as runs without it or kills."""
+"""Runs with the rollout journal, killed after they generated: they generate no sample twice and end as runs without it
+or kills."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from tests.support.launching import STEPS, ranks, records, small, train
 from tests.support.undisturbed import EXPORT
 
 JOURNAL = "checkpoint.journal=true"
-# Two mini-batches a step, two writes a step, saves every three steps: what is hit, and the steps that are in the journal then.
+# Two mini-batches a step, two writes a step, saves every three steps: what is hit, and the steps that are in the
+# journal then.
 KILLS: dict[str, tuple[dict[str, Any], set[int]]] = {
     "update": ({"event": "update.mid", "number": 11}, {4, 5, 6}),
     "samples without rewards": ({"event": "rollout.after", "number": 5}, {4, 5}),

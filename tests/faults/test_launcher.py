@@ -1,4 +1,5 @@
-"""The launcher: when it refuses to fork, what its ranks inherit, and what follows from its death or its supervisor's."""
+"""The launcher: when it refuses to fork, what its ranks inherit, and what follows from its death or its
+supervisor's."""
 
 import json
 import logging
@@ -17,12 +18,12 @@ from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, UserError
 from rlhf.launch.rank_starter import RankStarter, modules_of, why_plain
-from tests.conftest import EXPORT
 from tests.support import rank_scripts
 from tests.support.compare_runs import differences
 from tests.support.interrupter import at
 from tests.support.launching import ROOT, small, train
 from tests.support.rank_scripts import RANK, SUPERVISOR, alive, starts, wait_until
+from tests.support.undisturbed import EXPORT
 
 UNSAFE = {
     "a_thread": (
@@ -30,7 +31,8 @@ UNSAFE = {
         r"2 threads run in it \(",
     ),
     "a_group": (
-        "import torch.distributed as dist\ndist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
         "it is in a process group",
     ),
     "a_driver": ("kept = open(__file__.replace('a_driver.py', 'nvidia-uvm'), 'w')", "CUDA is initialised in it"),
@@ -56,7 +58,8 @@ def config(tmp_path, monkeypatch, caplog) -> Config:
 
 @pytest.fixture
 def supervised(config, tmp_path):
-    """Run the ranks' script under a supervisor in this process, with a launcher that imports `modules`; the exit code."""
+    """Run the ranks' script under a supervisor in this process, with a launcher that imports `modules`; the exit
+    code."""
     return lambda script, *modules: rank_scripts.supervised(config, tmp_path / "rank.py", RANK + script, modules)
 
 
@@ -113,7 +116,9 @@ if number == 1:
         "wakeup": signal.set_wakeup_fd(-1),
         "hash": hash("a"),
         "leader": os.getsid(0) == os.getpid(),
-        "variables": {k: v for k, v in os.environ.items() if k not in ("RLHF_PARENT_PID", "MASTER_PORT", "RLHF_STORE_FD")},
+        "variables": {
+            k: v for k, v in os.environ.items() if k not in ("RLHF_PARENT_PID", "MASTER_PORT", "RLHF_STORE_FD")
+        },
         "supervisor's": [m for m in sys.modules if m == "rlhf.launch" or m.startswith("rlhf.launch.")],
         "locks": [link for link in links if link.endswith("run.lock")],
     }
@@ -274,7 +279,8 @@ def test_a_run_from_start_to_end_loads_no_torch_into_its_supervisor(tmp_path, su
 
 @pytest.mark.slow
 def test_plain_ranks_and_a_killed_launcher_give_the_same_run(tmp_path, undisturbed, launches, sums):
-    """Bit for bit, generators included: forked ranks undisturbed, plain ones, and forked ones whose launcher is killed."""
+    """Bit for bit, generators included: forked ranks undisturbed, plain ones, and forked ones whose launcher is
+    killed."""
     killed = at("update.before", 5, "SIGKILL", to="launcher", rank=1, once=tmp_path / "hit")
     runs = {
         "plain": (["trainer.warm_start=false", "trainer.nproc=1"], {}, 1),

@@ -1,4 +1,5 @@
-"""Runs that generate a step ahead, killed with a batch in flight: they end as the run that nothing disturbs, bit for bit."""
+"""Runs that generate a step ahead, killed with a batch in flight: they end as the run that nothing disturbs, bit for
+bit."""
 
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "dynamic sampling": ("algorithm.filter_groups.enable=true", "data.gen_batch_size=12"),
     "roll-backs": ("guards.action=rollback", "guards.max_reward_drop=0.15", "guards.max_events=100"),
 }
-# Two mini-batches a step, saves every three steps: before the first save, after it, and when the running batch was finished for one. A
-# run that is asked to stop saves, whatever the step.
+# Two mini-batches a step, saves every three steps: before the first save, after it, and when the running batch was
+# finished for one. A run that is asked to stop saves, whatever the step.
 KILLS: dict[str, tuple[dict[str, Any], int]] = {
     "before a save": ({"event": "update.mid", "number": 3, "what": "SIGKILL"}, -9),
     "after a save": ({"event": "update.mid", "number": 9, "what": "SIGKILL"}, -9),

@@ -1,4 +1,5 @@
-"""Asked to stop by a scheduler, in three ways one after the other, a run on two ranks still ends as if nothing had happened."""
+"""Asked to stop by a scheduler, in three ways one after the other, a run on two ranks still ends as if nothing had
+happened."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""A remote that fails, hangs, dies and comes back, and kills: nothing is lost here, nothing half done looks complete there."""
+"""A remote that fails, hangs, dies and comes back, and kills: nothing is lost here, nothing half done looks complete
+there."""
 
 import errno
 import re
@@ -78,7 +79,8 @@ def test_every_kth_call_fails(tmp_path, url, k):
 
 
 def test_a_remote_that_dies_for_a_while(tmp_path, url, caplog):
-    """It goes away in the middle of a file; training goes on saving; it is back, and so is everything that retention keeps here."""
+    """It goes away in the middle of a file; training goes on saving; it is back, and so is everything that retention
+    keeps here."""
     config = make_run(tmp_path / "a", 2, remote=url)
     config.checkpoint.max_to_keep = 2
     away = threading.Event()
@@ -217,7 +219,8 @@ def test_a_full_disk_while_fetching_is_told_and_leaves_nothing(tmp_path, url):
 
 
 def copy_and_die(rank: int, config: Config, n: int, keep: int | None) -> int:
-    """One start of the copies that is killed at its `n`th call; returns the number of calls when it gets to its end before."""
+    """One start of the copies that is killed at its `n`th call; returns the number of calls when it gets to its end
+    before."""
     config.checkpoint.remote_max_to_keep = keep
     WEATHER.kill_at(n)
     assert copy_all(config) == []
@@ -226,7 +229,8 @@ def copy_and_die(rank: int, config: Config, n: int, keep: int | None) -> int:
 
 @pytest.mark.slow
 def test_killed_at_every_call_of_a_copy(tmp_path, url):
-    """From the first call to the last: what looks complete is, the old copy stays until the new one is there, the next start ends it."""
+    """From the first call to the last: what looks complete is, the old copy stays until the new one is there, the next
+    start ends it."""
     config = make_run(tmp_path / "a", 2, remote=url)
     copy_all(config)
     save(config, 4)

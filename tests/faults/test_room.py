@@ -1,4 +1,5 @@
-"""A disk that is short of room for the next save, a disk of its own for each test: what may go first, what never goes, what is refused."""
+"""A disk that is short of room for the next save, a disk of its own for each test: what may go first, what never goes,
+what is refused."""
 
 import os
 import signal

@@ -1,4 +1,5 @@
-"""Many set up one run directory at once: as ranks that agree on a leader, and as runs that know nothing of each other."""
+"""Many set up one run directory at once: as ranks that agree on a leader, and as runs that know nothing of each
+other."""
 
 import os
 import random
@@ -23,7 +24,8 @@ DEADLINE_S = 300
 
 
 def set_up_as_torchrun_does(rank: int, config: Config, set_ups: int) -> dict[str, Any]:
-    """What every rank of a new attempt does before it trains, over and over; every second time it starts the run anew."""
+    """What every rank of a new attempt does before it trains, over and over; every second time it starts the run
+    anew."""
     coordinator, delays = make_coordinator(), random.Random(rank)
     run_dir, runs, overwritten = config.run_dir, [], 0
     mark, leftover = run_dir / f"mark_{rank}", run_dir / f".tmp-global_step_{rank}-x"

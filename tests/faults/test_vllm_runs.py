@@ -1,4 +1,5 @@
-"""Whole runs with vLLM beside the embedded engine, on one real server: what they reach, and what a kill with a batch in flight costs."""
+"""Whole runs with vLLM beside the embedded engine, on one real server: what they reach, and what a kill with a batch in
+flight costs."""
 
 import socket
 import subprocess

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf import events
 from rlhf.config import RolloutConfig
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.servers import server_engine as engine_module
 from rlhf.rollout.servers.server_engine import ServerEngine, build_server_engine
@@ -114,7 +115,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     logs = tmp_path_factory.mktemp("runs") / "rollout_servers"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "ServerProcess", Behind)
-        engine = start(configuration(), logs, Coordinator())
+        engine = start(configuration(), logs, Coordinator(GlooTransport()))
     try:
         every = requests(14)
         world = World(engine, Behind.made, asking(every, SEEDED) + asking(every[:4], GREEDY))
@@ -162,7 +163,8 @@ def test_undisturbed(world, undisturbed):
 def test_connections_that_break_and_garbage(world, undisturbed, does):
     world.everyone_serves()
     proxy = world.servers[0].proxy
-    # After some that went well, so that this is its first failure in a row; on a busy machine the other server may take most.
+    # After some that went well, so that this is its first failure in a row; on a busy machine the other server may take
+    # most.
     proxy.arm(3, getattr(proxy, does))
     samples, metrics = world.generate()
     assert plain(samples) == plain(undisturbed)
@@ -193,7 +195,7 @@ def weights_of_rank() -> Iterator[tuple[str, torch.Tensor]]:
 
 def one_of_two_ranks(urls: list[str], folder: Path) -> list[list[tuple]]:
     """What this rank gets for requests of its own."""
-    config, coordinator = configuration(), Coordinator()
+    config, coordinator = configuration(), Coordinator(GlooTransport())
     config.servers.urls = urls
     engine = start(config, folder, coordinator)
     try:

@@ -1,4 +1,5 @@
-"""Tensors that each rank takes along to later steps: part of every commit, and dealt out again at any number of ranks."""
+"""Tensors that each rank takes along to later steps: part of every commit, and dealt out again at any number of
+ranks."""
 
 import logging
 import tempfile

@@ -15,6 +15,7 @@ from rlhf.checkpoint.save.snapshot import RunState
 from rlhf.config.checkpoint import CONTENTS
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.ranks.rng import rng_state, seed_everything
 from rlhf.storage.layout import step_dir
 from tests.support.checkpoints import (
@@ -95,7 +96,7 @@ def test_loading_restores_exactly_what_it_is_asked_for(saved, load):
     own, own_generators = whole_state(backend), rng_state()
     checkpoint = step_dir(config.run_dir, 3)
     live = RunState({"actor": backend}, make_driver())
-    load_state(FileLocations.whole(checkpoint, verify(checkpoint)), live, load, 1, Coordinator())
+    load_state(FileLocations.whole(checkpoint, verify(checkpoint)), live, load, 1, Coordinator(GlooTransport()))
     assert live.driver.step == 3  # where the run stands is no item of contents: it is always restored
     expected = {
         "model": state["model"] if {"model", "hf_model"} & set(load) else own["model"],
@@ -179,7 +180,7 @@ def test_another_architecture_is_refused_with_names_and_shapes(tmp_path, item):
     with pytest.raises(
         UserError, match=r"of another architecture than model\.path: lm_head\.weight.* is not in the ch.*; and \d+ more"
     ):
-        load_state(FileLocations.whole(checkpoint, verify(checkpoint)), state, [item], 1, Coordinator())
+        load_state(FileLocations.whole(checkpoint, verify(checkpoint)), state, [item], 1, Coordinator(GlooTransport()))
 
 
 def test_another_configuration_is_told_from_a_harmless_one(saved):

@@ -1,4 +1,5 @@
-"""A reference policy that moves: stored once per change, shared by hard links, right after every fallback, gone when nobody uses it."""
+"""A reference policy that moves: stored once per change, shared by hard links, right after every fallback, gone when
+nobody uses it."""
 
 import errno
 import os
@@ -55,7 +56,8 @@ def processes(tmp_path):
 
 
 def train(rank: int, config: Config, last: int, lose: int | None = None, die_at: str | None = None) -> list:
-    """Resume and go on to step `last`; returns step, step of the last update and the reference's weights at the resume and at the end.
+    """Resume and go on to step `last`; returns step, step of the last update and the reference's weights at the resume
+    and at the end.
 
     Before the save of step `lose` the checkpoint before it vanishes.
     """

@@ -9,6 +9,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.ranks.rng import rng_state, seed_everything
 from rlhf.storage.layout import scan, step_dir, step_of
 from tests.support.checkpoints import (
@@ -32,7 +33,7 @@ class Run:
     """An actor and a critic under FSDP2, with everything else that a checkpoint restores, all of it moved by `step`."""
 
     def __init__(self, rank: int, config: Config) -> None:
-        coordinator = Coordinator()
+        coordinator = Coordinator(GlooTransport())
         seed_everything(3, rank)
         self.rank, self.driver, self.part = rank, make_driver(), PlainPart()
         self.roles = {"actor": make_backend(1), "critic": make_backend(2)}
@@ -90,7 +91,8 @@ def roll_back(rank: int, config: Config, at: int) -> list[str]:
         now = run.everything()
         wrong += [f"{key} after the roll-back" for key in saved if not equal_bits(now[key], saved[key])]
     wrong += [f"{key} at the end" for end in ends for key in end if not equal_bits(end[key], ends[0][key])]
-    # A save of the step that it stands at is there already; the next step's is a new one, and links the reference of this one.
+    # A save of the step that it stands at is there already; the next step's is a new one, and links the reference of
+    # this one.
     assert run.checkpointer.save(at) is None
     run.driver.step += 1
     result = run.checkpointer.save(at + 1)

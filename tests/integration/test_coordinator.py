@@ -1,4 +1,5 @@
-"""The ranks' agreement on objects and errors, over gloo between processes and over memory between threads: the same in both."""
+"""The ranks' agreement on objects and errors, over gloo between processes and over memory between threads: the same in
+both."""
 
 import logging
 import threading
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from rlhf import events
-from rlhf.ranks.coordinator import Coordinator, LostPeer, PeerError
+from rlhf.ranks.coordinator import Coordinator, PeerError
+from rlhf.ranks.gloo import GlooTransport
+from rlhf.ranks.transport import LostPeer
 from tests.support.checkpoints import run_ranks
 from tests.support.thread_ranks import die, make_coordinator, messages, replaced, run_thread_ranks, subscribe, this_rank
 
@@ -128,7 +131,8 @@ def test_all_calls_and_all_errors(start: Start, domains):
 
 
 def lose_rank_1(rank: int, how: str) -> tuple[list[Any], float]:
-    """Rank 1 dies, or does not answer, before each kind of call; what rank 0 gets to know, and the seconds until then."""
+    """Rank 1 dies, or does not answer, before each kind of call; what rank 0 gets to know, and the seconds until
+    then."""
     coordinator = make_coordinator().another(timedelta(seconds=60 if how == "dies" else 1.0))
     assert coordinator.gather(rank) == [0, 1]
     if rank == 1:
@@ -245,7 +249,7 @@ def test_what_cannot_be_pickled_cannot_travel(start: Start, tmp_path):
 
 
 def test_a_world_of_one_needs_no_group():
-    coordinator = Coordinator()
+    coordinator = Coordinator(GlooTransport())
     unsendable = object()
     assert coordinator.gather(unsendable) == [unsendable]
     assert coordinator.broadcast(unsendable) is unsendable

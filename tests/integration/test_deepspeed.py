@@ -1,4 +1,5 @@
-"""DeepSpeed at every ZeRO stage and precision on real ranks: the same updates as FSDP2's, and all that the contract of a backend says."""
+"""DeepSpeed at every ZeRO stage and precision on real ranks: the same updates as FSDP2's, and all that the contract of
+a backend says."""
 
 import inspect
 import math
@@ -186,8 +187,8 @@ def test_an_update_equals_fsdp2s(found, stage, case):
 def test_bfloat16_computes_as_fsdp2s_does(found, stage):
     """At stage 0 a rank's gradients are added up in bfloat16, in the others in float32.
 
-    Later steps differ by rounding: ZeRO 3 replaces torch's linear function, for the whole process, by one that adds a bias to what it has
-    rounded. Here biases begin at 0.
+    Later steps differ by rounding: ZeRO 3 replaces torch's linear function, for the whole process, by one that adds a
+    bias to what it has rounded. Here biases begin at 0.
     """
     mine, theirs, exact = (found[kind] for kind in (f"{stage}-bfloat16", "fsdp2-bfloat16", stage))
     tolerance = 5e-3 if stage == "zero0" else 1e-6

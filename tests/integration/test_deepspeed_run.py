@@ -1,4 +1,5 @@
-"""`python -m rlhf.train backend=deepspeed` as a user starts it: a rank dies, the run ends as if none had; and the engine may be changed."""
+"""`python -m rlhf.train backend=deepspeed` as a user starts it: a rank dies, the run ends as if none had; and the
+engine may be changed."""
 
 import json
 from pathlib import Path
@@ -45,7 +46,8 @@ def test_a_killed_rank_changes_nothing(tmp_path, nproc, stage, autocast, algorit
 
 
 def test_a_run_goes_on_in_another_engine(tmp_path):
-    """The last of seven steps under FSDP2 on one rank instead of ZeRO 2 on two: almost the metrics of the run that never changed."""
+    """The last of seven steps under FSDP2 on one rank instead of ZeRO 2 on two: almost the metrics of the run that
+    never changed."""
     sums = write_sums(tmp_path / "sums.jsonl")
     whole = train(small(tmp_path, "whole", sums, "backend=deepspeed", "trainer.nproc=2"))
     assert whole.code == 0, whole.output

@@ -1,9 +1,9 @@
 """The first three steps of the offline recipe have the bits that they had when this was written.
 
-What a change of the code does to the bits shows here in seconds; so does a release of transformers or reasoning-gym that
-changes them. torch chooses its kernels by its version, the maker of the processor and the instructions that it has: for
-another place than those of `KNOWN` nothing is known, and the test is skipped with what it found there, which is the line
-to add on a commit that is known to be right.
+What a change of the code does to the bits shows here in seconds; so does a release of transformers or reasoning-gym
+that changes them. torch chooses its kernels by its version, the maker of the processor and the instructions that it
+has: for another place than those of `KNOWN` nothing is known, and the test is skipped with what it found there, which
+is the line to add on a commit that is known to be right.
 """
 
 import hashlib
@@ -17,7 +17,8 @@ from rlhf.errors import EXIT_DONE
 from tests.support.compare_runs import driver_state
 from tests.support.launching import ranks
 
-# (torch, processor, instructions) -> sha256 of the weights, of the optimizer's state and of the driver state after step 3.
+# (torch, processor, instructions) -> sha256 of the weights, of the optimizer's state and of the driver state after step
+# 3.
 KNOWN: dict[tuple[str, str, str], dict[str, str]] = {
     ("2.13.0+cpu", "GenuineIntel", "AVX512"): {
         "model": "2c5133581771da8aeb885fde46c05f00470dd5563d2505ff4adafa516c491362",

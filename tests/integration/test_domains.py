@@ -1,4 +1,5 @@
-"""Nodes with disks of their own, as folders: found out, saved in parts, resumed in any order, with one history and one run id."""
+"""Nodes with disks of their own, as folders: found out, saved in parts, resumed in any order, with one history and one
+run id."""
 
 import json
 from functools import partial

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlhf.errors import UserError
 from rlhf.experience.groups import Group, to_tensors
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
 from tests.support.numeric_ranks import run_ranks
@@ -53,7 +54,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 def walk(steps: int, settings: dict[str, Any], restart_after: int | None) -> list[dict[str, Any]]:
     """What one rank got in each step, a group after the other. In a restart the last rank takes over all groups."""
-    driver, coordinator, records = new_driver(), Coordinator(), []
+    driver, coordinator, records = new_driver(), Coordinator(GlooTransport()), []
     collector = build(driver, coordinator, **settings)
     for step in range(1, steps + 1):
         collected = collector.collect(step)
@@ -198,7 +199,7 @@ def same_tensors(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def test_what_is_loaded_takes_the_place_of_what_was_held():
-    collector = build(new_driver(), Coordinator())
+    collector = build(new_driver(), Coordinator(GlooTransport()))
     assert collector.tensors() == {}
     collector.load_tensors([to_tensors([group(5), group(9)]), {}, to_tensors([group(2)])])
     held = collector.tensors()
@@ -211,7 +212,7 @@ def test_what_is_loaded_takes_the_place_of_what_was_held():
 
 @pytest.mark.parametrize(("greedy", "kept"), [(False, [1]), (True, [3])])
 def test_groups_of_other_settings_are_left_out_with_a_warning(greedy, kept, caplog):
-    collector = build(new_driver(), Coordinator(), greedy=greedy)
+    collector = build(new_driver(), Coordinator(GlooTransport()), greedy=greedy)
     groups = {1: group(1), 2: group(2, n=N - 1), 3: group(3, baseline=0.5)}
     collector.load_tensors([to_tensors(list(groups.values()))])
     assert same_tensors(collector.tensors(), to_tensors([groups[uid] for uid in kept]))
@@ -219,7 +220,7 @@ def test_groups_of_other_settings_are_left_out_with_a_warning(greedy, kept, capl
 
 
 def test_without_dynamic_sampling_nothing_is_carried_over(caplog):
-    collector = build(new_driver(), Coordinator(), filter_groups=UNFILTERED)
+    collector = build(new_driver(), Coordinator(GlooTransport()), filter_groups=UNFILTERED)
     collector.load_tensors([to_tensors([group(5), group(9)])])
     assert collector.tensors() == {}
     assert "Left out 2 prompts" in caplog.text
@@ -227,7 +228,7 @@ def test_without_dynamic_sampling_nothing_is_carried_over(caplog):
 
 
 def test_what_is_left_out_is_neither_held_nor_drawn():
-    collector = build(new_driver(), Coordinator())
+    collector = build(new_driver(), Coordinator(GlooTransport()))
     collector.load_tensors([to_tensors([group(5), group(9)])])
     collector.skip_to(None)
     assert collector.tensors() != {}
@@ -239,7 +240,7 @@ def test_what_is_left_out_is_neither_held_nor_drawn():
 
 def test_weights_are_taken_once_per_version_unless_forgotten():
     driver = new_driver()
-    collector = build(driver, Coordinator())
+    collector = build(driver, Coordinator(GlooTransport()))
     sampler, requests = collector.generation.sampler, collector.generation.requests(collector.prompts.next(4))
 
     def samples() -> list[list[Sample]]:

@@ -6,7 +6,8 @@ from safetensors.torch import load_file
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
 from tests.support.launching import TINY_POLICY, ranks, records, small
 
-# Two optimizer steps per batch: the first is always within the bound, because the policy has not moved yet; the second never.
+# Two optimizer steps per batch: the first is always within the bound, because the policy has not moved yet; the second
+# never.
 TIGHT = (
     "trainer.total_training_steps=3",
     "trainer.save_freq=3",

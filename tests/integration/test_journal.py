@@ -16,6 +16,7 @@ from rlhf.experience.collector import Collector
 from rlhf.experience.journal import FOLDER, Journal
 from rlhf.experience.journal_records import frame, payloads
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import RewardItem, Score
 from rlhf.rollout import Request, Sample, Weights
 from tests.support.launching import flip_a_byte
@@ -77,7 +78,7 @@ class Rank:
 
 def start(folder: Path | None, name: str, fails_at: int | None = None) -> Rank:
     """A rank at the beginning of a run whose journal, if it has one, lies in `folder`."""
-    driver, coordinator = new_driver(), Coordinator()
+    driver, coordinator = new_driver(), Coordinator(GlooTransport())
     collector = build(driver, coordinator, **SETTINGS[name])
     collector.generation.sampler.engine = Counted(collector.generation.sampler.engine)
     [term] = collector.generation.reward._terms
@@ -119,7 +120,7 @@ def files(rank: Rank, step: int) -> list[Path]:
 
 
 def on_leader(action: Any) -> None:
-    Coordinator().on_leader(action)
+    Coordinator(GlooTransport()).on_leader(action)
 
 
 def forget_rewards(path: Path) -> None:

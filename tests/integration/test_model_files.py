@@ -26,6 +26,7 @@ from rlhf.models.loading import ModelSource, hf_files, load_model_config, load_t
 from rlhf.models.model_files import ModelFiles, find_files, read_headers
 from rlhf.models.skeleton import skeleton
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.storage.shards import Shards
 from tests.support.checkpoints import equal_bits, files_of, run_ranks
 from tests.support.engines import CPU, ENGINES, NEEDS_DEEPSPEED, OPTIM, gathered
@@ -134,7 +135,7 @@ def same_bits(rank: int, folder: Path) -> dict[str, list[str]]:
     """For each model and way to load it, what differs from the library's model, and where the weights came from."""
     torch.use_deterministic_algorithms(True)  # as in a run on the CPU; it also fills fresh memory with NaN
     weights.BUCKET_BYTES = 3000  # several to a tensor
-    coordinator = Coordinator()
+    coordinator = Coordinator(GlooTransport())
     os.chdir(folder / (SEES if rank else BLIND))
     result = {}
     for name, (function, by_tensor) in MODELS.items():
@@ -181,7 +182,7 @@ def zero_bits(rank: int, folder: Path) -> dict[str, bool]:
     """For each DeepSpeed engine, whether weights that were sent are the library's."""
     torch.use_deterministic_algorithms(True)
     weights.BUCKET_BYTES = 3000
-    coordinator = Coordinator()
+    coordinator = Coordinator(GlooTransport())
     os.chdir(folder / (SEES if rank else BLIND))
     files = find("one/tied", "auto", coordinator, folder / f"zero{rank}")
     result = {}
@@ -211,7 +212,8 @@ def test_deepspeed_takes_weights_that_were_sent(nodes):
 
 
 def peak_of(action: Callable[[], Any], mapped: int) -> int:
-    """The most bytes that `action` had allocated on the CPU at a time, but for the mapping of a file of `mapped` bytes."""
+    """The most bytes that `action` had allocated on the CPU at a time, but for the mapping of a file of `mapped`
+    bytes."""
     gc.collect()  # what earlier actions left in cycles would be freed, and counted, in between
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         kept = action()
@@ -229,7 +231,7 @@ def memory(rank: int, folder: Path) -> dict[str, tuple[int, int]]:
     """The peak of each way to load, and the bytes that this rank read from the files tensor by tensor."""
     weights.BUCKET_BYTES = BUCKET
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # the recorder does not see the library's threads
-    coordinator = Coordinator()
+    coordinator = Coordinator(GlooTransport())
     os.chdir(folder / (SEES if rank else BLIND))
     read: list[int] = []
     original = weights.ModelReader.read
@@ -276,7 +278,7 @@ def test_no_rank_holds_more_than_its_part_and_a_bucket(nodes):
 
 def mistakes(rank: int, folder: Path) -> dict[str, str]:
     """What each mistake is told as on this rank."""
-    coordinator = Coordinator()
+    coordinator = Coordinator(GlooTransport())
     os.chdir(folder / (SEES if rank else BLIND))
     told = {}
 

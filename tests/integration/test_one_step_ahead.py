@@ -11,6 +11,7 @@ from rlhf.checkpoint.driver_state import DriverState
 from rlhf.experience.collector import Collector
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from tests.support.checkpoints import equal_bits
 from tests.support.numeric_ranks import run_ranks
 from tests.support.plain_collect import BATCH, FILTERED, MINI, UNFILTERED, N, build, new_driver
@@ -40,7 +41,7 @@ def start(steps: int = STEPS, **settings: Any) -> Rank:
     """A rank at the beginning of a run that generates ahead."""
     driver = new_driver()
     driver.total_steps = steps
-    return Rank(driver, build(driver, Coordinator(), **{"ahead": True} | settings))
+    return Rank(driver, build(driver, Coordinator(GlooTransport()), **{"ahead": True} | settings))
 
 
 def walk(rank: Rank, last: int) -> list[dict[str, Any]]:
@@ -173,7 +174,7 @@ def test_a_batch_that_is_carried_over_whole_needs_no_generation():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_batch_is_by_the_policy_as_it_was_before_the_step_before(ranks, world_size):
     driver = new_driver()
-    collector = build(driver, Coordinator(), filter_groups=UNFILTERED)
+    collector = build(driver, Coordinator(GlooTransport()), filter_groups=UNFILTERED)
     generation = collector.generation
     for step in range(1, STEPS + 1):
         parts = [rank["every prompt"]["undisturbed"][step - 1] for rank in ranks[world_size]]
@@ -239,7 +240,7 @@ def test_an_evaluation_has_the_present_weights_and_changes_no_batch(ranks):
     generation = rank.collector.generation
     requests = generation.requests(rank.collector.prompts.next(4))
     go_to(rank.collector.prompts, 0)
-    plain = build(rank.driver, Coordinator(), filter_groups=UNFILTERED).generation
+    plain = build(rank.driver, Coordinator(GlooTransport()), filter_groups=UNFILTERED).generation
     records = []
     for step in range(1, STEPS + 1):
         records += walk(rank, step)

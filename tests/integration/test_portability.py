@@ -1,7 +1,7 @@
 """Checkpoints saved by {FSDP2, ZeRO 0, 1, 2, 3} on {1, 2} ranks, opened by each of the same.
 
-Weights, moments, step counts and the schedule are exactly equal; the next losses are within 1e-6, and the same bits where nothing changed.
-A covering set of the pairs, or all of them with --full-product.
+Weights, moments, step counts and the schedule are exactly equal; the next losses are within 1e-6, and the same bits
+where nothing changed. A covering set of the pairs, or all of them with --full-product.
 """
 
 import itertools
@@ -31,7 +31,8 @@ def every_cell() -> list[Cell]:
 
 
 def covering_cells() -> list[Cell]:
-    """Every engine opens every other's, each writes and reads on one rank and on two; and each its own, at the same ranks and at others."""
+    """Every engine opens every other's, each writes and reads on one rank and on two; and each its own, at the same
+    ranks and at others."""
     cells = [(kind, ranks, kind, ranks) for kind in (*KINDS, *LOW_PRECISION) for ranks in RANKS]
     for kinds in (KINDS, LOW_PRECISION):
         for first, distance in itertools.product(range(len(kinds)), range(len(kinds))):
@@ -59,7 +60,8 @@ def config_of(folder: str, kind: str, ranks: int) -> Config:
 
 
 def save_all(rank: int, folder: str, ranks: int) -> dict[str, dict[str, Any]]:
-    """Train in every engine, save, and go on for a step: by kind, the saved state, and the losses before and after that step."""
+    """Train in every engine, save, and go on for a step: by kind, the saved state, and the losses before and after that
+    step."""
     saved = {}
     for kind in [*KINDS, *LOW_PRECISION]:
         backend = make_engine(kind, seed=1)

@@ -410,7 +410,8 @@ def test_copies_in_the_run_directory_itself_are_refused(tmp_path, below):
 
 @pytest.mark.slow
 def test_from_the_command_line_onto_an_empty_disk(tmp_path, sums, undisturbed):
-    """Killed hard, its disk lost, started by the same command on another machine: the run ends as the undisturbed one, bit for bit."""
+    """Killed hard, its disk lost, started by the same command on another machine: the run ends as the undisturbed one,
+    bit for bit."""
     settings = [f"checkpoint.remote=file://{tmp_path}/remote", "checkpoint.remote_max_to_keep=1"]
     there = tmp_path / "remote/rlhf/far"
 

@@ -1,4 +1,5 @@
-"""State that one number of ranks saved, opened by another: exactly equal, also where rows do not divide by the ranks."""
+"""State that one number of ranks saved, opened by another: exactly equal, also where rows do not divide by the
+ranks."""
 
 import logging
 import tempfile
@@ -10,6 +11,7 @@ import torch
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.config import Config
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from tests.support.checkpoints import (
     equal_bits,
     files_of,
@@ -29,7 +31,7 @@ CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 def save(rank: int, config: Config) -> dict:
     """Train three steps, save, return the whole state."""
     backend = make_backend(1, train_steps=3)
-    make_checkpointer(config, backend, 3, Coordinator()).save(3)
+    make_checkpointer(config, backend, 3, Coordinator(GlooTransport())).save(3)
     return whole_state(backend)
 
 
@@ -40,7 +42,7 @@ def load(rank: int, config: Config) -> dict:
     handler.emit = lambda record: warnings.append(record.getMessage())
     logging.getLogger("rlhf").addHandler(handler)
     backend = make_backend(2, train_steps=1)
-    step = resume(config, backend, Coordinator())
+    step = resume(config, backend, Coordinator(GlooTransport()))
     sizes = {name: shard.local.numel() for name, shard in backend.model_shards().items()}
     return {"step": step, "state": whole_state(backend), "sizes": sizes, "warnings": warnings}
 

@@ -1,4 +1,5 @@
-"""Retention and room as a run uses them: two ranks and real saves, each from a new checkpointer, as if restarted in between."""
+"""Retention and room as a run uses them: two ranks and real saves, each from a new checkpointer, as if restarted in
+between."""
 
 import os
 import re

@@ -1,4 +1,5 @@
-"""A reward model scores whole chats: as the plain model does one by one, however they are batched, on one rank or two."""
+"""A reward model scores whole chats: as the plain model does one by one, however they are batched, on one rank or
+two."""
 
 import subprocess
 import sys
@@ -130,7 +131,10 @@ def test_special_tokens_are_the_template_s_or_else_the_tokenizer_s(tmp_path, tem
 
 def test_without_a_padding_token_any_token_may_end_a_chat(tmp_path):
     classifier("llama", tmp_path, pad_token_id=None)
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ '<|end|>' if 'Say' in messages[0]['content'] else '<|pad|>' }}"
+    template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        "{{ '<|end|>' if 'Say' in messages[0]['content'] else '<|pad|>' }}"
+    )
     (tmp_path / "chat_template.jinja").write_text(template)
     with single_rank():
         assert close(scores(build(tmp_path), ITEMS), plain(tmp_path, ITEMS))

@@ -7,6 +7,7 @@ import torch
 
 from rlhf.config import RolloutConfig, ServersConfig
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout.servers.fleet_loop import ServersFailed
 from rlhf.rollout.servers.server_engine import build_server_engine
 from tests.support.numeric_ranks import run_ranks
@@ -20,7 +21,13 @@ def told(folder: Path) -> str:
     files = {"config.json": (TINY_POLICY / "config.json").read_bytes()}
     try:
         build_server_engine(
-            config, files, [1], Coordinator(), torch.device("cpu"), max_model_len=64, logs=folder / "logs"
+            config,
+            files,
+            [1],
+            Coordinator(GlooTransport()),
+            torch.device("cpu"),
+            max_model_len=64,
+            logs=folder / "logs",
         )
     except ServersFailed as error:
         return str(error)

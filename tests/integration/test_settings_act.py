@@ -1,4 +1,5 @@
-"""Settings of the rollout, the loss and the engine reach the numbers of a run; each start here is two or three steps."""
+"""Settings of the rollout, the loss and the engine reach the numbers of a run; each start here is two or three
+steps."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""python -m rlhf.train from the command line: what a finished run leaves, and how mistakes and crashes in the ranks end."""
+"""python -m rlhf.train from the command line: what a finished run leaves, and how mistakes and crashes in the ranks
+end."""
 
 import json
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,8 @@ from tests.support.launching import STEPS, Ended, question, records, saved_steps
 from tests.support.undisturbed import EXPORT, Undisturbed
 
 POISON = 9
-"""The row, in the order of the file, on which the poisoned function raises: with eight prompts a step that is step 2."""
+"""The row, in the order of the file, on which the poisoned function raises: with eight prompts a step that is step
+2."""
 
 REWARD = f"""
 import time
@@ -27,7 +29,8 @@ def poisoned(data_source, solution_str, ground_truth, extra_info):
 def detailed(data_source, solution_str, ground_truth, extra_info):
     if extra_info["row"] == 0:
         time.sleep(60)
-    return {{"score": float(solution_str.strip() == ground_truth), "row": extra_info["row"], "length": len(solution_str)}}
+    right = float(solution_str.strip() == ground_truth)
+    return {{"score": right, "row": extra_info["row"], "length": len(solution_str)}}
 """
 
 

@@ -24,6 +24,7 @@ from rlhf.config.rollout import EngineKwargsConfig, RolloutConfig
 from rlhf.errors import UserError
 from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import Request, Sample, SamplingParams, build_embedded_engine, eos_token_ids
 from tests.support.launching import TINY_POLICY, question
 from tests.support.numeric_ranks import run_ranks, single_rank
@@ -69,7 +70,7 @@ def build(model: Any, tokenizer: Any, **rollout: Any) -> Any:
     config = RolloutConfig(name="vllm", max_num_seqs=32, **rollout)
     files = hf_files(model.config, tokenizer, model.generation_config)
     eos = eos_token_ids(model, tokenizer)
-    return build_vllm_engine(config, files, eos, Coordinator(), CPU, max_model_len=64 + 48, seed=1)
+    return build_vllm_engine(config, files, eos, Coordinator(GlooTransport()), CPU, max_model_len=64 + 48, seed=1)
 
 
 def process() -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""Metrics of two real ranks equal those computed over all values at once; a name that one rank lacks counts for the other."""
+"""Metrics of two real ranks equal those computed over all values at once; a name that one rank lacks counts for the
+other."""
 
 import pytest
 
 from rlhf.experience.metrics import Summary, merge
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from tests.support.numeric_ranks import run_ranks
 
 VALUES = [
@@ -13,7 +15,7 @@ VALUES = [
 
 
 def merged() -> dict[str, tuple[int, float, float, float, float]]:
-    coordinator = Coordinator()
+    coordinator = Coordinator(GlooTransport())
     mine = {name: Summary.of(values) for name, values in VALUES[coordinator.rank].items()}
     every = merge(mine, coordinator)
     return {name: (s.count, s.mean, s.std, s.low, s.high) for name, s in every.items()}

@@ -1,4 +1,5 @@
-"""The reference policy: frozen, or an average of the actor that moves on its cadence and is whole under sharded parameters."""
+"""The reference policy: frozen, or an average of the actor that moves on its cadence and is whole under sharded
+parameters."""
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ def moved(config: RefConfig, steps: int) -> tuple[list[int], dict[str, Tensor], 
     reference, batch = Reference(model, 1.0, 4, config), random_batch(seed=3, samples=4)
     at = []
     for step in range(1, steps + 1):
-        # Gathered weights stay in place after this, and must neither be taken for shards nor be used again once the shards have moved.
+        # Gathered weights stay in place after this, and must neither be taken for shards nor be used again once the
+        # shards have moved.
         reference.all_log_probs(batch)
         whole = actor_at(step)
         for name, shard in backend.model_shards().items():

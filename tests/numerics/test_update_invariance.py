@@ -1,5 +1,5 @@
-"""One update on real ranks: the same gradients, weights and metrics at every micro-batch size, padding and number of ranks, and those of
-a plain loop over sequences."""
+"""One update on real ranks: the same gradients, weights and metrics at every micro-batch size, padding and number of
+ranks, and those of a plain loop over sequences."""
 
 from dataclasses import replace
 from typing import Any

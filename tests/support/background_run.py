@@ -1,4 +1,5 @@
-"""A run whose engine is the embedded one in a thread; subscribed in every rank through RLHF_EVENT_LISTENER, and an interrupter as well."""
+"""A run whose engine is the embedded one in a thread; subscribed in every rank through RLHF_EVENT_LISTENER, and an
+interrupter as well."""
 
 import os
 from typing import Any

@@ -1,4 +1,5 @@
-"""What the tests of the checkpoint subsystem share: a plain role, a small policy under FSDP2, and real ranks on gloo."""
+"""What the tests of the checkpoint subsystem share: a plain role, a small policy under FSDP2, and real ranks on
+gloo."""
 
 import os
 import pickle
@@ -169,7 +170,8 @@ def make_driver(step: int = 0) -> DriverState:
 
 
 def resume(config: Config, role: TrainState | Mapping[str, TrainState], *arguments: Any, **parts: Any) -> int | None:
-    """Resume with a new checkpointer (see `make_checkpointer`) and return the step, None when there is no checkpoint."""
+    """Resume with a new checkpointer (see `make_checkpointer`) and return the step, None when there is no
+    checkpoint."""
     driver = make_driver()
     return driver.step if make_checkpointer(config, role, 0, *arguments, driver=driver, **parts).resume() else None
 
@@ -227,7 +229,8 @@ def whole_state(backend: Fsdp2Backend) -> dict[str, dict[str, Any]]:
 
 
 def equal_bits(a: Any, b: Any) -> bool:
-    """Whether two nests of mappings, lists, tensors and plain values are the same; in tensors NaNs and signs of zeros included."""
+    """Whether two nests of mappings, lists, tensors and plain values are the same; in tensors NaNs and signs of zeros
+    included."""
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(equal_bits(a[key], b[key]) for key in a)
     if isinstance(a, list):
@@ -253,7 +256,8 @@ def flip_bit(path: Path, bit: int) -> None:
 
 
 def lose_on_disk(monkeypatch: pytest.MonkeyPatch, path: Path, code: int) -> None:
-    """Let reads of the file `path` fail with the error `code`, as only a broken disk does: here the call that reads the bytes."""
+    """Let reads of the file `path` fail with the error `code`, as only a broken disk does: here the call that reads the
+    bytes."""
     preadv = os.preadv
 
     def failing(descriptor: int, *arguments: Any) -> int:
@@ -285,9 +289,11 @@ def world_of_one(folder: Path) -> Iterator[None]:
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float, join: Path) -> list:
-    """`function(rank, *arguments)` in `world_size` real processes; what each returned, "died" for one that ended by itself.
+    """`function(rank, *arguments)` in `world_size` real processes; what each returned, "died" for one that ended by
+    itself.
 
-    They join a gloo group over files in the folder `join`. Fails when one raises, or when one is still there after `deadline_s`.
+    They join a gloo group over files in the folder `join`. Fails when one raises, or when one is still there after
+    `deadline_s`.
     """
     join.mkdir(parents=True, exist_ok=True)
     pipes, processes = [], []

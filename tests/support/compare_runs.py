@@ -22,7 +22,8 @@ def history(run_dir: Path) -> list[dict]:
 
 
 def differences(left: Path, right: Path) -> list[str]:
-    """What differs between the newest checkpoints and histories of two run directories; empty when they are equal bit for bit."""
+    """What differs between the newest checkpoints and histories of two run directories; empty when they are equal bit
+    for bit."""
     a, b = scan(left)[0], scan(right)[0]
     files_a, files_b = verify(a).files, verify(b).files
     found = [f"only one run has {name}" for name in sorted(files_a.keys() ^ files_b.keys())]

@@ -16,7 +16,8 @@ from tests.support.tiny_updates import VOCAB, tiny_qwen2
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 CPU = torch.device("cpu")
-# An epsilon far above rounding noise: with a tiny one AdamW makes steps of full size out of gradients that are only noise.
+# An epsilon far above rounding noise: with a tiny one AdamW makes steps of full size out of gradients that are only
+# noise.
 OPTIM = OptimConfig(lr=0.02, eps=1e-2, weight_decay=0.1, lr_scheduler_type="cosine", lr_warmup_steps=2)
 ROWS, LENGTH, MICRO_BATCHES = 8, 9, 2
 ENGINES = {
@@ -49,7 +50,8 @@ def tokens(step: int) -> Tensor:
 
 
 def accumulate(backend: TrainingBackend, step: int, scale: float = 1.0) -> None:
-    """The gradient of the mean token loss of `tokens(step)` times `scale`, each rank with its rows, in micro-batches."""
+    """The gradient of the mean token loss of `tokens(step)` times `scale`, each rank with its rows, in
+    micro-batches."""
     for micro in tokens(step).chunk(dist.get_world_size())[dist.get_rank()].chunk(MICRO_BATCHES):
         with torch.no_grad():  # as the log-probs of a policy are taken between its updates
             logits_of(backend, micro)

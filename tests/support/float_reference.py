@@ -1,4 +1,5 @@
-"""The formulas once more, as loops over Python floats (float64), written from the papers: what the tensor functions are held against.
+"""The formulas once more, as loops over Python floats (float64), written from the papers: what the tensor functions are
+held against.
 
 Tables are lists of rows. Tokens outside a mask are dropped first, so that nothing here can depend on them.
 """
@@ -115,7 +116,8 @@ def gspo(
     low: float,
     high: float,
 ) -> list[list[float]]:
-    """Loss and clipping of the tokens of one response; `now` are the same log-probs where the formula stops their gradient."""
+    """Loss and clipping of the tokens of one response; `now` are the same log-probs where the formula stops their
+    gradient."""
     result = []
     for t, log_prob in enumerate(log_probs):
         of_sequence = mean([n - o for n, o in zip(now, old, strict=True)])

@@ -1,4 +1,5 @@
-"""Hangs ranks at exact moments: subscribed in every rank through RLHF_EVENT_LISTENER, told what to do by a JSON variable.
+"""Hangs ranks at exact moments: subscribed in every rank through RLHF_EVENT_LISTENER, told what to do by a JSON
+variable.
 
 The plan is a list of hangs; each happens once, proven by its marker file, in the first start that comes there.
 """
@@ -16,7 +17,8 @@ _seen: dict[str, int] = {}
 
 
 def hangs(folder: Path, *plan: tuple[str, int, int, str]) -> dict[str, str]:
-    """The environment for hangs (event, its number in this start, rank, one of WAYS), with their markers in `folder`."""
+    """The environment for hangs (event, its number in this start, rank, one of WAYS), with their markers in
+    `folder`."""
     entries = [
         {"event": event, "number": number, "rank": rank, "way": way, "marker": str(folder / f"hung_{i}")}
         for i, (event, number, rank, way) in enumerate(plan)

@@ -1,4 +1,5 @@
-"""Map of the package, `python -m tests.support.house_map`: each folder's files with the first line of their docstrings."""
+"""Map of the package, `python -m tests.support.house_map`: each folder's files with the first line of their
+docstrings."""
 
 import ast
 import sys
@@ -11,7 +12,8 @@ PACKAGE = Path(rlhf.__file__).parent
 
 
 def modules() -> dict[Path, str | None]:
-    """The docstring of every module that is not empty, by its path from the package's parent; None where it has none."""
+    """The docstring of every module that is not empty, by its path from the package's parent; None where it has
+    none."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         if text := path.read_text().strip():

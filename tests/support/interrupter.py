@@ -1,4 +1,5 @@
-"""Interrupts a run once at an exact moment: subscribed in every rank through RLHF_EVENT_LISTENER, told what to do by a JSON variable."""
+"""Interrupts a run once at an exact moment: subscribed in every rank through RLHF_EVENT_LISTENER, told what to do by a
+JSON variable."""
 
 import json
 import os
@@ -21,7 +22,8 @@ def at(
 ) -> dict[str, str]:
     """The environment that interrupts `rank`, the supervisor or the launcher at the `number`th `event` of this start.
 
-    `what` is a signal's name or "raise". With the marker file `once`, only the first start that comes there is interrupted.
+    `what` is a signal's name or "raise". With the marker file `once`, only the first start that comes there is
+    interrupted.
     """
     plan = {"event": event, "number": number, "what": what, "to": to, "rank": rank, "once": str(once or "")}
     return {LISTENER_VARIABLE: f"{__name__}:on_event", VARIABLE: json.dumps(plan)}

@@ -1,11 +1,13 @@
-"""Kills processes of a run at exact moments: subscribed in every rank through RLHF_EVENT_LISTENER, driven by a plan file.
+"""Kills processes of a run at exact moments: subscribed in every rank through RLHF_EVENT_LISTENER, driven by a plan
+file.
 
-The plan is a JSON list of kills. Each rank looks for the first kill that has not fired yet; the rank that is its `observer` waits for its
-`event`, once a checkpoint of at least `after_step` is published, and sends SIGKILL to the `victim`. A marker file, made before the signal,
-proves that the kill hit and keeps it from firing again after the restart.
+The plan is a JSON list of kills. Each rank looks for the first kill that has not fired yet; the rank that is its
+`observer` waits for its `event`, once a checkpoint of at least `after_step` is published, and sends SIGKILL to the
+`victim`. A marker file, made before the signal, proves that the kill hit and keeps it from firing again after the
+restart.
 
-An event of a save behind the training is held until the loop has come some events (`ahead`) further, or has to wait for the save. The
-marker then says how many.
+An event of a save behind the training is held until the loop has come some events (`ahead`) further, or has to wait for
+the save. The marker then says how many.
 """
 
 import json

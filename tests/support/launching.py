@@ -1,4 +1,5 @@
-"""Starts training from a test: `train` as a user does, `ranks` as torchrun does but from a server that has paid for the imports once."""
+"""Starts training from a test: `train` as a user does, `ranks` as torchrun does but from a server that has paid for the
+imports once."""
 
 import json
 import logging
@@ -64,7 +65,8 @@ def small(folder: Path, name: str, sums: Path, *more: str) -> list[str]:
 
 
 def train(arguments: Sequence[str], environment: dict[str, str] | None = None, program: Sequence[str] = ()) -> Ended:
-    """`python -m rlhf.train ARGUMENTS` to its end; `program` stands between python and the module, such as torchrun's."""
+    """`python -m rlhf.train ARGUMENTS` to its end; `program` stands between python and the module, such as
+    torchrun's."""
     command = [sys.executable, *program, "-m", "rlhf.train", *arguments]
     done = subprocess.run(
         command,
@@ -80,7 +82,8 @@ def train(arguments: Sequence[str], environment: dict[str, str] | None = None, p
 
 
 def ranks(log: Path, arguments: Sequence[str], environment: dict[str, str] | None = None, nproc: int = 1) -> Ended:
-    """The same command in `nproc` ranks with torchrun's variables, without torchrun; what they say goes through the file `log`."""
+    """The same command in `nproc` ranks with torchrun's variables, without torchrun; what they say goes through the
+    file `log`."""
     log.unlink(missing_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

@@ -1,4 +1,5 @@
-"""Nodes with disks of their own, as folders, for tests of storage domains: what a rank does there at the start and in a run."""
+"""Nodes with disks of their own, as folders, for tests of storage domains: what a rank does there at the start and in a
+run."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Real ranks on gloo for a test: several, each running a function in a process of its own, or this process as the only one."""
+"""Real ranks on gloo for a test: several, each running a function in a process of its own, or this process as the only
+one."""
 
 import tempfile
 from collections.abc import Callable, Iterator

@@ -24,6 +24,7 @@ from rlhf.experience.generation import Generation
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.prompt_share import DrawnPrompt, PromptShare
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import Reward, RewardItem, Score
 from rlhf.reward.failures import FailurePolicy
 from rlhf.reward.weighted import Term
@@ -128,7 +129,7 @@ def new_driver() -> DriverState:
 def plain_way(steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """What every step should have trained on and told, over all ranks."""
     driver = new_driver()
-    parts = build(driver, Coordinator(), **settings)
+    parts = build(driver, Coordinator(GlooTransport()), **settings)
     chosen = DEFAULTS | settings
     filters, drawn = chosen["filter_groups"], chosen["drawn"] if chosen["filter_groups"].enable else BATCH
     waiting: list[dict[str, Any]] = []

@@ -1,8 +1,10 @@
-"""The server that ranks of tests are forked from: it has paid for the imports once, and has no threads and no process group."""
+"""The server that ranks of tests are forked from: it has paid for the imports once, and has no threads and no process
+group."""
 
 import multiprocessing
 
-# Python has one such server per process, with one list of modules: whoever starts ranks takes this context, and nobody sets a list.
+# Python has one such server per process, with one list of modules: whoever starts ranks takes this context, and nobody
+# sets a list.
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(
     [

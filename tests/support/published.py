@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit import publication
 from rlhf.checkpoint.commit.manifest import Manifest, describe
-from rlhf.ranks.coordinator import Coordinator, LoneTransport
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.files import write_file
 from rlhf.storage.layout import CONFIG, scan, step_of
 
@@ -15,7 +16,8 @@ from rlhf.storage.layout import CONFIG, scan, step_of
 def publish(
     run_dir: Path, step: int, metrics: dict[str, float] | None = None, nbytes: int = 100, config: str = ""
 ) -> Path:
-    """Commit a checkpoint of `step` that holds `nbytes` random bytes, `metrics`, and the text `config` as its configuration."""
+    """Commit a checkpoint of `step` that holds `nbytes` random bytes, `metrics`, and the text `config` as its
+    configuration."""
     temporary = publication.begin(run_dir, step)
     written = [write_file(temporary, "actor/model/weights", [os.urandom(nbytes)])]
     written.append(write_file(temporary, CONFIG, [config.encode()]))

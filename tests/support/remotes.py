@@ -1,4 +1,5 @@
-"""What the tests of remote copies share: a run with checkpoints, and a remote that fails, hangs, dies or kills when told to."""
+"""What the tests of remote copies share: a run with checkpoints, and a remote that fails, hangs, dies or kills when
+told to."""
 
 import errno
 import functools
@@ -191,7 +192,8 @@ def complete_steps(config: Config) -> list[int]:
 
 
 def kill_once_copied(copy: Path, event: str, number: int) -> dict[str, str]:
-    """The environment that kills the supervisor and so the ranks at the `number`th `event`, where it waits until `copy` is complete."""
+    """The environment that kills the supervisor and so the ranks at the `number`th `event`, where it waits until `copy`
+    is complete."""
     return {
         LISTENER_VARIABLE: f"{__name__}:on_event",
         KILL_VARIABLE: json.dumps({"copy": str(copy), "event": event, "number": number}),

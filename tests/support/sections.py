@@ -8,7 +8,8 @@ from rlhf.checkpoint.remote.remote_store import RemoteStore, remote_url
 from rlhf.checkpoint.remote.retries import Retries
 from rlhf.checkpoint.start import preparation
 from rlhf.config import Config
-from rlhf.ranks.coordinator import Coordinator, LoneTransport
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.transport import LoneTransport
 
 
 def prepare(config: Config, coordinator: Coordinator | None = None) -> None:

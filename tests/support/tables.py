@@ -19,7 +19,8 @@ def random_table(rng: random.Random, rows: int, columns: int, scale: float) -> R
 
 
 def random_mask(rng: random.Random, rows: int, columns: int) -> Rows:
-    """Responses of random lengths, in half of the cases with holes; the first row has a token, and one of several rows has none."""
+    """Responses of random lengths, in half of the cases with holes; the first row has a token, and one of several rows
+    has none."""
     lengths = [rng.randint(0, columns) for _ in range(rows)]
     holes = rng.choice([0.0, 0.3])
     mask = [[float(column < n and rng.random() >= holes) for column in range(columns)] for n in lengths]

@@ -1,8 +1,10 @@
-"""Ranks as threads of one process, for tests of what ranks agree on: a rank starts in microseconds, and all of it is in one place.
+"""Ranks as threads of one process, for tests of what ranks agree on: a rank starts in microseconds, and all of it is in
+one place.
 
-What travels is pickled and unpickled on the way, arguments and results included, with the deadlines and the errors of the real ranks.
-All that belongs to a process is everyone's here: the generators of random numbers, limits, the environment, what a test patches. A rank
-that dies cannot be stopped in the middle of a line. Tests of such things start processes (`checkpoints.run_ranks`).
+What travels is pickled and unpickled on the way, arguments and results included, with the deadlines and the errors of
+the real ranks. All that belongs to a process is everyone's here: the generators of random numbers, limits, the
+environment, what a test patches. A rank that dies cannot be stopped in the middle of a line. Tests of such things start
+processes (`checkpoints.run_ranks`).
 """
 
 import logging
@@ -22,8 +24,10 @@ from torch import Tensor
 
 from rlhf import events
 from rlhf.events import Listener
-from rlhf.ranks.coordinator import Coordinator, LostPeer
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.ranks.rng import rng_state, set_rng_state
+from rlhf.ranks.transport import LostPeer
 
 TIMEOUT = timedelta(seconds=60)
 DEADLINE_S = 90.0
@@ -128,7 +132,8 @@ class ThreadTransport:
         return [here[rank][1] for rank in sources]
 
     def _wait_for(self, missing: Callable[[], Collection[int]]) -> None:
-        """Wait until no rank is `missing` any more; raises LostPeer when one of them is dead or lets the deadline pass."""
+        """Wait until no rank is `missing` any more; raises LostPeer when one of them is dead or lets the deadline
+        pass."""
         end = time.monotonic() + self._timeout.total_seconds()
         while ranks := missing():
             self._raise_if_dead()
@@ -170,7 +175,7 @@ def in_front() -> bool:
 def make_coordinator() -> Coordinator:
     """The coordinator of this rank: of threads in a thread, over gloo in a process of its own. Collective."""
     here = _here()
-    return Coordinator() if here is None else Coordinator(here.world.join(here.number, TIMEOUT))
+    return Coordinator(GlooTransport()) if here is None else Coordinator(here.world.join(here.number, TIMEOUT))
 
 
 def subscribe(listener: Listener) -> None:

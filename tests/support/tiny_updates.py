@@ -37,7 +37,8 @@ def tiny_value_model(seed: int = 0) -> PreTrainedModel:
 def random_batch(
     seed: int, samples: int, prompt: tuple[int, int] = (1, 7), response: tuple[int, int] = (1, 9)
 ) -> Batch:
-    """Samples with lengths uniform in the given bounds and random figures per token, zero on padding; padded with token 0."""
+    """Samples with lengths uniform in the given bounds and random figures per token, zero on padding; padded with token
+    0."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(prompt[0], prompt[1] + 1, (samples,), generator=generator)
     responses = torch.randint(response[0], response[1] + 1, (samples,), generator=generator)

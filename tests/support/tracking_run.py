@@ -1,4 +1,5 @@
-"""Logs the steps of a run, may go back and may kill itself: RUN_DIR LOGGER MODE RESUME_STEP|none LAST_STEP [KILL_AT] [AT:BACK_TO ...]."""
+"""Logs the steps of a run, may go back and may kill itself: RUN_DIR LOGGER MODE RESUME_STEP|none LAST_STEP [KILL_AT]
+[AT:BACK_TO ...]."""
 
 import os
 import signal

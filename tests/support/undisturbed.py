@@ -1,4 +1,5 @@
-"""Runs that nothing interrupts, which disturbed ones are compared with: each is made once per session, by whichever test asks first."""
+"""Runs that nothing interrupts, which disturbed ones are compared with: each is made once per session, by whichever
+test asks first."""
 
 import fcntl
 import json
@@ -23,7 +24,8 @@ def session_folder(factory: pytest.TempPathFactory) -> Path:
 
 
 def once(folder: Path, name: str, start: Callable[[], Ended]) -> Ended:
-    """What `start()` returns, called by the first of a session's processes that comes here with `name`; the others wait for it."""
+    """What `start()` returns, called by the first of a session's processes that comes here with `name`; the others wait
+    for it."""
     result = folder / f"{name}.json"
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

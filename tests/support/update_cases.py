@@ -34,7 +34,8 @@ from tests.support.tiny_updates import random_batch, tiny_qwen2, tiny_value_mode
 
 GROUP, PROMPTS, TOTAL_STEPS = 2, 12, 10
 CPU = torch.device("cpu")
-# An epsilon far above rounding noise: with a tiny one AdamW makes steps of full size out of gradients that are only noise.
+# An epsilon far above rounding noise: with a tiny one AdamW makes steps of full size out of gradients that are only
+# noise.
 OPTIM = OptimConfig(
     lr=0.02, eps=1e-2, betas=[0.9, 0.99], weight_decay=0.1, lr_scheduler_type="cosine", lr_warmup_steps=2
 )

@@ -12,6 +12,7 @@ from rlhf.checkpoint.save.snapshot import RunState, take_snapshot
 from rlhf.checkpoint.save.writer import write_checkpoint
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.storage import files
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.files import write_file
@@ -28,7 +29,7 @@ def save(run_dir: Path, step: int, max_to_keep: int | None = None, reference=Non
     snapshot = take_snapshot(step, CONTENTS, state, "", 0, reference_at)
     settings, deleter = CheckpointConfig(max_to_keep=max_to_keep), Deleter()
     try:
-        return write_checkpoint(snapshot, run_dir, IDENTITY, Coordinator(), settings, deleter)
+        return write_checkpoint(snapshot, run_dir, IDENTITY, Coordinator(GlooTransport()), settings, deleter)
     finally:
         assert deleter.wait(30)
 
@@ -98,7 +99,8 @@ def test_a_link_is_made_in_the_temporary_directory_and_made_durable_with_it(tmp_
 
 
 def test_everything_is_durable_before_it_is_counted_on(tmp_path, monkeypatch):
-    """The order of system calls: each file is fsynced, then its folders, then the rename, then the parent, then the pointer."""
+    """The order of system calls: each file is fsynced, then its folders, then the rename, then the parent, then the
+    pointer."""
     calls: list[str] = []
     fsync, rename, replace_ = files.fsync_dir, Path.rename, Path.replace
 
@@ -134,7 +136,7 @@ def test_a_published_step_is_never_overwritten(tmp_path):
     written = write_file(temporary, "driver_state.json", [b"{}"])
     manifest = replace(verify(step_dir(tmp_path, 2)), files=describe([written]))
     with pytest.raises(SaveFailed, match="never overwritten"):
-        publish(tmp_path, temporary, manifest, Coordinator())
+        publish(tmp_path, temporary, manifest, Coordinator(GlooTransport()))
     assert not temporary.exists()
     assert {name: (step_dir(tmp_path, 2) / name).read_bytes() for name in files_of(step_dir(tmp_path, 2))} == before
     with pytest.raises(FileExistsError):

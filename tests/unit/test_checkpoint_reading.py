@@ -1,4 +1,5 @@
-"""Reading with proof: the right bytes in the right places, only the blocks that are needed, and no damage that goes unseen."""
+"""Reading with proof: the right bytes in the right places, only the blocks that are needed, and no damage that goes
+unseen."""
 
 import os
 import random

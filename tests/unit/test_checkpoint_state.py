@@ -14,6 +14,7 @@ from rlhf.config import Config
 from rlhf.config.checkpoint import CONTENTS
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.ranks.rng import rng_state, set_rng_state
 from rlhf.storage.layout import step_dir
 from tests.support.checkpoints import (
@@ -74,7 +75,9 @@ def test_every_role_takes_back_what_load_names(config, load):
     make_checkpointer(config, saved, 2).save(2)
     roles, path = two_roles(50), step_dir(config.run_dir, 2)
     before = {name: state_of(role) for name, role in roles.items()}
-    load_state(FileLocations.whole(path, verify(path)), RunState(roles, make_driver()), load, 1, Coordinator())
+    load_state(
+        FileLocations.whole(path, verify(path)), RunState(roles, make_driver()), load, 1, Coordinator(GlooTransport())
+    )
     for name, role in roles.items():
         source = {
             "weight": saved[name] if {"model", "hf_model"} & set(load) else None,

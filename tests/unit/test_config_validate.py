@@ -117,11 +117,13 @@ REFUSED: list[tuple[dict, str]] = [
     ({"rollout__async_steps": 2}, "rollout.async_steps=2: must be at most 1."),
     (
         {"rollout__async_steps": 1, "algorithm__rollout_correction__rollout_is": "token"},
-        "rollout.async_steps=1: only servers generate while the ranks train; set rollout=vllm_server (it is embedded), or",
+        "rollout.async_steps=1: only servers generate while the ranks train; set rollout=vllm_server (it is embedded), "
+        "or",
     ),
     (
         SERVED | {"rollout__async_steps": 1},
-        "algorithm.rollout_correction.rollout_is=null: with rollout.async_steps=1 samples are by an older policy than the one in training; "
+        "algorithm.rollout_correction.rollout_is=null: with rollout.async_steps=1 samples are by an older policy than "
+        "the one in training; "
         "set algorithm.rollout_correction.rollout_is=token.",
     ),
     (
@@ -216,7 +218,8 @@ REFUSED: list[tuple[dict, str]] = [
     ),
     (
         {"actor__loss_scale_factor": 100},
-        "actor.loss_scale_factor=100: has effect only with actor.loss_agg_mode=seq-mean-token-sum-norm (it is token-mean)",
+        "actor.loss_scale_factor=100: has effect only with actor.loss_agg_mode=seq-mean-token-sum-norm (it is "
+        "token-mean)",
     ),
     (
         {"reward__overlong_buffer__enable": True, "reward__overlong_buffer__len": 256},
@@ -250,7 +253,8 @@ REFUSED: list[tuple[dict, str]] = [
     ),
     (
         {"guards__action": "rollback", "checkpoint__contents": ["model", "hf_model"]},
-        "checkpoint.contents=['model', 'hf_model']: guards.action=rollback returns to a checkpoint as it was, which takes model, "
+        "checkpoint.contents=['model', 'hf_model']: guards.action=rollback returns to a checkpoint as it was, which "
+        "takes model, "
         "optimizer and extra; add optimizer, extra, or set guards.action=skip.",
     ),
     (
@@ -263,7 +267,8 @@ REFUSED: list[tuple[dict, str]] = [
     ),
     (
         {"reward_model__path": "org/judge"},
-        "reward_model.path=org/judge: has effect only with reward_model among reward.functions (they are reasoning_gym).",
+        "reward_model.path=org/judge: has effect only with reward_model among reward.functions (they are "
+        "reasoning_gym).",
     ),
     ({"critic__path": ""}, "critic.path='': set a folder in Hugging Face format or a Hub name."),
     ({"data__train_files": []}, "data.train_files=[]: set a file, a glob or a Hub name"),

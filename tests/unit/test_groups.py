@@ -1,4 +1,5 @@
-"""Groups on their way through a checkpoint are the same ones, and only those without a difference are without signal."""
+"""Groups on their way through a checkpoint are the same ones, and only those without a difference are without
+signal."""
 
 import math
 from typing import Any

@@ -169,7 +169,8 @@ def dice(*words: object) -> float:
 
 @dataclass
 class Run:
-    """Training whose weights are a digest of everything that it was trained on, and whose batches are refused by chance."""
+    """Training whose weights are a digest of everything that it was trained on, and whose batches are refused by
+    chance."""
 
     config: GuardsConfig
     seed: int

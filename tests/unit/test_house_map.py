@@ -1,4 +1,4 @@
-"""The map of the house in CONTRIBUTING.md names every folder, and the command that lists the files names every module."""
+"""The map of the house in CONTRIBUTING.md names every folder, and every module says in one line what it is."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from tests.support.house_map import PACKAGE, folders, modules, page
 
 ROOT = PACKAGE.parent
+RIDDLE = re.compile(r"(What|How|Where|When|Which|Who|Why)\b")
 
 
 def mapped() -> set[Path]:
@@ -20,9 +21,25 @@ def mapped() -> set[Path]:
     return found
 
 
+def wrong(docstring: str | None) -> str | None:
+    if docstring is None:
+        return "no docstring"
+    line, _, rest = docstring.partition("\n")
+    if RIDDLE.match(line):
+        return f"names its subject late: {line}"
+    if not line.endswith(".") or (rest and not rest.startswith("\n")):
+        return f"its first line can't stand by itself: {line}"
+    return None
+
+
 def test_the_map_has_every_folder_and_no_other():
     assert {path for path in mapped() if path.parts[0] == PACKAGE.name} == folders()
     assert [path for path in mapped() if not (ROOT / path).is_dir()] == []
+
+
+def test_every_module_says_what_it_is_in_one_line():
+    problems = {str(path): problem for path, docstring in modules().items() if (problem := wrong(docstring))}
+    assert problems == {}
 
 
 def test_the_page_lists_every_module():

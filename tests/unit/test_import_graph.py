@@ -1,4 +1,4 @@
-"""The import graph of the package, read from its code: no circle, no arrow upwards between rooms, one meaning per name.
+"""The import graph of the package, read from its code: no circle, no arrow upwards between rooms, few who may see a whole.
 
 Imports inside functions and under TYPE_CHECKING count like all others.
 """
@@ -28,6 +28,11 @@ STOREYS = (
     {"errors", "events"},
 )
 """The rooms, from the top down; a room imports from its own storey and from those below."""
+
+MAY_IMPORT_CHECKPOINT = {"loop", "worker", "assemble", "launch", "checkpoint"}
+MAY_SEE_THE_WHOLE_CONFIG = {"train", "compose", "worker", "assemble", "launch", "config"}
+WHOLE_CONFIG_WITH_A_REASON: dict[str, str] = {}
+"""Other modules that import `Config`, and why."""
 
 TWINS: dict[str, set[str]] = {
     "actor.py": {"config", "learning"},
@@ -104,6 +109,11 @@ def test_no_arrow_goes_up():
     assert [f"{a} -> {b}" for a, b in arrows if storey(b) < storey(a)] == []
 
 
+def test_the_checkpoint_is_asked_by_few():
+    users = {room(a) for a, targets in graph().items() if any(room(b) == "checkpoint" for b in targets)}
+    assert users <= MAY_IMPORT_CHECKPOINT
+
+
 def test_storage_knows_events_only():
     targets = {b for a in graph() if room(a) == "storage" for b in graph()[a]}
     assert {room(b) for b in targets} <= {"storage", "events"}
@@ -111,6 +121,13 @@ def test_storage_knows_events_only():
 
 def test_a_rank_imports_nothing_of_the_launcher():
     assert [name for name in sorted(reached("rlhf.worker")) if room(name) == "launch"] == []
+
+
+def test_the_whole_configuration_is_seen_by_few():
+    users = {name for name, tree in trees().items() if ("rlhf.config", "Config") in set(imports(tree))}
+    assert users, "somebody does"
+    others = {name for name in users if room(name) not in MAY_SEE_THE_WHOLE_CONFIG}
+    assert others == set(WHOLE_CONFIG_WITH_A_REASON)
 
 
 def test_hydra_is_imported_by_one_module():

@@ -20,6 +20,7 @@ from rlhf.config import (
 from rlhf.experience.groups import Group
 from rlhf.experience.journal import FOLDER, Journal, combined, digests
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
 from rlhf.user_functions import hash_of_files
@@ -48,7 +49,7 @@ class Runs:
         self.config = Config()
 
     def journal(self, *, run_id: str = "run", files: dict[str, str] = FILES, rank: int = 0, ranks: int = 1) -> Journal:
-        coordinator = Coordinator()
+        coordinator = Coordinator(GlooTransport())
         coordinator.rank, coordinator.world_size = rank, ranks
         course = course_of(self.config, run_id, files)
         return Journal(self.run_dir, course, hash_of_files(self.config.reward.functions), coordinator)

@@ -12,6 +12,7 @@ import torch
 from rlhf.batch import Batch
 from rlhf.experience.metrics import Summary, merge, slowest, step_metrics
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import RewardResult
 
 
@@ -35,8 +36,8 @@ def test_equal_values_have_no_spread():
 def test_an_empty_part_adds_nothing_and_is_left_out():
     full, empty = Summary.of([2.0, -1.0]), Summary.of(())
     assert full + empty == empty + full == full
-    assert merge({"b": full, "empty": empty, "a": full}, Coordinator()) == {"a": full, "b": full}
-    assert list(merge({"b": full, "a": full}, Coordinator())) == ["a", "b"]
+    assert merge({"b": full, "empty": empty, "a": full}, Coordinator(GlooTransport())) == {"a": full, "b": full}
+    assert list(merge({"b": full, "a": full}, Coordinator(GlooTransport()))) == ["a", "b"]
 
 
 def test_step_metrics():
@@ -51,7 +52,7 @@ def test_step_metrics():
     extras = [{"format": 1.0}, {"format": 0.0, "rare": 7.0}, {"format": 1.0}, {}]
     # Unlike the results' scores, the batch's have the over-long punishment.
     results = [RewardResult(s + 1, {"maths": s, "style": 2 * s + 1}, e) for s, e in zip(scores, extras, strict=True)]
-    metrics, tokens = step_metrics(batch, results, 8, Coordinator())
+    metrics, tokens = step_metrics(batch, results, 8, Coordinator(GlooTransport()))
     assert tokens == sum(prompts) + sum(responses)
     assert metrics == pytest.approx(
         {

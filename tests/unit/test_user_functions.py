@@ -82,7 +82,8 @@ def test_two_arguments_fit(file, name):
 @pytest.mark.parametrize(("name", "takes"), [("three", "(a, b, c)"), ("one", "(a)"), ("keyword", "(a, b, c=)")])
 def test_two_arguments_do_not_fit(file, name, takes):
     assert refusal(check_positional, "x.y", f"{file}:{name}", ("a", "b")) == (
-        f"x.y={file}:{name}: the function takes {takes}, but is called with 2 arguments: (a, b). Correct its parameters."
+        f"x.y={file}:{name}: the function takes {takes}, but is called with 2 arguments: (a, b). Correct its "
+        "parameters."
     )
 
 

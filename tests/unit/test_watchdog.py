@@ -121,7 +121,8 @@ def test_what_was_learned_stays_over_a_restart():
 
 
 def test_a_rank_may_wait_for_one_that_is_in_its_time():
-    """Rank 1 waits in a brief phase while the driver writes its metrics; both at once are a hang, and the driver's is the older phase."""
+    """Rank 1 waits in a brief phase while the driver writes its metrics; both at once are a hang, and the driver's is
+    the older phase."""
     machine = Machine(2)
     for _ in range(3):
         machine.loop(1)

@@ -109,7 +109,8 @@ def read_manifest(root: Path) -> Manifest:
 
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
-    """The manifest whose file `path` holds the bytes `raw`; raises DamagedCheckpoint unless every one of them is as written."""
+    """The manifest whose file `path` holds the bytes `raw`; raises DamagedCheckpoint unless every one of them is as
+    written."""
     try:
         payload = json.loads(raw)["payload"]
         # One text per content: comparing whole texts also catches a flip that JSON would forgive, such as one in white

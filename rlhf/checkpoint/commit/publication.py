@@ -15,7 +15,8 @@ from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, read_manifest, wr
 from rlhf.checkpoint.commit.pointer import point_to
 from rlhf.checkpoint.commit.removal import discard
 from rlhf.events import announce
-from rlhf.ranks.coordinator import Coordinator, LostPeer
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import DamagedCheckpoint, SaveFailed, is_unfixable
 from rlhf.storage.files import fsync_tree, make_new_dir, rename_durably
 from rlhf.storage.layout import MANIFEST, TEMPORARY, fresh_name, scan, step_dir

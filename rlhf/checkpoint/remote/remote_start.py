@@ -24,7 +24,8 @@ from rlhf.checkpoint.run_file import read_run_file
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
-from rlhf.ranks.coordinator import Coordinator, LoneTransport
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.disk_errors import DamagedCheckpoint, SaveFailed
 from rlhf.storage.files import make_dir, remove_dir, remove_file, replace_durably, write_file
 from rlhf.storage.layout import HISTORY, RUN_FILE, scan

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rlhf.checkpoint.save.writer import SaveResult
 from rlhf.events import announce
-from rlhf.ranks.coordinator import LostPeer
+from rlhf.ranks.transport import LostPeer
 
 
 @dataclass

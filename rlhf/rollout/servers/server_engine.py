@@ -23,6 +23,7 @@ from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import FleetState
 from rlhf.rollout.servers.server_process import ServerProcess
 from rlhf.rollout.servers.weights.push import WeightPush
+from rlhf.storage.files import make_dir, write_small
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

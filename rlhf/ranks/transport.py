@@ -1,0 +1,68 @@
+"""Transport of objects between the ranks of one group, and the one of a process that acts alone. Imports no torch."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LostPeer(RuntimeError):
+    """A collective call failed or took too long: the ranks can agree on nothing any more."""
+
+
+class Transport(Protocol):
+    """Exchange of pickled objects between the ranks of one group.
+
+    Every rank must make the same calls in the same order. Each raises LostPeer when a rank is gone, or does not answer
+    in time.
+    """
+
+    rank: int
+    world_size: int
+
+    def another(self, timeout: timedelta) -> "Transport":
+        """A further group of the same ranks with a deadline of its own, whose calls are in no order with this one's.
+        Collective."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order, on every rank."""
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """The `value` of the rank `source` on every rank."""
+
+    def scatter(self, values: Sequence[Any] | None, source: int) -> Any:
+        """This rank's of the `values` of the rank `source`, one for each rank; None on all others."""
+
+    def send(self, block: "Tensor", to: int) -> None:
+        """Hand `block`, bytes in the memory of the CPU, to a rank that calls `receive` with as many. Only these two
+        take part."""
+
+    def receive(self, block: "Tensor", source: int) -> None:
+        """Fill `block` with what the rank `source` sends."""
+
+
+class LoneTransport:
+    """Transport of a process that acts alone, whatever group it may belong to."""
+
+    rank, world_size = 0, 1
+
+    def another(self, timeout: timedelta) -> "LoneTransport":
+        return self
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        return value
+
+    def scatter(self, values: Sequence[Any] | None, source: int) -> Any:
+        assert values is not None
+        return values[0]
+
+    def send(self, block: "Tensor", to: int) -> None:
+        raise ValueError("nobody is there to send to")
+
+    def receive(self, block: "Tensor", source: int) -> None:
+        raise ValueError("nobody is there to receive from")
