@@ -1,4 +1,4 @@
-"""The import graph of the package, read from its code: no circle, no arrow upwards between rooms, few who may see a whole.
+"""Import graph of the package, read from its code: no circle, no arrow upwards between rooms, wholes for few.
 
 Imports inside functions and under TYPE_CHECKING count like all others.
 """
