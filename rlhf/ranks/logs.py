@@ -7,10 +7,8 @@ _CHATTY = ("httpx", "httpcore", "urllib3", "filelock", "fsspec", "datasets", "ma
 
 
 def configure_logging(rank: int | None = None) -> None:
-    """Log to stderr: INFO in the supervisor (rank None) and in rank 0, WARNING in the other ranks.
-
-    Call it before transformers is imported.
-    """
+    """Log to stderr: INFO in the supervisor (rank None) and in rank 0, WARNING in the other ranks, which show no
+    progress bars either."""
     handler = logging.StreamHandler()
     who = "supervisor" if rank is None else f"rank {rank}"
     level = logging.WARNING if rank else logging.INFO
@@ -19,6 +17,12 @@ def configure_logging(rank: int | None = None) -> None:
     )
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if rank:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if rank is not None:
+        # Environment variables come too late: the library reads them when it is imported, which a rank has done.
+        from transformers.utils import logging as of_transformers
+
+        if "TRANSFORMERS_VERBOSITY" not in os.environ:
+            of_transformers.set_verbosity_error()
+        if rank:
+            of_transformers.disable_progress_bar()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # for processes that this one starts
