@@ -4,7 +4,6 @@ other."""
 import os
 import random
 import time
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rlhf.errors import UserError
 from rlhf.ranks.lock import run_lock
 from rlhf.ranks.status import StatusWriter
 from tests.support.checkpoints import make_config, run_ranks
+from tests.support.preload import forkserver
 from tests.support.sections import prepare
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
@@ -117,10 +117,9 @@ def start_a_run(number: int, config: Config, marker: Path, attempts: int, outcom
 
 def test_runs_that_know_nothing_of_each_other_take_turns_or_are_refused(tmp_path):
     config, attempts = make_config(tmp_path), 25
-    context = get_context("forkserver")
-    outcomes = context.Queue()
+    outcomes = forkserver.Queue()
     processes = [
-        context.Process(target=start_a_run, args=(i, config, tmp_path / "marker", attempts, outcomes))
+        forkserver.Process(target=start_a_run, args=(i, config, tmp_path / "marker", attempts, outcomes))
         for i in range(PROCESSES)
     ]
     try:

@@ -150,3 +150,30 @@ def test_a_file_name_has_one_meaning():
         if path.stem not in ("__init__", "__main__"):
             places[path.name].add(path.parent.relative_to(PACKAGE).as_posix())
     assert {name: folders for name, folders in places.items() if len(folders) > 1} == TWINS
+
+
+def trees_of_tests() -> dict[str, ast.Module]:
+    paths = (PACKAGE.parent / "tests").rglob("*.py")
+    return {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): ast.parse(p.read_text()) for p in paths}
+
+
+def test_no_test_imports_another():
+    tests = {name: tree for name, tree in trees_of_tests().items() if ".test_" in name}
+    assert tests, "an empty folder proves nothing"
+    arrows = [
+        (name, *arrow)
+        for name, tree in tests.items()
+        for arrow in imports(tree)
+        if ".test_" in ".".join(map(str, arrow))
+    ]
+    assert arrows == []
+
+
+def test_one_module_has_the_server_that_ranks_are_forked_from():
+    """Python has one list of modules for it, and whoever sets it last wins."""
+    users = set()
+    for name, tree in trees_of_tests().items():
+        called = {ast.unparse(node.func).rpartition(".")[2] for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        if called & {"get_context", "set_forkserver_preload", "set_start_method"}:
+            users.add(name)
+    assert users == {"tests.support.preload"}
