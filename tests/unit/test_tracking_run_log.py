@@ -19,7 +19,7 @@ def test_a_rewound_log_is_that_of_a_resumed_run(tmp_path: Path, caplog: pytest.L
     rewound.start(0, resumed=False)
     for step in range(8):
         rewound.step(step, {"x": step / 3})
-    rewound.note(SaveResult(tmp_path / "global_step_7", 2**20, 0.5, []))
+    rewound.note(SaveResult(tmp_path / "global_step_7", 2**20, 0.5))
     with caplog.at_level(logging.INFO):
         rewound.rewind(4)
         rewound.step(5, {"x": -5.0})

@@ -8,7 +8,6 @@ them.
 import logging
 import math
 from collections.abc import Collection, Mapping
-from itertools import chain
 from pathlib import Path
 
 from rlhf.checkpoint.commit.deleter import Deleter
@@ -73,9 +72,7 @@ def _figure(path: Path, settings: CheckpointConfig) -> float | None:
         return None
 
 
-def retire(
-    run_dir: Path, settings: CheckpointConfig, step: int, deleter: Deleter, coordinator: Coordinator
-) -> list[int]:
+def retire(run_dir: Path, settings: CheckpointConfig, step: int, deleter: Deleter, coordinator: Coordinator) -> None:
     """`apply` in every storage domain; a step that one of them keeps stays in all, so that it stays whole.
 
     Collective.
@@ -84,9 +81,9 @@ def retire(
     if len(coordinator.domain_leaders) > 1:
         kept = coordinator.on_domain_leaders(lambda: survivors(run_dir, settings, step))
         if None in kept:
-            return []
+            return
         spared = set().union(*(steps or () for steps in kept))
-    return list(chain(*coordinator.on_domain_leaders(lambda: apply(run_dir, settings, step, deleter, spared))))
+    coordinator.on_domain_leaders(lambda: apply(run_dir, settings, step, deleter, spared))
 
 
 def survivors(run_dir: Path, settings: CheckpointConfig, step: int) -> set[int] | None:

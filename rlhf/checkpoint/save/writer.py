@@ -46,7 +46,6 @@ class SaveResult:
     path: Path
     total_bytes: int
     seconds: float
-    removed_steps: list[int]
     by_part: dict[str, Throughput] = field(default_factory=dict)
     blocked_seconds: float = 0.0
     wait_seconds: float = 0.0
@@ -83,7 +82,7 @@ def write_checkpoint(
         sizes = zip(coordinator.domains, coordinator.gather(snapshot.nbytes(draft.linked)), strict=True)
         needed = sum(size for domain, size in sizes if domain == coordinator.domain) + SLACK_BYTES
         may_go = partial(retention.victims, run_dir, settings, snapshot.step, snapshot.metrics)
-        early = coordinator.on_domain_leaders(
+        coordinator.on_domain_leaders(
             lambda: make_room(run_dir, needed, may_go, deleter, settings.timeout_s / 2, make_way)
         )
         ranks = coordinator.everywhere(lambda: _write_files(root, snapshot, draft.linked, coordinator.rank))
@@ -94,9 +93,9 @@ def write_checkpoint(
     except Exception as error:
         raise give_up(run_dir, snapshot.step, root, coordinator, error) from error
     path = publish(run_dir, root, manifest, coordinator)
-    removed = sorted({*chain(*early), *retention.retire(run_dir, settings, snapshot.step, deleter, coordinator)})
+    retention.retire(run_dir, settings, snapshot.step, deleter, coordinator)
     seconds = time.monotonic() - started
-    return SaveResult(path, manifest.total_bytes, seconds, removed, _by_part(manifest, ranks))
+    return SaveResult(path, manifest.total_bytes, seconds, _by_part(manifest, ranks))
 
 
 def _with_shared_files(snapshot: Snapshot, coordinator: Coordinator) -> Snapshot:
