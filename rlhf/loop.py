@@ -57,56 +57,56 @@ class Components:
     """Whether any rank was asked to leave, or has met a failed save; collective."""
 
 
-def train(p: Components) -> None:
-    """Train from where `p.driver` stands to its last step. Collective; raises Preempted after a save when asked to
+def train(c: Components) -> None:
+    """Train from where `c.driver` stands to its last step. Collective; raises Preempted after a save when asked to
     stop."""
-    with p.checkpointer.committing():
-        _train(p)
-    p.collector.drop_journal(up_to=p.driver.step)
+    with c.checkpointer.committing():
+        _train(c)
+    c.collector.drop_journal(up_to=c.driver.step)
 
 
-def _train(p: Components) -> None:
-    driver, actor = p.driver, p.actor
-    if p.resumed:
-        p.run_log.note(p.checkpointer.loaded)
+def _train(c: Components) -> None:
+    driver, actor = c.driver, c.actor
+    if c.resumed:
+        c.run_log.note(c.checkpointer.loaded)
     else:
-        before = p.evaluator.before_training()
-        p.run_log.step(0, before)
-        if p.guards.rolls_back:  # there must be something to go back to
-            p.run_log.note(p.checkpointer.save(0, before))
+        before = c.evaluator.before_training()
+        c.run_log.step(0, before)
+        if c.guards.rolls_back:  # there must be something to go back to
+            c.run_log.note(c.checkpointer.save(0, before))
     while driver.step < driver.total_steps:
         step, started = driver.step + 1, time.monotonic()
         announce("step.begin")
-        p.collector.skip_to(p.guards.skip_for(step))
-        collected = p.collector.collect(step)
+        c.collector.skip_to(c.guards.skip_for(step))
+        collected = c.collector.collect(step)
         batch, metrics = collected.batch, collected.metrics
         update_started = time.monotonic()
 
         announce("update.before")
-        p.guards.begin(step, metrics["reward/mean"])
-        if p.reference is not None:
-            batch.ref_log_probs = p.reference.all_log_probs(batch)
-        if actor.moves_within_batch or p.advantages.uses_kl:
+        c.guards.begin(step, metrics["reward/mean"])
+        if c.reference is not None:
+            batch.ref_log_probs = c.reference.all_log_probs(batch)
+        if actor.moves_within_batch or c.advantages.uses_kl:
             batch.old_log_probs = actor.all_log_probs(batch)
-        if p.critic is not None:
-            batch.values = p.critic.all_values(batch)
-        metrics |= p.advantages.fill(batch, p.guards)
-        if p.critic is not None:
-            metrics |= p.critic.update(batch, p.guards)
-        if step > p.critic_warmup:
-            metrics |= actor.update(batch, p.guards)
-        if p.guards.settle(step) == "rollback":
-            roll_back(p)
+        if c.critic is not None:
+            batch.values = c.critic.all_values(batch)
+        metrics |= c.advantages.fill(batch, c.guards)
+        if c.critic is not None:
+            metrics |= c.critic.update(batch, c.guards)
+        if step > c.critic_warmup:
+            metrics |= actor.update(batch, c.guards)
+        if c.guards.settle(step) == "rollback":
+            roll_back(c)
             continue
-        if p.reference is not None:
-            p.reference.maybe_update(actor.backend, step)
+        if c.reference is not None:
+            c.reference.maybe_update(actor.backend, step)
         announce("update.after")
 
         seconds = time.monotonic() - started
-        driver.finish_step(collected.tokens, p.samples_per_step, seconds)
+        driver.finish_step(collected.tokens, c.samples_per_step, seconds)
         metrics |= (
-            p.guards.metrics()
-            | p.checkpointer.metrics()
+            c.guards.metrics()
+            | c.checkpointer.metrics()
             | {
                 "tokens/total": driver.tokens,
                 "perf/step_seconds": seconds,
@@ -115,29 +115,29 @@ def _train(p: Components) -> None:
             }
         )
         last = step == driver.total_steps
-        metrics |= p.evaluator.maybe_evaluate(step, last=last)
+        metrics |= c.evaluator.maybe_evaluate(step, last=last)
         driver.note_accuracy(metrics.get("val/accuracy"))
         # Before the checkpoint: a record that is missing for a committed step could never be made up for.
-        p.run_log.step(step, metrics)
-        p.run_log.note(p.checkpointer.maybe_save(step, metrics, last=last))
-        if p.stop_requested() and not last:
-            p.checkpointer.save(step, metrics)
-            p.checkpointer.finish()
+        c.run_log.step(step, metrics)
+        c.run_log.note(c.checkpointer.maybe_save(step, metrics, last=last))
+        if c.stop_requested() and not last:
+            c.checkpointer.save(step, metrics)
+            c.checkpointer.finish()
             raise Preempted(f"Asked to stop: saved step {step} and left; the same command goes on from there.")
 
 
-def roll_back(p: Components) -> None:
+def roll_back(c: Components) -> None:
     """Bring everything back to the newest checkpoint, to go on without the data of the step that the guards refused.
     Collective."""
     announce("rollback.before")
-    memory = p.guards.remember(p.collector.position)
-    p.collector.forget()
-    if not p.checkpointer.resume():
+    memory = c.guards.remember(c.collector.position)
+    c.collector.forget()
+    if not c.checkpointer.resume():
         raise UserError(
-            f"guards.action=rollback: no checkpoint is left in {p.run_dir} to roll back to. Set guards.action=skip, or "
+            f"guards.action=rollback: no checkpoint is left in {c.run_dir} to roll back to. Set guards.action=skip, or "
             "checkpoint.on_save_error=stop, and start again."
         )
-    p.guards.recall(memory)
-    p.run_log.rewind(p.driver.step)
-    p.run_log.note(p.checkpointer.loaded)
+    c.guards.recall(memory)
+    c.run_log.rewind(c.driver.step)
+    c.run_log.note(c.checkpointer.loaded)
     announce("rollback.after")

@@ -42,14 +42,14 @@ log = logging.getLogger(__name__)
 
 def run(config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter) -> None:
     """Build and train; trackers, reward processes and rollout engines are closed however it ends."""
-    parts = build(config, device, coordinator, status)
+    components = build(config, device, coordinator, status)
     try:
-        train(parts)
+        train(components)
         announce("end.before")  # only here: what a crash leaves as evidence is where it happened
     finally:
-        parts.run_log.close()
-        parts.reward.close()
-        parts.engine.close()
+        components.run_log.close()
+        components.reward.close()
+        components.engine.close()
 
 
 def main(run_dir: Path) -> int:
