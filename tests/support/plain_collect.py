@@ -55,9 +55,9 @@ class Sums:
     """
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        return [self.verdict(item.response, item.ground_truth) for item in items]
+        return [self.judge(item.response, item.ground_truth) for item in items]
 
-    def verdict(self, text: str, truth: str) -> Score:
+    def judge(self, text: str, truth: str) -> Score:
         if not truth:
             return Score(0.0)
         failed = not text.isdigit()
@@ -185,9 +185,9 @@ def plain_group(
         request = Request(drawn.uid, drawn.prompt.token_ids, params)
         return parts.generation.sampler.generate([request], version=version, step=step)[0]
 
-    def verdict(sample: Sample) -> Score:
+    def score(sample: Sample) -> Score:
         text = parts.generation.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        return Sums().verdict(text, drawn.prompt.ground_truth)
+        return Sums().judge(text, drawn.prompt.ground_truth)
 
     def penalty(sample: Sample) -> float:
         if not chosen["overlong"].enable:
@@ -196,19 +196,19 @@ def plain_group(
         return -0.2 * max(0, len(sample.token_ids) - 2)
 
     samples = sampled(parts.generation.params)
-    verdicts = [verdict(sample) for sample in samples]
+    scores = [score(sample) for sample in samples]
     greedy = sampled(replace(parts.generation.params, n=1, temperature=0.0)) if chosen["greedy"] else []
-    counted = verdicts + [verdict(sample) for sample in greedy]
+    counted = scores + [score(sample) for sample in greedy]
     return {
         "uid": drawn.uid,
         "version": version,
         "prompt": drawn.prompt.token_ids,
         "responses": [sample.token_ids for sample in samples],
         "log_probs": [sample.log_probs for sample in samples],
-        "acc": [v.score for v in verdicts],
+        "acc": [s.score for s in scores],
         "penalties": [penalty(sample) for sample in samples],
-        "seq_reward": [WEIGHT * v.score + penalty(s) for v, s in zip(verdicts, samples, strict=True)],
-        "baseline": WEIGHT * verdict(greedy[0]).score + penalty(greedy[0]) if greedy else None,
-        "timeouts": sum(v.timed_out for v in counted),
-        "failures": sum(v.failed for v in counted),
+        "seq_reward": [WEIGHT * scored.score + penalty(s) for scored, s in zip(scores, samples, strict=True)],
+        "baseline": WEIGHT * score(greedy[0]).score + penalty(greedy[0]) if greedy else None,
+        "timeouts": sum(s.timed_out for s in counted),
+        "failures": sum(s.failed for s in counted),
     }

@@ -67,7 +67,7 @@ def test_list_says_why_each_is_kept(tmp_path, command):
         places = [[cell.strip() for cell in heading].index(name) for name in names]
         return [[row[place].strip() for place in places] for row in rows]
 
-    # Of no start and no save are settings known: figures, but no verdict.
+    # Of no start and no save are settings known: figures, but no reasons.
     figures = [["10", ""], ["9", ""], ["8", ""], ["6", "0.5000"], ["4", "0.7500"], ["2", "0.2500"]]
     assert column("step", "val/accuracy") == figures
     assert column("kept") == [[""]] * 6
@@ -76,8 +76,8 @@ def test_list_says_why_each_is_kept(tmp_path, command):
     # A run under torchrun has the settings in its checkpoints only.
     (config.run_dir / "resolved.yaml").write_text("broken: [")
     publish(config.run_dir, 11, config=to_yaml(config))
-    verdicts = [["newest"], ["may go"], ["unreadable"], ["may go"], ["for good"], ["best"], ["may go"]]
-    assert column("kept") == verdicts
+    reasons = [["newest"], ["may go"], ["unreadable"], ["may go"], ["for good"], ["best"], ["may go"]]
+    assert column("kept") == reasons
     (step_dir(config.run_dir, 11) / "config.yaml").write_text("checkpoint: {max_to_keep: x}")
     assert column("kept") == [[""]] * 7
     # What one copy is kept for, it does not say itself.

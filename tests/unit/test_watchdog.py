@@ -244,7 +244,7 @@ DUMP = """Thread 0x00007f8e3b7fe640 (most recent call first):
 Current thread 0x00007f8e40a50740 (most recent call first):
   File "/venv/torch/distributed/distributed_c10d.py", line 3 in all_gather
   File "/venv/torch/distributed/c10d_logger.py", line 83 in wrapper
-  File "/home/me/rlhf/checkpoint/coordinator.py", line 53 in gather
+  File "/home/me/rlhf/ranks/gloo.py", line 33 in gather
 """
 
 
