@@ -1,0 +1,47 @@
+"""Pages of the documentation: prose in 120 columns, and links that lead somewhere."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import rlhf
+
+ROOT = Path(rlhf.__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "docker/README.md"]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+
+
+def prose(page: Path) -> Iterator[str]:
+    """The lines outside fenced blocks."""
+    inside = False
+    for line in page.read_text().splitlines():
+        if line.lstrip().startswith("```"):
+            inside = not inside
+        elif not inside:
+            yield line
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of its headings, as the pages' usual renderers make them."""
+    titles = (line.lstrip("#").strip().lower() for line in prose(page) if line.startswith("#"))
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+def test_lines_have_at_most_120_columns():
+    long = [(page.name, line) for page in PAGES for line in prose(page) if len(line) > 120 and line[0] != "|"]
+    assert long == []
+
+
+def test_links_lead_somewhere():
+    found, broken = 0, []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", " ".join(prose(page))):
+            path, _, anchor = target.partition("#")
+            if path.startswith(("http:", "https:")):
+                continue
+            found += 1
+            to = (page.parent / path) if path else page
+            if not to.exists() or (anchor and anchor not in anchors(to)):
+                broken.append((page.name, target))
+    assert found > 50
+    assert broken == []
