@@ -118,9 +118,8 @@ def _guarded(run_dir: Path, work: Callable[[StatusWriter], None]) -> int:
         if is_unfixable(error):
             return _failed(status, f"{error}. Mend it and run the same command again.")
         status.error("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
-        if (
-            SUPERVISOR_PID not in os.environ
-        ):  # the supervisor shows the first rank's, and not the peers' that follow from it
+        # The supervisor shows the first rank's, and not the peers' that follow from it.
+        if SUPERVISOR_PID not in os.environ:
             log.exception("Rank %d crashed.", rank)
         return EXIT_CRASHED
 

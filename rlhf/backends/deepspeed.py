@@ -49,9 +49,8 @@ class DeepSpeedBackend(Scheduled):
     ) -> None:
         deepspeed = import_deepspeed(device)
         exact: dict[str, Tensor] = {}
-        if (
-            config.autocast == "bfloat16"
-        ):  # DeepSpeed would make the master weights from what its cast leaves of the model's
+        # DeepSpeed would make the master weights from what its cast leaves of the model's.
+        if config.autocast == "bfloat16":
             exact = {name: parameter.data for name, parameter in model.named_parameters()}
         optimizer: torch.optim.AdamW
         if config.zero_stage == 0:

@@ -205,7 +205,7 @@ class Checkpointer:
         return result
 
     def metrics(self) -> dict[str, float]:
-        """How the copies to `checkpoint.remote` stand; empty without any."""
+        """Figures of the copies to `checkpoint.remote`; empty without any."""
         return {} if self._copies is None else self._copies.metrics()
 
     def finish(self) -> SaveResult | None:
@@ -216,7 +216,7 @@ class Checkpointer:
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Whoever leaves the block in order, a UserError included, leaves with the last save committed.
+        """A block that is left with the last save committed, if it is left in order, which a UserError is, too.
 
         An error of this rank waits for a save in flight as well, though no longer than a part of the grace: it may be
         all that keeps a run that crashes at one step from losing what came before it. Copies to the remote are waited

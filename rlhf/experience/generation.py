@@ -46,7 +46,7 @@ class Generation:
         return self.scored(drawn, samples, stats)
 
     def requests(self, drawn: Sequence[DrawnPrompt]) -> list[Request]:
-        """What to ask the engine for: each prompt's drawn samples and, with a baseline, the greedy one next."""
+        """Requests to the engine: each prompt's drawn samples and, with a baseline, the greedy one next."""
         greedy = [replace(self.params, n=1, temperature=0.0)] if self.greedy_baseline else []
         return [Request(each.uid, each.prompt.token_ids, params) for each in drawn for params in (self.params, *greedy)]
 

@@ -30,7 +30,7 @@ def share(mine: Sequence[Group], chosen: dict[int, int], mini_batch_size: int, c
 
 
 def equal_shares(owners: Sequence[int], mini_batch_size: int, world_size: int) -> list[int]:
-    """Which rank trains on each group so that every rank has the same number in each mini-batch.
+    """The rank that trains on each group, such that every rank has the same number in each mini-batch.
 
     Args:
         owners: the rank that has each group; `mini_batch_size` consecutive ones are a mini-batch, a multiple of

@@ -194,7 +194,7 @@ class Journal:
 
 
 def digests(groups: Iterable[Group]) -> dict[int, str]:
-    """By uid a hash of each group: of all that an update learns from it, to the last bit."""
+    """A hash of each group, by uid: of all that an update learns from it, to the last bit."""
     found = {}
     for group in groups:
         digest = xxhash.xxh3_128(repr((group.prompt_ids, group.scores, group.baseline)).encode())

@@ -51,7 +51,7 @@ def to_payload(document: dict[str, Any], tail: bytes = b"") -> bytes:
 
 
 def from_payload(payload: bytes) -> tuple[dict[str, Any], bytes]:
-    """What `to_payload` was given."""
+    """The document and the tail that `to_payload` was given."""
     line, _, tail = payload.partition(b"\n")
     return json.loads(line), tail
 

@@ -13,7 +13,7 @@ _TRACEBACK_LINES = 15
 
 @dataclass(frozen=True)
 class Hang:
-    """Why the watchdog ended an attempt."""
+    """A hang, for which the watchdog ended an attempt."""
 
     rank: int
     """The rank that the others wait for."""
@@ -27,7 +27,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """How each rank ended."""
+    """The end of each rank."""
 
     exits: dict[int, int]
     """Exit code by rank, in the order in which they ended; negative for a signal. A rank that SIGKILL could not end is
@@ -42,7 +42,7 @@ class AttemptResult:
 
 
 class Ending(Enum):
-    """What an attempt came to."""
+    """Outcome of an attempt."""
 
     DONE = "done"
     USER_ERROR = "user error"
@@ -174,7 +174,7 @@ def _first_error(cause: int | None, statuses: dict[int, RankStatus]) -> tuple[in
 
 
 def next_start(checkpoint: Path | None) -> str:
-    """What the same command would go on from."""
+    """The checkpoint, in words, that the same command would go on from."""
     return (
         f"The same command continues from {checkpoint}."
         if checkpoint

@@ -27,7 +27,7 @@ class HangDetector:
         self._watchdog.start(range(nproc))
 
     def look(self, processes: Mapping[int, int]) -> Hang | None:
-        """What is known of a hang among the live ranks (rank -> process id), or None while there is none; at most every
+        """Evidence of a hang among the live ranks (rank -> process id), or None while there is none; at most every
         LOOK_EVERY_S.
 
         The ranks of a hang are asked for their stacks, which takes up to three seconds, and can only be killed.

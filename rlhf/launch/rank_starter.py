@@ -154,7 +154,7 @@ class RankStarter:
 
 
 def why_plain(config: Config) -> str | None:
-    """Why ranks of this configuration can't be forked; None when they can."""
+    """The reason why ranks of this configuration can't be forked; None when they can."""
     if not config.trainer.warm_start:
         return "trainer.warm_start=false"
     if sys.platform != "linux":
@@ -165,7 +165,7 @@ def why_plain(config: Config) -> str | None:
 
 
 def modules_of(config: Config) -> list[str]:
-    """What the ranks of this configuration import, as far as it takes time and starts no threads."""
+    """The modules that ranks of this configuration import, as far as that takes time and starts no threads."""
     modules = ["rlhf.worker"]
     if config.data.train_files is None:
         modules.append("reasoning_gym")

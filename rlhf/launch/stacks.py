@@ -60,7 +60,7 @@ def shown(frames: Sequence[str], count: int) -> list[str]:
 
 
 def why_silent(process: int) -> str:
-    """Why the process has left no stacks, as the kernel (of Linux) sees it."""
+    """The reason why the process has left no stacks, as the kernel (of Linux) sees it."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -37,8 +37,7 @@ class Guards:
     """Judges each batch by figures that are equal on all ranks, and so decides the same on each of them.
 
     The order of calls for a batch: `begin`, `allows` before each optimizer step, `settle`. When the decision is
-        `rollback`: `remember`,
-    restore the newest checkpoint (which calls `load_state_dict`), `recall`.
+    `rollback`: `remember`, restore the newest checkpoint (which calls `load_state_dict`), `recall`.
 
     A crash between a roll-back and the next save takes the memory of it, and changes nothing: decisions follow from the
     batch and from the state of the checkpoint, and both come again when the steps after it are repeated. So the same
@@ -47,9 +46,8 @@ class Guards:
     the events up to that step only.
 
     Nor can a roll-back be endless: a row of events ends only with a step that is accepted at its first try, beyond
-        every step ever
-    refused. Hence at most `max_events` roll-backs for each step of the run, even if repeated steps did not end as
-    before. What a crash takes of a row, the supervisor's count of restarts bounds.
+    every step ever refused. Hence at most `max_events` roll-backs for each step of the run, even if repeated steps did
+    not end as before. What a crash takes of a row, the supervisor's count of restarts bounds.
 
     Args:
         config: the bounds and what to do beyond them.

@@ -124,7 +124,7 @@ def load_model(
     missing.
 
     This and the next two: with `tensors`, by their names in the files, no weights are read, only the small files of
-        `folder`.
+    `folder`.
     """
     model, wrong = _load(AutoModelForCausalLM, source, folder, hf_config, dtype, tensors)
     _refuse(source, wrong)

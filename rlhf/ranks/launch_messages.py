@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fork:
-    """To the launcher: fork ranks 0 to `nproc` - 1, each to run `python *command` with `variables` in its
+    """Request to the launcher: fork ranks 0 to `nproc` - 1, each to run `python *command` with `variables` in its
     environment."""
 
     command: tuple[str, ...]
@@ -15,7 +15,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class Forked:
-    """Its answer, once its imports are done: the process ids by rank, or why it must not fork."""
+    """Answer to `Fork`, once the launcher's imports are done: the process ids by rank, or why it must not fork."""
 
     pids: dict[int, int]
     problem: str | None = None
@@ -23,7 +23,7 @@ class Forked:
 
 @dataclass(frozen=True)
 class RankEnded:
-    """From the launcher: a rank has ended, with an exit code that is negative for a signal."""
+    """Notice from the launcher: a rank has ended, with an exit code that is negative for a signal."""
 
     rank: int
     code: int
@@ -31,12 +31,12 @@ class RankEnded:
 
 @dataclass(frozen=True)
 class CountDevices:
-    """To the launcher: how many CUDA devices are visible?"""
+    """Question to the launcher: how many CUDA devices are visible?"""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Its answer, or why it can't tell."""
+    """Answer to `CountDevices`, or why the launcher can't tell."""
 
     count: int
     problem: str | None = None

@@ -29,7 +29,7 @@ _HANDLED = (*STOP_SIGNALS, signal.SIGCHLD)
 
 
 def why_not_fork() -> str | None:
-    """What a child forked from this process would lack or share by mistake; None when there is nothing."""
+    """The reason against a fork: what a child would lack or share by mistake; None when there is nothing."""
     torch = sys.modules.get("torch")
     if (torch is not None and torch.cuda.is_initialized()) or _has_cuda_open():
         return "CUDA is initialised in it"

@@ -28,7 +28,7 @@ _REPEAT_S = 0.1
 
 @dataclass(frozen=True)
 class RankError:
-    """Why a rank ended: a `user` error needs a person, a `crash` a restart. `traceback` is the formatted text, or
+    """The error that ended a rank: `user` needs a person, `crash` a restart. `traceback` is the formatted text, or
     empty."""
 
     kind: Literal["user", "crash"]
@@ -145,13 +145,13 @@ def clear_statuses(run_dir: Path) -> None:
 
 
 def answer_with_stacks(path: Path) -> None:
-    """From now on SIGUSR2 has this process append the stacks of all its threads to `path`; a deadlock or a held GIL do
-    not keep it from that."""
+    """Let SIGUSR2 append the stacks of all threads of this process to `path`; a deadlock or a held GIL do not keep it
+    from that."""
     faulthandler.register(STACKS_SIGNAL, file=path.open("w"), all_threads=True)
 
 
 def stacks_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank writes its stacks when it is asked with SIGUSR2; empty until then."""
+    """The file that a rank writes its stacks to when it is asked with SIGUSR2; empty until then."""
     return run_dir / STATUS_DIR / f"stacks_rank_{rank}.txt"
 
 

@@ -106,7 +106,7 @@ class ScoringProcess:
         return json.loads(line)
 
     def stop(self) -> None:
-        """From another thread: end the request under way, and refuse later ones."""
+        """End the request under way, from another thread, and refuse later ones."""
         self.stopped = True
         if (popen := self._popen) is not None:
             _kill_group(popen)

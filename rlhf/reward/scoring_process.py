@@ -118,7 +118,8 @@ def _check_call(function: Any, spec: str) -> None:
 
 
 def as_score(value: Any, spec: str) -> Score:
-    """What the user's function returned; UserError unless it is a finite number or a dict of them with `score`."""
+    """Score from what the user's function returned; UserError unless it is a finite number or a dict of them with
+    `score`."""
     numbers = value if isinstance(value, dict) else {"score": value}
     for key, number in numbers.items():
         if not isinstance(number, Real) or not math.isfinite(number):

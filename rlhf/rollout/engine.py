@@ -14,7 +14,7 @@ Weights = Callable[[], Iterable[tuple[str, "Tensor"]]]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample; the fields mean what they mean in the `rollout` settings."""
+    """Parameters of sampling; the fields mean what they mean in the `rollout` settings."""
 
     n: int = 1
     temperature: float = 1.0
@@ -52,7 +52,7 @@ class Sample:
 
 
 def places_by_params(requests: Sequence[Request]) -> dict[SamplingParams, list[int]]:
-    """Where the requests with the same parameters stand, for engines that decode only such ones together."""
+    """The places of the requests with the same parameters, for engines that decode only such ones together."""
     places: dict[SamplingParams, list[int]] = {}
     for place, request in enumerate(requests):
         places.setdefault(request.params, []).append(place)

@@ -24,7 +24,7 @@ _SET_ASIDE = re.compile(r"global_step_\d+\.(damaged|superseded|incomplete)-\d+")
 
 
 def step_dir(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is published."""
+    """The directory that the checkpoint of `step` is published as."""
     return run_dir / f"global_step_{step}"
 
 

@@ -154,13 +154,13 @@ class TensorReader:
 
     @classmethod
     def of_component(cls, files: CheckedFiles, folder: str) -> "TensorReader":
-        """Over what `write_shards` wrote."""
+        """A reader of what `write_shards` wrote."""
         return cls(files, folder, json.loads(files.content(f"{folder}/{INDEX}")))
 
     @classmethod
     def of_whole_tensors(cls, files: CheckedFiles, folder: str, file_names: Iterable[str]) -> "TensorReader":
-        """Over plain safetensors files of `folder`, such as a Hugging Face folder's, each tensor whole in one of
-        them."""
+        """A reader of plain safetensors files of `folder`, such as a Hugging Face folder's, each tensor whole in one
+        of them."""
         index = {}
         for file_name in file_names:
             length = 8 + int.from_bytes(files.start(f"{folder}/{file_name}", 8), "little")
@@ -177,7 +177,7 @@ class TensorReader:
         return cls(files, folder, index)
 
     def mismatches(self, shards: Shards) -> list[str]:
-        """How the stored names, shapes and types differ from those of `shards`; empty when they are the same
+        """Differences of the stored names, shapes and types from those of `shards`; none when they are the same
         architecture."""
         stored = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in self.index.items()}
         wanted = {name: (DTYPE_NAMES[shard.local.dtype], shard.shape) for name, shard in shards.items()}

@@ -18,7 +18,7 @@ class TrainState(Protocol):
         """Live views of this rank's optimizer moments and step counts, named `<parameter>.<moment>`."""
 
     def after_load(self) -> None:
-        """What is to be done once a resume has written to the shards, such as making other weights from them."""
+        """Finish a resume that has written to the shards, such as by making other weights from them."""
 
     def extra_state(self) -> dict[str, Any]:
         """JSON-able rest: the LR schedule."""

@@ -1,5 +1,4 @@
-"""Asked to stop by a scheduler, in three ways one after the other, a run on two ranks still ends as if nothing had
-happened."""
+"""Preemption of a run on two ranks, in three ways one after the other: it still ends as if nothing had happened."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

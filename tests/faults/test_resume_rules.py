@@ -1,4 +1,4 @@
-"""What a second start does with what it finds: continue, say why not, fall back, fork, or begin anew."""
+"""Second starts of a run, by what they find: they continue, say why not, fall back, fork, or begin anew."""
 
 import json
 import shutil

@@ -1,5 +1,4 @@
-"""Many set up one run directory at once: as ranks that agree on a leader, and as runs that know nothing of each
-other."""
+"""Races for one run directory: of ranks that agree on a leader, and of runs that know nothing of each other."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""What a load reads, and what it says of it."""
+"""Loads of a checkpoint: the bytes that they read, and the figures that they give."""
 
 import functools
 import tempfile

@@ -1,4 +1,4 @@
-"""What the guards do to real runs: skip, stop, roll back."""
+"""Guards in real runs: they skip, stop and roll back."""
 
 import pytest
 from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""Where a model's files are: on every node or on one. Two ranks in two working directories are two nodes."""
+"""A model's files on every node or on one of them. Two ranks in two working directories are two nodes."""
 
 import gc
 import json

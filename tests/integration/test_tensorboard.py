@@ -38,9 +38,8 @@ def expected(steps: range) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_kills_leave_every_step_once_and_in_order(tmp_path: Path) -> None:
-    assert (
-        launch(tmp_path, "none", "20", "3") == -signal.SIGKILL
-    )  # before any checkpoint: the next launch is fresh again
+    # Before any checkpoint: the next launch is fresh again.
+    assert launch(tmp_path, "none", "20", "3") == -signal.SIGKILL
     assert launch(tmp_path, "none", "20", "12") == -signal.SIGKILL
     assert tensorboard_curves(tmp_path) == expected(range(13))
     assert launch(tmp_path, "10", "20") == 0

@@ -1,5 +1,5 @@
-"""From scores to advantages with the KL in the reward: penalty per token, the controller, and independence of the
-number of ranks."""
+"""Advantages from scores with the KL in the reward: penalty per token, the controller, and independence of the number
+of ranks."""
 
 import math
 from dataclasses import replace

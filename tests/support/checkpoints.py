@@ -1,5 +1,4 @@
-"""What the tests of the checkpoint subsystem share: a plain role, a small policy under FSDP2, and real ranks on
-gloo."""
+"""Shared parts of the tests of checkpoints: a plain role, a small policy under FSDP2, and real ranks on gloo."""
 
 import os
 import pickle

@@ -1,5 +1,5 @@
-"""What the tests of remote copies share: a run with checkpoints, and a remote that fails, hangs, dies or kills when
-told to."""
+"""Shared parts of the tests of remote copies: a run with checkpoints, and a remote that fails, hangs, dies or kills
+when told to."""
 
 import errno
 import functools

@@ -1,5 +1,5 @@
-"""What the tests of saves behind the training share: a rank's state that moves in place, and a hold on the thread that
-writes."""
+"""Shared parts of the tests of saves behind the training: a rank's state that moves in place, and a hold on the thread
+that writes."""
 
 import threading
 from pathlib import Path

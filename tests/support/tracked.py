@@ -1,4 +1,4 @@
-"""What trackers show of a run, by their own readers."""
+"""Records of a run in its trackers, by their own readers."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What the settings of a backend have to fit, before anything is loaded."""
+"""Rules for the settings of a backend, before anything is loaded."""
 
 import sys
 

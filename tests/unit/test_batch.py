@@ -1,4 +1,4 @@
-"""From samples to tensors and to micro-batches: every sample once, nothing but padding trimmed."""
+"""Batches and micro-batches of samples: every sample once, nothing but padding trimmed."""
 
 import random
 from dataclasses import fields

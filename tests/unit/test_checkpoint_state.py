@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside one role: further roles, and the parts of the driver state."""
+"""State in a checkpoint beside one role: further roles, and the parts of the driver state."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Where prompts come from: real files and reasoning-gym tasks, and one clear error for each thing that can be wrong."""
+"""Sources of prompts: real files and reasoning-gym tasks, and one clear error for each thing that can be wrong."""
 
 import json
 import os

@@ -1,12 +1,13 @@
 """The map of the house in CONTRIBUTING.md names every folder, and every module says in one line what it is."""
 
+import ast
 import re
 from pathlib import Path
 
 from tests.support.house_map import PACKAGE, folders, modules, page
 
 ROOT = PACKAGE.parent
-RIDDLE = re.compile(r"(What|How|Where|When|Which|Who|Why)\b")
+RIDDLE = re.compile(r"(What|How|Where|When|Which|Who|Whoever|Why)\b")
 
 
 def mapped() -> set[Path]:
@@ -40,6 +41,20 @@ def test_the_map_has_every_folder_and_no_other():
 def test_every_module_says_what_it_is_in_one_line():
     problems = {str(path): problem for path, docstring in modules().items() if (problem := wrong(docstring))}
     assert problems == {}
+
+
+def test_docstrings_are_no_riddles():
+    """Of the package's public names, and of every module of the tests and benchmarks."""
+    riddles = []
+    for path in (path for folder in (PACKAGE.name, "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        nodes = ast.walk(tree) if PACKAGE in path.parents else [tree]
+        for node in nodes:
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                name = getattr(node, "name", "the module")
+                if not name.startswith("_") and RIDDLE.match(ast.get_docstring(node) or ""):
+                    riddles.append(f"{path}: {name}")
+    assert riddles == []
 
 
 def test_the_page_lists_every_module():

@@ -1,4 +1,4 @@
-"""Where models come from, and what a broken folder is told as: under the setting that named it."""
+"""Loading of models, and errors of a broken folder, told under the setting that named it."""
 
 import json
 

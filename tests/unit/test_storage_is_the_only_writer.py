@@ -7,39 +7,24 @@ from pathlib import Path
 import rlhf
 
 ROOT = Path(rlhf.__file__).parent
-OF_ANY_OBJECT = {
-    *(
-        "write_text",
-        "write_bytes",
-        "mkdir",
-        "touch",
-        "rename",
-        "unlink",
-        "rmdir",
-        "symlink_to",
-        "hardlink_to",
-        "rmtree",
-    ),
-    *("save_pretrained", "save_file"),
-}
+OF_ANY_OBJECT = {"write_text", "write_bytes", "mkdir", "touch", "rename", "unlink", "rmdir", "rmtree", "symlink_to"}
+OF_ANY_OBJECT |= {"hardlink_to", "save_pretrained", "save_file"}
 """Names that only a Path, a file system or a model has."""
 OF_A_MODULE = {
     "os": {
-        *(
-            "fsync",
-            "fdatasync",
-            "rename",
-            "renames",
-            "replace",
-            "link",
-            "symlink",
-            "unlink",
-            "remove",
-            "rmdir",
-            "mkdir",
-        ),
-        *("makedirs", "removedirs", "truncate", "ftruncate", "pwrite", "pwritev", "sendfile"),
-    },
+        "fsync",
+        "fdatasync",
+        "rename",
+        "renames",
+        "replace",
+        "link",
+        "symlink",
+        "unlink",
+        "remove",
+        "rmdir",
+        "mkdir",
+    }
+    | {"makedirs", "removedirs", "truncate", "ftruncate", "pwrite", "pwritev", "sendfile"},
     "shutil": {"copy", "copy2", "copyfile", "copytree", "move", "rmtree"},
     "torch": {"save"},
     "numpy": {"save", "savez"},

@@ -1,4 +1,4 @@
-"""How weights are cut into buckets, and how bytes get from a trainer to a server."""
+"""Weights cut into buckets, and their way from a trainer to a server."""
 
 import socket
 import threading

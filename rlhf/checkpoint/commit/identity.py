@@ -12,7 +12,7 @@ import rlhf
 
 @dataclass(frozen=True)
 class Identity:
-    """What a manifest says of the run that wrote it.
+    """The run that wrote a checkpoint, as its manifest has it.
 
     `fingerprints` identify the files that settings name (`model.path`, ...), by setting.
     """
@@ -24,7 +24,7 @@ class Identity:
 
     @classmethod
     def of_run(cls, backend: str, config_yaml: str, fingerprints: Mapping[str, str]) -> "Identity":
-        """Of a run in this process, with the resolved configuration `config_yaml`."""
+        """The identity of a run in this process, with the resolved configuration `config_yaml`."""
         versions = {
             "rlhf": rlhf.__version__,
             "torch": version("torch"),

@@ -25,7 +25,7 @@ Without it, each of them has.
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. `files` maps each path to its size and hashes; the manifest's own text carries a
+    """Contents of a checkpoint. `files` maps each path to its size and hashes; the manifest's own text carries a
     checksum of itself.
 
     Where nodes have disks of their own, the same manifest lies on each, and the entries say which files are not on all

@@ -25,8 +25,8 @@ NO_FIGURE = math.nan
 
 
 def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> dict[int, list[str]]:
-    """Why the checkpoint of each step stays: any of `newest`, `for good`, `best`, `unreadable`; none for one that may
-    go.
+    """Reasons for which the checkpoint of each step stays: any of `newest`, `for good`, `best`, `unreadable`; none for
+    one that may go.
 
     `figures` has `settings.best_metric` of each step; one that is not finite is never best, and of two equal ones the
     newer is better. None is a checkpoint whose manifest cannot be read: it may be among the best, so it stays while

@@ -40,7 +40,7 @@ class FileLocations:
         return next((domain for domain, names in self.held.items() if name in names), 0)
 
     def missing(self) -> str:
-        """What is nowhere, in one line."""
+        """One line that names what is nowhere."""
         names = self.nowhere
         size = sum(self.manifest.files[name]["size"] for name in names) / 2**20
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
@@ -64,7 +64,7 @@ class _Holding:
 
 
 def locate_files(path: Path, coordinator: Coordinator) -> FileLocations:
-    """Who has what of the checkpoint at `path`.
+    """The storage domains that have each file of the checkpoint at `path`.
 
     Collective; raises DamagedCheckpoint on every rank when no manifest of it is valid.
     """

@@ -30,7 +30,7 @@ REST = "other"
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What was restored, and how long it took from the manifest to the last generator.
+    """The checkpoint that was restored, and the seconds from its manifest to the last generator.
 
     `by_part` has the bytes that all ranks read and the seconds of the slowest one: of each role's tensors, of the
     reference's (`ref`), and of all else that was restored or only proven (`other`).

@@ -25,7 +25,7 @@ def pin_checkpoint(path: Path) -> Path:
 
 
 def checkpoint_of(pin: Path) -> Path:
-    """Where the checkpoint of a pin is published, or was."""
+    """The place where the checkpoint of a pin is published, or was."""
     return pin.with_name(pin.name.removeprefix(PIN).partition("-")[0])
 
 

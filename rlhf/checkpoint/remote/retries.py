@@ -59,7 +59,7 @@ class Retries:
                 return result
 
     def beat(self) -> None:
-        """To be called by an action that moves on; raises Stopped after `stop`."""
+        """Sign of life of an action that moves on; raises Stopped after `stop`."""
         self._beats += 1
         if self._stopped:
             raise Stopped

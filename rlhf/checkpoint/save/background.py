@@ -50,7 +50,7 @@ class SaveInFlight:
 
     @property
     def error(self) -> BaseException | None:
-        """What it has ended with, None while it runs and after a success."""
+        """The error that it has ended with, None while it runs and after a success."""
         return self._outcome.exception() if self.over else None
 
     def linger(self, seconds: float) -> None:

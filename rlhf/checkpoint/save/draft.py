@@ -30,7 +30,7 @@ class Draft:
 
 
 def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator) -> Draft:
-    """What comes before the bytes. Collective; raises SaveFailed on every rank when a leader fails."""
+    """Begin a checkpoint, before its first bytes. Collective; raises SaveFailed on every rank when a leader fails."""
     root: Path | None = None
 
     def begin() -> dict[str, Entries]:

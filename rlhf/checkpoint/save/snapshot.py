@@ -43,7 +43,7 @@ class RunState:
 
 @dataclass
 class Snapshot:
-    """What this rank saves. `files` and `whole_tensors` (path -> safetensors content) are its own and written as
+    """This rank's part of a save. `files` and `whole_tensors` (path -> safetensors content) are its own and written as
     they are; `components` (folder -> shards) are live views and get an index over all ranks. `unchanged` names
     components that a published checkpoint already has, bit for bit. `metrics` are the step's figures, for the manifest.
     """

@@ -35,8 +35,7 @@ SLACK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Where a checkpoint was published, the bytes written by its manifest, and the seconds from the snapshot to the
-    commit.
+    """The place of a published checkpoint, the bytes written by its manifest, and the seconds from snapshot to commit.
 
     The training waited `blocked_seconds`, of them `wait_seconds` for the save before. `by_part` has the bytes that all
     ranks wrote and the seconds of the slowest one: of each role's files, of the reference's (`ref`), and of all else

@@ -22,7 +22,7 @@ LOCKS = ("run.lock", "ranks.lock")
 
 
 def make(run_dir: Path, trainer: TrainerConfig) -> None:
-    """The directory is there, and empty but for the locks if the run is to overwrite it."""
+    """Make the directory, and empty it but for the locks if the run is to overwrite it."""
     make_dir_durably(run_dir)
     if trainer.overwrite and _is_first_attempt():
         if existing := scan(run_dir):
@@ -36,7 +36,7 @@ def make(run_dir: Path, trainer: TrainerConfig) -> None:
 
 
 def tidy(run_dir: Path, trainer: TrainerConfig) -> None:
-    """What an interrupted save or upload left is gone; raises UserError for `resume_mode=disable` on a directory with
+    """Remove what an interrupted save or upload left; raises UserError for `resume_mode=disable` on a directory with
     checkpoints."""
     if removed := clean_leftovers(run_dir):
         log.info("Removed what an interrupted save left behind: %s", ", ".join(removed))

@@ -65,7 +65,7 @@ class ServerHealth:
         return self._state
 
     def due(self, now: float) -> Due:
-        """What the owner is to do now.
+        """The action that is due from the owner now.
 
         `start`: end what still runs of it, start it, say `started`. `probe`: say `probing`, ask for its label. `push`:
         send it weights as soon as there are some. `give_up`: the budget is spent.

@@ -227,6 +227,6 @@ def server_gpus(config: RolloutConfig, device: torch.device, world_size: int) ->
 
 
 def vocab_size(files: Mapping[str, bytes]) -> int:
-    """Of the model whose files these are."""
+    """The vocabulary size of the model whose files these are."""
     config = json.loads(files["config.json"])
     return config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"]
