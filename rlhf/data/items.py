@@ -1,4 +1,4 @@
-"""Items of the data room: a raw row of any source, and the tokenised prompt made from it."""
+"""Items of the data room: a raw row of any source, the tokenised prompt made from it, and its place in a run."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,3 +26,11 @@ class Prompt:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DrawnPrompt:
+    """A prompt at its place in the stream of all prompts, which is its `uid` for the whole run."""
+
+    uid: int
+    prompt: Prompt

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.data.items import Prompt
+from rlhf.data.items import DrawnPrompt, Prompt
 from rlhf.data.prompts import PromptSet
 from rlhf.errors import UserError
 
@@ -28,12 +28,12 @@ class PromptStream:
         """The epoch that the next prompt belongs to, from 0."""
         return self._consumed // len(self._prompts)
 
-    def next(self, n: int) -> list[tuple[int, Prompt]]:
-        """The next `n` prompts, each with its uid: its position in the stream, unique for the whole run."""
+    def next(self, n: int) -> list[DrawnPrompt]:
+        """The next `n` prompts."""
         positions = range(self._consumed, self._consumed + n)
-        batch = [(position, self._at(position)) for position in positions]
+        drawn = [DrawnPrompt(position, self._at(position)) for position in positions]
         self._consumed += n
-        return batch
+        return drawn
 
     def _at(self, position: int) -> Prompt:
         epoch, offset = divmod(position, len(self._prompts))

@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.shaping import overlong_penalty
 from rlhf.config import OverlongBufferConfig
+from rlhf.data import DrawnPrompt
 from rlhf.events import announce
 from rlhf.experience.groups import Group
 from rlhf.experience.journal import Journal
 from rlhf.experience.metrics import RolloutStats
 from rlhf.experience.policy_sampler import PolicySampler
-from rlhf.experience.prompt_share import DrawnPrompt
 from rlhf.experience.responses import score_responses
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reward, RewardResult

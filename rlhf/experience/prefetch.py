@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rlhf.data import DrawnPrompt
 from rlhf.events import announce
 from rlhf.experience.generation import Generation
 from rlhf.experience.groups import Group, from_tensors, to_tensors
 from rlhf.experience.metrics import RolloutStats
-from rlhf.experience.prompt_share import DrawnPrompt, PromptShare
+from rlhf.experience.prompt_share import PromptShare
 
 PREFIX, COUNTS = "ahead.", "ahead.counts"
 

@@ -1,16 +1,6 @@
 """Share of a rank in each step's prompts: a mini-batch holds the same prompts at every number of ranks."""
 
-from dataclasses import dataclass
-
-from rlhf.data import Prompt, PromptStream
-
-
-@dataclass(frozen=True)
-class DrawnPrompt:
-    """A prompt at its place in the stream of all prompts, which is its `uid` for the whole run."""
-
-    uid: int
-    prompt: Prompt
+from rlhf.data import DrawnPrompt, PromptStream
 
 
 class PromptShare:
@@ -33,8 +23,7 @@ class PromptShare:
         parts, length = (self.batch_size // self.mini_batch_size, self.mini_batch_size) if size is None else (1, size)
         drawn = self._stream.next(parts * length)
         low, high = (length * rank // self._world_size for rank in (self._rank, self._rank + 1))
-        mine = [item for start in range(0, len(drawn), length) for item in drawn[start + low : start + high]]
-        return [DrawnPrompt(uid, prompt) for uid, prompt in mine]
+        return [item for start in range(0, len(drawn), length) for item in drawn[start + low : start + high]]
 
     @property
     def position(self) -> int:

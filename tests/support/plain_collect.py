@@ -17,12 +17,12 @@ from rlhf.config import (
     RewardConfig,
     RolloutConfig,
 )
-from rlhf.data import PromptSet, PromptStream
+from rlhf.data import DrawnPrompt, PromptSet, PromptStream
 from rlhf.data.items import Row
 from rlhf.experience.collector import Collector
 from rlhf.experience.generation import Generation
 from rlhf.experience.policy_sampler import PolicySampler
-from rlhf.experience.prompt_share import DrawnPrompt, PromptShare
+from rlhf.experience.prompt_share import PromptShare
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import Reward, RewardItem, Score

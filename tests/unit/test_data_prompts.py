@@ -113,7 +113,7 @@ def ten(tokenizer):
 
 
 def indices(batch) -> list[int]:
-    return [prompt.index for _, prompt in batch]
+    return [drawn.prompt.index for drawn in batch]
 
 
 def test_every_epoch_is_a_new_permutation_and_uids_never_repeat(ten):
@@ -121,7 +121,7 @@ def test_every_epoch_is_a_new_permutation_and_uids_never_repeat(ten):
     epochs = [stream.next(10) for _ in range(4)]
     assert all(sorted(indices(epoch)) == list(range(10)) for epoch in epochs)
     assert len({tuple(indices(epoch)) for epoch in epochs}) == 4
-    assert [uid for epoch in epochs for uid, _ in epoch] == list(range(40))
+    assert [drawn.uid for epoch in epochs for drawn in epoch] == list(range(40))
     assert indices(PromptStream(ten, seed=4, shuffle=True).next(10)) != indices(epochs[0])
 
 
@@ -177,4 +177,4 @@ def test_changed_data_is_refused_unless_allowed(ten, tokenizer, caplog):
     other = PromptStream(changed, seed=3, shuffle=True, allow_change=True)
     other.load_state_dict(stream.state_dict())
     assert "not those of the checkpoint" in caplog.text
-    assert [uid for uid, _ in other.next(2)] == [4, 5]
+    assert [drawn.uid for drawn in other.next(2)] == [4, 5]
