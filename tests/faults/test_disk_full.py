@@ -31,6 +31,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.published import eventually
 from tests.support.sections import prepare
+from tests.support.small_disks import small_disk
 from tests.support.thread_ranks import make_coordinator, messages, run_thread_ranks, subscribe
 
 FLOATS = 200_000  # 0.8 MB of weights and as much of moments over all ranks
@@ -46,15 +47,8 @@ def config(tmp_path) -> Config:
 @pytest.fixture
 def mounted(tmp_path) -> Iterator[Config]:
     """A run directory on a disk of its own of 6 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, text=True, check=False
-    )
-    if mount.returncode != 0:
-        pytest.skip(f"needs the right to mount a tmpfs: {mount.stderr.strip()}")
-    yield make_config(disk)
-    subprocess.run(["umount", "--lazy", disk], check=True)
+    with small_disk(tmp_path / "disk", 6) as disk:
+        yield make_config(disk)
 
 
 @pytest.fixture

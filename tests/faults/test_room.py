@@ -20,6 +20,7 @@ from rlhf.storage.files import remove
 from rlhf.storage.layout import PIN, POINTER, TRASH, step_dir
 from tests.support.checkpoints import flip_bit, listening
 from tests.support.published import publish, steps
+from tests.support.small_disks import small_disk
 
 MIB = 1 << 20
 DEADLINE_S = 30.0
@@ -28,15 +29,8 @@ DEADLINE_S = 30.0
 @pytest.fixture
 def disk(tmp_path) -> Iterator[Path]:
     """A file system of 16 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], capture_output=True, text=True, check=False
-    )
-    if mount.returncode != 0:
-        pytest.skip(f"needs the right to mount a tmpfs: {mount.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    with small_disk(tmp_path / "disk", 16) as folder:
+        yield folder
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ between."""
 
 import os
 import re
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 from tests.support.checkpoints import PlainRole, make_checkpointer, make_config, resume, run_ranks
 from tests.support.published import steps
+from tests.support.small_disks import small_disk
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
 FLOATS = 200_000  # 0.8 MB of weights and as much of moments over all ranks
@@ -51,17 +52,10 @@ def test_the_rules_act_on_the_metrics_of_each_save(tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_config(tmp_path) -> Iterator[Config]:
     """A run directory on a disk of 6 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, text=True, check=False
-    )
-    if mount.returncode != 0:
-        pytest.skip(f"needs the right to mount a tmpfs: {mount.stderr.strip()}")
-    yield make_config(disk)
-    subprocess.run(["umount", "--lazy", disk], check=True)
+    with small_disk(tmp_path / "disk", 6) as disk:
+        yield make_config(disk)
 
 
 def fill(config: Config, leave: int) -> Path:
@@ -72,27 +66,27 @@ def fill(config: Config, leave: int) -> Path:
     return filler
 
 
-def test_a_save_that_does_not_fit_removes_what_may_go_or_says_what_it_lacks(small_disk):
-    small_disk.checkpoint.async_save = False
-    small_disk.checkpoint.max_to_keep = 2
+def test_a_save_that_does_not_fit_removes_what_may_go_or_says_what_it_lacks(small_config):
+    small_config.checkpoint.async_save = False
+    small_config.checkpoint.max_to_keep = 2
 
     def on_ranks(*figures: tuple[int, float | None]) -> list:
-        return run_thread_ranks(2, save, small_disk, *figures, deadline_s=DEADLINE_S)
+        return run_thread_ranks(2, save, small_config, *figures, deadline_s=DEADLINE_S)
 
     assert on_ranks((2, None), (4, None)) == [[[2], [2, 4]]] * 2
     # A save takes 1.6 MB, and as it reckons 2.6 MiB: what is free is not enough by itself, nor without step 2.
-    filler = fill(small_disk, leave=1_200_000)
+    filler = fill(small_config, leave=1_200_000)
     assert on_ranks((6, None)) == [[[4, 6]]] * 2
     # One more would do, but 6 is the newest; nothing is removed for nothing.
     filler.unlink()
-    filler = fill(small_disk, leave=600_000)
+    filler = fill(small_config, leave=600_000)
     for (message,) in on_ranks((8, None)):
         assert (
             "the save needs 2.6 MiB and the disk has 0.6 MiB free; removing global_step_4, which retention" in message
         )
         assert re.search(r"would free only 1\.\d MiB", message)
-    assert steps(small_disk.run_dir) == [4, 6]
+    assert steps(small_config.run_dir) == [4, 6]
     filler.unlink()
     assert on_ranks((10, None)) == [[[6, 10]]] * 2
-    assert [verify(small_disk.run_dir / f"global_step_{step}").step for step in (6, 10)] == [6, 10]
-    assert resume(small_disk, PlainRole(FLOATS)) == 10
+    assert [verify(small_config.run_dir / f"global_step_{step}").step for step in (6, 10)] == [6, 10]
+    assert resume(small_config, PlainRole(FLOATS)) == 10
