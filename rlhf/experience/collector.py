@@ -103,8 +103,8 @@ class Collector:
             staleness=self.filter_groups.enable or bool(self.async_steps),
             generated=self.filter_groups.enable,
         )
-        if self.async_steps and step < self.last_step:
-            self._sampling.begin(step + 1)
+        if self.async_steps and step < self.last_step and not self._sampling.starts_full():
+            self._prefetch.begin(step + 1, self._sampling.gen_batch_size)
         return Collected(batch, figures | metrics, tokens)
 
     def drop_journal(self, up_to: int) -> None:

@@ -68,10 +68,9 @@ class DynamicSampling:
         batch = dict(sorted(chosen.items()))
         return share(kept + dropped, batch, self.prompts.mini_batch_size, self.coordinator), metrics
 
-    def begin(self, step: int) -> None:
-        """Begin the first generation of `step` ahead, unless what is carried over fills its batch. Collective."""
-        if len(owners(self.carried, self.coordinator)) < self.prompts.batch_size:
-            self.prefetch.begin(step, self.gen_batch_size)
+    def starts_full(self) -> bool:
+        """Whether the next batch needs no generation, since what is carried over fills it. Collective."""
+        return len(owners(self.carried, self.coordinator)) >= self.prompts.batch_size
 
     def carry(self, groups: Sequence[Group]) -> None:
         """Take over the groups that a checkpoint has carried over, instead of those that are held."""

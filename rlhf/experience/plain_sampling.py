@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlhf.experience.generation import Generation
 from rlhf.experience.group_shares import owners, share
@@ -23,6 +23,8 @@ class PlainSampling:
     generation: Generation
     prefetch: Prefetch
     coordinator: Coordinator
+    gen_batch_size: None = field(default=None, init=False)
+    """Prompts per generation: those of a whole step, mini-batch after mini-batch."""
 
     def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
         """This rank's share of the groups of the next prompts; no metrics. Collective."""
@@ -39,9 +41,9 @@ class PlainSampling:
             )
         return self.generation.groups(self.prompts.next(), stats, version=step - 1, step=step), {}
 
-    def begin(self, step: int) -> None:
-        """Begin the generation of `step` ahead. Collective."""
-        self.prefetch.begin(step)
+    def starts_full(self) -> bool:
+        """Whether the next batch needs no generation: never."""
+        return False
 
     @property
     def carried(self) -> list[Group]:
