@@ -232,7 +232,14 @@ BROKEN_FILES = {
         "recipes=[mine]: the defaults name model=tinny, which does not exist. Did you mean tiny? Choices: hf, tiny.",
     ),
     "unknown file": (P + "defaults:\n  - /nope\n", "recipes=[mine]: the defaults name nope, which does not exist."),
-    "unknown group": (P + "defaults:\n  - override /modle: tiny\n", "{file}: Could not override 'modle'."),
+    "unknown group": (
+        P + "defaults:\n  - override /modle: tiny\n",
+        "{file}: there is no group modle. Did you mean model? Choices: algorithm, backend, data,",
+    ),
+    "section without entries": (
+        P + "defaults:\n  - override /trainer: default\n",
+        "{file}: trainer is a section without entries to choose from: remove `override /trainer`, and",
+    ),
     "no override": (P + "defaults:\n  - /model: tiny\n", "recipes=[mine]: Multiple values for model. To override"),
     "bad interpolation": (P + "trainer:\n  project_name: ${a\n", "recipes=[mine]: trainer.project_name=${{a: "),
     "lost interpolation": (
