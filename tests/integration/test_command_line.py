@@ -1,5 +1,6 @@
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -263,6 +264,23 @@ def test_a_name_that_is_taken_is_refused(capsys, user_dir):
     file.write_text(P)
     said = refusal(capsys, "--config-dir", str(user_dir), "recipes=offline")
     assert said.startswith(f"{file}: recipes=offline already means {RECIPES['offline']}")
+
+
+def test_an_early_ctrl_c_ends_the_command_without_a_traceback(tmp_path):
+    (tmp_path / "hydra.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhf.train"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where pytest runs in the background
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate()[1] == b""
+    assert process.returncode == -signal.SIGINT
 
 
 def test_help_names_groups_and_recipes(capsys):
