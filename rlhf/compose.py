@@ -136,6 +136,8 @@ def _composition_problem(error: HydraException, choices: list[str], library: Lib
     where = f"{path or ' '.join(choices)}: "
     key = getattr(cause, "full_key", None) or ""
     reason = str(cause or str(error)[named.end() if named else 0 :]).splitlines()[0]
+    if unknown := re.search(r"Could not override '(\w+)'", str(error)):
+        return where + _no_group(unknown[1], library)
     if key == "recipes":
         return f"{where}the first line of a recipe must be `{GLOBAL_PACKAGE}`."
     if isinstance(cause, GrammarParseError):
@@ -145,6 +147,14 @@ def _composition_problem(error: HydraException, choices: list[str], library: Lib
     if setting := setting_of(key):
         return f"{where}{key}: {reason}; must be {setting.expects}."
     return f"{where}{reason}"
+
+
+def _no_group(name: str, library: Library) -> str:
+    """What is wrong with `override /name` in a recipe."""
+    if name in SECTIONS:
+        return f"{name} is a section without entries to choose from: remove `override /{name}`, and set what it holds."
+    groups = library.groups
+    return f"there is no group {name}.{did_you_mean(nearest(name, groups))} Choices: {', '.join(groups)}."
 
 
 def _resolve(composed: DictConfig) -> Config:

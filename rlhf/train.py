@@ -6,9 +6,14 @@ Nothing heavy is imported before the configuration is known to be right.
 import argparse
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Until the supervisor or the rank handles it, Ctrl-C ends the command as SIGTERM does, without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from rlhf.compose import compose_config
 from rlhf.config import Config

@@ -147,8 +147,11 @@ def report(attempt: AttemptResult, nproc: int, statuses: dict[int, RankStatus], 
         lines.append(f"  {describe_rank(rank, attempt, statuses)}{mark}")
     if found := _first_error(cause, statuses):
         rank, error = found
-        lines.append(f"  rank {rank}'s error: {error.message}")
-        lines += [f"    {line}" for line in error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]]
+        first, *more = error.message.splitlines() if error.traceback else [error.message]
+        lines.append(f"  rank {rank}'s error: {first}")
+        # Its end has the rest of the message.
+        end = error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES - len(more) :]
+        lines += [f"    {line}" for line in end]
     if attempt.hang is not None:
         lines += _stacks(attempt.hang)
     lines.append(f"  {next_start(checkpoint)}")

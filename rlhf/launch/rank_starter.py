@@ -183,6 +183,8 @@ def _variables(config: Config) -> dict[str, str]:
         "OMP_NUM_THREADS": str(t.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or max(1, _cores() // t.nproc)),
         # Threads that spin at barriers, libgomp's default, crawl as soon as another process wants their core.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+        # numpy's OpenBLAS starts its threads when it is imported, and the launcher must have none.
+        "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
         # Some reasoning-gym tasks draw other problems for other hash seeds.
         "PYTHONHASHSEED": "0",

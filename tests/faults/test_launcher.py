@@ -78,6 +78,13 @@ def test_what_is_not_safe_to_fork_is_not_forked(config, supervised, tmp_path, ca
     assert re.match(f"The ranks are started plainly: the launcher must not fork them, because {reason}", told), told
 
 
+def test_what_ranks_import_starts_no_threads(config, supervised, monkeypatch):
+    """Not even numpy's OpenBLAS, where a rank has several threads: it starts its own when it is imported."""
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    config.trainer.threads_per_rank = 2
+    assert supervised("assert os.getppid() != supervisor", *modules_of(config)) == EXIT_DONE
+
+
 def test_a_thread_is_seen_at_the_fork_and_not_only_at_the_import(supervised, tmp_path, caplog):
     """The first attempt is forked; the thread that comes later makes the second one plain."""
     (tmp_path / "late.py").write_text(

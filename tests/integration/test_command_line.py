@@ -1,5 +1,6 @@
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -232,7 +233,14 @@ BROKEN_FILES = {
         "recipes=[mine]: the defaults name model=tinny, which does not exist. Did you mean tiny? Choices: hf, tiny.",
     ),
     "unknown file": (P + "defaults:\n  - /nope\n", "recipes=[mine]: the defaults name nope, which does not exist."),
-    "unknown group": (P + "defaults:\n  - override /modle: tiny\n", "{file}: Could not override 'modle'."),
+    "unknown group": (
+        P + "defaults:\n  - override /modle: tiny\n",
+        "{file}: there is no group modle. Did you mean model? Choices: algorithm, backend, data,",
+    ),
+    "section without entries": (
+        P + "defaults:\n  - override /trainer: default\n",
+        "{file}: trainer is a section without entries to choose from: remove `override /trainer`, and",
+    ),
     "no override": (P + "defaults:\n  - /model: tiny\n", "recipes=[mine]: Multiple values for model. To override"),
     "bad interpolation": (P + "trainer:\n  project_name: ${a\n", "recipes=[mine]: trainer.project_name=${{a: "),
     "lost interpolation": (
@@ -256,6 +264,23 @@ def test_a_name_that_is_taken_is_refused(capsys, user_dir):
     file.write_text(P)
     said = refusal(capsys, "--config-dir", str(user_dir), "recipes=offline")
     assert said.startswith(f"{file}: recipes=offline already means {RECIPES['offline']}")
+
+
+def test_an_early_ctrl_c_ends_the_command_without_a_traceback(tmp_path):
+    (tmp_path / "hydra.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhf.train"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where pytest runs in the background
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate()[1] == b""
+    assert process.returncode == -signal.SIGINT
 
 
 def test_help_names_groups_and_recipes(capsys):

@@ -77,6 +77,17 @@ def test_report_names_all_that_is_known():
     assert crash_step(statuses) == 7
 
 
+def test_a_message_of_many_lines_is_told_once_and_whole():
+    message = "\n".join(["ValueError: no number", *(f"sample {n}" for n in range(30))])
+    error = RankError("crash", message, f"Traceback:\n  frame\n{message}\n")
+    text = report(attempt({0: 1}, first=(0,)), 1, {0: RankStatus(7, "update", 1.0, error)}, None)
+    assert "rank 0's error: ValueError: no number\n" in text
+    assert "    frame\n" in text
+    assert all(text.count(f"sample {n}\n") == 1 for n in range(30))
+    untraced = RankStatus(7, "update", 1.0, RankError("crash", message, ""))
+    assert message in report(attempt({0: 1}, first=(0,)), 1, {0: untraced}, None)
+
+
 def test_the_end_of_the_launcher_is_the_cause_unless_a_rank_failed_before():
     statuses = {0: RankStatus(7, "rollout.after", 2.0, None), 1: RankStatus(7, "update.mid", 1.0, None)}
     gone = AttemptResult({0: KILLED, 1: KILLED}, (), frozenset(), launcher=-signal.SIGKILL)
