@@ -7,20 +7,24 @@ import shutil
 import signal
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from rlhf.checkpoint.commit import publication
+from rlhf.checkpoint.commit import publication, retention
+from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.save import draft as save_draft
 from rlhf.checkpoint.start import domains
+from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import SaveFailed
-from rlhf.storage.layout import set_aside_dirs, step_dir
+from rlhf.storage.layout import MANIFEST, set_aside_dirs, step_dir
 from tests.support.checkpoints import equal_bits, files_of, flip_bit
 from tests.support.nodes import on_node, resume, save, start
+from tests.support.published import publish, steps
 from tests.support.saving_behind import on_ranks, published
-from tests.support.thread_ranks import messages, replaced, run_thread_ranks, subscribe
+from tests.support.thread_ranks import make_coordinator, messages, replaced, run_thread_ranks, subscribe
 
 KILLED_AT = 3
 
@@ -227,3 +231,27 @@ def test_a_part_of_another_run_does_not_count(tmp_path):
     outcomes = run_thread_ranks(2, resume_and_listen, tmp_path, [0, 1])
     assert [outcome[0] for outcome in outcomes] == [1, 1]
     assert any("global_step_2 is not complete" in text for text in outcomes[0][1])
+
+
+def retire_on_two(rank: int, tmp_path: Path, silent: bool) -> list[int | None]:
+    """Retention after the save of step 6 on two disks; `silent`: that of rank 1 does not say what it has."""
+    run_dir, coordinator, deleter = on_node(tmp_path, rank).run_dir, make_coordinator(), Deleter()
+    coordinator.domains = [0, 1]
+
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with replaced(retention, "victims", refuse) if silent and rank == 1 else nullcontext():
+        retention.retire(run_dir, CheckpointConfig(max_to_keep=1, keep_best=1), 6, deleter, coordinator)
+    assert deleter.wait(30)
+    return steps(run_dir)
+
+
+@pytest.mark.parametrize(("silent", "left"), [(False, [4, 6]), (True, [2, 4, 6])])
+def test_what_one_disk_keeps_stays_on_all(tmp_path, silent, left):
+    """Where a rule cannot be known to let go of a checkpoint on one disk, the other keeps its files of it as well."""
+    for node in (0, 1):
+        for step in (2, 4, 6):
+            publish(on_node(tmp_path, node).run_dir, step, {"val/accuracy": step / 10})
+    flip_bit(step_dir(on_node(tmp_path, 1).run_dir, 4) / MANIFEST, 100)
+    assert run_thread_ranks(2, retire_on_two, tmp_path, silent) == [left, left]
