@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -88,6 +89,9 @@ class RankStarter:
         self._why_plain = why_plain(config)
 
     def __enter__(self) -> Self:
+        # A parent that ignores SIGCHLD hands that down, and then every exit code is lost: a crash looks like an end.
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if self._why_plain is None:
             self._launcher = LauncherProcess(self._modules, self._variables)
         return self
@@ -108,20 +112,24 @@ class RankStarter:
         return PlainRanks(command, self._trainer.nproc, self._variables)
 
     def _fork(self, launcher: LauncherProcess, command: Sequence[str], stop: StopRequest) -> ForkedRanks | None:
-        nproc, patience_s = self._trainer.nproc, self._trainer.watchdog_first_timeout_s
+        nproc = self._trainer.nproc
         launcher.ask(Fork(tuple(command), nproc, self._variables))
-        end = time.monotonic() + patience_s
+        end = time.monotonic() + self._trainer.watchdog_first_timeout_s
         while launcher.exit is None and stop.signal_name is None:
             answer = launcher.receive(_LOOK_S)
             if isinstance(answer, Forked) and answer.problem is None:
                 return ForkedRanks(launcher, nproc, answer.pids)
             if isinstance(answer, Forked) or time.monotonic() > end:
-                why = answer.problem if isinstance(answer, Forked) else f"its imports take more than {patience_s:g} s"
-                self._why_plain = f"the launcher must not fork them, because {why}"
-                launcher.close()
-                self._launcher = None
+                self._give_up(launcher, answer.problem if isinstance(answer, Forked) else None)
                 return None
         return ForkedRanks(launcher, nproc, {}) if stop.signal_name is None else None
+
+    def _give_up(self, launcher: LauncherProcess, problem: str | None = None) -> None:
+        """Do without a launcher from now on, because of its `problem` or, without one, because it does not answer."""
+        why = problem or f"its imports take more than {self._trainer.watchdog_first_timeout_s:g} s"
+        self._why_plain = f"the launcher must not fork them, because {why}"
+        launcher.close()
+        self._launcher = None
 
     def check_devices(self) -> None:
         """Raise UserError when there are fewer CUDA devices than `trainer.nproc` ranks need."""
@@ -142,15 +150,29 @@ class RankStarter:
             )
 
     def _device_count(self) -> int:
-        if self._launcher is not None:
-            self._launcher.ask(CountDevices())
-            while self._launcher.exit is None:
-                answer = self._launcher.receive(_LOOK_S)
+        patience_s = self._trainer.watchdog_first_timeout_s
+        if (launcher := self._launcher) is not None:
+            launcher.ask(CountDevices())
+            end = time.monotonic() + patience_s
+            while launcher.exit is None:
+                answer = launcher.receive(_LOOK_S)
                 if isinstance(answer, Devices) and answer.problem is None:
                     return answer.count
                 if isinstance(answer, Devices):
                     break
-        return int(subprocess.run([sys.executable, "-c", _COUNT], stdout=subprocess.PIPE, check=True).stdout)
+                if time.monotonic() > end:
+                    self._give_up(launcher)
+                    break
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", _COUNT], stdout=subprocess.PIPE, check=True, timeout=patience_s
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(
+                f"CUDA does not say within trainer.watchdog_first_timeout_s={patience_s:g} how many devices there are. "
+                "See `nvidia-smi`, or set trainer.device=cpu."
+            ) from None
+        return int(done.stdout)
 
 
 def why_plain(config: Config) -> str | None:

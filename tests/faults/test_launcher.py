@@ -17,6 +17,7 @@ import torch
 from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, UserError
+from rlhf.launch import rank_starter
 from rlhf.launch.rank_starter import RankStarter, modules_of, why_plain
 from tests.support import rank_scripts
 from tests.support.compare_runs import differences
@@ -186,6 +187,17 @@ def test_an_ignored_signal_stays_ignored(supervised):
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_crash_is_seen_under_a_parent_that_ignores_its_children(config, supervised, warm):
+    config.trainer.warm_start = warm
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert supervised("sys.exit(number == 1)") == EXIT_DONE
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert len(starts(config)) > 2
+
+
 def test_a_killed_launcher_is_a_crash_and_the_next_attempt_has_a_new_one(config, supervised, caplog):
     code = supervised("""
 import subprocess
@@ -244,6 +256,20 @@ def test_imports_that_hang_are_left_to_the_ranks(config, supervised, tmp_path, c
     config.trainer.watchdog_first_timeout_s = 1.0
     assert supervised("assert os.getppid() == supervisor", "hanging") == EXIT_DONE
     assert "its imports take more than 1 s" in said(caplog)[0]
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [("print(3)", "only 3 CUDA devices are visible"), ("import time; time.sleep(600)", "CUDA does not say within")],
+)
+def test_counting_the_devices_has_a_deadline(config, tmp_path, monkeypatch, count, message):
+    """Where the imports of the launcher hang, and where CUDA itself does."""
+    (tmp_path / "hanging.py").write_text("import time\ntime.sleep(600)")
+    monkeypatch.setattr(rank_starter, "_COUNT", count)
+    t = config.trainer
+    t.device, t.nproc, t.watchdog_first_timeout_s = "cuda", 4, 2.0
+    with RankStarter(config, ["hanging"]) as starter, pytest.raises(UserError, match=message):
+        starter.check_devices()
 
 
 def test_devices_are_counted_by_a_process_of_their_own(config):
