@@ -35,10 +35,19 @@ def why_not_fork() -> str | None:
         return "CUDA is initialised in it"
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return "it is in a process group"
-    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    threads = _threads()
     if len(threads) > 1:
         return f"{len(threads)} threads run in it ({', '.join(sorted(threads))})"
     return None
+
+
+def _threads() -> list[str]:
+    """The names of this process's threads."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            names.append((task / "comm").read_text().strip())
+    return names
 
 
 def _has_cuda_open() -> bool:

@@ -19,6 +19,7 @@ from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, UserError
 from rlhf.launch import rank_starter
 from rlhf.launch.rank_starter import RankStarter, modules_of, why_plain
+from rlhf.ranks.launcher import why_not_fork
 from tests.support import rank_scripts
 from tests.support.compare_runs import differences
 from tests.support.interrupter import at
@@ -107,6 +108,22 @@ assert os.getppid() == supervisor
     )
     assert code == EXIT_DONE
     assert "2 threads run in it" in said(caplog)[-1]
+
+
+def test_a_thread_that_ends_while_threads_are_counted_is_no_error():
+    stop = threading.Event()
+
+    def come_and_go() -> None:
+        while not stop.is_set():
+            threading.Thread(target=lambda: None).start()
+
+    steady = threading.Thread(target=come_and_go)
+    steady.start()
+    try:
+        assert all("threads run in it" in (why_not_fork() or "") for _ in range(3000))
+    finally:
+        stop.set()
+        steady.join()
 
 
 def test_a_forked_rank_is_like_a_plain_one(config, supervised):
