@@ -11,6 +11,9 @@ from multiprocessing import Pipe
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked, RankEnded
 from rlhf.ranks.parent import PARENT_PID
 
+# An interpreter closes its connections some milliseconds before it ends.
+_LAST_MOMENTS_S = 2.0
+
 Message = Forked | Devices | RankEnded
 
 
@@ -41,7 +44,7 @@ class LauncherProcess:
         try:
             self._connection.send(request)
         except OSError:
-            self.close()
+            self._lost()
 
     def receive(self, wait_s: float) -> Message | None:
         """The next message; None when there is none within `wait_s` seconds, or the launcher has ended."""
@@ -50,8 +53,14 @@ class LauncherProcess:
         try:
             return self._connection.recv() if self._connection.poll(wait_s) else None
         except (EOFError, OSError):
-            self.close()
+            self._lost()
             return None
+
+    def _lost(self) -> None:
+        """The connection has ended; the process does so next, with an exit code that says more than a kill."""
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(_LAST_MOMENTS_S)
+        self.close()
 
     def close(self) -> None:
         """End it, and with it all its ranks."""

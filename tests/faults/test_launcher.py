@@ -16,7 +16,7 @@ import torch
 
 from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
-from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, UserError
+from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, UserError
 from rlhf.launch import rank_starter
 from rlhf.launch.rank_starter import RankStarter, modules_of, why_plain
 from rlhf.ranks.launcher import why_not_fork
@@ -238,6 +238,24 @@ if number == 1:
         "Restart 1 of 10 in 0 s."
     ]
     wait_until(lambda: not alive(int((config.run_dir / "child").read_text())), 1)
+
+
+def test_a_launcher_that_cannot_fork_says_so_and_leaves_no_rank(config, supervised, tmp_path, caplog):
+    """As when the user may have no more processes: the second rank can't be forked."""
+    (tmp_path / "full.py").write_text("""
+import os
+fork, left = os.fork, [1]
+def limited():
+    if not left:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    left.pop()
+    return fork()
+os.fork = limited
+""")
+    config.trainer.max_failures_per_step = 1
+    assert supervised("block()", "full") == EXIT_CRASHED
+    assert "rank 1: died with the launcher (exit code 1)" in said(caplog)[-1]
+    wait_until(lambda: not any(alive(pid) for _, pid in starts(config)), 1)
 
 
 def test_a_killed_supervisor_takes_launcher_and_ranks_along(config, tmp_path):
