@@ -33,10 +33,14 @@ class Scheduled:
         return {"lr_scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """See `TrainState.load_extra_state`. The shape of the schedule stays the present configuration's; its position
-        is restored."""
-        self.scheduler.load_state_dict({**state["lr_scheduler"], "lr_lambdas": [None]})
-        for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+        """See `TrainState.load_extra_state`. Of the saved schedule only the position counts: rates and shape are the
+        present configuration's."""
+        scheduler = self.scheduler
+        rates = scheduler.base_lrs
+        scheduler.load_state_dict({**state["lr_scheduler"], "base_lrs": rates, "lr_lambdas": [None]})
+        factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
+        scheduler._last_lr = [rate * factor for rate in rates]
+        for group, lr in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = lr
 
     def hf_files(self) -> Mapping[str, bytes]:

@@ -87,3 +87,17 @@ def test_a_restored_schedule_goes_on_identically(shape, stop):
         assert restored.extra_state() == whole.extra_state()
     expected = [3e-4 * learning_rate_factor(optim, step, TOTAL) for step in range(stop, TOTAL + 2)]
     assert rest == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
+def test_a_changed_rate_and_shape_act_from_the_first_step_after_a_resume(shape):
+    """A restored schedule once kept the saved rates (`base_lrs`), while log and checkpoints told the changed ones."""
+    changed = OptimConfig(lr=5e-5, lr_scheduler_type=shape, lr_warmup_steps=1, min_lr_ratio=0.3)
+    with single_rank():
+        saved = backend_of(OptimConfig(lr=3e-4, lr_scheduler_type="cosine", lr_warmup_steps=2))
+        rates(saved, 7)
+        resumed = backend_of(changed)
+        resumed.load_extra_state(json.loads(json.dumps(saved.extra_state())))
+        found = rates(resumed, TOTAL - 7)
+        assert resumed.extra_state()["lr_scheduler"]["base_lrs"] == [5e-5]
+    assert found == [5e-5 * learning_rate_factor(changed, step, TOTAL) for step in range(7, TOTAL)]
