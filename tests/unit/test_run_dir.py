@@ -14,6 +14,7 @@ from rlhf.errors import UserError
 from rlhf.storage.layout import POINTER, scan, step_dir, step_of
 from tests.support.checkpoints import PlainRole, flip_bit, make_checkpointer, make_config, resume, save_steps
 from tests.support.sections import finished_step, prepare
+from tests.support.small_disks import small_disk
 
 
 @pytest.fixture
@@ -60,6 +61,21 @@ def test_leftovers_go_and_all_else_stays(config, caplog):
     assert names(config) == before | {"run.json"}
     assert steps(config) == [4, 2]
     assert temporary.name in caplog.text
+
+
+def test_leftovers_that_cannot_be_deleted_stop_no_start(config, caplog):
+    """EBUSY, as over a mount or NFS's silly renames, once ended every start until the restarts were used up."""
+    save_steps(config, PlainRole(), 2, 4)
+    trash = [config.run_dir / name for name in (".trash-a", ".trash-b", ".trash-c")]
+    for folder in trash:
+        folder.mkdir()
+    with small_disk(trash[1] / "busy", 1):
+        prepare(config)
+        assert [folder.exists() for folder in trash] == [False, True, False]
+        assert steps(config) == [4, 2]
+        assert f"{trash[1]} could not be removed" in caplog.text
+    prepare(config)
+    assert not trash[1].exists()
 
 
 def test_overwrite_empties_the_directory_but_for_the_locks(config, tmp_path, caplog):

@@ -3,13 +3,10 @@
 What it does not get to, or a kill leaves half deleted, goes at the next start.
 """
 
-import logging
 import threading
 from pathlib import Path
 
-from rlhf.storage.files import remove
-
-log = logging.getLogger(__name__)
+from rlhf.checkpoint.commit.removal import delete
 
 
 class Deleter:
@@ -35,12 +32,7 @@ class Deleter:
 
     def _run(self) -> None:
         while True:
-            trash = self._trash[0]
-            try:
-                remove(trash)
-            except OSError as error:
-                # It costs room, not the run.
-                log.error("%s could not be removed (%s); the next start tries again.", trash, error)
+            delete(self._trash[0])
             with self._changed:
                 del self._trash[0]
                 self._changed.notify_all()

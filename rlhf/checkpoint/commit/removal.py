@@ -1,11 +1,14 @@
 """Removal of checkpoints: each loses its name by one rename, so that no kill leaves half of it under that name."""
 
+import logging
 from pathlib import Path
 
 from rlhf.checkpoint.commit.pointer import point_elsewhere
 from rlhf.events import announce
 from rlhf.storage.files import remove, rename_durably
 from rlhf.storage.layout import TEMPORARY, TRASH, fresh_name
+
+log = logging.getLogger(__name__)
 
 
 def to_trash(path: Path) -> Path:
@@ -15,9 +18,22 @@ def to_trash(path: Path) -> Path:
     return trash
 
 
+def delete(leftover: Path) -> bool:
+    """Delete what no checkpoint's name leads to any more; whether it is gone.
+
+    What a disk refuses (a file that is still open over NFS, a busy mount) costs room, not the run.
+    """
+    try:
+        remove(leftover)
+    except OSError as error:
+        log.error("%s could not be removed (%s); the next start tries again.", leftover, error)
+        return False
+    return True
+
+
 def discard(path: Path) -> None:
-    """Delete a directory: rename to trash first, then remove."""
-    remove(to_trash(path))
+    """Delete a directory: rename to trash first, then `delete`."""
+    delete(to_trash(path))
 
 
 def set_aside(path: Path, reason: str) -> Path:
@@ -32,9 +48,7 @@ def set_aside(path: Path, reason: str) -> Path:
 def clean_leftovers(run_dir: Path) -> list[str]:
     """Remove what killed saves and removals left behind; only for a time when no save is in flight.
 
-    Returns the names.
+    Returns the names of what is gone.
     """
-    leftovers = [p for p in run_dir.iterdir() if p.name.startswith((TEMPORARY, TRASH))]
-    for path in leftovers:
-        remove(path)
-    return [p.name for p in leftovers]
+    leftovers = [path for path in run_dir.iterdir() if path.name.startswith((TEMPORARY, TRASH))]
+    return [path.name for path in leftovers if delete(path)]

@@ -1,13 +1,11 @@
 """Pins of checkpoints under upload: folders of hard links, which keep the files on the disk until they are copied."""
 
-import logging
 from pathlib import Path
 
 from rlhf.checkpoint.commit.manifest import read_manifest
+from rlhf.checkpoint.commit.removal import delete
 from rlhf.storage.files import link, make_dir, remove_dir
 from rlhf.storage.layout import MANIFEST, PIN, fresh_name
-
-log = logging.getLogger(__name__)
 
 
 def pin_checkpoint(path: Path) -> Path:
@@ -37,9 +35,5 @@ def remove_pins(run_dir: Path) -> None:
 
 def remove_pin(pin: Path) -> None:
     """Remove a pin if it is there; a disk that refuses is logged."""
-    try:
-        if pin.exists():
-            remove_dir(pin)
-    except OSError as error:
-        # It costs room, not the run.
-        log.warning("%s could not be removed (%s); the next start tries again.", pin, error)
+    if pin.exists():
+        delete(pin)
