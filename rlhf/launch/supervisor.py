@@ -20,6 +20,7 @@ from rlhf.launch.stop_request import StopRequest
 from rlhf.ranks.lock import run_lock, wait_for_ranks
 from rlhf.ranks.logs import configure_logging
 from rlhf.ranks.status import RankStatus, clear_statuses, read_statuses
+from rlhf.storage.disk_errors import is_unfixable
 from rlhf.storage.files import make_dir, replace_durably
 from rlhf.storage.layout import RESOLVED, scan
 
@@ -37,8 +38,16 @@ def supervise(config: Config, check: Callable[[], None]) -> int:
     with RankStarter(config) as starter:
         check()
         _make(config.run_dir)
-        with run_lock(config.run_dir):
-            return _supervise_locked(config, config.run_dir, starter)
+        try:
+            with run_lock(config.run_dir):
+                return _supervise_locked(config, config.run_dir, starter)
+        except OSError as error:
+            if not is_unfixable(error):
+                raise
+            raise UserError(
+                f"Cannot write into the run directory {config.run_dir}: {error}. Mend it, or set "
+                "trainer.default_local_dir to a writable folder with room."
+            ) from error
 
 
 def _make(run_dir: Path) -> None:

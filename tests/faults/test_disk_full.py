@@ -16,7 +16,7 @@ import pytest
 
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.config import Config
-from rlhf.errors import UserError
+from rlhf.errors import EXIT_USER_ERROR, UserError
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import POINTER, TEMPORARY, TRASH, scan, step_of
 from tests.support.checkpoints import (
@@ -29,6 +29,7 @@ from tests.support.checkpoints import (
     resume,
     run_ranks,
 )
+from tests.support.launching import train
 from tests.support.published import eventually
 from tests.support.sections import prepare
 from tests.support.small_disks import small_disk
@@ -343,3 +344,21 @@ def test_a_failed_clean_up_does_not_hide_why_the_save_failed(config, caplog):
     assert "actor/optimizer/rank_00000.safetensors" in message
     assert "could not be removed" in caplog.text
     assert_whole(config, 2)
+
+
+@pytest.mark.parametrize("condition", ["full", "read-only"])
+def test_a_start_on_a_disk_that_takes_nothing_is_one_message(tmp_path, condition):
+    """It was a traceback and exit code 1."""
+    with small_disk(tmp_path / "disk", 1) as disk:
+        (disk / "rlhf" / "offline").mkdir(parents=True)
+        if condition == "full":
+            with suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+                while filler.write(bytes(4096)):
+                    pass
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        end = train([f"trainer.default_local_dir={disk}", "trainer.total_training_steps=1"])
+    assert end.code == EXIT_USER_ERROR
+    assert "Traceback" not in end.output
+    assert f"Cannot write into the run directory {disk}/rlhf/offline: " in end.output
+    assert "trainer.default_local_dir" in end.output
