@@ -104,7 +104,7 @@ def _build(
         reward=reward,
         samples_per_step=config.data.train_batch_size * config.rollout.n,
         resumed=resumed,
-        stop_requested=lambda: collectives.any_rank(preemption.requested, device),
+        stop_requested=lambda: collectives.any_rank(preemption.requested or checkpointer.failed, device),
     )
 
 

@@ -2,6 +2,7 @@
 intact."""
 
 import os
+import re
 import resource
 import threading
 import time
@@ -11,11 +12,13 @@ import pytest
 
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.config import Config
-from rlhf.errors import UserError
+from rlhf.errors import EXIT_DONE, UserError
 from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import TEMPORARY, step_dir
 from tests.support.checkpoints import PlainRole, make_checkpointer
+from tests.support.interrupter import at
+from tests.support.launching import small, train, write_sums
 from tests.support.saving_behind import DEADLINE_S, Run, on_ranks, published, saving_behind
 from tests.support.sections import prepare
 from tests.support.thread_ranks import in_front, run_thread_ranks, subscribe
@@ -57,6 +60,20 @@ def test_a_failure_behind_the_training_surfaces_on_every_rank_at_the_same_step(t
     assert published(config) == [1]
     assert verify(step_dir(config.run_dir, 1)).step == 1
     assert [path.name for path in config.run_dir.iterdir() if path.name.startswith(TEMPORARY)] == []
+
+
+def test_a_failed_save_ends_the_attempt_steps_before_the_next_one(tmp_path):
+    """The loop asked after each step, and was answered at the next save only."""
+    hit = tmp_path / "hit"
+    settings = ["trainer.total_training_steps=20", "trainer.save_freq=10", "checkpoint.async_save=true"]
+    arguments = [*small(tmp_path, "run", write_sums(tmp_path / "sums.jsonl")), *settings]
+    end = train(arguments, at("commit.file_write", 1, "raise", once=hit))
+    assert end.code == EXIT_DONE, end.output
+    assert hit.exists()
+    crash = re.search(r"Crash: rank 0: exit code 1, at step (\d+)", end.output)
+    assert crash is not None, end.output
+    assert int(crash[1]) < 20
+    assert "The checkpoint of step 10" in end.output
 
 
 def fail_and_go_on(rank: int, config: Config) -> list:
