@@ -8,6 +8,11 @@ further. Settings at the end of the command are for both runs, such as `checkpoi
 `backend=deepspeed backend.zero_stage=3 backend.autocast=bfloat16`.
 
 With fewer kills than windows, as many windows are drawn: a short form, for CI.
+
+With --random the kills have no appointment: any process of the tree (supervisor, launcher, ranks, reward processes,
+rollout servers), at random instants, by SIGKILL, by SIGSTOP and then SIGKILL, by SIGTERM, or all processes at once.
+Runs of one length are killed until N kills have hit, or for --hours H; each is compared with the undisturbed one.
+It reports the kills by kind and role, starts and restarts, and how long after a kill the run trained again.
 """
 
 import argparse
@@ -26,6 +31,7 @@ from pathlib import Path
 from rlhf.config.resolved import load
 from rlhf.events import LISTENER_VARIABLE
 from rlhf.storage.layout import RESOLVED, TEMPORARY, TRASH
+from tests.faults.random_kills import DisturbedRun, Figures
 from tests.support.compare_runs import differences
 from tests.support.killer import PLAN_VARIABLE
 
@@ -43,6 +49,7 @@ SAVE_FREQ = 2
 # Events of the loop: about two steps, before it has to wait for the save.
 LONGEST_AHEAD = 16
 LAUNCH_DEADLINE_S = 1800
+RANDOM_STEPS = 120
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,11 @@ PROFILES = {
         on_every_rank=("rollback.before", "rollback.after"),
         spare=16,
     ),
+    # A second reward from processes of its own.
+    "rewards": Profile(
+        ("reward.functions=[reasoning_gym,tests/support/graded.py:nearness]", "reward.weights=[1,0.5]"),
+        on_every_rank=("reward.scored",),
+    ),
 }
 
 
@@ -153,9 +165,46 @@ def launch(arguments: list[str], environment: dict[str, str], log: Path) -> int:
         ).returncode
 
 
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def run_at_random(
+    folder: Path, kills: int, hours: float | None, seed: int, nproc: int, profile: Profile, more: list[str]
+) -> list[str]:
+    """Returns what is wrong, in lines; empty when no kill changed anything."""
+    settings = overrides(folder, "undisturbed", RANDOM_STEPS, nproc, profile) + more
+    if (code := launch(settings, {}, folder / "undisturbed.log")) != 0:
+        return [f"the undisturbed run ended with exit code {code}:\n{(folder / 'undisturbed.log').read_text()[-3000:]}"]
+    figures, rng, began = Figures(), random.Random(seed), time.monotonic()
+
+    def wanted() -> bool:
+        return figures.kills.total() < kills if hours is None else time.monotonic() < began + 3600 * hours
+
+    problems: list[str] = []
+    while wanted() and not problems:
+        endless = ["trainer.restart_backoff_s=0", "trainer.max_restarts=10000", "trainer.max_failures_per_step=10000"]
+        arguments = overrides(folder, "killed", RANDOM_STEPS, nproc, profile) + endless + more
+        shutil.rmtree(folder / "rlhf" / "killed", ignore_errors=True)
+        command = [sys.executable, "-m", "rlhf.train", *arguments]
+        problems = DisturbedRun(command, folder, rng, figures, wanted).run()
+        problems = problems or compared(folder)
+        say(f"run {figures.runs}: {figures.kills.total()} kills so far, {time.monotonic() - began:.0f} s")
+    for line in figures.lines():
+        say(line)
+    return problems
+
+
+def compared(folder: Path) -> list[str]:
+    """What differs between the two runs, and what was left behind."""
+    run_dir = folder / "rlhf" / "killed"
+    leftovers = [path.name for path in run_dir.iterdir() if path.name.startswith((TEMPORARY, TRASH))]
+    return [f"left behind: {name}" for name in leftovers] + differences(folder / "rlhf" / "undisturbed", run_dir)
+
+
 def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profile, more: list[str]) -> list[str]:
     """Returns what is wrong, in lines; empty when no kill changed anything."""
-    say = lambda text: sys.stdout.write(text + "\n") and sys.stdout.flush()  # noqa: E731
     # A kill lets the run get at most one checkpoint further, so that the last one still finds a run to hit.
     steps = SAVE_FREQ * (kills + profile.spare)
     started = time.monotonic()
@@ -210,14 +259,14 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
         problems.append("no kill hit a save while the loop went on")
     if launch(arguments, environment, folder / "killed.log") != 0:
         problems.append("starting the finished run again did not end with exit code 0")
-    leftovers = [path.name for path in run_dir.iterdir() if path.name.startswith((TEMPORARY, TRASH))]
-    problems += [f"left behind: {name}" for name in leftovers]
-    return problems + differences(folder / "rlhf" / "undisturbed", run_dir)
+    return problems + compared(folder)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.campaign", description=__doc__)
     parser.add_argument("--kills", type=int, default=25, help="in every window with 12 and the profile's own")
+    parser.add_argument("--random", action="store_true", help="any process, at random instants, in four ways")
+    parser.add_argument("--hours", type=float, help="with --random: so long, instead of so many kills")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nproc", type=int, default=1, help="ranks")
     parser.add_argument("--profile", choices=PROFILES, default="grpo", help="what is trained")
@@ -227,13 +276,15 @@ def main() -> int:
     profile = PROFILES[arguments.profile]
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="rlhf-campaign-"))
     folder.mkdir(parents=True, exist_ok=True)
-    problems = run_campaign(
-        folder.absolute(), arguments.kills, arguments.seed, arguments.nproc, profile, arguments.overrides
-    )
+    folder, of_both = folder.absolute(), (arguments.seed, arguments.nproc, profile, arguments.overrides)
+    if arguments.random:
+        problems = run_at_random(folder, arguments.kills, arguments.hours, *of_both)
+    else:
+        problems = run_campaign(folder, arguments.kills, *of_both)
     for problem in problems:
         sys.stdout.write(f"FAILED: {problem}\n")
     if not problems:
-        sys.stdout.write("The killed run equals the undisturbed one bit for bit.\n")
+        sys.stdout.write("Every killed run equals the undisturbed one bit for bit.\n")
         if arguments.keep is None:
             shutil.rmtree(folder)
     return 1 if problems else 0
