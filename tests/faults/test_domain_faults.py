@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,6 +15,7 @@ import pytest
 from rlhf.checkpoint.commit import publication, retention
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.save import draft as save_draft
+from rlhf.checkpoint.save.disk_space import make_room
 from rlhf.checkpoint.start import domains
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.errors import UserError
@@ -22,11 +24,13 @@ from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import MANIFEST, set_aside_dirs, step_dir
 from tests.support.checkpoints import equal_bits, files_of, flip_bit
 from tests.support.nodes import on_node, resume, save, start
-from tests.support.published import publish, steps
+from tests.support.published import publish, publish_part, steps
 from tests.support.saving_behind import on_ranks, published
+from tests.support.small_disks import small_disk
 from tests.support.thread_ranks import make_coordinator, messages, replaced, run_thread_ranks, subscribe
 
 KILLED_AT = 3
+MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -241,7 +245,7 @@ def retire_on_two(rank: int, tmp_path: Path, silent: bool) -> list[int | None]:
     def refuse(*_: object) -> NoReturn:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with replaced(retention, "victims", refuse) if silent and rank == 1 else nullcontext():
+    with replaced(retention, "scan", refuse) if silent and rank == 1 else nullcontext():
         retention.retire(run_dir, CheckpointConfig(max_to_keep=1, keep_best=1), 6, deleter, coordinator)
     assert deleter.wait(30)
     return steps(run_dir)
@@ -255,3 +259,48 @@ def test_what_one_disk_keeps_stays_on_all(tmp_path, silent, left):
             publish(on_node(tmp_path, node).run_dir, step, {"val/accuracy": step / 10})
     flip_bit(step_dir(on_node(tmp_path, 1).run_dir, 4) / MANIFEST, 100)
     assert run_thread_ranks(2, retire_on_two, tmp_path, silent) == [left, left]
+
+
+def make_room_on_two(rank: int, tmp_path: Path, needed: list[int]) -> tuple[str | None, list[int | None]]:
+    """Room for a save of step 8 that needs `needed[rank]` bytes on the disk of each rank."""
+    run_dir, coordinator, deleter = on_node(tmp_path, rank).run_dir, make_coordinator(), Deleter()
+    coordinator.domains = [0, 1]
+    may_go = partial(retention.victims, run_dir, CheckpointConfig(max_to_keep=1), 8, coordinator, {})
+    refusal = None
+    try:
+        make_room(run_dir, needed[rank], may_go, deleter, 30.0, coordinator)
+    except OSError as error:
+        refusal = str(error)
+    assert deleter.wait(30)
+    return refusal, steps(run_dir)
+
+
+def publish_parts(tmp_path: Path, step: int) -> None:
+    run_thread_ranks(2, publish_on_two, tmp_path, step)
+
+
+def publish_on_two(rank: int, tmp_path: Path, step: int) -> None:
+    coordinator = make_coordinator()
+    coordinator.domains = [0, 1]
+    publish_part(on_node(tmp_path, rank).run_dir, step, coordinator, nbytes=2 * MIB)
+
+
+@pytest.mark.parametrize("harm", ["flip", "flip manifest", "remove"])
+def test_room_is_never_made_of_the_newest_checkpoint_that_all_disks_can_prove(tmp_path, harm):
+    """Step 6 is intact on the disk that is short of room, and damaged on the other: step 4 is what is left."""
+    with small_disk(tmp_path / "node_0", 12), small_disk(tmp_path / "node_1", 64):
+        for step in (2, 4, 6):
+            publish_parts(tmp_path, step)
+        part = step_dir(on_node(tmp_path, 1).run_dir, 6)
+        if harm == "remove":
+            shutil.rmtree(part)
+        else:
+            flip_bit(part / (MANIFEST if harm == "flip manifest" else "actor/model/rank_00001"), 900)
+        here = [2, 4, 6] if harm != "remove" else [2, 4]
+        # More than 2 gives up: refused on both, and nothing is gone on either.
+        for refusal, left in run_thread_ranks(2, make_room_on_two, tmp_path, [9 * MIB, 0]):
+            assert "removing global_step_2, which retention allows, would free only 2" in str(refusal)
+            assert left in (here, [2, 4, 6])
+        # What goes on the one goes on the other, which has room enough.
+        outcomes = run_thread_ranks(2, make_room_on_two, tmp_path, [7 * MIB, 0])
+        assert outcomes == [(None, [4, 6]), (None, [step for step in here if step != 2])]

@@ -16,6 +16,8 @@ from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.save.disk_space import bytes_freed_by, make_room
 from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.files import remove
 from rlhf.storage.layout import PIN, POINTER, TRASH, step_dir
 from tests.support.checkpoints import flip_bit, listening
@@ -24,6 +26,7 @@ from tests.support.small_disks import small_disk
 
 MIB = 1 << 20
 DEADLINE_S = 30.0
+ALONE = Coordinator(LoneTransport())
 
 
 @pytest.fixture
@@ -52,7 +55,20 @@ def leave(disk: Path, room: int) -> None:
 
 
 def after_the_save(run_dir: Path, step: int, **settings) -> Callable[[], list[Path]]:
-    return lambda: retention.victims(run_dir, CheckpointConfig(**settings), step, {})
+    return lambda: retention.victims(run_dir, CheckpointConfig(**settings), step, ALONE, {})
+
+
+def removed_for(
+    disk: Path,
+    needed: int,
+    victims: Callable[[], list[Path]],
+    deleter: Deleter,
+    make_way: Callable[[], None] = lambda: None,
+) -> list[int | None]:
+    """The steps that are gone once there is room."""
+    before = steps(disk)
+    make_room(disk, needed, victims, deleter, DEADLINE_S, ALONE, make_way)
+    return [step for step in before if step not in steps(disk)]
 
 
 def never() -> list[Path]:
@@ -61,14 +77,14 @@ def never() -> list[Path]:
 
 def test_enough_room_costs_a_look(disk, deleter):
     publish(disk, 2, nbytes=MIB)
-    assert make_room(disk, 4 * MIB, never, deleter, DEADLINE_S) == []
+    assert removed_for(disk, 4 * MIB, never, deleter) == []
 
 
 def test_what_retention_gives_up_anyway_goes_first_and_no_more_than_it_takes(disk, deleter, caplog):
     for step in (2, 4, 6, 8):
         publish(disk, step, nbytes=2 * MIB)
     leave(disk, MIB)
-    assert make_room(disk, 4 * MIB, after_the_save(disk, 10, max_to_keep=2), deleter, DEADLINE_S) == [2, 4]
+    assert removed_for(disk, 4 * MIB, after_the_save(disk, 10, max_to_keep=2), deleter) == [2, 4]
     assert free(disk) >= 4 * MIB
     assert steps(disk) == [6, 8]
     assert (disk / POINTER).read_text() == "8\n"
@@ -76,7 +92,7 @@ def test_what_retention_gives_up_anyway_goes_first_and_no_more_than_it_takes(dis
     # As much again, although one more may go: 6 is enough, and 8 is the newest.
     leave_less = free(disk) - MIB
     (disk / "more").write_bytes(bytes(leave_less))
-    assert make_room(disk, 2 * MIB, after_the_save(disk, 10, max_to_keep=1), deleter, DEADLINE_S) == [6]
+    assert removed_for(disk, 2 * MIB, after_the_save(disk, 10, max_to_keep=1), deleter) == [6]
     assert steps(disk) == [8]
     publish(disk, 10, nbytes=2 * MIB)
 
@@ -90,10 +106,10 @@ def test_the_newest_intact_one_stays_whatever_retention_says(disk, deleter):
     assert [path.name for path in rule()] == ["global_step_2", "global_step_4", "global_step_6"]
     # 6 is damaged, so that 4 is what a crash would go back to.
     with pytest.raises(OSError, match=r"needs 4\.0 MiB and the disk has 1\.0 MiB free") as refused:
-        make_room(disk, 4 * MIB, rule, deleter, DEADLINE_S)
+        removed_for(disk, 4 * MIB, rule, deleter)
     assert "; removing global_step_2, which retention allows, would free only 2.0 MiB" in str(refused.value)
     assert steps(disk) == [2, 4, 6]
-    assert make_room(disk, 3 * MIB - 8192, rule, deleter, DEADLINE_S) == [2]
+    assert removed_for(disk, 3 * MIB - 8192, rule, deleter) == [2]
     assert steps(disk) == [4, 6]
     verify(step_dir(disk, 4))
 
@@ -104,18 +120,18 @@ def test_nothing_goes_when_no_checkpoint_is_intact(disk, deleter):
         flip_bit(step_dir(disk, step) / "actor/model/weights", 999)
     leave(disk, MIB)
     with pytest.raises(OSError, match="there is no checkpoint that may go before the new one is whole"):
-        make_room(disk, 2 * MIB, after_the_save(disk, 6, max_to_keep=1), deleter, DEADLINE_S)
+        removed_for(disk, 2 * MIB, after_the_save(disk, 6, max_to_keep=1), deleter)
     assert steps(disk) == [2, 4]
 
 
-def test_what_is_kept_for_good_or_as_the_best_does_not_make_room(disk, deleter):
+def test_what_is_kept_for_good_or_as_the_best_does_not_removed_for(disk, deleter):
     for step, accuracy in ((2, 0.9), (4, 0.1), (6, 0.2), (8, 0.3)):
         publish(disk, step, {"val/accuracy": accuracy}, nbytes=2 * MIB)
     leave(disk, MIB)
     rule = after_the_save(disk, 10, max_to_keep=1, keep_best=1, keep_every=4)
     with pytest.raises(OSError, match="removing global_step_6, which retention allows, would free only 2"):
-        make_room(disk, 6 * MIB, rule, deleter, DEADLINE_S)
-    assert make_room(disk, 2 * MIB, rule, deleter, DEADLINE_S) == [6]
+        removed_for(disk, 6 * MIB, rule, deleter)
+    assert removed_for(disk, 2 * MIB, rule, deleter) == [6]
     assert steps(disk) == [2, 4, 8]
 
 
@@ -130,7 +146,7 @@ def test_trash_is_room_to_come(disk):
         (trash / f"{number}").touch()
     assert free(disk) < 4 * MIB
     deleter.take(trash)
-    assert make_room(disk, 4 * MIB, never, deleter, DEADLINE_S) == []
+    assert removed_for(disk, 4 * MIB, never, deleter) == []
     assert not trash.exists()
     assert steps(disk) == [4, 6]
 
@@ -150,7 +166,7 @@ def test_shared_files_give_room_only_with_their_last_name(disk, deleter):
     # 2 alone would not help, which is known before it is gone.
     leave(disk, MIB)
     with pytest.raises(OSError, match=r"removing global_step_2, .* would free only 0\.0 MiB"):
-        make_room(disk, 2 * MIB, after_the_save(disk, 8, max_to_keep=3), deleter, DEADLINE_S)
+        removed_for(disk, 2 * MIB, after_the_save(disk, 8, max_to_keep=3), deleter)
     assert two.exists()
 
 
@@ -170,10 +186,10 @@ def test_a_copy_under_way_makes_way(disk, deleter):
 
     removal.discard(step_dir(disk, 2))
     leave(disk, MIB)
-    assert make_room(disk, 3 * MIB, never, deleter, DEADLINE_S, make_way) == []
+    assert removed_for(disk, 3 * MIB, never, deleter, make_way) == []
     assert [pin.exists() for pin in pins] == [False, True, True]
     rule = after_the_save(disk, 8, max_to_keep=1)
-    assert make_room(disk, 5 * MIB, rule, deleter, DEADLINE_S, make_way) == [4]
+    assert removed_for(disk, 5 * MIB, rule, deleter, make_way) == [4]
     assert [pin.exists() for pin in pins] == [False, False, True]
     assert steps(disk) == [6]
 
@@ -191,7 +207,7 @@ def test_room_that_does_not_come_is_refused_with_the_figures_of_then(disk, delet
             os.link(trash / "actor/model/weights", disk / "held")
 
     with listening(hold), pytest.raises(OSError, match=r"needs 2\.5 MiB and the disk has 1\.0 MiB free; there is no"):
-        make_room(disk, 2 * MIB + MIB // 2, after_the_save(disk, 6, max_to_keep=1), deleter, DEADLINE_S)
+        removed_for(disk, 2 * MIB + MIB // 2, after_the_save(disk, 6, max_to_keep=1), deleter)
     assert steps(disk) == [4]
 
 
@@ -201,11 +217,13 @@ KILLED_WHILE_IT_REAPS = """
     from pathlib import Path
     from rlhf.storage.layout import TRASH
     from rlhf.checkpoint.commit.deleter import Deleter
-    from rlhf.checkpoint.commit.retention import apply
+    from rlhf.checkpoint.commit.retention import retire
     from rlhf.config.checkpoint import CheckpointConfig
+    from rlhf.ranks.coordinator import Coordinator
+    from rlhf.ranks.transport import LoneTransport
 
     run_dir = Path(sys.argv[1])
-    assert apply(run_dir, CheckpointConfig(max_to_keep=1), 4, Deleter()) == [2]
+    retire(run_dir, CheckpointConfig(max_to_keep=1), 4, Deleter(), Coordinator(LoneTransport()))
     [trash] = run_dir.glob(f"{TRASH}*")
     while len(os.listdir(trash / "many")) == int(sys.argv[2]):
         time.sleep(0)

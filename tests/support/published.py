@@ -4,9 +4,10 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rlhf.checkpoint.commit import publication
-from rlhf.checkpoint.commit.manifest import Manifest, describe
+from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, describe
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.files import write_file
@@ -21,9 +22,28 @@ def publish(
     temporary = publication.begin(run_dir, step)
     written = [write_file(temporary, "actor/model/weights", [os.urandom(nbytes)])]
     written.append(write_file(temporary, CONFIG, [config.encode()]))
-    manifest = Manifest(
+    manifest = _manifest(step, describe(written), metrics or {})
+    return publication.publish(run_dir, temporary, manifest, Coordinator(LoneTransport()))
+
+
+def publish_part(run_dir: Path, step: int, coordinator: Coordinator, nbytes: int = 100) -> Path:
+    """Commit a checkpoint of `step` over the storage domains of `coordinator`, each rank's with `nbytes` random bytes.
+    Collective."""
+    root = run_dir / coordinator.on_leader(lambda: publication.temporary_name(step))
+    name = f"actor/model/rank_{coordinator.rank:05d}"
+    parts = coordinator.everywhere(lambda: describe([write_file(root, name, [os.urandom(nbytes)])]))
+    files = {
+        name: entry | {DOMAINS: [domain]}
+        for domain, part in zip(coordinator.domains, parts, strict=True)
+        for name, entry in part.items()
+    }
+    return publication.publish(run_dir, root, _manifest(step, files, {}, coordinator.world_size), coordinator)
+
+
+def _manifest(step: int, files: dict[str, dict[str, Any]], metrics: dict[str, float], world_size: int = 1) -> Manifest:
+    return Manifest(
         step=step,
-        world_size=1,
+        world_size=world_size,
         backend="fsdp2",
         contents=["model"],
         roles=["actor"],
@@ -31,10 +51,9 @@ def publish(
         fingerprints={},
         created="2026-01-01T00:00:00+00:00",
         versions={"rlhf": "0"},
-        files=describe(written),
-        metrics=metrics or {},
+        files=files,
+        metrics=metrics,
     )
-    return publication.publish(run_dir, temporary, manifest, Coordinator(LoneTransport()))
 
 
 def steps(run_dir: Path) -> list[int | None]:

@@ -8,14 +8,17 @@ import pytest
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.commit.removal import clean_leftovers, set_aside
-from rlhf.checkpoint.commit.retention import NO_FIGURE, apply, reasons, victims
+from rlhf.checkpoint.commit.retention import NO_FIGURE, reasons, retire, victims
 from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.layout import MANIFEST, POINTER, TRASH, step_dir
 from tests.support.checkpoints import flip_bit, listening
 from tests.support.published import publish, steps
 
 DEADLINE_S = 30.0
 ACCURACY = "val/accuracy"
+ALONE = Coordinator(LoneTransport())
 
 
 def rules(max_to_keep: int | None = 1, keep_every: int | None = None, keep_best: int = 0) -> CheckpointConfig:
@@ -27,6 +30,13 @@ def deleter() -> Iterator[Deleter]:
     deleter = Deleter()
     yield deleter
     assert deleter.wait(DEADLINE_S)
+
+
+def retired(run_dir: Path, settings: CheckpointConfig, step: int, deleter: Deleter) -> list[int | None]:
+    """The steps that retention removes after the save of `step`."""
+    before = steps(run_dir)
+    retire(run_dir, settings, step, deleter, ALONE)
+    return [step for step in before if step not in steps(run_dir)]
 
 
 def names(run_dir: Path) -> set[str]:
@@ -83,7 +93,7 @@ def test_what_was_removed_would_never_have_been_wanted_again(seed, tmp_path, del
         figure = draw.choice([NO_FIGURE, draw.randint(0, 5) / 5])
         ever[step] = figure
         publish(tmp_path, step, {} if figure is NO_FIGURE else {ACCURACY: figure, "val/reward": -figure})
-        apply(tmp_path, settings, step, deleter)
+        retired(tmp_path, settings, step, deleter)
         assert steps(tmp_path) == sorted(kept(ever, settings))
 
 
@@ -93,7 +103,7 @@ def test_removed_ones_lose_their_name_at_once_and_their_bytes_soon(tmp_path, del
     seen = []
     with listening(lambda event: seen.append((event, steps(tmp_path)))):
         # Numbers, not texts: 10 is newer than 9.
-        assert apply(tmp_path, rules(2), 11, deleter) == [8, 9]
+        assert retired(tmp_path, rules(2), 11, deleter) == [8, 9]
     assert seen == [
         ("commit.prune", [8, 9, 10, 11]),
         ("commit.trash", [9, 10, 11]),
@@ -103,17 +113,17 @@ def test_removed_ones_lose_their_name_at_once_and_their_bytes_soon(tmp_path, del
     assert deleter.wait(DEADLINE_S)
     assert names(tmp_path) == {"global_step_10", "global_step_11", POINTER}
     assert (tmp_path / POINTER).read_text() == "11\n"
-    assert apply(tmp_path, rules(2), 11, deleter) == []
-    assert apply(tmp_path, rules(None), 11, deleter) == []
+    assert retired(tmp_path, rules(2), 11, deleter) == []
+    assert retired(tmp_path, rules(None), 11, deleter) == []
 
 
 def test_ranking_reads_the_metric_that_is_asked_for(tmp_path, deleter):
     for step, accuracy, reward in ((2, 0.9, -1.0), (4, 0.1, 5.0), (6, 0.5, 0.0)):
         publish(tmp_path, step, {ACCURACY: accuracy, "val/reward": reward})
     settings = rules(1, keep_best=1)
-    assert victims(tmp_path, settings, 6) == [step_dir(tmp_path, 4)]
+    assert victims(tmp_path, settings, 6, ALONE) == [step_dir(tmp_path, 4)]
     settings.best_metric = "val/reward"
-    assert victims(tmp_path, settings, 6) == [step_dir(tmp_path, 2)]
+    assert victims(tmp_path, settings, 6, ALONE) == [step_dir(tmp_path, 2)]
 
 
 def test_a_later_checkpoint_that_could_not_be_set_aside_pushes_nothing_out(tmp_path, deleter):
@@ -122,9 +132,9 @@ def test_a_later_checkpoint_that_could_not_be_set_aside_pushes_nothing_out(tmp_p
     # 6 cannot be read: the run went back to 4 and has come to 5.
     flip_bit(step_dir(tmp_path, 6) / MANIFEST, 100)
     publish(tmp_path, 5, {ACCURACY: 0.3})
-    assert apply(tmp_path, rules(1, keep_best=1), 5, deleter) == [2]
+    assert retired(tmp_path, rules(1, keep_best=1), 5, deleter) == [2]
     assert steps(tmp_path) == [4, 5, 6]
-    assert apply(tmp_path, rules(1), 5, deleter) == [4]
+    assert retired(tmp_path, rules(1), 5, deleter) == [4]
     assert steps(tmp_path) == [5, 6]
 
 
@@ -139,16 +149,16 @@ def test_a_checkpoint_whose_figure_cannot_be_known_is_not_removed_by_a_ranking(t
         manifest.unlink()
     if harm == "unreadable":  # a link to itself: the system's error is none of those that mean damage
         manifest.symlink_to(manifest)
-    assert apply(tmp_path, rules(1, keep_best=1), 8, deleter) == [2, 6]
+    assert retired(tmp_path, rules(1, keep_best=1), 8, deleter) == [2, 6]
     assert "global_step_4 is kept: it may be among the best, but" in caplog.text
     # Without a ranking it is an old checkpoint like any other.
-    assert apply(tmp_path, rules(1), 8, deleter) == [4]
+    assert retired(tmp_path, rules(1), 8, deleter) == [4]
 
 
 def test_checkpoints_without_metrics_are_old_ones_like_any_other(tmp_path, deleter):
     for step in (2, 4, 6):
         publish(tmp_path, step)
-    assert apply(tmp_path, rules(1, keep_best=5), 6, deleter) == [2, 4]
+    assert retired(tmp_path, rules(1, keep_best=5), 6, deleter) == [2, 4]
 
 
 def test_a_checkpoint_to_come_counts_as_if_it_were_there(tmp_path):
@@ -156,9 +166,9 @@ def test_a_checkpoint_to_come_counts_as_if_it_were_there(tmp_path):
         publish(tmp_path, step, {ACCURACY: accuracy})
     settings = rules(1, keep_best=1)
     paths = [step_dir(tmp_path, step) for step in (2, 4, 6)]
-    assert victims(tmp_path, settings, 8, {ACCURACY: 0.9}) == paths
-    assert victims(tmp_path, settings, 8, {ACCURACY: 0.3}) == [paths[0], paths[2]]
-    assert victims(tmp_path, settings, 8, {}) == [paths[0], paths[2]]
+    assert victims(tmp_path, settings, 8, ALONE, {ACCURACY: 0.9}) == paths
+    assert victims(tmp_path, settings, 8, ALONE, {ACCURACY: 0.3}) == [paths[0], paths[2]]
+    assert victims(tmp_path, settings, 8, ALONE, {}) == [paths[0], paths[2]]
 
 
 def test_what_is_no_published_checkpoint_is_left_alone(tmp_path, deleter):
@@ -170,8 +180,8 @@ def test_what_is_no_published_checkpoint_is_left_alone(tmp_path, deleter):
         (tmp_path / name).mkdir()
     (tmp_path / "global_step_1").write_text("a file of that name is no checkpoint")
     others = names(tmp_path) - {"global_step_4"}
-    assert apply(tmp_path, rules(1, keep_best=1), 6, deleter) == []
-    assert apply(tmp_path, rules(1), 6, deleter) == [4]
+    assert retired(tmp_path, rules(1, keep_best=1), 6, deleter) == []
+    assert retired(tmp_path, rules(1), 6, deleter) == [4]
     assert deleter.wait(DEADLINE_S)
     assert names(tmp_path) == others
 
@@ -182,7 +192,7 @@ def test_an_old_checkpoint_that_was_moved_and_linked_costs_only_the_link(tmp_pat
         publish(run_dir, step)
     step_dir(run_dir, 2).rename(archive)
     step_dir(run_dir, 2).symlink_to(archive)
-    assert apply(run_dir, rules(1), 4, deleter) == [2]
+    assert retired(run_dir, rules(1), 4, deleter) == [2]
     assert deleter.wait(DEADLINE_S)
     assert names(run_dir) == {"global_step_4", POINTER}
     assert verify(archive).step == 2
@@ -198,7 +208,7 @@ def test_trash_that_cannot_be_deleted_is_told_and_stops_nothing(tmp_path, delete
             trash.rename(tmp_path / "taken")
 
     with listening(take_away), caplog.at_level(logging.ERROR):
-        assert apply(tmp_path, rules(1), 6, deleter) == [2, 4]
+        assert retired(tmp_path, rules(1), 6, deleter) == [2, 4]
     assert deleter.wait(DEADLINE_S)
     assert ".trash-global_step_2" in caplog.text
     assert "could not be removed" in caplog.text
@@ -213,7 +223,7 @@ def test_a_removal_that_fails_does_not_fail_the_save(tmp_path, deleter, caplog):
         raise PermissionError(13, "Permission denied", "global_step_2")
 
     with listening(refuse):
-        assert apply(tmp_path, rules(1), 4, deleter) == []
+        assert retired(tmp_path, rules(1), 4, deleter) == []
     assert "An old checkpoint in" in caplog.text
     assert steps(tmp_path) == [2, 4]
 

@@ -7,7 +7,7 @@ them.
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rlhf.checkpoint.commit.deleter import Deleter
@@ -17,7 +17,7 @@ from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.layout import scan, step_of
+from rlhf.storage.layout import scan, step_dir, step_of
 
 log = logging.getLogger(__name__)
 NO_FIGURE = math.nan
@@ -48,18 +48,34 @@ def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> 
 
 
 def victims(
-    run_dir: Path, settings: CheckpointConfig, newest_step: int, coming: Mapping[str, float] | None = None
+    run_dir: Path,
+    settings: CheckpointConfig,
+    newest_step: int,
+    coordinator: Coordinator,
+    coming: Mapping[str, float] | None = None,
 ) -> list[Path]:
-    """The checkpoints that may go once that of `newest_step` is published, oldest first; it is never among them.
+    """The checkpoints that may go once that of `newest_step` is published, oldest first; it is never among them. A step
+    that one storage domain keeps stays in all, so that it stays whole.
 
     `coming` are its metrics while it is not published yet. A checkpoint later than `newest_step` is there only when it
-    could neither be read nor set aside: it does not count, and it is left alone.
+    could neither be read nor set aside: it does not count, and it is left alone. Collective; raises OSError on every
+    rank when a disk does not say what it has.
     """
-    paths = {step: path for path in scan(run_dir) if (step := step_of(path)) is not None and step <= newest_step}
-    figures = {step: _figure(path, settings) for step, path in paths.items()}
+    looked = coordinator.on_domain_leaders(lambda: _goes(run_dir, settings, newest_step, coming))
+    steps = sorted({step for goes in looked for step in goes})
+    return [step_dir(run_dir, step) for step in steps if all(goes.get(step, True) for goes in looked)]
+
+
+def _goes(
+    run_dir: Path, settings: CheckpointConfig, newest_step: int, coming: Mapping[str, float] | None
+) -> dict[int, bool]:
+    """Whether each step that lies here may go."""
+    paths = {step: path for path in scan(run_dir) if (step := step_of(path)) is not None}
+    figures = {step: _figure(path, settings) for step, path in paths.items() if step <= newest_step}
     if coming is not None:
         figures[newest_step] = coming.get(settings.best_metric, NO_FIGURE)
-    return [paths[step] for step, why in sorted(reasons(figures, settings).items()) if not why]
+    why = reasons(figures, settings)
+    return {step: step != newest_step and why.get(step) == [] for step in paths}
 
 
 def _figure(path: Path, settings: CheckpointConfig) -> float | None:
@@ -73,47 +89,23 @@ def _figure(path: Path, settings: CheckpointConfig) -> float | None:
 
 
 def retire(run_dir: Path, settings: CheckpointConfig, step: int, deleter: Deleter, coordinator: Coordinator) -> None:
-    """`apply` in every storage domain; a step that one of them keeps stays in all, so that it stays whole.
-
-    Collective.
-    """
-    spared: set[int] = set()
-    if len(coordinator.domain_leaders) > 1:
-        kept = coordinator.on_domain_leaders(lambda: survivors(run_dir, settings, step))
-        if None in kept:
-            return
-        spared = set().union(*(steps or () for steps in kept))
-    coordinator.on_domain_leaders(lambda: apply(run_dir, settings, step, deleter, spared))
-
-
-def survivors(run_dir: Path, settings: CheckpointConfig, step: int) -> set[int] | None:
-    """The steps that stay here once that of `step` is published; None when the disk does not say."""
-    try:
-        going = {path.name for path in victims(run_dir, settings, step)}
-        return {step_of(path) or 0 for path in scan(run_dir) if path.name not in going}
-    except OSError as error:
-        log.error("The old checkpoints in %s could not be looked through: %s", run_dir, error)
-        return None
-
-
-def apply(
-    run_dir: Path, settings: CheckpointConfig, step: int, deleter: Deleter, spared: Collection[int] = ()
-) -> list[int]:
-    """Remove what no rule keeps, now that the checkpoint of `step` is published; returns the removed steps. `spared`
-    ones stay.
+    """Remove what no rule keeps, now that the checkpoint of `step` is published; the same steps in every storage
+    domain. Collective.
 
     Each one loses its name at once, by a rename to trash; `deleter` deletes the bytes. Never raises for the disk's
-    sake.
+    sake: the new checkpoint is published, and an old one that cannot be removed costs room, not the run.
     """
-    removed: list[int] = []
     try:
-        for path in victims(run_dir, settings, step):
-            if step_of(path) in spared:
-                continue
+        going = victims(run_dir, settings, step, coordinator)
+        coordinator.on_domain_leaders(lambda: remove_checkpoints(going, deleter))
+    except OSError as error:
+        if coordinator.is_leader:
+            log.error("An old checkpoint in %s could not be removed: %s", run_dir, error)
+
+
+def remove_checkpoints(going: Iterable[Path], deleter: Deleter) -> None:
+    """Take the names of those checkpoints away that lie here; `deleter` deletes them."""
+    for path in going:
+        if path.exists():
             announce("commit.prune")
             deleter.take(to_trash(path))
-            removed.append(step_of(path) or 0)
-    except OSError as error:
-        # The new checkpoint is published; an old one that cannot be removed costs room, not the run.
-        log.error("An old checkpoint in %s could not be removed: %s", run_dir, error)
-    return removed

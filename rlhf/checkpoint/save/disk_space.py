@@ -12,11 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhf.checkpoint.commit.deleter import Deleter
-from rlhf.checkpoint.commit.manifest import verify
-from rlhf.checkpoint.commit.removal import to_trash
-from rlhf.events import announce
-from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.layout import PIN, scan, step_of
+from rlhf.checkpoint.commit.retention import remove_checkpoints
+from rlhf.checkpoint.load.locations import newest_usable
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.layout import PIN, step_of
 
 log = logging.getLogger(__name__)
 # Some file systems (btrfs, XFS, network ones) give the room of deleted files back a moment later.
@@ -30,44 +29,66 @@ def make_room(
     victims: Callable[[], list[Path]],
     deleter: Deleter,
     timeout_s: float,
+    coordinator: Coordinator,
     make_way: Callable[[], None] = lambda: None,
-) -> list[int]:
-    """See to `needed` free bytes on the disk of `run_dir`; returns the steps of the checkpoints that were removed for
-    it.
+) -> None:
+    """See to `needed` free bytes on the disk of this rank's storage domain. Collective.
 
     First it calls `make_way`, which gives up whatever else keeps bytes of removed checkpoints on the disk (a copy to
     the remote), and waits for the trash that `deleter` is deleting, at most `timeout_s` seconds. Then it removes as
     many from the front of `victims()` as it takes: the checkpoints that retention will remove anyway, oldest first; but
-    neither the newest intact one (which it reads whole to know) nor any later one. Raises OSError (ENOSPC) with the
-    figures; when it can be known beforehand that all of them would not be enough, none is removed.
+    neither the newest one that a resume could use (of which every domain reads its part, to know) nor any later one.
+    What goes on one disk goes on all. Raises OSError (ENOSPC) on every rank with the figures of a disk that is too
+    full; when it can be known beforehand that all of them would not be enough, none is removed.
     """
+    if not any(coordinator.on_domain_leaders(lambda: _is_short(run_dir, needed, deleter, timeout_s, make_way))):
+        return
+    may_go = _older_than_the_newest_usable(run_dir, victims(), coordinator)
+    going = may_go[: max(coordinator.on_domain_leaders(lambda: _how_many(run_dir, needed, may_go)))]
+    coordinator.on_domain_leaders(lambda: remove_checkpoints(going, deleter))
+    left = may_go[len(going) :]
+    coordinator.on_domain_leaders(lambda: _await_removal(run_dir, needed, deleter, timeout_s, make_way, left))
+
+
+def _is_short(run_dir: Path, needed: int, deleter: Deleter, timeout_s: float, make_way: Callable[[], None]) -> bool:
+    """Whether there is too little room, even when all is deleted that is on its way out."""
     if _free(run_dir) >= needed:
-        return []
+        return False
     make_way()
     if not deleter.wait(0):
         _await_room(run_dir, needed, deleter, timeout_s)
+    return _free(run_dir) < needed
+
+
+def _older_than_the_newest_usable(run_dir: Path, victims: list[Path], coordinator: Coordinator) -> list[Path]:
+    """Those of `victims` that a crash before the next commit would not need. Collective."""
+    newest = newest_usable(run_dir, coordinator) if victims else None
+    return [] if newest is None else [path for path in victims if (step_of(path) or 0) < (step_of(newest) or 0)]
+
+
+def _how_many(run_dir: Path, needed: int, may_go: list[Path]) -> int:
+    """How many from the front of `may_go` this disk needs to lose."""
     free = _free(run_dir)
-    if free >= needed:
-        return []
-    may_go = _older_than_the_newest_intact(run_dir, victims())
-    enough = next((n for n in range(1, len(may_go) + 1) if free + bytes_freed_by(may_go[:n]) >= needed), None)
+    enough = next((n for n in range(len(may_go) + 1) if free + bytes_freed_by(may_go[:n]) >= needed), None)
     if enough is None:
         raise _too_little(run_dir, needed, may_go)
-    going = may_go[:enough]
-    log.warning(
-        "The disk has %s free and the save needs %s: removing %s first, which retention gives up after this save.",
-        _mib(free),
-        _mib(needed),
-        ", ".join(path.name for path in going),
-    )
-    for path in going:
-        announce("commit.prune")
-        deleter.take(to_trash(path))
+    if enough:
+        log.warning(
+            "The disk has %s free and the save needs %s: removing %s first, which retention gives up after this save.",
+            _mib(free),
+            _mib(needed),
+            ", ".join(path.name for path in may_go[:enough]),
+        )
+    return enough
+
+
+def _await_removal(
+    run_dir: Path, needed: int, deleter: Deleter, timeout_s: float, make_way: Callable[[], None], left: list[Path]
+) -> None:
     make_way()
     _await_room(run_dir, needed, deleter, timeout_s)
     if _free(run_dir) < needed:
-        raise _too_little(run_dir, needed, may_go[enough:])
-    return [step_of(path) or 0 for path in going]
+        raise _too_little(run_dir, needed, left)
 
 
 def bytes_freed_by(paths: list[Path]) -> int:
@@ -86,20 +107,6 @@ def bytes_freed_by(paths: list[Path]) -> int:
                 if names[stat.st_dev, stat.st_ino] == stat.st_nlink:
                     freed += stat.st_blocks * 512
     return freed
-
-
-def _older_than_the_newest_intact(run_dir: Path, victims: list[Path]) -> list[Path]:
-    """Those of `victims` that a crash before the next commit would not need."""
-    if not victims:
-        return []
-    for path in scan(run_dir):
-        try:
-            verify(path)
-        except (DamagedCheckpoint, OSError) as error:
-            log.warning("%s is passed over: %s", path, error)
-            continue
-        return [victim for victim in victims if (step_of(victim) or 0) < (step_of(path) or 0)]
-    return []
 
 
 def _await_room(run_dir: Path, needed: int, deleter: Deleter, timeout_s: float) -> None:

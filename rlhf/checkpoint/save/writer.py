@@ -80,10 +80,8 @@ def write_checkpoint(
         snapshot = _with_shared_files(snapshot, coordinator)
         sizes = zip(coordinator.domains, coordinator.gather(snapshot.nbytes(draft.linked)), strict=True)
         needed = sum(size for domain, size in sizes if domain == coordinator.domain) + SLACK_BYTES
-        may_go = partial(retention.victims, run_dir, settings, snapshot.step, snapshot.metrics)
-        coordinator.on_domain_leaders(
-            lambda: make_room(run_dir, needed, may_go, deleter, settings.timeout_s / 2, make_way)
-        )
+        may_go = partial(retention.victims, run_dir, settings, snapshot.step, coordinator, snapshot.metrics)
+        make_room(run_dir, needed, may_go, deleter, settings.timeout_s / 2, coordinator, make_way)
         ranks = coordinator.everywhere(lambda: _write_files(root, snapshot, draft.linked, coordinator.rank))
         indices = coordinator.on_domain_leaders(lambda: _write_indices(root, ranks))
         manifest = coordinator.on_leader(
