@@ -22,6 +22,10 @@ class Preempted(Exception):
     """The run was asked to stop, has saved and leaves with `EXIT_REQUEUE`."""
 
 
+class Unsaved(Exception):
+    """The run leaves with `EXIT_REQUEUE` and without what it was to save; the message says what, and what is there."""
+
+
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice most like `word`, or None when nothing is near."""
     found = difflib.get_close_matches(word, list(choices), n=1)

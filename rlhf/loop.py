@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.errors import Preempted, UserError
+from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.experience.collector import Collector
 from rlhf.experience.evaluation import Evaluator
@@ -59,7 +59,7 @@ class Components:
 
 def train(c: Components) -> None:
     """Train from where `c.driver` stands to its last step. Collective; raises Preempted after a save when asked to
-    stop."""
+    stop, Unsaved when that save failed."""
     with c.checkpointer.committing():
         _train(c)
     c.collector.drop_journal(up_to=c.driver.step)
@@ -121,9 +121,7 @@ def _train(c: Components) -> None:
         c.run_log.step(step, metrics)
         c.run_log.note(c.checkpointer.maybe_save(step, metrics, last=last))
         if c.stop_requested() and not last:
-            c.checkpointer.save(step, metrics)
-            c.checkpointer.finish()
-            raise Preempted(f"Asked to stop: saved step {step} and left; the same command goes on from there.")
+            c.checkpointer.leave(step, metrics)
 
 
 def roll_back(c: Components) -> None:

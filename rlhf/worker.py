@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 from rlhf.ranks.parent import SUPERVISOR_PID, die_with_parent
 
@@ -19,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from rlhf.assemble.run import build
-from rlhf.checkpoint.remote.copies import copy_pending
+from rlhf.checkpoint.remote.copies import check_copied, copy_pending
 from rlhf.checkpoint.start.domains import find_domains
 from rlhf.checkpoint.start.preparation import finished_step, prepare
 from rlhf.config import Config
 from rlhf.config.resolved import from_yaml, to_yaml
-from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Preempted, UserError
+from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Preempted, Unsaved, UserError
 from rlhf.events import announce, subscribe_from_environment
 from rlhf.loop import train
 from rlhf.ranks import collectives
@@ -46,6 +47,7 @@ def run(config: Config, device: torch.device, coordinator: Coordinator, status: 
     try:
         train(components)
         announce("end.before")  # only here: what a crash leaves as evidence is where it happened
+        check_copied(components.checkpointer.not_copied, config.run_dir, config.checkpoint)
     finally:
         components.run_log.close()
         components.reward.close()
@@ -73,6 +75,7 @@ def main_under_torchrun(config: Config) -> int:
         coordinator = _coordinator(config)
         # Every rank composed by itself; the leader's result is the one that counts.
         agreed = from_yaml(coordinator.broadcast(to_yaml(config)))
+        left: list[int] = []
         with ExitStack() as locks:
             coordinator.domains = find_domains(agreed.run_dir, coordinator)
             coordinator.on_domain_leaders(lambda: locks.enter_context(run_lock(agreed.run_dir)))
@@ -81,10 +84,11 @@ def main_under_torchrun(config: Config) -> int:
             if finished is None:
                 run(agreed, device, coordinator, status)
             elif coordinator.is_leader:
-                copy_pending(agreed.run_dir, agreed.trainer, agreed.checkpoint)
+                left = copy_pending(agreed.run_dir, agreed.trainer, agreed.checkpoint)
                 log.info("The run in %s is finished at step %d.", agreed.run_dir, finished)
             if coordinator.is_leader:
                 log.info("Done.\n%s", write_report(agreed.run_dir))
+        check_copied(left, agreed.run_dir, agreed.checkpoint)
 
     return _guarded(config.run_dir, work)
 
@@ -112,11 +116,16 @@ def _guarded(run_dir: Path, work: Callable[[StatusWriter], None]) -> int:
     except Preempted as request:
         log.info("%s", request)
         return EXIT_REQUEUE
+    except Unsaved as error:
+        _tell(status, "unsaved", str(error))
+        return EXIT_REQUEUE
     except UserError as error:
-        return _failed(status, str(error))
+        _tell(status, "user", str(error))
+        return EXIT_USER_ERROR
     except Exception as error:
         if is_unfixable(error):
-            return _failed(status, f"{error}. Mend it and run the same command again.")
+            _tell(status, "user", f"{error}. Mend it and run the same command again.")
+            return EXIT_USER_ERROR
         status.error("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
         # The supervisor shows the first rank's, and not the peers' that follow from it.
         if SUPERVISOR_PID not in os.environ:
@@ -124,11 +133,10 @@ def _guarded(run_dir: Path, work: Callable[[StatusWriter], None]) -> int:
         return EXIT_CRASHED
 
 
-def _failed(status: StatusWriter, message: str) -> int:
-    status.error("user", message)
+def _tell(status: StatusWriter, kind: Literal["user", "unsaved"], message: str) -> None:
+    status.error(kind, message)
     if SUPERVISOR_PID not in os.environ:  # the supervisor shows it itself, once
         log.error("%s", message)
-    return EXIT_USER_ERROR
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.identity import Identity
@@ -23,11 +24,12 @@ from rlhf.checkpoint.save.writer import SaveResult, write_checkpoint
 from rlhf.checkpoint.start.run_dir import resume_source
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.trainer import TrainerConfig
-from rlhf.errors import Preempted, UserError
+from rlhf.errors import Preempted, Unsaved, UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import SaveFailed
+from rlhf.storage.layout import scan
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +74,8 @@ class Checkpointer:
         self._result: SaveResult | None = None
         self.loaded: LoadResult | None = None
         """What the newest resume read."""
+        self.not_copied: list[int] = []
+        """On the leader, once `committing` is left: the steps that `checkpoint.remote` still lacks."""
         self._saved_step: int | None = None
         # Step of the reference's last change -> the newest checkpoint that holds it as it was then.
         self._reference_at: dict[int, Path] = {}
@@ -125,16 +129,16 @@ class Checkpointer:
         """Save if the cadence says so, or if this is the run's `last` step; returns like `save`."""
         every = self._trainer.save_freq
         if every and (last or step % every == 0):
-            return self.save(step, metrics)
+            return self.save(step, metrics, last=last)
         if self._in_flight is not None and self._in_flight.over and not self.failed:
             self._settle()
         return self._take_result()
 
-    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> SaveResult | None:
+    def save(self, step: int, metrics: Mapping[str, float] | None = None, *, last: bool = False) -> SaveResult | None:
         """Save now, with the `metrics` of the step, unless it is saved already; first waits for the save before.
 
         Returns the save whose outcome has become known since the last call. A failure ends the run, or is reported, as
-        `checkpoint.on_save_error` says.
+        `checkpoint.on_save_error` says; that of the `last` save always ends it, since no training goes on.
         """
         asked = time.monotonic()
         self._settle()
@@ -147,7 +151,7 @@ class Checkpointer:
         unchanged = None if updated_at is None else self._reference_at.get(updated_at)
         rank = self._coordinator.rank
         snapshot = take_snapshot(step, settings.contents, self._state, self._config.text, rank, unchanged, metrics)
-        save = SaveInFlight(step, updated_at, settings.timeout_s)
+        save = SaveInFlight(step, updated_at, settings.timeout_s, last)
         if self._behind is None:
             save.run(lambda: self._write(snapshot, self._coordinator, asked, started))
             self._in_flight = save
@@ -156,7 +160,7 @@ class Checkpointer:
         try:
             draft = begin_checkpoint(snapshot, self._run_dir, self._coordinator)
         except SaveFailed as error:
-            self._end_or_go_on(error)
+            self._end_or_go_on(error, last)
             return self._take_result()
         behind, staged = self._behind, self._stager.copy(snapshot, draft.linked)
         blocked = time.monotonic() - asked
@@ -208,6 +212,21 @@ class Checkpointer:
         """Figures of the copies to `checkpoint.remote`; empty without any."""
         return {} if self._copies is None else self._copies.metrics()
 
+    def leave(self, step: int, metrics: Mapping[str, float]) -> NoReturn:
+        """Save `step`, wait for it, and raise Preempted; when it could not be saved, Unsaved, or UserError for what a
+        restart meets again."""
+        self._settle()
+        try:
+            self.save(step, metrics, last=True)
+            self.finish()
+        except SaveFailed as error:
+            newest = next(iter(scan(self._run_dir)), None)
+            then = f"goes on from {newest}" if newest else "starts from the beginning"
+            raise Unsaved(
+                f"Asked to stop: left without saving step {step}. {error} The same command {then}."
+            ) from error
+        raise Preempted(f"Asked to stop: saved step {step} and left; the same command goes on from there.")
+
     def finish(self) -> SaveResult | None:
         """Wait until nothing is in flight any more, neither a save nor a removal; returns and fails like `save`."""
         self._settle()
@@ -235,7 +254,7 @@ class Checkpointer:
                 raise
             self.finish()
             copies_s = self._settings.timeout_s
-        except (UserError, Preempted):
+        except (UserError, Preempted, Unsaved):
             raise
         except BaseException as error:
             copies_s = 0.0
@@ -244,14 +263,14 @@ class Checkpointer:
             raise
         finally:
             if self._copies is not None:
-                self._copies.finish(copies_s)
+                self.not_copied = self._copies.finish(copies_s)
 
     @property
     def failed(self) -> bool:
         """Whether the save in flight has failed on this rank such that the run must end; `save`, called on all ranks,
         then raises."""
-        error = None if self._in_flight is None else self._in_flight.error
-        return error is not None and not self._goes_on(error)
+        save = self._in_flight
+        return save is not None and save.error is not None and not self._goes_on(save.error, save.last)
 
     def _settle(self) -> None:
         """Wait for the save in flight, if there is one, and take note of its outcome."""
@@ -263,18 +282,18 @@ class Checkpointer:
             result = save.wait()
         except SaveFailed as error:
             self._in_flight = None
-            self._end_or_go_on(error)
+            self._end_or_go_on(error, save.last)
             return
         self._in_flight, self._result = None, result
         self._holds_now(result.path, save.step, save.reference_at)
 
-    def _goes_on(self, error: BaseException) -> bool:
+    def _goes_on(self, error: BaseException, last: bool) -> bool:
         # When the ranks have lost each other, no later save could succeed either.
         lost = isinstance(error.__cause__, LostPeer)
-        return self._settings.on_save_error == "continue" and isinstance(error, SaveFailed) and not lost
+        return self._settings.on_save_error == "continue" and isinstance(error, SaveFailed) and not lost and not last
 
-    def _end_or_go_on(self, error: SaveFailed) -> None:
-        if self._goes_on(error):
+    def _end_or_go_on(self, error: SaveFailed, last: bool) -> None:
+        if self._goes_on(error, last):
             if self._coordinator.is_leader:
                 log.error("%s Training goes on (checkpoint.on_save_error=continue).", error)
             return

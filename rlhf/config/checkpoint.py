@@ -37,5 +37,5 @@ class CheckpointConfig:
     timeout_s: float = setting(3600.0, gt=0, resume="harmless")
     """Longest wait for another rank's part of a save or a load, in seconds; then the attempt fails and restarts."""
     on_save_error: str = setting("stop", choices=("stop", "continue"), resume="harmless")
-    """A save that failed (disk full, permission): end the run, or say so and train on. The previous checkpoint stays
-    intact either way."""
+    """A save that failed (disk full, permission): end the run, or say so and train on. The last save of a run, or of
+    one that is asked to stop, always ends it with an error. The previous checkpoint stays intact either way."""

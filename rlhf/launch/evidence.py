@@ -95,6 +95,11 @@ def user_error(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
     return f"A rank ended with exit code {EXIT_USER_ERROR}, which a restart can't mend, and left no message; see above."
 
 
+def unsaved(statuses: dict[int, RankStatus]) -> str | None:
+    """What the ranks that left in order could not save, in the words of the first one; None when all is saved."""
+    return next((s.error.message for s in statuses.values() if s.error and s.error.kind == "unsaved"), None)
+
+
 def describe_exit(code: int) -> str:
     """The exit code or the signal in words."""
     if code >= 0:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
-from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
+from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Unsaved, UserError
 from rlhf.launch import evidence
 from rlhf.launch.attempt import Attempt
 from rlhf.launch.hangs import HangDetector
@@ -62,7 +62,7 @@ def _make(run_dir: Path) -> None:
 
 def _supervise_locked(config: Config, run_dir: Path, starter: RankStarter) -> int:
     # Slow imports, after the lock: a second run is refused at once.
-    from rlhf.checkpoint.remote.copies import copy_pending
+    from rlhf.checkpoint.remote.copies import check_copied, copy_pending
     from rlhf.checkpoint.run_file import read_run_file
     from rlhf.checkpoint.start.preparation import finished_step, prepare
     from rlhf.ranks.coordinator import Coordinator
@@ -86,8 +86,13 @@ def _supervise_locked(config: Config, run_dir: Path, starter: RankStarter) -> in
         tracker = Tracker(config.trainer, config.tracking, asdict(config), run_dir, run_id)
         tracker.start(step)
         tracker.finish()
-        copy_pending(run_dir, config.trainer, config.checkpoint)
+        left = copy_pending(run_dir, config.trainer, config.checkpoint)
         log.info("Done.\n%s", write_report(run_dir))
+        try:
+            check_copied(left, run_dir, config.checkpoint)
+        except Unsaved as error:
+            log.error("%s", error)
+            return EXIT_REQUEUE
         return EXIT_DONE
     replace_durably(run_dir / RESOLVED, to_yaml(config))
     with StopRequest() as stop:
@@ -148,6 +153,9 @@ def _log_leaving(
 ) -> None:
     t = config.trainer
     asked = stop.signal_name or "A signal to the ranks"
+    if unsaved := evidence.unsaved(statuses):
+        log.error("%s", unsaved)
+        return
     if all(code in (EXIT_REQUEUE, EXIT_DONE) for code in attempt.exits.values()) and len(attempt.exits) == t.nproc:
         log.info("%s: the ranks saved and left. %s", asked, evidence.next_start(checkpoint))
         return

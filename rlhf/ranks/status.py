@@ -28,10 +28,10 @@ _REPEAT_S = 0.1
 
 @dataclass(frozen=True)
 class RankError:
-    """The error that ended a rank: `user` needs a person, `crash` a restart. `traceback` is the formatted text, or
-    empty."""
+    """The error that ended a rank: `user` needs a person, `crash` a restart; `unsaved`: it left as asked, or finished,
+    but what it was to save is not saved. `traceback` is the formatted text, or empty."""
 
-    kind: Literal["user", "crash"]
+    kind: Literal["user", "crash", "unsaved"]
     message: str
     traceback: str
 
@@ -99,7 +99,7 @@ class StatusWriter:
                 return
             self._write(self._status)
 
-    def error(self, kind: Literal["user", "crash"], message: str, traceback: str = "") -> None:
+    def error(self, kind: Literal["user", "crash", "unsaved"], message: str, traceback: str = "") -> None:
         """Note why the rank is about to end; step and event stay those of the last `event`.
 
         What doesn't fit into the page is cut off: first the traceback's beginning, then the message's end.

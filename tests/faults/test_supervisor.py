@@ -203,6 +203,17 @@ sys.exit(75)
     assert "SIGTERM: the ranks saved and left" in caplog.records[-1].getMessage()
 
 
+def test_ranks_that_left_without_saving_are_not_said_to_have_saved(config, supervised, caplog):
+    code = supervised("""
+peers_started()
+status.error("unsaved", "left without saving step 3")
+sys.exit(75)
+""")
+    assert code == EXIT_REQUEUE
+    assert caplog.records[-1].getMessage() == "left without saving step 3"
+    assert caplog.records[-1].levelno == logging.ERROR
+
+
 def test_grace_runs_out(config, supervised, caplog):
     config.trainer.preempt_grace_s = 1.0
     code = supervised("""

@@ -32,7 +32,7 @@ from rlhf.checkpoint.remote.retries import Retries, Stopped, in_threads
 from rlhf.checkpoint.run_file import read_run_file
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.trainer import TrainerConfig
-from rlhf.errors import UserError
+from rlhf.errors import Unsaved, UserError
 from rlhf.events import announce
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import remove_dir
@@ -284,6 +284,16 @@ def copy_pending(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConf
     copies = RemoteCopies(run_dir, trainer, settings)
     copies.start()
     return copies.finish(settings.timeout_s)
+
+
+def check_copied(left: list[int], run_dir: Path, settings: CheckpointConfig) -> None:
+    """Raise Unsaved for a finished run of which `checkpoint.remote` lacks the steps `left`."""
+    if left:
+        names = ", ".join(step_dir(Path(), step).name for step in left)
+        raise Unsaved(
+            f"The training is finished and saved in {run_dir}, but checkpoint.remote={settings.remote} lacks {names}. "
+            "The same command goes on with copying."
+        )
 
 
 def _chunks_of(path: Path) -> Iterator[bytes]:

@@ -16,12 +16,14 @@ from rlhf.ranks.transport import LostPeer
 class SaveInFlight:
     """The save of `step`.
 
-    `reference_at`: the step of the moving reference's last change, as it is saved; None without one.
+    `reference_at`: the step of the moving reference's last change, as it is saved; None without one. `last`: no
+    training follows it.
     """
 
     step: int
     reference_at: int | None
     timeout_s: float
+    last: bool = False
     _outcome: Future[SaveResult] = field(default_factory=Future)
     _started: float = field(default_factory=time.monotonic)
 

@@ -1,0 +1,129 @@
+"""Last save of a run that fails: its words and its exit code agree with what is on disk."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from rlhf.config import Config
+from rlhf.errors import EXIT_REQUEUE, EXIT_USER_ERROR, Preempted, Unsaved, UserError
+from rlhf.storage.disk_errors import SaveFailed
+from tests.support.interrupter import at
+from tests.support.launching import small, train, write_sums
+from tests.support.saving_behind import Run, published, saving_behind
+from tests.support.small_disks import small_disk
+from tests.support.thread_ranks import messages, run_thread_ranks, subscribe
+
+WAYS = ["leave", "last"]
+
+
+@pytest.fixture(params=[True, False], ids=["behind", "in front"])
+def config(request, tmp_path) -> Config:
+    config = saving_behind(tmp_path)
+    config.checkpoint.async_save = request.param
+    config.checkpoint.on_save_error = "continue"
+    config.trainer.save_freq = 2
+    return config
+
+
+def end(rank: int, config: Config, way: str, code: int, saved: list[int]) -> tuple[type, str, list[str]]:
+    """Save the steps `saved`; then, with a disk that answers `code` on rank 1, save step 2 in vain and end at step
+    3."""
+    said = messages()
+    run = Run(rank, config)
+    checkpointer = run.checkpointer
+
+    def refuse(event: str) -> None:
+        if event == "commit.file_write":
+            raise OSError(code, os.strerror(code))
+
+    try:
+        with checkpointer.committing():
+            if (step := run.step()) in saved:
+                checkpointer.save(step)
+                checkpointer.finish()
+            if rank == 1:
+                subscribe(refuse)
+            checkpointer.maybe_save(run.step(), {})
+            if way == "leave":
+                checkpointer.leave(run.step(), {})
+            checkpointer.maybe_save(run.step(), {}, last=True)
+    except (Preempted, Unsaved, UserError, SaveFailed) as error:
+        return type(error), str(error), said
+    return type(None), "", said
+
+
+@pytest.mark.parametrize("saved", [[], [1]])
+def test_asked_to_stop_it_says_what_is_there(config, saved):
+    for kind, message, said in run_thread_ranks(2, end, config, "leave", errno.EIO, saved):
+        assert kind is Unsaved
+        assert message.startswith("Asked to stop: left without saving step 3. The checkpoint of step 3 in ")
+        newest = f"goes on from {config.run_dir / 'global_step_1'}." if saved else "starts from the beginning."
+        assert message.endswith(f"The same command {newest}")
+        assert not any("step 3" in line and "goes on" in line for line in said)
+    assert published(config) == saved
+
+
+def test_the_end_of_the_run_is_a_failure(config):
+    for rank, (kind, message, said) in enumerate(run_thread_ranks(2, end, config, "last", errno.EIO, [])):
+        assert kind is SaveFailed
+        assert "The checkpoint of step 3" in message
+        gone_on = [line for line in said if line.endswith("Training goes on (checkpoint.on_save_error=continue).")]
+        assert ["The checkpoint of step 2" in line for line in gone_on] == [True] * (rank == 0)
+    assert published(config) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_restart_meets_again_needs_a_person(config, way):
+    for kind, message, _ in run_thread_ranks(2, end, config, way, errno.ENOSPC, []):
+        assert kind is UserError
+        assert "The checkpoint of step 3" in message
+        assert message.endswith("Mend it and run the same command again.")
+
+
+def save_and_leave(rank: int, config: Config) -> str:
+    run = Run(rank, config)
+    with pytest.raises(Preempted) as left, run.checkpointer.committing():
+        run.checkpointer.leave(run.step(), {})
+    return str(left.value)
+
+
+def test_a_save_that_succeeds_is_said_to_be_there(config):
+    for message in run_thread_ranks(2, save_and_leave, config):
+        assert message == "Asked to stop: saved step 1 and left; the same command goes on from there."
+    assert published(config) == [1]
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["SIGTERM", "the last step"])
+def test_a_run_on_a_full_disk_is_not_done(tmp_path, asked):
+    """It was "saved step 2" and 75, and "Done" and 0."""
+    sums = write_sums(tmp_path / "sums.jsonl")
+    with small_disk(tmp_path / "disk", 2) as disk:
+        settings = ["trainer.total_training_steps=3", "trainer.save_freq=1", "checkpoint.on_save_error=continue"]
+        interrupt = at("update.before", 2, "SIGTERM") if asked else {}
+        ended = train([*small(disk, "run", sums), *settings], interrupt)
+        assert not list(Path(disk).rglob("global_step_*"))
+    assert ended.code == EXIT_USER_ERROR, ended.output
+    assert "Training goes on (checkpoint.on_save_error=continue)." in ended.output
+    assert f"The checkpoint of step {2 if asked else 3}" in ended.output.splitlines()[-1]
+    assert "Done" not in ended.output
+    assert "saved step" not in ended.output
+    assert "saved and left" not in ended.output
+
+
+def test_a_finished_run_without_its_copies_is_to_be_started_again(tmp_path):
+    """The remote is too small. It was "Done" and 0, at the end of the run and at every later start."""
+    sums = write_sums(tmp_path / "sums.jsonl")
+    with small_disk(tmp_path / "remote", 1) as remote:
+        settings = ["trainer.total_training_steps=2", f"checkpoint.remote=file://{remote}", "checkpoint.timeout_s=5"]
+        command = [*small(tmp_path, "run", sums), *settings]
+        lacking = (
+            f"The training is finished and saved in {tmp_path / 'rlhf/run'}, but checkpoint.remote=file://{remote} "
+            "lacks global_step_2. The same command goes on with copying."
+        )
+        first, again = train(command), train(command)
+    assert first.code == again.code == EXIT_REQUEUE, first.output + again.output
+    assert lacking in first.output
+    assert lacking in again.output
+    assert "is finished at step 2" in again.output
