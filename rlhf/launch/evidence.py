@@ -96,7 +96,7 @@ def user_error(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
 
 
 def unsaved(statuses: dict[int, RankStatus]) -> str | None:
-    """What the ranks that left in order could not save, in the words of the first one; None when all is saved."""
+    """Message of the first rank that left in order without having saved; None when all is saved."""
     return next((s.error.message for s in statuses.values() if s.error and s.error.kind == "unsaved"), None)
 
 
