@@ -18,9 +18,9 @@ from transformers import PretrainedConfig
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.resolved_config import ResolvedConfig
 from rlhf.checkpoint.save.snapshot import RunState
 from rlhf.config import Config
+from rlhf.config.compare import ConfigDiff, ResolvedConfig
 from rlhf.config.resolved import to_yaml
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
@@ -279,7 +279,7 @@ def make_checkpointer(folder: Path, state: State, coordinator: Coordinator, *, a
     config.checkpoint.async_save = async_save
     config.run_dir.mkdir(parents=True, exist_ok=True)
     driver = DriverState("benchmark", 10, 1.0, step=1)
-    resolved = ResolvedConfig(to_yaml(config), lambda stored: None)
+    resolved = ResolvedConfig(to_yaml(config), lambda stored: ConfigDiff([], []))
     identity = Identity.of_run(config.backend.name, resolved.text, {})
     run_state = RunState({"actor": state}, driver)
     return Checkpointer(config.run_dir, config.trainer, config.checkpoint, resolved, identity, coordinator, run_state)

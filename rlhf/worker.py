@@ -24,6 +24,7 @@ from rlhf.checkpoint.remote.copies import check_copied, copy_pending
 from rlhf.checkpoint.start.domains import find_domains
 from rlhf.checkpoint.start.preparation import finished_step, prepare
 from rlhf.config import Config
+from rlhf.config.compare import ResolvedConfig
 from rlhf.config.resolved import from_yaml, to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Preempted, Unsaved, UserError
 from rlhf.events import announce, subscribe_from_environment
@@ -79,8 +80,9 @@ def main_under_torchrun(config: Config) -> int:
         with ExitStack() as locks:
             coordinator.domains = find_domains(agreed.run_dir, coordinator)
             coordinator.on_domain_leaders(lambda: locks.enter_context(run_lock(agreed.run_dir)))
-            prepare(agreed.run_dir, agreed.trainer, agreed.checkpoint, coordinator)
-            finished = finished_step(agreed.run_dir, agreed.trainer, coordinator)
+            resolved = ResolvedConfig.of(agreed)
+            prepare(agreed.run_dir, agreed.trainer, agreed.checkpoint, resolved, coordinator)
+            finished = finished_step(agreed.run_dir, agreed.trainer, resolved, coordinator)
             if finished is None:
                 run(agreed, device, coordinator, status)
             elif coordinator.is_leader:

@@ -14,13 +14,11 @@ from rlhf.backends import check_backend
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.resolved_config import ResolvedConfig
 from rlhf.checkpoint.run_file import read_run_file
 from rlhf.checkpoint.save.snapshot import RunState
 from rlhf.checkpoint.start.run_dir import planned_steps
 from rlhf.config import Config
-from rlhf.config.compare import check_resume
-from rlhf.config.resolved import from_yaml, to_yaml
+from rlhf.config.compare import ResolvedConfig
 from rlhf.data import PromptSet, PromptStream, build_train_set, build_val_set
 from rlhf.errors import UserError
 from rlhf.events import subscribe
@@ -142,7 +140,7 @@ def _checkpointer(
     moving = reference if reference is not None and reference.moves else None
     if moving is not None:
         parts = parts | {"reference": moving}
-    resolved = ResolvedConfig(to_yaml(config), lambda stored: check_resume(from_yaml(stored), config))
+    resolved = ResolvedConfig.of(config)
     return Checkpointer(
         config.run_dir,
         config.trainer,

@@ -15,7 +15,6 @@ from rlhf.checkpoint.commit.removal import clean_leftovers
 from rlhf.checkpoint.load.restoring import LoadResult
 from rlhf.checkpoint.load.resume import restore
 from rlhf.checkpoint.remote.copies import RemoteCopies
-from rlhf.checkpoint.resolved_config import ResolvedConfig
 from rlhf.checkpoint.save.background import SaveInFlight
 from rlhf.checkpoint.save.draft import Draft, begin_checkpoint
 from rlhf.checkpoint.save.snapshot import RunState, Snapshot, take_snapshot
@@ -23,6 +22,7 @@ from rlhf.checkpoint.save.staging import Stager
 from rlhf.checkpoint.save.writer import SaveResult, write_checkpoint
 from rlhf.checkpoint.start.run_dir import resume_source
 from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.compare import ResolvedConfig
 from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import Preempted, Unsaved, UserError
 from rlhf.events import announce

@@ -1,17 +1,28 @@
 """A stored configuration against the present one: which differences a resume may ignore and which change the run."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+import yaml
+from omegaconf.errors import OmegaConfBaseException
+
 from rlhf.config import Config
+from rlhf.config.resolved import from_yaml, to_yaml
 from rlhf.config.schema import SETTINGS
 from rlhf.errors import UserError
 
 log = logging.getLogger(__name__)
 
 # The length of the run reaches the numbers only through a learning rate that decays towards its end.
-_RUN_LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
+RUN_LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
+NEW_RUN = (
+    "give the new run a directory of its own with trainer.experiment_name=NAME (or trainer.default_local_dir=FOLDER), "
+    "or start over in this one with trainer.overwrite=true"
+)
+"""The ways to another run, as a part of messages."""
 
 
 @dataclass(frozen=True)
@@ -43,27 +54,71 @@ def compare(stored: Config, present: Config) -> ConfigDiff:
         change = Change(setting.key, setting.value(stored), setting.value(present))
         if change.stored == change.present:
             continue
-        harmless = setting.metadata["resume"] == "harmless" or (constant_rate and setting.key in _RUN_LENGTH)
+        harmless = setting.metadata["resume"] == "harmless" or (constant_rate and setting.key in RUN_LENGTH)
         (diff.harmless if harmless else diff.trajectory).append(change)
     return diff
 
 
-def check_resume(stored: Config, present: Config) -> None:
-    """Log the harmless differences; refuse the others unless `trainer.allow_config_change` is true.
+def compare_text(stored: str, present: Config) -> ConfigDiff:
+    """The same with a stored configuration as YAML; raises UserError when it is not of this version's schema."""
+    try:
+        return compare(from_yaml(stored), present)
+    except OmegaConfBaseException as error:
+        raise UserError(
+            f"the checkpoint's settings are of another version of rlhf ({str(error).splitlines()[0]}). Continue it "
+            f"with the version that wrote it, or {NEW_RUN}."
+        ) from error
 
-    Raises:
-        UserError: naming every setting that would change the run, with both values and the two remedies.
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """The whole configuration of a run for those who store it as text and compare it with a stored one.
+
+    `compare` is `compare_text` with this configuration as the present one.
     """
-    diff = compare(stored, present)
+
+    text: str
+    compare: Callable[[str], ConfigDiff]
+
+    @classmethod
+    def of(cls, config: Config) -> "ResolvedConfig":
+        """From the dataclasses."""
+        return cls(to_yaml(config), lambda stored: compare_text(stored, config))
+
+    @property
+    def hash(self) -> str:
+        """The xxh3-128 in hex that manifests have of it."""
+        return xxhash.xxh3_128_hexdigest(self.text.encode())
+
+    def setting(self, key: str) -> Any:
+        """The value of a dotted setting, for messages."""
+        value = yaml.safe_load(self.text)
+        for name in key.split("."):
+            value = value[name]
+        return value
+
+
+def refuse_changes(diff: ConfigDiff, *, allow: bool) -> None:
+    """Raise UserError if a setting would change the run, unless they may (`trainer.allow_config_change`).
+
+    It names each of them with both values, and the ways out.
+    """
+    if diff.trajectory and not allow:
+        raise UserError(
+            f"the checkpoint was written with settings that give another run:\n{as_lines(diff.trajectory)}\n"
+            "Restore these values to continue that run, or set trainer.allow_config_change=true to continue it with "
+            f"the new ones; or {NEW_RUN}."
+        )
+
+
+def log_changes(diff: ConfigDiff) -> None:
+    """Tell of each difference what it means for the resumed run."""
     for change in diff.harmless:
         log.info("resume: setting changed, the run's numbers do not depend on it: %s", change)
-    if not diff.trajectory:
-        return
-    if not present.trainer.allow_config_change:
-        changes = "\n".join(f"  {change}" for change in diff.trajectory)
-        raise UserError(
-            f"the checkpoint was written with settings that give another run:\n{changes}\n"
-            "Restore these values to continue that run, or set trainer.allow_config_change=true to use the new ones."
-        )
     for change in diff.trajectory:
         log.warning("resume: setting changed, the run departs from the stored one: %s", change)
+
+
+def as_lines(changes: list[Change]) -> str:
+    """One line for each, as a part of messages."""
+    return "\n".join(f"  {change}" for change in changes)

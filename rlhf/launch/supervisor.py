@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlhf.config import Config
+from rlhf.config.compare import ResolvedConfig
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Unsaved, UserError
 from rlhf.launch import evidence
@@ -17,9 +18,11 @@ from rlhf.launch.hangs import HangDetector
 from rlhf.launch.rank_starter import RankStarter
 from rlhf.launch.restart_policy import GiveUp, RestartPolicy
 from rlhf.launch.stop_request import StopRequest
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.lock import run_lock, wait_for_ranks
 from rlhf.ranks.logs import configure_logging
 from rlhf.ranks.status import RankStatus, clear_statuses, read_statuses
+from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.disk_errors import is_unfixable
 from rlhf.storage.files import make_dir, replace_durably
 from rlhf.storage.layout import RESOLVED, scan
@@ -31,11 +34,12 @@ def supervise(config: Config, check: Callable[[], None]) -> int:
     """Run the training to its end and return the exit code of `rlhf.errors`.
 
     `check` raises UserError for what is wrong with the configuration; the imports of the ranks begin meanwhile. Raises
-    UserError as well, before anything is changed, when the directory is in use or can't be written, or the devices
-    don't suffice. Call it from the main thread.
+    UserError as well, before anything is changed, when the directory is in use, can't be written or holds another run,
+    or the devices don't suffice. Call it from the main thread.
     """
     configure_logging()
     with RankStarter(config) as starter:
+        _compare(config)
         check()
         _make(config.run_dir)
         try:
@@ -44,10 +48,40 @@ def supervise(config: Config, check: Callable[[], None]) -> int:
         except OSError as error:
             if not is_unfixable(error):
                 raise
+            if _tells_finished(config, error):
+                return EXIT_DONE
             raise UserError(
                 f"Cannot write into the run directory {config.run_dir}: {error}. Mend it, or set "
                 "trainer.default_local_dir to a writable folder with room."
             ) from error
+
+
+def _compare(config: Config) -> None:
+    """Refuse another run than the directory's at once; what `prepare` brings there is compared again."""
+    t = config.trainer
+    if t.overwrite or t.resume_mode == "disable" or not config.run_dir.is_dir():
+        return
+    # Imported for a directory that exists: a new run need not wait.
+    from rlhf.checkpoint.run_file import read_run_file
+    from rlhf.checkpoint.start.comparison import check_same_run
+
+    resumed_from = read_run_file(config.run_dir).get("resumed_from")
+    check_same_run(config.run_dir, t, ResolvedConfig.of(config), resumed_from, Coordinator(LoneTransport()))
+
+
+def _tells_finished(config: Config, problem: OSError) -> bool:
+    """Whether the directory, which cannot be written, holds the finished run; its report is logged then."""
+    from rlhf.checkpoint.start.preparation import finished_step
+    from rlhf.tracking import read_report
+
+    t, run_dir = config.trainer, config.run_dir
+    if t.overwrite or t.resume_mode == "disable":
+        return False
+    step = finished_step(run_dir, t, ResolvedConfig.of(config), Coordinator(LoneTransport()))
+    if step is not None:
+        text = read_report(run_dir)
+        log.info("The run in %s is finished at step %d. Nothing is written (%s).\n%s", run_dir, step, problem, text)
+    return step is not None
 
 
 def _make(run_dir: Path) -> None:
@@ -65,15 +99,13 @@ def _supervise_locked(config: Config, run_dir: Path, starter: RankStarter) -> in
     from rlhf.checkpoint.remote.copies import check_copied, copy_pending
     from rlhf.checkpoint.run_file import read_run_file
     from rlhf.checkpoint.start.preparation import finished_step, prepare
-    from rlhf.ranks.coordinator import Coordinator
-    from rlhf.ranks.transport import LoneTransport
     from rlhf.tracking import Tracker, write_report
 
     starter.check_devices()
     wait_for_ranks(run_dir)
-    alone = Coordinator(LoneTransport())
-    prepare(run_dir, config.trainer, config.checkpoint, alone)
-    step = finished_step(run_dir, config.trainer, alone)
+    alone, resolved = Coordinator(LoneTransport()), ResolvedConfig.of(config)
+    prepare(run_dir, config.trainer, config.checkpoint, resolved, alone)
+    step = finished_step(run_dir, config.trainer, resolved, alone)
     if step is not None:
         log.info(
             "The run in %s is finished at step %d. To continue it, raise trainer.total_training_steps "

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
@@ -32,8 +31,6 @@ from rlhf.models.token_values import HEADS, value_class
 library_logging.disable_progress_bar()
 # Pickled weights (.bin, .pt) are never fetched or read.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-SAMPLE_BYTES = 1 << 20
-SAMPLES = 16
 
 
 @dataclass(frozen=True)
@@ -271,28 +268,6 @@ def _refuse(source: ModelSource, wrong: dict[str, tuple[int, ...] | None]) -> No
             f"{source}: {len(wrong)} weights that its config.json asks for are missing from its safetensors "
             f"or have another shape, such as {next(iter(wrong))}. Restore the folder."
         )
-
-
-def fingerprint(folder: Path) -> str:
-    """A hash that tells whether a resume starts from the same model files: names, sizes and content.
-
-    Of a file above 16 MiB, 16 evenly spaced blocks of 1 MiB are read: training changes every tensor, so a sample shows
-    it.
-    """
-    digest = xxhash.xxh3_128()
-    for path in sorted(
-        p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt")
-    ):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            if size <= SAMPLES * SAMPLE_BYTES:
-                digest.update(file.read())
-                continue
-            for i in range(SAMPLES):
-                file.seek((size - SAMPLE_BYTES) * i // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def hf_files(

@@ -16,7 +16,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from rlhf.errors import UserError
-from rlhf.models.loading import ModelSource, fingerprint, resolve_path
+from rlhf.models.fingerprint import fingerprint
+from rlhf.models.loading import ModelSource, resolve_path
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.files import make_new_dir, write_small
 from rlhf.storage.shards import DTYPE_NAMES

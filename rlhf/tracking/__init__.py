@@ -2,7 +2,7 @@
 
 from rlhf.tracking.history import History, Record
 from rlhf.tracking.progress import Progress
-from rlhf.tracking.report import write_report
+from rlhf.tracking.report import read_report, write_report
 from rlhf.tracking.tracker import Tracker, check_trackers
 
-__all__ = ["History", "Progress", "Record", "Tracker", "check_trackers", "write_report"]
+__all__ = ["History", "Progress", "Record", "Tracker", "check_trackers", "read_report", "write_report"]

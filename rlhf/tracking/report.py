@@ -30,6 +30,12 @@ def write_report(run_dir: Path) -> str:
     return _text(report, folder)
 
 
+def read_report(run_dir: Path) -> str:
+    """The same text, with nothing written."""
+    records = History(run_dir / "metrics.jsonl").records()
+    return _text(_summarize(records, _newest_checkpoint(run_dir)), run_dir / "report")
+
+
 def _newest_checkpoint(run_dir: Path) -> Path | None:
     def step(path: Path) -> int:
         number = path.parent.name.removeprefix("global_step_")
@@ -111,5 +117,6 @@ def _text(report: dict[str, Any], folder: Path) -> str:
     if report["skips"] or report["rollbacks"]:
         rows.append(("guards", f"batches skipped: {report['skips']}, roll-backs: {report['rollbacks']}"))
     rows.append(("checkpoint", report["checkpoint"] or "none"))
-    rows.append(("reward curve", f"{folder / 'reward.png'} (numbers: report.json)"))
+    if (folder / "reward.png").exists():
+        rows.append(("reward curve", f"{folder / 'reward.png'} (numbers: report.json)"))
     return "\n".join(f"{label:<18} {value}" for label, value in rows)

@@ -22,6 +22,7 @@ from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.config import BackendConfig
 from rlhf.errors import UserError
 from rlhf.models import loading, weights
+from rlhf.models.fingerprint import fingerprint as fingerprint_of
 from rlhf.models.loading import ModelSource, hf_files, load_model_config, load_tokenizer
 from rlhf.models.model_files import ModelFiles, find_files, read_headers
 from rlhf.models.skeleton import skeleton
@@ -163,7 +164,7 @@ def test_every_way_to_load_gives_the_bits_of_the_library_s_model(nodes):
     for case, (reader, *differences, fingerprint) in found[0].items():
         place, mode, name = case.split()
         assert (reader, differences) == (readers[f"{place} {mode}"], []), case
-        assert fingerprint == loading.fingerprint(nodes / "store" / name), case
+        assert fingerprint == fingerprint_of(nodes / "store" / name), case
 
 
 def test_weight_that_the_library_turns_is_not_read_as_it_lies(nodes):

@@ -25,12 +25,11 @@ from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.resolved_config import ResolvedConfig
 from rlhf.checkpoint.save.snapshot import RunState
 from rlhf.config import BackendConfig, Config, OptimConfig
-from rlhf.config.compare import check_resume
-from rlhf.config.resolved import from_yaml, to_yaml
+from rlhf.config.compare import ResolvedConfig
 from rlhf.events import Listener
+from rlhf.models.fingerprint import fingerprint
 from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.shards import Shard, Shards
@@ -40,7 +39,10 @@ from tests.support.thread_ranks import make_coordinator
 
 TINY_POLICY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
 IDENTITY = Identity(
-    backend="fsdp2", config_hash="c" * 32, fingerprints={"model.path": "f" * 32}, versions={"rlhf": "0"}
+    backend="fsdp2",
+    config_hash="c" * 32,
+    fingerprints={"model.path": fingerprint(TINY_POLICY)},
+    versions={"rlhf": "0"},
 )
 
 
@@ -157,7 +159,7 @@ def make_checkpointer(
     roles = role if isinstance(role, Mapping) else {"actor": role}
     driver = driver or make_driver(step)
     coordinator = coordinator or make_coordinator()
-    resolved = ResolvedConfig(to_yaml(config), lambda stored: check_resume(from_yaml(stored), config))
+    resolved = ResolvedConfig.of(config)
     identity = Identity.of_run(config.backend.name, resolved.text, fingerprints)
     state = RunState(roles, driver, parts or {}, reference, carried)
     return Checkpointer(config.run_dir, config.trainer, config.checkpoint, resolved, identity, coordinator, state)

@@ -8,17 +8,22 @@ from rlhf.checkpoint.remote.remote_store import RemoteStore, remote_url
 from rlhf.checkpoint.remote.retries import Retries
 from rlhf.checkpoint.start import preparation
 from rlhf.config import Config
+from rlhf.config.compare import ResolvedConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.transport import LoneTransport
 
 
 def prepare(config: Config, coordinator: Coordinator | None = None) -> None:
     """What precedes the ranks; without a coordinator in this process alone."""
-    preparation.prepare(config.run_dir, config.trainer, config.checkpoint, coordinator or Coordinator(LoneTransport()))
+    alone = Coordinator(LoneTransport())
+    preparation.prepare(
+        config.run_dir, config.trainer, config.checkpoint, ResolvedConfig.of(config), coordinator or alone
+    )
 
 
 def finished_step(config: Config, coordinator: Coordinator | None = None) -> int | None:
-    return preparation.finished_step(config.run_dir, config.trainer, coordinator or Coordinator(LoneTransport()))
+    alone = Coordinator(LoneTransport())
+    return preparation.finished_step(config.run_dir, config.trainer, ResolvedConfig.of(config), coordinator or alone)
 
 
 def remote_copies(config: Config) -> RemoteCopies:

@@ -3,7 +3,7 @@ import logging
 import pytest
 
 from rlhf.config import Config
-from rlhf.config.compare import Change, check_resume, compare
+from rlhf.config.compare import Change, compare, log_changes, refuse_changes
 from rlhf.errors import UserError
 
 
@@ -40,29 +40,32 @@ def test_a_longer_run_matters_only_to_a_decaying_rate(schedule, key, role):
     assert [c.key for c in diff.trajectory] == ([] if schedule == "constant" else [f"trainer.{key}"])
 
 
-def test_check_resume_refuses_with_both_values_and_both_remedies():
+def test_changes_are_refused_with_both_values_and_every_way_out():
     stored, present = Config(), Config()
     present.actor.optim.lr, present.rollout.n = 0.5, 4
     with pytest.raises(UserError) as caught:
-        check_resume(stored, present)
+        refuse_changes(compare(stored, present), allow=False)
     message = str(caught.value)
     assert "actor.optim.lr: 1e-06 in the checkpoint, 0.5 now" in message
     assert "rollout.n: 8 in the checkpoint, 4 now" in message
     assert "Restore these values" in message
-    assert "trainer.allow_config_change=true" in message
+    for way in ("allow_config_change=true", "experiment_name=NAME", "default_local_dir=FOLDER", "overwrite=true"):
+        assert f"trainer.{way}" in message
 
 
-def test_check_resume_allows_when_told(caplog):
+def test_changes_that_are_allowed_are_logged(caplog):
     stored, present = Config(), Config()
-    present.actor.optim.lr, present.trainer.allow_config_change = 0.5, True
+    present.actor.optim.lr = 0.5
+    diff = compare(stored, present)
+    refuse_changes(diff, allow=True)
     with caplog.at_level(logging.WARNING, logger="rlhf"):
-        check_resume(stored, present)
+        log_changes(diff)
     assert "actor.optim.lr: 1e-06 in the checkpoint, 0.5 now" in caplog.text
 
 
-def test_check_resume_logs_harmless_differences(caplog):
+def test_harmless_differences_are_logged(caplog):
     stored, present = Config(), Config()
     present.trainer.save_freq = 5
     with caplog.at_level(logging.INFO, logger="rlhf"):
-        check_resume(stored, present)
+        log_changes(compare(stored, present))
     assert "trainer.save_freq: 20 in the checkpoint, 5 now" in caplog.text

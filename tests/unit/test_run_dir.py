@@ -248,8 +248,6 @@ def test_finished_step(config, caplog):
     assert finished_step(config) == 10
     config.trainer.total_training_steps = 11
     assert finished_step(config) is None
-    config.trainer.total_training_steps = 4
-    assert finished_step(config) == 10
     config.trainer.total_training_steps, config.trainer.total_epochs = None, 2
     assert finished_step(config) == 10  # two epochs of the stored five steps
     config.trainer.total_epochs = 3

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf.checkpoint.commit.identity import Identity
-from rlhf.checkpoint.commit.manifest import Manifest, verify_files
-from rlhf.checkpoint.resolved_config import ResolvedConfig
+from rlhf.checkpoint.commit.manifest import Manifest
+from rlhf.checkpoint.load.stored_config import changes_since
+from rlhf.config.compare import ResolvedConfig, log_changes, refuse_changes
 from rlhf.errors import UserError
-from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.layout import CONFIG, REFERENCE
+from rlhf.storage.layout import REFERENCE
 from rlhf.storage.shards import INDEX
 
 log = logging.getLogger(__name__)
@@ -41,18 +41,17 @@ def check_compatible(
             f"checkpoint.load_contents={load_contents} asks for {', '.join(missing)}, but {path} holds "
             f"{', '.join(manifest.contents)}. Set checkpoint.load_contents to a subset of that."
         )
-    if manifest.config_hash != identity.config_hash:  # reading a configuration takes longer than a small model
-        if problems := verify_files(path, manifest, [CONFIG]):
-            raise DamagedCheckpoint(f"{path} is damaged: {problems[0]}")
-        config.check((path / CONFIG).read_text())
+    changes = changes_since(path, manifest, config)
+    refuse_changes(changes, allow=allow_change)
+    log_changes(changes)
     if moving_reference and f"{REFERENCE}/{INDEX}" not in manifest.files:
         raise UserError(
             f"ref.update_freq={config.setting('ref.update_freq')} asks for a reference policy that moves, but {path} "
             f"has none ({REFERENCE}): it was saved by a run whose reference was frozen. Set ref.update_freq=null to "
             "continue that run, or start anew with trainer.overwrite=true or another trainer.experiment_name."
         )
-    if changes := _other_files(path, manifest, config, identity.fingerprints):
-        text = "; ".join(changes)
+    if others := _other_files(path, manifest, config, identity.fingerprints):
+        text = "; ".join(others)
         if not allow_change:
             raise UserError(
                 f"{text}. Restore them, or accept that the run changes with trainer.allow_config_change=true."

@@ -38,6 +38,12 @@ class FileLocations:
         """The files that no domain has."""
         return [name for name in self.manifest.files if not any(name in names for names in self.held.values())]
 
+    @property
+    def divided(self) -> bool:
+        """Whether a file that is nowhere may be on a disk that is not here; in a directory that all have always shared,
+        it is lost: damage."""
+        return len(self.held) > 1 or any(DOMAINS in entry for entry in self.manifest.files.values())
+
     def holder(self, name: str) -> int:
         """The first domain that has a file, or the driver's when none has."""
         return next((domain for domain, names in self.held.items() if name in names), 0)

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlhf.checkpoint.commit.identity import Identity
-from rlhf.checkpoint.commit.manifest import DOMAINS
 from rlhf.checkpoint.commit.removal import set_aside
 from rlhf.checkpoint.load.compatibility import check_compatible
 from rlhf.checkpoint.load.locations import FileLocations, locate_files, published
 from rlhf.checkpoint.load.restoring import LoadResult, load_state
-from rlhf.checkpoint.resolved_config import ResolvedConfig
 from rlhf.checkpoint.save.snapshot import RunState
 from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.compare import ResolvedConfig
 from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
@@ -78,7 +77,7 @@ def _with_newest_intact(
     for path in published(run_dir, coordinator):
         try:
             located = locate_files(path, coordinator)
-            if located.nowhere and _is_divided(located):
+            if located.nowhere and located.divided:
                 incomplete.append(located)
                 if coordinator.is_leader:
                     log.error("%s; looking for an older one.", located.missing())
@@ -101,7 +100,7 @@ def _with_newest_intact(
 def _from_source(source: Path, coordinator: Coordinator, attempt: Callable[[FileLocations], T]) -> T:
     try:
         located = locate_files(source, coordinator)
-        if located.nowhere and _is_divided(located):
+        if located.nowhere and located.divided:
             raise DamagedCheckpoint(located.missing())
         return attempt(located)
     except DamagedCheckpoint as error:
@@ -131,12 +130,6 @@ def _refuse_to_start_again(
             "itself. Restore one from a backup, or start anew with trainer.overwrite=true or another "
             "trainer.experiment_name."
         )
-
-
-def _is_divided(located: FileLocations) -> bool:
-    """Whether a file that is nowhere may be on a disk that is not here; in a directory that all have always shared, it
-    is lost: damage."""
-    return len(located.held) > 1 or any(DOMAINS in entry for entry in located.manifest.files.values())
 
 
 def _set_aside(path: Path, damage: DamagedCheckpoint | None = None) -> bool:

@@ -5,6 +5,7 @@ commit. Imports no torch.
 """
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,32 @@ from rlhf.checkpoint.remote.remote_start import claim_at_start, open_remote, res
 from rlhf.checkpoint.remote.remote_store import RemoteStore
 from rlhf.checkpoint.run_file import read_run_file, write_run_file
 from rlhf.checkpoint.start import run_dir as directory
+from rlhf.checkpoint.start.comparison import check_same_run, compare_finished
 from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.compare import ResolvedConfig
 from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import remove_file, replace_durably
-from rlhf.storage.layout import HISTORY
+from rlhf.storage.layout import CONFIG, HISTORY
 
 log = logging.getLogger(__name__)
 
 
-def prepare(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig, coordinator: Coordinator) -> None:
+def prepare(
+    run_dir: Path,
+    trainer: TrainerConfig,
+    settings: CheckpointConfig,
+    config: ResolvedConfig,
+    coordinator: Coordinator,
+) -> None:
     """Bring the run directory of each storage domain into the state that the ranks expect. Collective; raises the same
     on every rank.
 
     For a time when the run lock of each is held. Raises UserError for `trainer.resume_mode=disable` on a directory with
-    checkpoints, for a `trainer.resume_from_path` that is none, and for a `checkpoint.remote` that cannot be used.
+    checkpoints, for checkpoints of a run with other settings, for a `trainer.resume_from_path` that is none, and for a
+    `checkpoint.remote` that cannot be used.
     """
     if settings.remote is not None and len(coordinator.domain_leaders) > 1:
         raise UserError(
@@ -53,6 +63,7 @@ def prepare(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig, c
     coordinator.on_domain_leaders(lambda: directory.tidy(run_dir, trainer))
     coordinator.on_leader(fetch)
     run = _agreed_run(run_dir, coordinator)
+    check_same_run(run_dir, trainer, config, run.get("resumed_from"), coordinator)
     _bring_history(run_dir, run["run_id"], coordinator)
     if source is not None and coordinator.broadcast(str(source)) != run.get("resumed_from"):
         run |= _fork(run_dir, source, coordinator)
@@ -60,8 +71,13 @@ def prepare(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig, c
     coordinator.on_leader(lambda: None if remote is None else claim_at_start(remote, run_dir, trainer))
 
 
-def finished_step(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinator) -> int | None:
-    """The run's last step if its newest complete checkpoint has reached it and is intact, else None. Collective."""
+def finished_step(
+    run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, coordinator: Coordinator
+) -> int | None:
+    """The run's last step if its newest complete checkpoint has reached it and is intact, else None. Collective.
+
+    For a directory that has passed `check_same_run`. Raises UserError when it is finished with another model.
+    """
     for path in published(run_dir, coordinator):
         try:
             located = locate_files(path, coordinator)
@@ -76,7 +92,13 @@ def finished_step(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinato
         # All bytes are read only when that ends the run; otherwise the ranks verify them, each its share.
         mine = [name for name in located.manifest.files if located.holder(name) == coordinator.domain]
         problems = coordinator.on_domain_leaders(lambda: verify_files(path, located.manifest, mine))  # noqa: B023
-        return None if any(problems) else driver["step"]
+        if any(problems):
+            return None
+        compare = partial(compare_finished, path, located.manifest, config)
+        for change in coordinator.on_rank(located.holder(CONFIG), compare):
+            if coordinator.is_leader:
+                log.info("The run is finished; a setting that it had otherwise does not act any more: %s", change)
+        return driver["step"]
     return None
 
 

@@ -1,0 +1,23 @@
+"""Configuration that a checkpoint was saved with, against the present one. Imports no torch."""
+
+from pathlib import Path
+
+from rlhf.checkpoint.commit.manifest import Manifest
+from rlhf.config.compare import ConfigDiff, ResolvedConfig
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.layout import CONFIG
+from rlhf.storage.reading import CheckedFiles
+
+
+def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> ConfigDiff:
+    """Differences of `config` from what the checkpoint at `path` was saved with.
+
+    Raises DamagedCheckpoint when its bytes are not as committed.
+    """
+    if manifest.config_hash == config.hash:  # reading a configuration takes longer than a small model
+        return ConfigDiff([], [])
+    try:
+        stored = CheckedFiles(path, manifest.files).content(CONFIG)
+    except DamagedCheckpoint as problem:
+        raise DamagedCheckpoint(f"{path} is damaged: {problem}") from None
+    return config.compare(stored.decode())

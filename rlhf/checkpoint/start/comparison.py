@@ -1,0 +1,90 @@
+"""Comparison of the run in a directory with the one that is asked for, before ranks start. Imports no torch.
+
+A resume compares as well, but only once its ranks have read their models; and a finished run starts none.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from rlhf.checkpoint.commit.manifest import Manifest
+from rlhf.checkpoint.load.locations import locate_files, published
+from rlhf.checkpoint.load.stored_config import changes_since
+from rlhf.checkpoint.start.run_dir import driver_state_of, planned_steps, resume_source
+from rlhf.config.compare import NEW_RUN, RUN_LENGTH, ResolvedConfig, as_lines, refuse_changes
+from rlhf.config.trainer import TrainerConfig
+from rlhf.errors import UserError
+from rlhf.models.fingerprint import fingerprint
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.layout import CONFIG
+
+MODEL_NAMES = ("model.path", "model.revision", "critic.path", "reward_model.path", "reward_model.revision")
+"""Settings that a resume compares by what they name."""
+
+
+def check_same_run(
+    run_dir: Path,
+    trainer: TrainerConfig,
+    config: ResolvedConfig,
+    resumed_from: str | None,
+    coordinator: Coordinator,
+) -> None:
+    """Raise UserError if the checkpoint that a resume would take was written with settings that give another run, or
+    lies beyond the end of the run that is asked for. Collective; changes nothing.
+
+    `resumed_from`: what run.json says.
+    """
+    source = resume_source(trainer)
+    forks = source is not None and coordinator.broadcast(str(source)) != resumed_from
+    paths = [] if forks else published(run_dir, coordinator)
+    for path in [*paths, *([] if source is None else [source])]:
+        try:
+            located = locate_files(path, coordinator)
+            if located.nowhere and located.divided:
+                continue
+            check = partial(_check, path, located.manifest, config, trainer)
+            coordinator.on_rank(located.holder(CONFIG), check)
+        except DamagedCheckpoint:
+            continue  # a resume passes it over, too, and says so
+        return
+
+
+def _check(path: Path, manifest: Manifest, config: ResolvedConfig, trainer: TrainerConfig) -> None:
+    diff = changes_since(path, manifest, config)
+    if (driver := driver_state_of(path)) is not None:
+        step, planned = driver["step"], planned_steps(trainer, driver["steps_per_epoch"])
+        if step > planned and all(change.key in RUN_LENGTH for change in diff.trajectory):
+            asked = "total_epochs" if trainer.total_training_steps is None else "total_training_steps"
+            raise UserError(
+                f"trainer.{asked}={getattr(trainer, asked)} asks for {planned} steps, and the run in {path.parent} has "
+                f"done {step}. Set trainer.total_training_steps={step} or more for that run; or {NEW_RUN}."
+            )
+        if step >= planned and diff.trajectory:
+            raise UserError(
+                f"the run in {path.parent} is finished at step {step}, and it had other settings:\n"
+                f"{as_lines(diff.trajectory)}\n"
+                f"To run with the new ones, {NEW_RUN}. To go on from its end with them, raise "
+                "trainer.total_training_steps and set trainer.allow_config_change=true."
+            )
+    refuse_changes(diff, allow=trainer.allow_config_change)
+
+
+def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> list[str]:
+    """Settings of no effect on the numbers that a finished run had otherwise, one line each.
+
+    Raises UserError when it was of another model than `config` names.
+    """
+    harmless = changes_since(path, manifest, config).harmless
+    others = [change for change in harmless if change.key in MODEL_NAMES]
+    for setting, stored in manifest.fingerprints.items():
+        if (name := config.setting(setting)) is None:
+            continue
+        folder, section = Path(name).expanduser(), setting.partition(".")[0]
+        # Of a name on the Hub only the name is known here.
+        same = fingerprint(folder) == stored if folder.is_dir() else not any(section in c.key for c in others)
+        if not same:
+            raise UserError(
+                f"the run in {path.parent} is finished at step {manifest.step}, and {setting}={name} holds other files "
+                f"than it started from. To run with these, {NEW_RUN}."
+            )
+    return [str(change) for change in harmless if change.key not in MODEL_NAMES]

@@ -1,0 +1,147 @@
+"""The run in a directory against the one that is asked for, before ranks start."""
+
+import logging
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from rlhf.compose import compose_config
+from rlhf.config import Config
+from rlhf.config.library import Library
+from rlhf.errors import EXIT_USER_ERROR, UserError
+from rlhf.storage.layout import scan, step_dir, step_of
+from tests.support.checkpoints import TINY_POLICY, PlainRole, flip_bit, make_config, save_steps
+from tests.support.sections import finished_step, prepare
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    return make_config(tmp_path)
+
+
+def steps(config: Config) -> list[int | None]:
+    return [step_of(path) for path in scan(config.run_dir)]
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(UserError) as caught:
+        prepare(config)
+    return str(caught.value)
+
+
+def test_a_directory_answers_no_other_experiment_whether_finished_or_not(config):
+    """A finished run once answered any other: GRPO's result and exit code 0 for algorithm=rloo at another rate."""
+    for step in (8, 10):
+        save_steps(config, PlainRole(), step)
+        config.actor.optim.lr, config.trainer.seed = 5e-5, 2
+        said = refusal(config)
+        assert "actor.optim.lr: 1e-06 in the checkpoint, 5e-05 now" in said
+        assert "trainer.seed: 1 in the checkpoint, 2 now" in said
+        assert "trainer.experiment_name=NAME" in said
+        assert "trainer.overwrite=true" in said
+        assert ("is finished at step 10" in said) == (step == 10)
+        config.actor.optim.lr, config.trainer.seed = 1e-6, 1
+        prepare(config)
+    assert finished_step(config) == 10
+
+
+def test_an_allowed_change_goes_on_where_there_is_something_left_to_train(config):
+    save_steps(config, PlainRole(), 8, 10)
+    config.actor.optim.lr, config.trainer.allow_config_change = 5e-5, True
+    said = refusal(config)
+    assert "is finished at step 10" in said
+    assert "raise trainer.total_training_steps" in said
+    config.trainer.total_training_steps = 20
+    prepare(config)
+    assert finished_step(config) is None
+    shutil.rmtree(step_dir(config.run_dir, 10))
+    config.trainer.total_training_steps = 10
+    prepare(config)
+    assert finished_step(config) is None
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_a_longer_run_goes_on_and_a_shorter_one_is_told(config, schedule):
+    config.actor.optim.lr_scheduler_type = schedule
+    save_steps(config, PlainRole(), 10)
+    config.trainer.total_training_steps = 4
+    assert "trainer.total_training_steps=4 asks for 4 steps, and the run in" in refusal(config)
+    assert "has done 10" in refusal(config)
+    config.trainer.total_training_steps, config.trainer.total_epochs = None, 1
+    assert "trainer.total_epochs=1 asks for 5 steps" in refusal(config)
+    config.trainer.total_training_steps, config.trainer.total_epochs = 11, 1
+    if schedule != "constant":
+        assert "trainer.total_training_steps: 10 in the checkpoint, 11 now" in refusal(config)
+        config.trainer.allow_config_change = True
+    prepare(config)
+    assert finished_step(config) is None
+
+
+def test_what_a_finished_run_had_otherwise_without_effect_is_logged(config, caplog):
+    save_steps(config, PlainRole(), 10)
+    config.rollout.val_kwargs.n = 3
+    prepare(config)
+    with caplog.at_level(logging.INFO, logger="rlhf"):
+        assert finished_step(config) == 10
+    assert "does not act any more: rollout.val_kwargs.n: 1 in the checkpoint, 3 now" in caplog.text
+
+
+def test_a_finished_run_of_another_model_is_refused_and_a_moved_model_is_none(config, tmp_path):
+    save_steps(config, PlainRole(), 10)
+    moved = tmp_path / "moved"
+    shutil.copytree(TINY_POLICY, moved)
+    config.model.path = str(moved)
+    prepare(config)
+    assert finished_step(config) == 10
+    (moved / "generation_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"is finished at step 10, and model\.path=.*moved holds other files"):
+        finished_step(config)
+    config.model.path = "org/another"
+    with pytest.raises(UserError, match=r"model\.path=org/another holds other files"):
+        finished_step(config)
+
+
+def test_a_refused_fork_sets_nothing_aside(config, tmp_path):
+    other = make_config(tmp_path / "other")
+    save_steps(other, PlainRole(), 3)
+    save_steps(config, PlainRole(), 2, 4)
+    config.trainer.resume_mode = "resume_path"
+    config.trainer.resume_from_path = str(step_dir(other.run_dir, 3))
+    config.actor.optim.lr = 0.5
+    assert "actor.optim.lr: 1e-06 in the checkpoint, 0.5 now" in refusal(config)
+    assert steps(config) == [4, 2]
+    config.trainer.allow_config_change = True
+    prepare(config)
+    assert steps(config) == []
+
+
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(config):
+    save_steps(config, PlainRole(), 2)
+    config.actor.optim.lr = 0.5
+    save_steps(config, PlainRole(), 4)
+    config.actor.optim.lr = 0.25
+    assert "actor.optim.lr: 0.5 in the checkpoint" in refusal(config)
+    flip_bit(step_dir(config.run_dir, 4) / "config.yaml", 99)
+    assert "actor.optim.lr: 1e-06 in the checkpoint" in refusal(config)
+
+
+ANSWER = """
+import sys
+from rlhf.train import main
+code = main(sys.argv[1:])
+print(code, sorted({"torch", "transformers", "datasets", "reasoning_gym"} & set(sys.modules)))
+"""
+
+
+def test_the_command_answers_before_anything_slow_is_imported_and_changes_nothing(tmp_path):
+    same = [f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu"]
+    config = compose_config([*same, "checkpoint.async_save=false"], Library.find(None))
+    save_steps(config, PlainRole(), 80)
+    before = sorted(tmp_path.rglob("*"))
+    other = [*same, "algorithm=rloo", "actor.optim.lr=5e-5", "trainer.seed=2"]
+    done = subprocess.run([sys.executable, "-c", ANSWER, *other], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{EXIT_USER_ERROR} []\n", done.stderr
+    assert "algorithm.adv_estimator: 'grpo' in the checkpoint, 'rloo' now" in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
