@@ -3,7 +3,9 @@
 Imports no torch: `python -m rlhf.checkpoint verify` reads through it, too.
 """
 
+import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -117,6 +119,35 @@ class CheckedFiles:
                 position += len(view)
         if digest.hexdigest() != entry["xxh3_128"][number * HASH_DIGITS : (number + 1) * HASH_DIGITS]:
             raise DamagedCheckpoint(f"{name}: content differs from its hash")
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """The bytes of a regular file of at most `limit` bytes.
+
+    Raises DamagedCheckpoint for anything else of that name, which a read might wait for (a pipe) or come to no end of
+    (a device), and OSError where the system refuses.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ELOOP):  # a socket; links in a circle
+            raise DamagedCheckpoint(f"{path} is no file") from error
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedCheckpoint(f"{path} is no file")
+        if status.st_size > limit:
+            raise DamagedCheckpoint(f"{path} has {status.st_size} bytes, more than any such file ({limit})")
+        content = bytearray(status.st_size)
+        _fill(descriptor, [memoryview(content)] if content else [], 0, str(path))
+        return bytes(content)
+    except OSError as error:
+        if not is_unreadable(error):
+            raise
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

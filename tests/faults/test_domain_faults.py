@@ -89,6 +89,19 @@ def test_a_kill_between_the_disks(tmp_path, event, victim, left, resumed_step):
         assert not [*run_dir.glob(".tmp-*"), *set_aside_dirs(run_dir, "incomplete")]
 
 
+@pytest.mark.parametrize("harmed", [0, 1])
+def test_a_damaged_manifest_costs_no_part_of_an_interrupted_commit(tmp_path, harmed):
+    """Killed between the renames of two disks; then a byte of either manifest is damaged."""
+    run_thread_ranks(2, save, tmp_path, [0, 1], 2)
+    first, second = (step_dir(on_node(tmp_path, node).run_dir, 2) for node in (0, 1))
+    second = second.rename(second.with_name(publication.temporary_name(2)))
+    flip_bit((first, second)[harmed] / MANIFEST, 9000)
+    files = files_of(second)
+    assert [step for step, _ in run_thread_ranks(2, resume_and_listen, tmp_path, [0, 1])] == [1, 1]
+    [kept] = set_aside_dirs(on_node(tmp_path, 1).run_dir, "incomplete")
+    assert files_of(kept) == files
+
+
 def lose_parts(tmp_path: Path, node: int, *steps: int) -> None:
     for step in steps:
         shutil.rmtree(step_dir(on_node(tmp_path, node).run_dir, step))

@@ -213,6 +213,53 @@ def test_a_damaged_local_checkpoint_never_becomes_a_complete_copy(tmp_path, fold
     assert "differs from its hash" in caplog.text
 
 
+@pytest.mark.parametrize("harm", ["flip", "remove", "a folder"])
+def test_a_damaged_local_manifest_costs_no_copy(tmp_path, folder_url, harm, caplog):
+    config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
+    copy_all(config)
+    manifest = step_dir(config.run_dir, 2) / MANIFEST
+    if harm == "flip":
+        flip_a_byte(manifest)
+    else:
+        manifest.unlink()
+        if harm == "a folder":
+            manifest.mkdir()
+    assert copy_all(config) == []
+    assert complete_steps(config) == [4, 2]
+    verify(remote_dir(tmp_path, 2))
+    assert start_there(on_empty_disk(config, tmp_path / "b")) == 4
+
+
+def test_a_damaged_checkpoint_does_not_replace_a_copy_of_another_course(tmp_path, folder_url, caplog):
+    config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
+    copy_all(config)
+    before = (remote_dir(tmp_path, 4) / MANIFEST).read_bytes()
+    shutil.rmtree(step_dir(config.run_dir, 4))
+    make_checkpointer(config, PlainRole(seed=99), 4).save(4)
+    flip_a_byte(step_dir(config.run_dir, 4) / "actor/model/rank_00000.safetensors")
+    assert copy_all(config) == []
+    assert "the copy that is there stays as it is" in caplog.text
+    assert (remote_dir(tmp_path, 4) / MANIFEST).read_bytes() == before
+    verify(remote_dir(tmp_path, 4))
+
+
+@pytest.mark.parametrize("place", [0, 1, 40, -3, -1])
+def test_a_damaged_byte_in_a_copys_manifest_costs_none_of_its_files(tmp_path, folder_url, place):
+    config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
+    copy_all(config)
+    for step in (2, 4):
+        manifest = remote_dir(tmp_path, step) / MANIFEST
+        content = bytearray(manifest.read_bytes())
+        content[place] ^= 0x80
+        manifest.write_bytes(content)
+    kept = files_of(remote_dir(tmp_path, 2))
+    shutil.rmtree(step_dir(config.run_dir, 2))
+    assert copy_all(config) == []
+    # What lies here is sent again; what does not may be mended by hand.
+    assert complete_steps(config) == [4]
+    assert files_of(remote_dir(tmp_path, 2)) == kept
+
+
 def test_a_reference_that_two_checkpoints_share_is_whole_in_each_copy(tmp_path, folder_url):
     config = make_run(tmp_path / "a", remote=folder_url)
     reference = PlainReference()

@@ -7,12 +7,13 @@ from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import describe, verify
 from rlhf.checkpoint.commit.publication import begin, publish
 from rlhf.checkpoint.commit.removal import clean_leftovers, discard, set_aside
-from rlhf.checkpoint.commit.retention import apply
+from rlhf.checkpoint.commit.retention import retire
 from rlhf.checkpoint.save.snapshot import RunState, take_snapshot
 from rlhf.checkpoint.save.writer import write_checkpoint
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
+from rlhf.ranks.transport import LoneTransport
 from rlhf.storage import files
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.files import write_file
@@ -186,7 +187,7 @@ def test_the_pointer_never_names_what_is_not_there(tmp_path):
         patch.setattr(Path, "rename", watched)
         save(tmp_path, 8, max_to_keep=2)
         set_aside(step_dir(tmp_path, 8), "damaged")
-        apply(tmp_path, CheckpointConfig(max_to_keep=1), 99, deleter)
+        retire(tmp_path, CheckpointConfig(max_to_keep=1), 99, deleter, Coordinator(LoneTransport()))
         set_aside(step_dir(tmp_path, 6), "damaged")
     assert deleter.wait(30.0)
 

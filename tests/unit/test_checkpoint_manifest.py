@@ -103,7 +103,7 @@ def test_no_manifest_means_never_committed(checkpoint, tmp_path):
     with pytest.raises(DamagedCheckpoint, match=r"no manifest\.json: it was never committed"):
         verify(checkpoint)
     (checkpoint / "manifest.json").mkdir()
-    with pytest.raises(DamagedCheckpoint, match="never committed"):
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is no file"):
         verify(checkpoint)
     with pytest.raises(DamagedCheckpoint, match="never committed"):
         verify(tmp_path / "nothing")
@@ -169,10 +169,7 @@ def test_what_the_disk_has_lost_is_damage(checkpoint, monkeypatch, code):
     with pytest.raises(DamagedCheckpoint, match=f"rank_00000.safetensors: cannot be read: {os.strerror(code)}"):
         verify(checkpoint)
 
-    def read_bytes(path: Path) -> bytes:
-        raise OSError(code, os.strerror(code), str(path))
-
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    lose_on_disk(monkeypatch, checkpoint / "manifest.json", code)
     with pytest.raises(DamagedCheckpoint, match=f"manifest.json cannot be read: {os.strerror(code)}"):
         read_manifest(checkpoint)
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import xxhash
 
-from rlhf.storage.disk_errors import DamagedCheckpoint, is_unreadable
+from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.layout import MANIFEST
-from rlhf.storage.reading import CheckedFiles
+from rlhf.storage.reading import CheckedFiles, read_regular
 
 FORMAT = 3
+LARGEST_BYTES = 256 << 20
+"""More than any manifest has: enough for the hashes of 30 TB."""
 DOMAINS = "domains"
 """In a file's entry: the storage domains (see `rlhf.ranks.coordinator`) that have it, at the save.
 
@@ -94,18 +96,18 @@ def write_manifest(root: Path, manifest: Manifest) -> None:
     write_file(root, MANIFEST, [_text(asdict(manifest))])
 
 
-def read_manifest(root: Path) -> Manifest:
-    """The manifest of a checkpoint; raises DamagedCheckpoint unless every byte of it is as written."""
+def manifest_bytes(root: Path) -> bytes:
+    """The bytes of a checkpoint's manifest, not proven; raises DamagedCheckpoint when there are none to read."""
     path = root / MANIFEST
     try:
-        raw = path.read_bytes()
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return read_regular(path, LARGEST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
         raise DamagedCheckpoint(f"{root} has no {MANIFEST}: it was never committed") from None
-    except OSError as error:
-        if is_unreadable(error):
-            raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-        raise
-    return parse_manifest(raw, path)
+
+
+def read_manifest(root: Path) -> Manifest:
+    """The manifest of a checkpoint; raises DamagedCheckpoint unless every byte of it is as written."""
+    return parse_manifest(manifest_bytes(root), root / MANIFEST)
 
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import xxhash
 
-from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, read_manifest, write_manifest
+from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, manifest_bytes, parse_manifest, write_manifest
 from rlhf.checkpoint.commit.pointer import point_to
 from rlhf.checkpoint.commit.removal import discard
 from rlhf.events import announce
@@ -19,7 +19,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import DamagedCheckpoint, SaveFailed, is_unfixable
 from rlhf.storage.files import fsync_tree, make_new_dir, rename_durably
-from rlhf.storage.layout import MANIFEST, TEMPORARY, fresh_name, scan, step_dir
+from rlhf.storage.layout import MANIFEST, TEMPORARY, fresh_name, scan, step_dir, step_of
 
 log = logging.getLogger(__name__)
 
@@ -85,18 +85,19 @@ def roll_forward(run_dir: Path, coordinator: Coordinator) -> None:
 
     Collective; only for a time when no save is in flight.
     """
-    ready = coordinator.on_domain_leaders(lambda: _sealed(run_dir))
-    hashes = {found for sealed in ready for found in sealed.values()}
-    if not hashes:
+    if not any(coordinator.on_domain_leaders(lambda: _sealed(run_dir))):
         return
-    named = coordinator.on_domain_leaders(lambda: {_manifest_hash(path) for path in scan(run_dir)} & hashes)
-    committed = set().union(*named)
+    named = coordinator.on_domain_leaders(lambda: {step_of(path): _manifest_hash(path) for path in scan(run_dir)})
 
     def complete() -> None:
-        for name, manifest_hash in _sealed(run_dir).items():
-            step = _sealed_step(run_dir / name)
-            if manifest_hash in committed and step is not None and not step_dir(run_dir, step).exists():
-                _give_name(run_dir, run_dir / name, step)
+        for temporary, sealed in _sealed(run_dir).items():
+            step = _step_of_temporary(temporary)
+            # A manifest that cannot be read, here or there, does not cost the files that lie beside it.
+            committed = any(
+                step in there and (there[step] == sealed or None in (there[step], sealed)) for there in named
+            )
+            if step is not None and committed and not step_dir(run_dir, step).exists():
+                _give_name(run_dir, temporary, step)
                 _point(run_dir, step)
                 log.warning(
                     "The commit of step %d was interrupted between the nodes' disks, and is complete now.", step
@@ -138,22 +139,26 @@ def _point(run_dir: Path, step: int, then: str | None = None) -> None:
         announce(then)
 
 
-def _sealed(run_dir: Path) -> dict[str, str]:
-    """Temporary directories with a valid manifest, by name: its hash."""
-    found = (path for path in run_dir.iterdir() if path.name.startswith(f"{TEMPORARY}global_step_"))
-    sealed = (path for path in found if _sealed_step(path) is not None)
-    return {path.name: of_it for path in sealed if (of_it := _manifest_hash(path)) is not None}
+def _sealed(run_dir: Path) -> dict[Path, str | None]:
+    """Temporary directories of saves that have a manifest: its hash, None for a damaged one."""
+    return {
+        path: _manifest_hash(path)
+        for path in run_dir.iterdir()
+        if _step_of_temporary(path) is not None and (path / MANIFEST).exists()
+    }
 
 
-def _sealed_step(path: Path) -> int | None:
-    try:
-        return read_manifest(path).step
-    except DamagedCheckpoint:
-        return None
+def _step_of_temporary(path: Path) -> int | None:
+    """The step that `temporary_name` has put into a name."""
+    return (
+        step_of(Path(path.name.removeprefix(TEMPORARY).rpartition("-")[0])) if path.name.startswith(TEMPORARY) else None
+    )
 
 
 def _manifest_hash(path: Path) -> str | None:
     try:
-        return xxhash.xxh3_128_hexdigest((path / MANIFEST).read_bytes())
-    except OSError:
+        raw = manifest_bytes(path)
+        parse_manifest(raw, path / MANIFEST)
+        return xxhash.xxh3_128_hexdigest(raw)
+    except (DamagedCheckpoint, OSError):
         return None

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import xxhash
 
-from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, read_manifest, verify_files
+from rlhf.checkpoint.commit.manifest import (
+    DOMAINS,
+    Manifest,
+    manifest_bytes,
+    parse_manifest,
+    read_manifest,
+    verify_files,
+)
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import MANIFEST, scan, step_of
@@ -134,12 +141,13 @@ def _holding(path: Path) -> _Holding:
     if not path.exists():
         return _Holding()
     try:
-        manifest = read_manifest(path)
+        raw = manifest_bytes(path)
+        manifest = parse_manifest(raw, path / MANIFEST)
     except DamagedCheckpoint as error:
         return _Holding(problem=str(error))
     present = _present(path, manifest)
     bits = sum(1 << number for number, name in enumerate(sorted(manifest.files)) if name in present)
-    return _Holding(xxhash.xxh3_128((path / MANIFEST).read_bytes()).hexdigest(), None, bits)
+    return _Holding(xxhash.xxh3_128_hexdigest(raw), None, bits)
 
 
 def _present(path: Path, manifest: Manifest) -> set[str]:

@@ -3,7 +3,6 @@
 Failures are retried, logged and counted, never raised.
 """
 
-import errno
 import json
 import logging
 import threading
@@ -13,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint.commit.manifest import read_manifest
+from rlhf.checkpoint.commit.manifest import Manifest, manifest_bytes, parse_manifest, verify_files
 from rlhf.checkpoint.remote.pins import checkpoint_of, pin_checkpoint, remove_pin, remove_pins
 from rlhf.checkpoint.remote.remote_start import claim
 from rlhf.checkpoint.remote.remote_store import (
@@ -182,7 +181,6 @@ class RemoteCopies:
             log.error("The checkpoint of step %d is not copied to checkpoint.remote: %s", step, error)
             with self._changed:
                 self._pending.discard(step)
-            self._retries.call(f"removing step {step}", partial(store.remove, step))
         finally:
             with self._changed:
                 self._busy = False
@@ -193,14 +191,18 @@ class RemoteCopies:
         if self._keep is not None and sum(other > step for other in self._complete) >= self._keep:
             return
         try:
-            if self._complete.get(step) == hash_of((path / MANIFEST).read_bytes()):
+            if self._complete.get(step) == hash_of(manifest_bytes(path)):
                 return
             source = self._pinned(path)
-        except (FileNotFoundError, NotADirectoryError):
+        except (DamagedCheckpoint, LocalFault):
+            if path.exists():
+                raise
             log.info("%s was removed before its turn to be copied to checkpoint.remote.", path.name)
             return
         try:
             self._upload(store, step, source)
+        except OSError as error:  # one of this side: calls to the other are repeated until they succeed
+            raise LocalFault(str(error)) from error
         finally:
             with self._changed:
                 self._pin = None
@@ -210,34 +212,51 @@ class RemoteCopies:
     def _pinned(self, path: Path) -> Path:
         """A pin of `path`, whose files local retention cannot take away before they are copied.
 
-        `path` itself where links cannot be made; raises FileNotFoundError when it is gone.
+        `path` itself where links cannot be made; raises DamagedCheckpoint or LocalFault when something of it is gone.
         """
         try:
             pin = pin_checkpoint(path)
+        except FileNotFoundError as error:
+            raise LocalFault(f"{error.filename} is missing") from error
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                raise
             log.warning("%s cannot be linked and is copied from its place: %s", path.name, error)
             return path
-        except DamagedCheckpoint:
-            if not path.exists():
-                raise FileNotFoundError(path) from None
-            raise
         with self._changed:
             self._pin = pin
         return pin
 
     def _upload(self, store: RemoteStore, step: int, source: Path) -> None:
+        """Copy `source`; raises LocalFault or DamagedCheckpoint, with what is there as it was or with nothing there."""
         started, call = time.monotonic(), self._retries.call
-        try:
-            sealed, manifest = (source / MANIFEST).read_bytes(), read_manifest(source)
-        except FileNotFoundError as error:
-            raise LocalFault(f"{error.filename} is gone") from error
-        # Whatever lies there is of an interrupted attempt or of another course, and might have other files.
+        sealed = manifest_bytes(source)
+        manifest = parse_manifest(sealed, source / MANIFEST)
+        if not call(f"reading step {step}", partial(store.is_partial, step)) and (
+            problems := verify_files(source, manifest)
+        ):
+            # Of another course, or damaged; but it may be the better one.
+            raise DamagedCheckpoint(f"{'; '.join(problems)}; the copy that is there stays as it is")
+        run_files = _run_files(self._run_dir, step)
+        # Before the first file, since what is there might have others.
         self._complete.pop(step, None)
         call(f"removing step {step}", partial(store.remove, step))
-        run_files = _run_files(self._run_dir, step)
-        about = {"run_id": read_run_file(self._run_dir)["run_id"], "step": step, "files": describe_run_files(run_files)}
+        try:
+            self._send_all(store, manifest, sealed, source, run_files)
+        except (LocalFault, OSError):
+            call(f"removing step {step}", partial(store.remove, step))
+            raise
+        self._complete[step] = hash_of(sealed)
+        size = sum(entry["size"] for entry in manifest.files.values()) + sum(map(len, run_files.values()))
+        seconds = time.monotonic() - started
+        with self._changed:
+            self._bytes, self._seconds = self._bytes + size, self._seconds + seconds
+        log.info("Copied step %d to %s: %.1f MiB in %.1f s.", step, store.url, size / 2**20, seconds)
+
+    def _send_all(
+        self, store: RemoteStore, manifest: Manifest, sealed: bytes, source: Path, run_files: dict[str, bytes]
+    ) -> None:
+        step, call = manifest.step, self._retries.call
+        described = describe_run_files(run_files | {MANIFEST: sealed})
+        about = {"run_id": read_run_file(self._run_dir)["run_id"], "step": step, "files": described}
         largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name]["size"])
         in_threads(
             [partial(self._send, store, step, source, name, manifest.files[name]) for name in largest_first], THREADS
@@ -246,12 +265,6 @@ class RemoteCopies:
         # The manifest is the last: with it the copy is complete.
         for name, content in [*small.items(), (COPY, json.dumps(about, indent=1).encode()), (MANIFEST, sealed)]:
             call(f"writing {name} of step {step}", partial(store.write, object_name(step, name), [content]))
-        self._complete[step] = hash_of(sealed)
-        size = sum(entry["size"] for entry in manifest.files.values()) + sum(map(len, run_files.values()))
-        seconds = time.monotonic() - started
-        with self._changed:
-            self._bytes, self._seconds = self._bytes + size, self._seconds + seconds
-        log.info("Copied step %d to %s: %.1f MiB in %.1f s.", step, store.url, size / 2**20, seconds)
 
     def _send(self, store: RemoteStore, step: int, source: Path, name: str, entry: dict[str, Any]) -> None:
         def attempt() -> None:

@@ -8,13 +8,12 @@ It has neither rename nor fsync; the manifest commits.
   global_step_N/
     ...                       the files of the local checkpoint
     run/{run.json,metrics.jsonl}   the run's id, and its history up to step N
-    remote.json               whose copy it is; size and hash of the two
+    remote.json               whose copy it is; size and hash of the two and of the manifest
     manifest.json             the local one, byte for byte; written last, removed first
 ```
 """
 
 import json
-import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -25,11 +24,10 @@ from typing import Any
 import xxhash
 from fsspec.core import url_to_fs
 
-from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
+from rlhf.checkpoint.commit.manifest import Manifest, parse_manifest
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.trainer import TrainerConfig
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import write_small
 from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, step_dir, step_of
 
 CHUNK = 8 << 20
@@ -113,12 +111,10 @@ class RemoteStore:
         raw = self.read(object_name(step, MANIFEST))
         if raw is None:
             return None
-        with tempfile.TemporaryDirectory() as folder:
-            write_small(Path(folder) / MANIFEST, raw)
-            try:
-                manifest = read_manifest(Path(folder))
-            except DamagedCheckpoint:
-                return None
+        try:
+            manifest = parse_manifest(raw, Path(self.url, object_name(step, MANIFEST)))
+        except DamagedCheckpoint:
+            return None
         if manifest.step != step:
             return None
         try:
@@ -129,15 +125,20 @@ class RemoteStore:
         return Copy(step, manifest, hash_of(raw), run_id, files)
 
     def is_partial(self, step: int) -> bool:
-        """Whether `step` is what a killed copy or removal left: without a manifest, or with the beginning of one.
+        """Whether `step` is what a killed copy or removal left: without a manifest, or with less of one than
+        remote.json says.
 
-        A whole manifest that is not valid, such as one of another version's format, is no such thing.
+        A manifest that is not valid for another reason, such as one of another version's format or with a damaged byte,
+        is no such thing: beside it may lie all that is needed to mend the copy.
         """
+        raw = self.read(object_name(step, MANIFEST))
         try:
-            json.loads(self.read(object_name(step, MANIFEST)) or b"")
-        except ValueError:
-            return True
-        return False
+            return (
+                raw is None
+                or len(raw) < json.loads(self.read(object_name(step, COPY)) or b"")["files"][MANIFEST]["size"]
+            )
+        except (ValueError, KeyError, TypeError):
+            return False
 
     def remove(self, step: int) -> None:
         """Remove all of `step`, its manifest first, so that it looks complete at no moment."""
