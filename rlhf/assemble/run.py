@@ -80,10 +80,10 @@ def _build(
     advantages = Advantages(config.algorithm, config.rollout.n)
     guards = Guards(config.guards, quiet=not coordinator.is_leader)
 
-    parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards}
+    run_log = _run_log(config, driver, shows=coordinator.is_leader)
+    parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards, "history": run_log}
     checkpointer = _checkpointer(config, coordinator, learners, driver, parts, models.fingerprints, collector)
     resumed = checkpointer.resume()
-    run_log = _run_log(config, driver, shows=coordinator.is_leader)
     run_log.start(driver.step, resumed=resumed)
     return Components(
         collector=collector,

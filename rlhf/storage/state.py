@@ -44,7 +44,7 @@ class MovingReference(Protocol):
 
 
 class Stateful(Protocol):
-    """State that goes along with the driver's: plain values, the same on every rank."""
+    """State that goes along with the driver's: plain values, the same on every rank, or the driver's count."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that its future depends on, JSON-able."""

@@ -4,13 +4,18 @@ import io
 import json
 import math
 import statistics
+from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rlhf.storage.files import make_dir, replace_durably
+from rlhf.storage.layout import HISTORY
 from rlhf.tracking.history import History, Record
 
 SMOOTHING_STEPS = 10
+POINTS = 10_000
+"""Of a curve, in report.json and in the picture."""
 
 
 def write_report(run_dir: Path) -> str:
@@ -21,8 +26,7 @@ def write_report(run_dir: Path) -> str:
     Returns:
         The text to show.
     """
-    records = History(run_dir / "metrics.jsonl").records()
-    report = _summarize(records, _newest_checkpoint(run_dir))
+    report = _summarize(History(run_dir / HISTORY).records(), _newest_checkpoint(run_dir))
     folder = run_dir / "report"
     make_dir(folder)
     replace_durably(folder / "report.json", json.dumps(report, indent=1).encode() + b"\n")
@@ -32,7 +36,7 @@ def write_report(run_dir: Path) -> str:
 
 def read_report(run_dir: Path) -> str:
     """The same text, with nothing written."""
-    records = History(run_dir / "metrics.jsonl").records()
+    records = History(run_dir / HISTORY).records()
     return _text(_summarize(records, _newest_checkpoint(run_dir)), run_dir / "report")
 
 
@@ -45,24 +49,51 @@ def _newest_checkpoint(run_dir: Path) -> Path | None:
     return newest.parent if newest is not None and step(newest) >= 0 else None
 
 
-def _curve(records: list[Record], name: str) -> list[list[float]]:
-    return [[record["step"], record[name]] for record in records if math.isfinite(record.get(name, math.nan))]
+class _Curve:
+    """The finite values of one metric with their steps: 16 bytes for each, of a history of any length."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._steps, self.values = array("q"), array("d")
+
+    def add(self, record: Record) -> None:
+        value = record.get(self._name, math.nan)
+        if math.isfinite(value):
+            self._steps.append(record["step"])
+            self.values.append(value)
+
+    def starts_at(self, step: int) -> bool:
+        """Whether the first value is that of `step`."""
+        return bool(self._steps) and self._steps[0] == step
+
+    def points(self) -> list[list[float]]:
+        """Up to POINTS of them, evenly; the first and the last are always there."""
+        count = len(self._steps)
+        chosen = range(count) if count <= POINTS else [i * (count - 1) // (POINTS - 1) for i in range(POINTS)]
+        return [[self._steps[i], self.values[i]] for i in chosen]
 
 
-def _summarize(records: list[Record], checkpoint: Path | None) -> dict[str, Any]:
-    accuracy = _curve(records, "val/accuracy")
-    speeds = [speed for _, speed in _curve(records, "perf/tokens_per_second")]
+def _summarize(records: Iterable[Record], checkpoint: Path | None) -> dict[str, Any]:
+    names = ("val/accuracy", "reward/mean", "perf/tokens_per_second", "perf/step_seconds")
+    curves = accuracy, reward, speed, seconds = tuple(map(_Curve, names))
+    first: int | None = None
+    last: Record = {"step": 0}
+    for last in records:
+        first = last["step"] if first is None else first
+        for curve in curves:
+            curve.add(last)
     return {
-        "steps": records[-1]["step"] if records else 0,
-        "accuracy_before": accuracy[0][1] if accuracy else None,
-        "accuracy_after": accuracy[-1][1] if accuracy else None,
-        "best": max(value for _, value in accuracy) if accuracy else None,
-        "reward": _curve(records, "reward/mean"),
-        "val_accuracy": accuracy,
-        "tokens_per_second": statistics.median(speeds) if speeds else None,
-        "skips": records[-1].get("guards/skips", 0) if records else 0,
-        "rollbacks": records[-1].get("guards/rollbacks", 0) if records else 0,
-        "training_seconds": math.fsum(seconds for _, seconds in _curve(records, "perf/step_seconds")),
+        "steps": last["step"],
+        "first_step": max(1, first or 1),  # after the source's, in a fork
+        "accuracy_before": accuracy.values[0] if accuracy.starts_at(0) else None,
+        "accuracy_after": accuracy.values[-1] if accuracy.values else None,
+        "best": max(accuracy.values, default=None),
+        "reward": reward.points(),
+        "val_accuracy": accuracy.points(),
+        "tokens_per_second": statistics.median(speed.values) if speed.values else None,
+        "skips": last.get("guards/skips", 0),
+        "rollbacks": last.get("guards/rollbacks", 0),
+        "training_seconds": math.fsum(seconds.values),
         "checkpoint": None if checkpoint is None else str(checkpoint),
     }
 
@@ -106,10 +137,11 @@ def _plot(report: dict[str, Any]) -> bytes:
 
 
 def _text(report: dict[str, Any], folder: Path) -> str:
-    rows = [("steps", f"{report['steps']} in {report['training_seconds']:.0f} s")]
-    if report["accuracy_before"] is not None:
-        before, after, best = report["accuracy_before"], report["accuracy_after"], report["best"]
-        rows.append(("held-out accuracy", f"{before:.1%} before, {after:.1%} after, {best:.1%} best"))
+    steps = f"{report['first_step']} to {report['steps']}" if report["first_step"] > 1 else str(report["steps"])
+    rows = [("steps", f"{steps} in {report['training_seconds']:.0f} s")]
+    accuracies = {"before": report["accuracy_before"], "after": report["accuracy_after"], "best": report["best"]}
+    if known := [f"{value:.1%} {name}" for name, value in accuracies.items() if value is not None]:
+        rows.append(("held-out accuracy", ", ".join(known)))
     if report["reward"]:
         rows.append(("reward", f"{report['reward'][0][1]:.3f} first step, {report['reward'][-1][1]:.3f} last step"))
     if report["tokens_per_second"] is not None:

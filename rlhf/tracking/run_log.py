@@ -1,6 +1,6 @@
 """Log of the run: tracker and progress display on the driver, nothing on other ranks."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlhf.events import announce
 from rlhf.tracking.progress import Progress
@@ -15,16 +15,30 @@ class Measured(Protocol):
 
 
 class RunLog:
-    """Metrics and progress of the run. `tracker` is None on every rank but the driver."""
+    """Metrics and progress of the run. `tracker` is None on every rank but the driver.
+
+    Its state, which only the driver has, is where the metric history ends: a resume and a roll-back cut it there.
+    """
 
     def __init__(self, tracker: Tracker | None, progress: Progress) -> None:
         self._tracker, self._progress = tracker, progress
         self._pending: dict[str, float] = {}
+        self._started = False
+        self._saved: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The end of the history; nothing before the start, when it may hold what a resume is to cut off."""
+        return self._tracker.state_dict() if self._tracker is not None and self._started else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the end of a history; the next `start` or `rewind` cuts it there."""
+        self._saved = state
 
     def start(self, step: int, *, resumed: bool) -> None:
         """Bring every tracker to the state after `step` steps."""
         if self._tracker is not None:
-            self._tracker.start(step if resumed else None)
+            self._tracker.start(step if resumed else None, self._saved)
+        self._started = True
         self._progress.start(step)
 
     def rewind(self, step: int) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rlhf.tracking.history import Record
+from rlhf.tracking.history import History
 
 
 class TensorBoard:
@@ -13,20 +13,21 @@ class TensorBoard:
         self._log_dir = log_dir
         self._writer: Any = None
 
-    def start(self, records: list[Record]) -> None:
+    def start(self, history: History) -> None:
         """Purge from the first step that the event files lack, or else the one after the history, and refill."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.finish()
-        shown = self._shown_steps()
-        missing = [record["step"] for record in records if record["step"] not in shown]
-        last = records[-1]["step"] if records else -1
-        first = min(missing, default=last + 1)
+        shown, first = self._shown_steps(), 0
+        for step in history.steps():
+            if step >= len(shown) or not shown[step]:
+                first = step
+                break
+            first = step + 1
         # Readers drop the events of earlier files from purge_step on.
         self._writer = SummaryWriter(str(self._log_dir), purge_step=first)
-        for record in records:
-            if record["step"] >= first:
-                self._write(record["step"], {name: value for name, value in record.items() if name != "step"})
+        for record in history.records(first):
+            self._write(record["step"], {name: value for name, value in record.items() if name != "step"})
         self._writer.flush()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -45,10 +46,18 @@ class TensorBoard:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._writer._get_file_writer().add_summary(Summary(value=values), step)
 
-    def _shown_steps(self) -> set[int]:
-        from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+    def _shown_steps(self) -> bytearray:
+        """1 at each step that the event files show, 0 elsewhere."""
+        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+        from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        if not self._log_dir.is_dir():
-            return set()
-        events = EventAccumulator(str(self._log_dir), size_guidance={SCALARS: 0}).Reload()
-        return {event.step for tag in events.Tags()[SCALARS] for event in events.Scalars(tag)}
+        shown = bytearray()
+        for path in sorted(self._log_dir.glob("events.out.tfevents.*")):
+            # One event at a time: an EventAccumulator holds the values of all.
+            for event in LegacyEventFileLoader(str(path)).Load():
+                if event.session_log.status == SessionLog.START:
+                    del shown[event.step :]
+                elif event.HasField("summary"):
+                    shown.extend(bytes(max(0, event.step + 1 - len(shown))))
+                    shown[event.step] = 1
+        return shown

@@ -3,12 +3,15 @@
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf.config import TrackingConfig, TrainerConfig
 from rlhf.errors import UserError
-from rlhf.tracking.history import History, Record
+from rlhf.storage.history_file import HistoryMark
+from rlhf.storage.layout import HISTORY
+from rlhf.tracking.history import History
 from rlhf.tracking.tensorboard import TensorBoard
 from rlhf.tracking.wandb import Wandb
 
@@ -22,8 +25,8 @@ PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}
 class Sink(Protocol):
     """A tracker beside metrics.jsonl. Whatever it raises switches it off."""
 
-    def start(self, records: list[Record]) -> None:
-        """Begin to write after `records`, the whole history so far; show what is missing of it.
+    def start(self, history: History) -> None:
+        """Begin to write after the last record of `history`; show what is missing of it.
 
         Called again when the history was cut: closes what is open and goes on as a new process would.
         """
@@ -67,7 +70,8 @@ class Tracker:
         run_dir: Path,
         run_id: str,
     ) -> None:
-        self.history = History(run_dir / "metrics.jsonl")
+        self.history = History(run_dir / HISTORY)
+        self._run_id = run_id
         known: dict[str, Callable[[], Sink]] = {
             "wandb": lambda: Wandb(trainer, tracking.wandb, settings, run_dir, run_id),
             "tensorboard": lambda: TensorBoard(run_dir / "tensorboard"),
@@ -76,30 +80,48 @@ class Tracker:
         self._sinks = {name: known[name]() for name in names}
         self._last_step = -1
 
-    def start(self, resume_step: int | None) -> None:
+    def start(self, resume_step: int | None, saved: Mapping[str, Any] | None = None) -> None:
         """Bring the history back to `resume_step` (None: a fresh run, empty) and the trackers to the history.
 
         Called again, it goes on as a new process would, except that a tracker which is off stays off.
+
+        Args:
+            saved: `state_dict` at the end of `resume_step`. Where it is of this history, nothing before is read.
 
         Raises:
             UserError: metrics.jsonl is damaged.
             OSError: it can't be written.
         """
         self._last_step = -1 if resume_step is None else resume_step
-        self.history.truncate_after(self._last_step)
-        records = self.history.records()
-        steps = {record["step"] for record in records}
-        missing = [
-            step for step in range(min(steps, default=self._last_step + 1), self._last_step + 1) if step not in steps
-        ]
-        if missing or (resume_step and not steps):
+        forked, mark = False, None
+        if resume_step is None:
+            mark = HistoryMark(0, "")
+        elif saved:
+            forked = saved["run_id"] != self._run_id
+            mark = HistoryMark(**saved["mark"])
+        known = mark is not None and self.history.has(mark)
+        self.history.cut_after(self._last_step, mark)
+        if not known and not forked:
+            self._warn_of_gaps()
+        self._each("start", lambda sink: sink.start(self.history))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The end of the history, and the run that it is of."""
+        return {"run_id": self._run_id, "mark": asdict(self.history.mark())}
+
+    def _warn_of_gaps(self) -> None:
+        first = next(self.history.steps(), None)
+        if first is None:
+            missing: int | str = "all" if self._last_step > 0 else 0
+        else:
+            missing = self._last_step - first + 1 - sum(1 for _ in self.history.steps())
+        if missing:
             logger.warning(
                 "%s lacks %s of the steps up to %d that the checkpoint has seen",
                 self.history.path,
-                len(missing) or "all",
+                missing,
                 self._last_step,
             )
-        self._each("start", lambda sink: sink.start(records))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record one step: first in metrics.jsonl, where errors propagate, then in the trackers, where they don't.

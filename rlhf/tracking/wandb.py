@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf.config import TrainerConfig, WandbConfig
 from rlhf.storage.files import make_dir, rename
-from rlhf.tracking.history import Record
+from rlhf.tracking.history import History
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Wandb:
         self._run: Any = None
         self._next_step = 0
 
-    def start(self, records: list[Record]) -> None:
+    def start(self, history: History) -> None:
         """Open the run and log what it lacks of the history.
 
         Online the server knows how far it got. It may be behind the history (a kill loses wandb's buffer) or ahead of
@@ -77,7 +77,7 @@ class Wandb:
             config=dict(self._settings),
         )
         self._next_step = self._run.starting_step
-        for record in records:
+        for record in history.records(first=self._next_step):
             self.log(record["step"], {name: value for name, value in record.items() if name != "step"})
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

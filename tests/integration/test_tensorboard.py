@@ -61,7 +61,7 @@ def in_process(run_dir: Path, resume_step: int | None, last: int) -> list[Record
     for step in range(0 if resume_step is None else resume_step + 1, last + 1):
         tracker.log(step, metrics(step))
     tracker.finish()
-    return tracker.history.records()
+    return list(tracker.history.records())
 
 
 def test_a_lost_tail_is_filled_from_the_history(tmp_path: Path) -> None:

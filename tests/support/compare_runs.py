@@ -6,8 +6,8 @@ from pathlib import Path
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.storage.layout import CONFIG, DRIVER_STATE, scan
 
-# Facts of a run that are no part of its trajectory.
-OF_THE_RUN = ("run_id", "wall_seconds")
+# Facts of a run that are no part of its trajectory; the history is compared itself, without what depends on the clock.
+OF_THE_RUN = ("run_id", "wall_seconds", "history")
 
 
 def driver_state(checkpoint: Path) -> dict:

@@ -1,5 +1,6 @@
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_numbers_round_trip_exactly(tmp_path_factory: pytest.TempPathFactory, va
 def test_not_finite_values_survive_truncation(tmp_path: Path) -> None:
     history = History(tmp_path / "metrics.jsonl")
     history.append({"step": 1, "a": math.nan, "b": math.inf, "c": -math.inf})
-    history.truncate_after(1)
+    history.cut_after(1)
     (record,) = history.records()
     assert math.isnan(record["a"])
     assert (record["b"], record["c"]) == (math.inf, -math.inf)
@@ -51,7 +52,7 @@ def test_a_value_that_json_lacks_writes_nothing(tmp_path: Path) -> None:
 def test_resumed_history_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     whole = filled(tmp_path / "whole.jsonl", 10)
     killed = filled(tmp_path / "killed.jsonl", 7)
-    killed.truncate_after(4)
+    killed.cut_after(4)
     for step in range(5, 11):
         killed.append({"step": step, "reward/mean": step / 3})
     assert killed.path.read_bytes() == whole.path.read_bytes()
@@ -64,16 +65,17 @@ def test_every_torn_tail_is_dropped(tmp_path: Path) -> None:
     for cut in range(second_line_ends, len(whole)):
         history.path.write_bytes(whole[:cut])
         assert [record["step"] for record in history.records()] == [1, 2]
-        history.truncate_after(3)
+        history.cut_after(3)
         assert history.path.read_bytes() == whole[:second_line_ends]
 
 
 def test_a_missing_file_is_an_empty_history(tmp_path: Path) -> None:
     history = History(tmp_path / "run" / "metrics.jsonl")
-    assert history.records() == []
-    history.truncate_after(5)
-    assert history.path.read_bytes() == b""
-    assert [path.name for path in history.path.parent.iterdir()] == ["metrics.jsonl"]
+    assert list(history.records()) == []
+    history.cut_after(5)
+    assert not history.path.exists()
+    history.append({"step": 6})
+    assert list(history.records()) == [{"step": 6}]
 
 
 @pytest.mark.parametrize("damage", [b"{broken", b"[1, 2]", b'{"reward": 1}', b'{"step": "x"}', b"\xff\xfe"])
@@ -82,9 +84,65 @@ def test_damage_before_the_end_is_named(tmp_path: Path, damage: bytes) -> None:
     first, _, third = history.path.read_bytes().splitlines()
     history.path.write_bytes(b"\n".join([first, damage, third, b""]))
     with pytest.raises(UserError, match=r"metrics.jsonl: line 2 is damaged"):
-        history.records()
+        list(history.records())
 
 
 def test_lines_are_plain_json(tmp_path: Path) -> None:
     history = filled(tmp_path / "metrics.jsonl", 1)
     assert json.loads(history.path.read_text()) == {"step": 1, "reward/mean": 1 / 3}
+
+
+def long_history(path: Path, last: int) -> History:
+    path.write_text("".join(json.dumps({"step": step, "reward/mean": step / 3}) + "\n" for step in range(1, last + 1)))
+    return History(path)
+
+
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_cut_at_a_mark_reads_none_of_the_records(tmp_path: Path) -> None:
+    history = long_history(tmp_path / "metrics.jsonl", 100_000)
+    mark = history.mark()
+    whole = history.path.read_bytes()
+    history.append({"step": 100_001, "reward/mean": 0.5})
+    tracemalloc.start()
+    before = bytes_read()
+    history.cut_after(100_000, mark)
+    read, (_, peak) = bytes_read() - before, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert history.path.read_bytes() == whole
+    assert read < 64 << 10
+    assert peak < 1 << 20
+
+
+def test_all_readers_need_little_memory(tmp_path: Path) -> None:
+    history = long_history(tmp_path / "metrics.jsonl", 20_000)
+    size = history.path.stat().st_size
+    tracemalloc.start()
+    assert sum(1 for _ in history.records()) == 20_000
+    history.cut_after(19_999)
+    assert sum(1 for _ in history.steps()) == 19_999
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < size / 4
+
+
+def test_a_mark_that_does_not_fit_is_no_place_to_cut(tmp_path: Path) -> None:
+    """The file was restored from an older copy, is another run's, was edited, or is gone: the steps decide."""
+    ours = filled(tmp_path / "ours.jsonl", 6)
+    mark = ours.mark()
+    shorter, edited, other = (
+        filled(tmp_path / f"{name}.jsonl", last) for name, last in zip("abc", (4, 9, 9), strict=True)
+    )
+    edited.path.write_bytes(edited.path.read_bytes().replace(b'"step": 6,', b'"step": 6 ,'))
+    other.path.write_bytes(other.path.read_bytes().replace(b"reward", b"Reward"))
+    for history, left in ((shorter, 4), (edited, 6), (other, 6), (History(tmp_path / "none.jsonl"), 0)):
+        assert not history.has(mark)
+        history.cut_after(6, mark)
+        assert list(history.steps()) == list(range(1, left + 1))
+
+
+def test_records_from_a_step_on(tmp_path: Path) -> None:
+    history = filled(tmp_path / "metrics.jsonl", 5)
+    assert [record["step"] for record in history.records(first=4)] == [4, 5]

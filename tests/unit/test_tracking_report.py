@@ -1,5 +1,6 @@
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
 from rlhf.tracking import History, write_report
@@ -27,6 +28,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     text = write_report(tmp_path)
     assert report(tmp_path) == {
         "steps": 4,
+        "first_step": 1,
         "accuracy_before": 0.4,
         "accuracy_after": 0.9,
         "best": 0.95,
@@ -80,3 +82,27 @@ def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     write_report(tmp_path)
     assert report(tmp_path)["reward"] == [[2, 0.5]]
     assert report(tmp_path)["tokens_per_second"] == 10.0
+
+
+def test_a_history_that_begins_later_is_told_so(tmp_path: Path) -> None:
+    """A fork's, or one that was deleted: nothing in it was measured before the training."""
+    history = History(tmp_path / "metrics.jsonl")
+    for step in range(21, 29):
+        history.append({"step": step, "val/accuracy": 0.5 + step / 100, "perf/step_seconds": 1.0})
+    text = write_report(tmp_path)
+    assert "21 to 28 in 8 s" in text
+    assert "78.0% after, 78.0% best" in text
+    assert "before" not in text
+
+
+def test_the_report_of_a_long_run_is_no_longer(tmp_path: Path) -> None:
+    lines = (json.dumps({"step": step, "reward/mean": step / 2, "x": "y" * 80}) + "\n" for step in range(1, 50_001))
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    tracemalloc.start()
+    write_report(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    reward = report(tmp_path)["reward"]
+    assert len(reward) == 10_000
+    assert (reward[0], reward[-1]) == ([1, 0.5], [50_000, 25_000.0])
+    assert peak < 12 << 20, "the records alone take more than 30 MB"

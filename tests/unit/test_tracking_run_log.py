@@ -45,7 +45,7 @@ def test_a_log_goes_back_to_its_very_start(tmp_path: Path) -> None:
     log.step(1, {"x": 1.0})
     log.rewind(0)
     log.step(1, {"x": 2.0})
-    assert tracker.history.records() == [{"step": 0, "val/accuracy": 0.5}, {"step": 1, "x": 2.0}]
+    assert list(tracker.history.records()) == [{"step": 0, "val/accuracy": 0.5}, {"step": 1, "x": 2.0}]
 
 
 def test_a_rank_without_a_tracker_goes_back_in_silence(caplog: pytest.LogCaptureFixture) -> None:

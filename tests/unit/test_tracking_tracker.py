@@ -34,7 +34,7 @@ def test_a_step_is_logged_once(tmp_path: Path) -> None:
     tracker.log(1, {"x": 1.0})
     with pytest.raises(ValueError, match="step 1"):
         tracker.log(1, {"x": 2.0})
-    assert tracker.history.records() == [{"step": 1, "x": 1.0}]
+    assert list(tracker.history.records()) == [{"step": 1, "x": 1.0}]
 
 
 def test_history_errors_propagate(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_tracker_that_cannot_start_is_off_after_one_error(tmp_path: Path, capl
         tracker.finish()
     assert len(caplog.records) == 1
     assert "tensorboard failed to start" in caplog.text
-    assert len(tracker.history.records()) == 3
+    assert len(list(tracker.history.records())) == 3
 
 
 def test_a_tracker_that_fails_later_is_off_after_one_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -113,3 +113,50 @@ def test_installed_packages_pass_without_an_import(monkeypatch: pytest.MonkeyPat
         monkeypatch.delitem(sys.modules, name, raising=False)
     check_trackers(["tensorboard"])
     assert "tensorboard" not in sys.modules
+
+
+def saved_after(run_dir: Path, last: int) -> dict:
+    """What a checkpoint of the step `last` knows of the history; three further steps follow it."""
+    tracker = tracker_of(run_dir)
+    tracker.start(None)
+    for step in range(1, last + 1):
+        tracker.log(step, {"x": step / 3})
+    saved = tracker.state_dict()
+    for step in range(last + 1, last + 4):
+        tracker.log(step, {"x": step / 3})
+    return saved
+
+
+def test_a_resume_goes_on_where_the_checkpoint_saw_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved = saved_after(tmp_path, 300)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-3])  # torn
+    # Nothing before the mark is looked at, so what is wrong there is found by those who read it.
+    path.write_bytes(path.read_bytes().replace(b'"step": 2,', b'"stop": 2,'))
+    tracker = tracker_of(tmp_path)
+    tracker.start(300, saved)
+    assert path.read_bytes().count(b"\n") == 300
+    assert caplog.text == ""
+
+
+def test_a_history_that_was_deleted_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved = saved_after(tmp_path, 5)
+    (tmp_path / "metrics.jsonl").unlink()
+    tracker = tracker_of(tmp_path)
+    tracker.start(5, saved)
+    assert "lacks all of the steps up to 5" in caplog.text
+    tracker.log(6, {"x": 2.0})
+    caplog.clear()
+    tracker_of(tmp_path).start(6, tracker.state_dict())
+    assert caplog.text == "", "the checkpoint of step 6 has seen no more"
+
+
+def test_a_fork_begins_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "source").mkdir()
+    saved = saved_after(tmp_path / "source", 5)
+    fork = Tracker(TrainerConfig(), TrackingConfig(), {}, tmp_path / "fork", "fork")
+    fork.start(5, saved)
+    fork.log(6, {"x": 1.0})
+    fork.start(5, saved)
+    assert list(fork.history.steps()) == []
+    assert caplog.text == ""
