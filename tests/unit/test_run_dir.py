@@ -11,7 +11,8 @@ from rlhf.checkpoint.run_file import read_run_file
 from rlhf.checkpoint.start.run_dir import planned_steps, resume_source
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.storage.layout import POINTER, scan, step_dir, step_of
+from rlhf.storage.layout import HISTORY, POINTER, scan, step_dir, step_of
+from rlhf.tracking import History, write_report
 from tests.support.checkpoints import PlainRole, flip_bit, make_checkpointer, make_config, resume, save_steps
 from tests.support.sections import finished_step, prepare
 from tests.support.small_disks import small_disk
@@ -185,6 +186,32 @@ def test_fork_from_an_own_step_keeps_it_and_what_is_older(config, tmp_path, deto
     save_steps(config, PlainRole(), 6)
     prepare(config)
     assert steps(config) == [6, 4, 2]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_fork_has_a_history_of_its_own(config, tmp_path, elsewhere):
+    config.checkpoint.max_to_keep = None
+    other = make_config(tmp_path / "other")
+    save_steps(other, PlainRole(), 4)
+    save_steps(config, PlainRole(), 2, 4, 6)
+    prepare(config)
+    history = History(config.run_dir / HISTORY)
+    for step in range(7):
+        history.append({"step": step, "val/accuracy": 1.0, "perf/step_seconds": 1.0})
+    (config.run_dir / "tensorboard").mkdir()
+    write_report(config.run_dir)
+    whole = history.path.read_bytes()
+    fork(config, step_dir(other.run_dir if elsewhere else config.run_dir, 4))
+    prepare(config)
+    for step in range(5, 7):
+        history.append({"step": step, "reward/mean": 0.5, "perf/step_seconds": 2.0})
+    prepare(config)
+    text = write_report(config.run_dir)
+    assert "5 to 6 in 4 s" in text
+    assert "before" not in text
+    # What the run before has recorded is kept beside it.
+    assert (config.run_dir / f"{HISTORY}.superseded-1").read_bytes() == whole
+    assert {"tensorboard.superseded-1", "report.superseded-1"} < names(config)
 
 
 def test_a_kill_in_the_middle_of_a_fork_is_made_good(config, tmp_path):

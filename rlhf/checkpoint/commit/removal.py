@@ -37,7 +37,10 @@ def discard(path: Path) -> None:
 
 
 def set_aside(path: Path, reason: str) -> Path:
-    """Keep a checkpoint that must not be used any more under `global_step_N.<reason>-K`, where no scan finds it."""
+    """Keep a checkpoint that must not be used any more under `global_step_N.<reason>-K`, where no scan finds it.
+
+    The same for what was recorded of its run.
+    """
     number = 1
     while (target := path.with_name(f"{path.name}.{reason}-{number}")).exists():
         number += 1

@@ -15,10 +15,12 @@ from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import make_dir_durably, remove_file
-from rlhf.storage.layout import DRIVER_STATE, POINTER, scan, step_of
+from rlhf.storage.layout import DRIVER_STATE, HISTORY, POINTER, scan, step_of
 
 log = logging.getLogger(__name__)
 LOCKS = ("run.lock", "ranks.lock")
+RECORDED = (HISTORY, "tensorboard", "report")
+"""Records of one run beside its checkpoints, under no name of its own (wandb's files have the run's id)."""
 
 
 def make(run_dir: Path, trainer: TrainerConfig) -> None:
@@ -69,11 +71,14 @@ def is_checkpoint(path: Path) -> bool:
 
 def set_aside_for(run_dir: Path, source: Path) -> None:
     """Set aside what does not descend from `source`, from which the run starts again: its own later checkpoints, all of
-    another run's."""
+    another run's, and what was recorded of the course that ends here."""
     for path in scan(run_dir):
         if source.parent != run_dir.resolve() or (step_of(path) or 0) > (step_of(source) or 0):
             aside = set_aside(path, "superseded").name
             log.warning("%s is set aside as %s: the run starts again from %s.", path, aside, source)
+    for path in (run_dir / name for name in RECORDED):
+        if path.exists():
+            log.info("%s is set aside as %s.", path, set_aside(path, "superseded").name)
 
 
 def new_run_id() -> str:
