@@ -39,6 +39,9 @@ class Batch:
     """[N, R] float32 by the training engine before the first update; None when the update itself is the first look."""
     ref_log_probs: Tensor | None = None
     """[N, R] float32."""
+    staleness: Tensor | None = None
+    """[N] int64: steps between the policy that sampled and the one before the update; None when that is 0 for every
+    sample on every rank."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

@@ -30,13 +30,16 @@ class FilterGroupsConfig:
     """Generations per step at most."""
     on_limit: str = setting("fill", choices=("fill", "stop"))
     """At the limit: `fill` the batch with groups without signal, or `stop` the run."""
+    max_staleness: int = setting(1, ge=0)
+    """Oldest policy, in steps before the one in training, whose groups are trained on: what a step has left over waits
+    so long for its turn, and is dropped after that. 0 drops all that is left over, as verl does."""
 
 
 @dataclass
 class RolloutCorrectionConfig:
     rollout_is: str | None = setting(None, choices=("token", "sequence"))
     """Truncated importance sampling between the rollout engine's log-probs and the trainer's, by `token` or `sequence`;
-    null is off."""
+    null weighs only samples that are older than the policy, by `token`."""
     rollout_is_threshold: float = setting(2.0, gt=0)
     """Largest weight."""
 

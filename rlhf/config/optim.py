@@ -14,6 +14,7 @@ class OptimConfig:
     lr_scheduler_type: str = setting("constant", choices=("constant", "linear", "cosine"))
     """Shape of the learning rate after the warm-up."""
     lr_warmup_steps: int = setting(0, ge=0)
-    """Optimizer steps over which the rate rises linearly from 0."""
+    """Optimizer steps over which the rate rises linearly from 0; a training step has `ppo_epochs` for each mini-batch.
+    (verl counts training steps.)"""
     min_lr_ratio: float = setting(0.0, ge=0, le=1)
     """The end of `linear` and `cosine`, as a share of `lr`."""

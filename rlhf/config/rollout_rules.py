@@ -96,6 +96,12 @@ def _one_step_ahead(config: Config) -> Iterator[str]:
             "in training; "
             "set algorithm.rollout_correction.rollout_is=token."
         )
+    filters = config.algorithm.filter_groups
+    if filters.enable and filters.max_staleness < config.rollout.async_steps:
+        yield (
+            f"algorithm.filter_groups.max_staleness={filters.max_staleness}: with {ahead} what is generated ahead is "
+            "one step old when it is trained on; set algorithm.filter_groups.max_staleness=1."
+        )
     if config.checkpoint.journal:
         yield (
             f"checkpoint.journal=true: the journal does not keep what {ahead} generates ahead, which only checkpoints "

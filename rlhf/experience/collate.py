@@ -11,8 +11,11 @@ from rlhf.batch import Batch
 from rlhf.experience.groups import Group
 
 
-def collate(groups: Sequence[Group], pad_id: int, device: torch.device) -> Batch:
-    """The samples of `groups`, one group after the other, padded with `pad_id`, with their whole rewards as scores."""
+def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.device) -> Batch:
+    """The samples of `groups`, one group after the other, padded with `pad_id`, with their whole rewards as scores.
+
+    `version` is the steps that the policy has done.
+    """
     rows = [(group, sample) for group in groups for sample in group.samples]
 
     def tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
@@ -28,4 +31,5 @@ def collate(groups: Sequence[Group], pad_id: int, device: torch.device) -> Batch
         rollout_log_probs=pad_sequence(log_probs, batch_first=True).to(device),
         scores=tensor([score for group in groups for score in group.scores], torch.float32),
         baselines=None if None in baselines else tensor(baselines, torch.float32),
+        staleness=tensor([version - sample.version for _, sample in rows], torch.int64),
     )

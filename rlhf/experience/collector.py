@@ -85,13 +85,16 @@ class Collector:
         sampler.rest()
         if journal is not None:
             self._trained = (step, combined(self.coordinator.gather(digests(groups))))
-        batch = collate(groups, generation.tokenizer.pad_token_id, self.device)
+        batch = collate(groups, generation.tokenizer.pad_token_id, step - 1, self.device)
         results = [result for group in groups for result in group.results]
         figures, tokens = step_metrics(batch, results, generation.params.max_tokens, self.coordinator)
         own_seconds = sampler.seconds - generated_before
         if REWARD_MODEL not in self.reward.functions:  # for which ranks wait for each other
             own_seconds += stats.reward_seconds
-        metrics |= slowest(self.coordinator.gather(own_seconds)) | sampler.metrics()
+        told = self.coordinator.gather((own_seconds, any(g.version < step - 1 for g in groups)))
+        metrics |= slowest([seconds for seconds, _ in told]) | sampler.metrics()
+        if not any(older for _, older in told):
+            batch.staleness = None
         metrics["data/epoch"] = self.prompts.epoch
         metrics |= generation_metrics(
             groups,

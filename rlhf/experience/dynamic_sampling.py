@@ -1,5 +1,6 @@
 """Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2): prompts are drawn until enough groups have a signal."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,13 +14,18 @@ from rlhf.experience.prefetch import Prefetch
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.ranks.coordinator import Coordinator
 
+log = logging.getLogger(__name__)
+
+LARGE_SHARE = 0.5
+"""Share of a batch that may be carried over before a warning: verl's and the paper's batches have none."""
+
 
 @dataclass
 class DynamicSampling:
     """Fills a batch with groups whose samples differ in their reward: others have no advantage, and are dropped.
 
-    Groups that are too many are trained on in the next step, before newer ones; they stay on the rank that has
-    generated them. Every rank takes the same decisions.
+    Groups that are too many are trained on in a later step, before newer ones, and dropped once their policy is more
+    than `max_staleness` steps old; they stay on the rank that has generated them. Every rank takes the same decisions.
     """
 
     config: FilterGroupsConfig
@@ -31,6 +37,7 @@ class DynamicSampling:
     coordinator: Coordinator
     carried: list[Group] = field(default_factory=list, init=False)
     """This rank's groups for the next step, by uid."""
+    _warned: bool = field(default=False, init=False)
 
     def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
         """This rank's share of a full batch of groups with signal, and how it came about. Collective.
@@ -39,10 +46,12 @@ class DynamicSampling:
             UserError: the generations that are allowed do not fill the batch.
         """
         wanted, drawn, metric = self.prompts.batch_size, self.gen_batch_size, self.config.metric
-        kept, dropped, rounds = self.carried, list[Group](), 0
+        # A setting that changed with a resume counts for what the checkpoint carried over, too.
+        kept, dropped, rounds = self._young(self.carried, step), list[Group](), 0
+        expired = len(self.carried) - len(kept)
         fresh = self.prefetch.take(stats)
         held = owners(kept, self.coordinator)
-        carried = len(held)
+        carried = set(held)
         while fresh is not None or (len(held) < wanted and rounds < self.config.max_num_gen_batches):
             rounds += 1
             if fresh is None:
@@ -55,16 +64,23 @@ class DynamicSampling:
         missing = wanted - len(chosen)
         if missing:
             spare = owners(dropped, self.coordinator)
-            self._check_limit(step, len(held), len(spare), carried)
+            self._check_limit(step, len(held), len(spare), len(carried))
             chosen |= dict(sorted(spare.items())[-missing:])
+        left = [group for group in kept if group.uid not in chosen]
+        self.carried = self._young(left, step + 1)
+        expired += len(left) - len(self.carried)
+        counts = self.coordinator.gather((len(self.carried), expired))
+        share_carried = len(carried & chosen.keys()) / wanted
+        self._warn(step, share_carried)
         metrics: dict[str, float] = {
             "sampling/gen_batches": rounds,
             "sampling/groups_generated": rounds * drawn,
-            "sampling/groups_dropped": rounds * drawn - (len(held) - carried),
-            "sampling/groups_carried": len(held) - (wanted - missing),
+            "sampling/groups_dropped": rounds * drawn - (len(held) - len(carried)),
+            "sampling/groups_carried": sum(left_for_later for left_for_later, _ in counts),
+            "sampling/groups_expired": sum(too_old for _, too_old in counts),
             "sampling/groups_filled": missing,
+            "sampling/carried_share": share_carried,
         }
-        self.carried = [group for group in kept if group.uid not in chosen]
         batch = dict(sorted(chosen.items()))
         return share(kept + dropped, batch, self.prompts.mini_batch_size, self.coordinator), metrics
 
@@ -75,6 +91,25 @@ class DynamicSampling:
     def carry(self, groups: Sequence[Group]) -> None:
         """Take over the groups that a checkpoint has carried over, instead of those that are held."""
         self.carried = sorted(groups, key=lambda group: group.uid)
+
+    def _young(self, groups: Sequence[Group], step: int) -> list[Group]:
+        """Those that `step` may be trained on."""
+        oldest = step - 1 - self.config.max_staleness
+        return [group for group in groups if group.version >= oldest]
+
+    def _warn(self, step: int, share_carried: float) -> None:
+        if share_carried <= LARGE_SHARE or self._warned or not self.coordinator.is_leader:
+            return
+        self._warned = True
+        log.warning(
+            "%.0f %% of the batch of step %d was carried over from earlier steps, and is by an older policy than the "
+            "one in training; truncated importance sampling weighs the difference. For newer samples lower "
+            "data.gen_batch_size=%d, or set algorithm.filter_groups.max_staleness=0, which throws away what a step "
+            "has left over. Said once; sampling/carried_share has the figure of each step.",
+            100 * share_carried,
+            step,
+            self.gen_batch_size,
+        )
 
     def _check_limit(self, step: int, with_signal: int, without: int, carried: int) -> None:
         config, wanted = self.config, self.prompts.batch_size

@@ -28,6 +28,11 @@ class Group:
     """The whole reward of the greedy response; None when the estimator asks for none."""
 
     @property
+    def version(self) -> int:
+        """Steps that the policy had done when it sampled; of several the least."""
+        return min(sample.version for sample in self.samples)
+
+    @property
     def scores(self) -> list[float]:
         """The whole reward of each sample."""
         return [result.score + penalty for result, penalty in zip(self.results, self.penalties, strict=True)]

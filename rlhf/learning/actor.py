@@ -1,5 +1,6 @@
 """Actor: the policy in training."""
 
+import torch
 from torch import Tensor
 
 from rlhf.algorithms.aggregation import loss_sum
@@ -65,10 +66,8 @@ class Actor(Policy):
         assert entropy is not None
         old = micro.old_log_probs if micro.old_log_probs is not None else log_probs.detach()
         losses, figures = self._policy_loss(log_probs, old, micro.advantages, mask, config)
-        if self._correction.rollout_is is not None:
-            weights, truncated = rollout_is_weights(
-                old, micro.rollout_log_probs, mask, self._correction.rollout_is, self._correction.rollout_is_threshold
-            )
+        if self._correction.rollout_is is not None or micro.staleness is not None:
+            weights, truncated = self._importance_weights(micro, old)
             losses = losses * weights
             figures = figures | {"rollout/is_mean": weights, "rollout/is_truncated": truncated}
         pg_loss = aggregate(losses)
@@ -89,3 +88,19 @@ class Actor(Policy):
         }
         sums = {"loss": loss, **terms} | {name: token_mean(values) for name, values in figures.items()}
         return Share(loss, sums, {"rollout/logprob_diff_max": mismatch.max()})
+
+    def _importance_weights(self, micro: Batch, old: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights of the losses and which are truncated, [N, R]: of every sample if the settings ask for it, else of
+        those that are older than the policy.
+
+        The clip is around the policy before the update, for old samples as for new ones, and the weights lead from the
+        policy that sampled to that one: the decoupled objective of Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv
+        2505.24298).
+        """
+        mask, level, threshold = micro.response_mask, self._correction.rollout_is, self._correction.rollout_is_threshold
+        weights, truncated = rollout_is_weights(old, micro.rollout_log_probs, mask, level or "token", threshold)
+        if level is None:
+            assert micro.staleness is not None
+            older = (micro.staleness > 0)[:, None]
+            weights, truncated = torch.where(older, weights, mask), truncated * older
+        return weights, truncated

@@ -93,6 +93,12 @@ def test_a_recipe_trains_two_steps(name, tmp_path, sums):
     two_steps(tmp_path, sums, f"recipes={name}", *(override.format(sums=sums) for override in SMALL_RECIPES[name]))
 
 
+def test_dapo_warms_up_over_the_papers_twenty_rollout_steps():
+    config = compose_config(["recipes=dapo_math"], LIBRARY)
+    per_rollout_step = config.actor.ppo_epochs * config.data.train_batch_size // config.actor.ppo_mini_batch_size
+    assert config.actor.optim.lr_warmup_steps == 20 * per_rollout_step
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_passes_the_checks_as_it_is(name):
     to_be_set = ["model.path=org/name", "data.train_files=a.jsonl"] if name == "minimal" else []

@@ -30,7 +30,9 @@ from tests.support.plain_collect import (
 # Steps, settings, and the step after which everything is built anew from what a checkpoint would hold.
 SCENARIOS: dict[str, tuple[int, dict[str, Any], int | None]] = {
     "refilled": (4, {}, None),
-    "restarted": (3, {"drawn": 48}, 1),
+    "restarted": (4, {"drawn": 48}, 1),
+    "older than a step": (4, {"drawn": 48, "filter_groups": replace(FILTERED, max_staleness=2)}, 2),
+    "nothing is carried over": (2, {"drawn": 24, "filter_groups": replace(FILTERED, max_staleness=0)}, None),
     "a rank without prompts": (1, {"drawn": 1, "filter_groups": replace(FILTERED, max_num_gen_batches=14)}, None),
     "greedy baseline": (2, {"filter_groups": UNFILTERED, "greedy": True, "overlong": OVERLONG}, None),
     "greedy baseline, refilled": (2, {"greedy": True, "drawn": 28}, 1),
@@ -114,6 +116,11 @@ def plain() -> dict[str, list[dict[str, Any]]]:
     assert total("refilled", "reward/failures") > 0
     assert total("refilled", "reward/timeouts") > 0
     assert 0 in [step["metrics"]["sampling/gen_batches"] for step in found["restarted"]]
+    assert total("restarted", "sampling/groups_expired") > 0
+    for name, oldest in (("restarted", 1), ("older than a step", 2)):
+        assert max(step["metrics"]["sampling/staleness_max"] for step in found[name]) == oldest
+    assert total("nothing is carried over", "sampling/groups_expired") > 0
+    assert total("nothing is carried over", "sampling/staleness_max") == 0
     assert total("lengths make the difference", "sampling/groups_filled") < 2 * BATCH
     assert [s["metrics"]["sampling/groups_filled"] for s in found["nothing makes a difference"]] == [BATCH] * 2
     assert 0 < total("filled in part", "sampling/groups_filled") < 2 * BATCH
@@ -188,8 +195,8 @@ def test_a_batch_that_cannot_be_filled_is_refused_with_figures(ranks, world_size
         assert "data.gen_batch_size: their product must be at least 8" in rank["fill"]
 
 
-def group(uid: int, n: int = N, baseline: float | None = None) -> Group:
-    samples = [Sample(uid, i, [7], [-0.5], "stop") for i in range(n)]
+def group(uid: int, n: int = N, baseline: float | None = None, version: int = 0) -> Group:
+    samples = [Sample(uid, i, [7], [-0.5], "stop", version) for i in range(n)]
     results = [RewardResult(float(i), {"sums": float(i)}) for i in range(n)]
     return Group(uid, [3, uid], samples, results, [0.0] * n, baseline=baseline)
 
@@ -217,6 +224,31 @@ def test_groups_of_other_settings_are_left_out_with_a_warning(greedy, kept, capl
     collector.load_tensors([to_tensors(list(groups.values()))])
     assert same_tensors(collector.tensors(), to_tensors([groups[uid] for uid in kept]))
     assert "Left out 2 prompts" in caplog.text
+
+
+def test_a_bound_that_was_lowered_counts_for_what_the_checkpoint_carried_over(caplog):
+    lowered = replace(FILTERED, max_staleness=1)
+    collector = build(new_driver(), Coordinator(GlooTransport()), filter_groups=lowered)
+    # Sampled after 0 steps, for a step that comes after 2 of them.
+    collector.load_tensors([to_tensors([group(5), group(9)])])
+    metrics = collector.collect(3).metrics
+    assert (metrics["sampling/groups_expired"], metrics["sampling/carried_share"]) == (2, 0)
+    assert metrics["sampling/staleness_max"] == 0
+
+
+def test_samples_older_than_the_policy_are_marked_and_a_batch_of_many_is_warned_of(caplog):
+    collector = build(new_driver(), Coordinator(GlooTransport()))
+    assert collector.collect(1).batch.staleness is None
+    collector.prompts.advance_to(1000)
+    collector.load_tensors([to_tensors([group(uid, version=1) for uid in range(BATCH // 2)])])
+    batch = collector.collect(3).batch
+    assert sorted(batch.staleness.tolist()) == [0] * (BATCH // 2 * N) + [1] * (BATCH // 2 * N)
+    assert "carried over" not in caplog.text
+    for step in (4, 5):
+        old = [group(uid, version=step - 2) for uid in range(1 + BATCH // 2)]
+        collector.load_tensors([to_tensors(old)])
+        collector.collect(step)
+    assert caplog.text.count("62 % of the batch of step 4 was carried over") == caplog.text.count("carried over") == 1
 
 
 def test_without_dynamic_sampling_nothing_is_carried_over(caplog):

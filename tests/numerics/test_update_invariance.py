@@ -15,9 +15,11 @@ from tests.support.update_cases import (
     ACTOR_CASES,
     CASES,
     GROUP,
+    OLDER_CASES,
     OPTIM,
     PROMPTS,
     TOTAL_STEPS,
+    batch_of,
     run_update,
     start_policies,
     whole_batch,
@@ -79,7 +81,7 @@ def plain() -> dict[str, Plain]:
         settings = replace(config, actor=replace(config.actor, optim=OPTIM), critic=replace(config.critic, optim=OPTIM))
         if case in ACTOR_CASES:
             model, reference = start_policies()
-            found[case] = plain_actor(model, reference, whole_batch(), settings, mini_batches, TOTAL_STEPS)
+            found[case] = plain_actor(model, reference, batch_of(case), settings, mini_batches, TOTAL_STEPS)
         else:
             model = tiny_value_model()
             found[case] = plain_critic(model, whole_batch(), settings, mini_batches, TOTAL_STEPS)
@@ -91,6 +93,8 @@ def plain() -> dict[str, Plain]:
     assert metrics["seq-mean-token-mean_k2_entropy"]["grad_norm"] < 100
     for case in ("seq-mean-token-sum_k1_token_correction", "cispo_sequence_correction_norm"):
         assert 0.1 < metrics[case]["rollout/is_truncated"] < 0.9
+    for case in OLDER_CASES:
+        assert metrics[case]["rollout/is_truncated"] > 0.01
     assert 0.1 < metrics["critic_clipped_values"]["vf_clipfrac"] < 0.9
     return found
 

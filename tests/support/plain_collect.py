@@ -135,7 +135,7 @@ def plain_way(steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
     waiting: list[dict[str, Any]] = []
     records = []
     for step in range(1, steps + 1):
-        rounds, seen, without = 0, [], []
+        rounds, seen, without, carried = 0, [], [], len(waiting)
         while len(waiting) < BATCH and rounds < filters.max_num_gen_batches:
             rounds += 1
             for each in parts.prompts.next(drawn):
@@ -143,8 +143,10 @@ def plain_way(steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
                 seen.append(group)
                 useful = len(set(group[filters.metric])) > 1 or not filters.enable
                 (waiting if useful else without).append(group)
-        trained, waiting = waiting[:BATCH], waiting[BATCH:]
+        trained, left = waiting[:BATCH], waiting[BATCH:]
         missing = BATCH - len(trained)
+        # At the next step the policy has done one step more than now.
+        waiting = [group for group in left if driver.step + 1 - group["version"] <= filters.max_staleness]
         trained = sorted(trained + without[len(without) - missing :], key=lambda group: group["uid"])
         every = [score for group in trained for score in group["seq_reward"]]
         metrics = {
@@ -163,6 +165,8 @@ def plain_way(steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
                 "sampling/groups_generated": len(seen),
                 "sampling/groups_dropped": len(without),
                 "sampling/groups_carried": len(waiting),
+                "sampling/groups_expired": len(left) - len(waiting),
+                "sampling/carried_share": min(carried, BATCH) / BATCH,
                 "sampling/groups_filled": missing,
                 "sampling/staleness_max": max(ages),
                 "sampling/staleness_mean": sum(ages) / BATCH,

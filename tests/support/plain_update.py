@@ -126,6 +126,7 @@ def actor_loss(
 ) -> Tensor:
     """The policy's loss of one mini-batch; its figures are added to `metrics`."""
     actor, correction = config.actor, config.algorithm.rollout_correction
+    weighs = correction.rollout_is is not None or batch.staleness is not None
     tokens = Tokens()
     for s in mini:
         log_probs, entropies = log_softmax_of(policy, batch, s)
@@ -134,8 +135,10 @@ def actor_loss(
         engine = [float(o - batch.rollout_log_probs[s, t]) for t, o in enumerate(old[s])]
         for t, log_prob in enumerate(log_probs):
             loss = token_loss(log_prob, old[s][t], sequence, float(batch.advantages[s, t]), actor)
-            if correction.rollout_is is not None:
+            if weighs:
                 log_weight = sum(engine) if correction.rollout_is == "sequence" else engine[t]
+                if correction.rollout_is is None and not batch.staleness[s]:
+                    log_weight = 0.0
                 weight = min(math.exp(log_weight), correction.rollout_is_threshold)
                 tokens.add(weight=weight, truncated=float(math.exp(log_weight) > weight))
                 loss = loss * weight
@@ -154,7 +157,7 @@ def actor_loss(
         metrics[name] += tokens.mean(name)
     metrics["rollout/logprob_diff_mean"] += tokens.mean("difference")
     metrics["rollout/kl"] += tokens.mean("engine_kl")
-    if correction.rollout_is is not None:
+    if weighs:
         metrics["rollout/is_mean"] += tokens.mean("weight")
         metrics["rollout/is_truncated"] += tokens.mean("truncated")
     return loss

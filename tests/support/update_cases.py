@@ -109,6 +109,12 @@ ACTOR_CASES: dict[str, tuple[int, Config]] = {
         ),
     ),
 }
+# Without a correction for every sample, those that are older than the policy are weighed.
+OLDER_CASES: dict[str, tuple[int, Config]] = {
+    "older_samples": (2, actor_case(ppo_epochs=2, clip_ratio_high=0.28)),
+    "older_samples_one_look": (1, actor_case(loss_agg_mode="seq-mean-token-mean")),
+}
+ACTOR_CASES |= OLDER_CASES
 CRITIC_CASES: dict[str, tuple[int, Config]] = {
     "critic_clipped_values": (
         2,
@@ -129,6 +135,12 @@ def whole_batch() -> Batch:
             noise = 0.5 * torch.randn(length, generator=generator)
             batch.rollout_log_probs[sample, :length] = log_softmax_of(policy, batch, sample)[0].float() + noise
     return batch
+
+
+def batch_of(case: str) -> Batch:
+    """The batch of a case: in those about older samples every third is one step old."""
+    batch = whole_batch()
+    return replace(batch, staleness=(torch.arange(len(batch)) % 3 == 0).long()) if case in OLDER_CASES else batch
 
 
 def start_policies() -> tuple[Any, Any]:
@@ -187,7 +199,7 @@ def run_update(
     mini_batches, config = CASES[case]
     settings = {"optim": OPTIM, "ppo_micro_batch_size_per_gpu": micro_batch_size}
     config = replace(config, actor=replace(config.actor, **settings), critic=replace(config.critic, **settings))
-    batch = padded(share(whole_batch(), mini_batches), extra_columns)
+    batch = padded(share(batch_of(case), mini_batches), extra_columns)
     guards = Guards(GuardsConfig())
     guards.begin(1, 0.0)
     scale = config.actor.loss_scale_factor or config.data.max_response_length

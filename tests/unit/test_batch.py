@@ -14,6 +14,7 @@ from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
 
 PAD = 99
+VERSION = 9
 PER_TOKEN = ("token_rewards", "advantages", "returns", "values", "old_log_probs", "ref_log_probs")
 CPU = torch.device("cpu")
 
@@ -32,7 +33,7 @@ def random_groups(seed: int, prompts: int = 5, n: int = 3, *, baseline: bool = T
         prompt, samples = [next(ids) for _ in range(rng.randint(1, 8))], []
         for number in range(n):
             tokens = [next(ids) for _ in range(rng.randint(1, 6))]
-            samples.append(Sample(uid, number, tokens, [-token / 100 for token in tokens], "length"))
+            samples.append(Sample(uid, number, tokens, [-token / 100 for token in tokens], "length", VERSION - place))
         scores = [float(place * n + number) for number in range(n)]
         groups.append(group_of(uid, prompt, samples, scores, place / 4 if baseline else None))
     return groups
@@ -41,7 +42,7 @@ def random_groups(seed: int, prompts: int = 5, n: int = 3, *, baseline: bool = T
 def full_batch(seed: int) -> tuple[list[Group], Batch]:
     """A batch with every optional tensor filled by a value that tells its row and token."""
     groups = random_groups(seed)
-    batch = collate(groups, PAD, CPU)
+    batch = collate(groups, PAD, VERSION, CPU)
     for number, name in enumerate(PER_TOKEN, 1):
         setattr(batch, name, batch.rollout_log_probs + 1000 * number)
     return groups, batch
@@ -62,6 +63,8 @@ def check_row(batch: Batch, row: int, number: int, groups: list[Group]) -> None:
     for place, name in enumerate(PER_TOKEN, 1):
         assert torch.equal(getattr(batch, name)[row, :count], expected + 1000 * place)
     assert (batch.scores[row], batch.baselines[row]) == (number, group.baseline)
+    assert batch.staleness is not None
+    assert int(batch.staleness[row]) == VERSION - sample.version
 
 
 def check_trimmed(batch: Batch) -> None:
@@ -110,7 +113,7 @@ def test_select(rows):
 
 
 def test_select_leaves_the_batch_alone_and_keeps_missing_tensors_missing():
-    batch = collate(random_groups(seed=13, baseline=False), PAD, CPU)
+    batch = collate(random_groups(seed=13, baseline=False), PAD, VERSION, CPU)
     before = {f.name: v.clone() for f in fields(batch) if isinstance(v := getattr(batch, f.name), Tensor)}
     picked = batch.select(torch.tensor([0]))
     assert [getattr(picked, name) for name in ("baselines", *PER_TOKEN)] == [None] * (1 + len(PER_TOKEN))
@@ -123,7 +126,7 @@ def test_scores_lie_on_the_last_token_and_nowhere_without_tokens():
         group_of(uid, [1, 2], [Sample(uid, 0, [5] * length, [-1.0] * length, "stop")], [score], None)
         for uid, (length, score) in enumerate(zip(lengths, scores, strict=True))
     ]
-    batch = collate(groups, PAD, CPU)
+    batch = collate(groups, PAD, VERSION, CPU)
     rewards = batch.scores_on_last_tokens()
     assert rewards.dtype == torch.float32
     assert rewards.tolist() == [[0, 0, 0.5, 0], [0, 0, 0, 0], [-2, 0, 0, 0], [0, 0, 0, 0]]

@@ -121,6 +121,16 @@ REFUSED: list[tuple[dict, str]] = [
         "or",
     ),
     (
+        SERVED
+        | {
+            "rollout__async_steps": 1,
+            "algorithm__rollout_correction__rollout_is": "token",
+            "algorithm__filter_groups__enable": True,
+            "algorithm__filter_groups__max_staleness": 0,
+        },
+        "algorithm.filter_groups.max_staleness=0: with rollout.async_steps=1 what is generated ahead is one step old",
+    ),
+    (
         SERVED | {"rollout__async_steps": 1},
         "algorithm.rollout_correction.rollout_is=null: with rollout.async_steps=1 samples are by an older policy than "
         "the one in training; "
