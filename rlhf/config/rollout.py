@@ -33,7 +33,7 @@ class ServersConfig:
     start_timeout_s: float = setting(600.0, gt=0, resume="harmless")
     """A server that does not answer so long after its start counts as dead."""
     answer_timeout_s: float = setting(300.0, gt=0, resume="harmless")
-    """A server from which nothing comes back for so long counts as hung."""
+    """A server that has requests and for so long neither answers one nor computes a token counts as hung."""
     max_failures: int = setting(5, ge=0, resume="harmless")
     """Failures of servers in a row, without a finished request between them, before the run gives up."""
     backoff_s: float = setting(1.0, ge=0, resume="harmless")

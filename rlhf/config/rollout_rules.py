@@ -27,6 +27,7 @@ OURS = {
 }
 """vLLM's arguments that are settings of the trainer, with their names there."""
 TRAINERS = (
+    "disable_log_stats",
     "distributed_executor_backend",
     "enable_lora",
     "enable_return_routed_experts",

@@ -174,6 +174,37 @@ def test_life_label_and_version():
         ask(handler, lambda client: client.version())
 
 
+METRICS = """# HELP vllm:prompt_tokens_total Number of prefill tokens processed.
+vllm:prompt_tokens_total{engine="0",model_name="policy"} 80.0
+vllm:generation_tokens_total{engine="0",model_name="policy"} 1.5e+02
+vllm:generation_tokens_total{engine="1",model_name="policy"} 7.0
+vllm:generation_tokens_created{engine="0",model_name="policy"} 1.7e+09
+"""
+
+
+def test_tokens_are_counted_over_prompts_responses_and_engines():
+    async def handler(request: web.Request) -> web.Response:
+        assert request.path == "/metrics"
+        return web.Response(text=METRICS)
+
+    assert ask(handler, lambda client: client.tokens()) == 237.0
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        ("vllm:num_requests_running 3.0\n", UserError, "without --disable-log-stats"),
+        ("vllm:generation_tokens_total{} many\n", ServerFailure, "/metrics: could not convert"),
+    ],
+)
+def test_a_server_that_does_not_count(text, error, words):
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(text=text)
+
+    with pytest.raises(error, match=words):
+        ask(handler, lambda client: client.tokens())
+
+
 def test_an_error_of_the_server_is_its_failure():
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=503, text="no\nengine")

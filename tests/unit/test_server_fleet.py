@@ -5,8 +5,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,12 +14,15 @@ import torch
 
 from rlhf.config.rollout import RolloutConfig, ServersConfig
 from rlhf.errors import UserError
+from rlhf.rollout import Request, SamplingParams
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import ServerHandle, ServersFailed
 from rlhf.rollout.servers.server_engine import server_gpus, vocab_size
+from tests.support.tcp_proxy import Proxy
 
 DEADLINE_S = 60.0
+HERE = "127.0.0.1"
 
 
 @contextmanager
@@ -106,6 +109,81 @@ def test_an_unsupported_release_is_the_users_mistake():
         pytest.raises(UserError, match=rf"{url} cannot be used: it runs vLLM 0\.11\.0"),
     ):
         it.wait(DEADLINE_S, generating=False)
+    server.shutdown()
+    server.server_close()
+
+
+class Slow(ThreadingHTTPServer):
+    """A server with the weights `w1` that answers no request before it was asked for its tokens `counts` times.
+
+    It counts one more token each time if it is `alive`.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, counts: int, *, alive: bool) -> None:
+        self.counts, self.alive, self.counted = counts, alive, 0
+        self.enough = threading.Event()
+        super().__init__((HERE, 0), SlowHandler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class SlowHandler(BaseHTTPRequestHandler):
+    server: Slow
+
+    def do_GET(self) -> None:
+        slow, label, vllm = self.server, {"weight_version": "w1"}, {"version": "0.32.0"}
+        if self.path == "/metrics":
+            slow.counted += 1
+            if slow.counted >= slow.counts:
+                slow.enough.set()
+            self.say(f"vllm:generation_tokens_total{{}} {slow.counted if slow.alive else 7}\n")
+        else:
+            self.say(json.dumps({"/version": vllm, "/weight_info": label, "/health": {}}[self.path]))
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.enough.wait(DEADLINE_S)
+        token = {"token_id": 4, "logprob": -0.5}
+        span = {"version": "w1", "start": 0, "end": 1}
+        choice = {"index": 0, "token_ids": [4], "finish_reason": "stop", "weight_versions": [span]}
+        self.say(json.dumps({"choices": [choice | {"logprobs": {"content": [token]}}]}))
+
+    def say(self, text: str) -> None:
+        with suppress(OSError):  # nobody listens any more
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("hangs", ["nothing", "engine", "network"])
+def test_a_busy_server_is_waited_for_and_one_that_hangs_is_not(hangs):
+    """`engine`: behind HTTP that goes on answering."""
+    alive = hangs == "nothing"
+    # One count is of the start, the next is what the others are compared with; there are four in a deadline.
+    server, proxy, limit_s = Slow(counts=2 + 5 if alive else 1000, alive=hangs != "engine"), Proxy(), 3.0
+    proxy.upstream = f"http://{HERE}:{server.server_port}"
+    if hangs == "network":
+        proxy.arm(1, proxy.hang)
+    settings = ServersConfig(max_failures=0, answer_timeout_s=limit_s, urls=[proxy.url])
+    with fleet(settings, {}) as it:
+        assert it.wait(DEADLINE_S, generating=False) == "ready"
+        it.pushed("w1", dict.fromkeys(it.want("w1", 1)))
+        began = time.monotonic()
+        it.begin([Request(7, [1, 2], SamplingParams(n=1, max_tokens=4))], seed=1, step=1)
+        if alive:
+            assert it.wait(DEADLINE_S) == "done"
+            assert time.monotonic() - began > limit_s
+            assert [sample.token_ids for sample in it.take()[0]] == [[4]]
+            assert it.metrics()["perf/server_failures"] == 0
+        else:
+            with pytest.raises(ServersFailed, match="hung: 1 requests, and for 3 s no answer and no token"):
+                it.wait(DEADLINE_S)
+    proxy.resume()
+    server.enough.set()
     server.shutdown()
     server.server_close()
 

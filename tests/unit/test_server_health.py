@@ -112,6 +112,38 @@ def test_a_process_that_is_gone_is_started_anew_at_once_after_the_back_off():
     assert (health.due(10.9), health.due(11.0)) == ("nothing", "start")
 
 
+def test_a_busy_server_is_alive_as_long_as_it_computes_tokens():
+    health = serving()
+    health.asked(0.0)
+    now = 0.0
+    for tokens in range(100, 110):
+        assert health.due(now) == "count"
+        health.counting(now)
+        assert health.due(now + 4.9) == "nothing"
+        assert health.overdue(now + 4.9) is None
+        health.counted(now + 4.9, tokens)
+        now += 5.0
+    assert health.state == "serving"
+    # The last that was counted is from 4.9 s after the last look.
+    health.counting(now)
+    health.counted(now, 109)
+    assert health.overdue(now + 19.8) is None
+    assert "hung: 1 requests, and for 20 s no answer and no token" in str(health.overdue(now + 20.0))
+
+
+def test_the_first_count_and_one_that_stands_still_are_no_progress():
+    health = serving()
+    health.asked(0.0)
+    for now in (0.0, 5.0, 10.0, 15.0):
+        health.counting(now)
+        health.counted(now, 1e9)
+    assert health.overdue(19.9) is None
+    assert "hung" in str(health.overdue(20.0))
+    # Started behind our back it counts from 0 again, which is not standing still.
+    health.counted(20.0, 0)
+    assert health.overdue(39.9) is None
+
+
 def test_hung_is_a_server_with_requests_from_which_nothing_comes():
     health = serving()
     assert health.overdue(1000.0) is None  # idle
@@ -125,13 +157,17 @@ def test_hung_is_a_server_with_requests_from_which_nothing_comes():
     assert health.overdue(2000.0) is None
 
 
-def test_an_idle_server_is_looked_at_now_and_then_and_a_busy_one_is_not():
+def test_an_idle_server_is_asked_for_its_label_now_and_then_and_a_busy_one_how_far_it_is():
     health = serving()
     assert health.due(10.0) == "probe"
     health.probing(10.0)
     assert (health.due(19.0), health.due(20.0)) == ("nothing", "probe")
-    health.asked(20.0)
-    assert health.due(20.0) == "nothing"
+    health.asked(12.0)
+    assert health.due(12.0) == "count"
+    health.counting(12.0)
+    assert (health.due(16.9), health.due(17.0)) == ("nothing", "count")  # a quarter of the deadline
+    health.finished(17.0)
+    assert (health.due(19.0), health.due(20.0)) == ("nothing", "probe")
 
 
 def test_the_wait_doubles_up_to_the_longest_and_begins_again_after_a_finished_request():

@@ -17,6 +17,7 @@ LOWEST_LOG_PROB = -9999.0
 """What vLLM's server says for a log-prob that is not a number."""
 ROUNDING = 1e-3
 """How far above 0 a log-prob may come out."""
+_COUNTERS = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total")
 SHOWN = 200
 """Characters of an answer in an error."""
 
@@ -57,6 +58,24 @@ class ServerClient:
     async def version(self) -> str:
         """The release of vLLM."""
         return _text(_parsed(await self._call("GET", "/version", self._short)), "version")
+
+    async def tokens(self) -> float:
+        """How many tokens of prompts and responses it has computed in its life.
+
+        Raises:
+            UserError: it does not count them.
+        """
+        content = await self._call("GET", "/metrics", self._short)
+        counts = [line.rpartition(b" ")[2] for line in content.splitlines() if line.startswith(_COUNTERS)]
+        if not counts:
+            raise UserError(
+                f"The rollout server {self._url} does not count its tokens, which tell a busy server from one that "
+                "hangs: start it without --disable-log-stats (rollout.engine_kwargs.vllm)."
+            )
+        try:
+            return sum(map(float, counts))
+        except ValueError as error:
+            raise ServerFailure(f"/metrics: {error}") from error
 
     async def generate(self, request: Request, seed: int, label: str, version: int) -> list[Sample]:
         """The request's samples by the weights `label`, which are those after `version` steps. However long it takes.

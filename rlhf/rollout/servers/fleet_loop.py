@@ -27,6 +27,9 @@ TICK_S = 0.25
 """Between two looks at the servers when nothing happens."""
 
 
+NOTHING_HEARD = "nothing was heard of it"
+
+
 class ServersFailed(RuntimeError):
     """The rollout servers failed more often than rollout.servers.max_failures allows."""
 
@@ -58,8 +61,8 @@ class _Member:
     asks: dict[asyncio.Task, int] = field(default_factory=dict)
     """The number of the request that each of its tasks has sent."""
     probe: asyncio.Task | None = None
-    silence: str = "nothing was heard of it"
-    """What the last probe met."""
+    silence: str = NOTHING_HEARD
+    """What was wrong with its last answer to a probe; empty if nothing was."""
 
 
 @dataclass
@@ -195,7 +198,7 @@ class FleetLoop:
             else:
                 self._fail(member, f"its process ended with exit code {code}", gone=True)
         elif reason := health.overdue(now):
-            silent = f"; last: {member.silence}" if health.state == "starting" else ""
+            silent = f"; last: {member.silence}" if member.silence else ""
             self._fail(member, reason + silent, gone=True)
         due = health.due(now)
         if due == "start":
@@ -203,6 +206,9 @@ class FleetLoop:
         elif due == "probe" and member.probe is None:
             health.probing(now)
             member.probe = asyncio.create_task(self._probe(member))
+        elif due == "count" and member.probe is None:
+            health.counting(now)
+            member.probe = asyncio.create_task(self._count(member))
 
     def _start(self, member: _Member) -> None:
         process = member.process
@@ -215,7 +221,7 @@ class FleetLoop:
             return
         member.url = process.url
         member.client = ServerClient(self._session, member.url, self._ask, self._settings.answer_timeout_s)
-        member.silence = "nothing was heard of it"
+        member.silence = NOTHING_HEARD
         member.health.started(time.monotonic())
         member.starts += 1
         if member.starts > 1:
@@ -227,8 +233,10 @@ class FleetLoop:
     async def _probe(self, member: _Member) -> None:
         health, before = member.health, member.health.state
         try:
-            if before == "starting" and (problem := server_problem(await member.client.version())):
-                raise UserError(f"The rollout server {member.url} cannot be used: {problem}.")
+            if before == "starting":
+                if problem := server_problem(await member.client.version()):
+                    raise UserError(f"The rollout server {member.url} cannot be used: {problem}.")
+                await member.client.tokens()
             label = await member.client.weight_label()
         except ServerFailure as failure:
             member.silence = str(failure)
@@ -237,6 +245,7 @@ class FleetLoop:
         except Exception as error:
             self.error = error
         else:
+            member.silence = ""
             failures = health.failures
             health.probed(time.monotonic(), label)
             if health.failures > failures:
@@ -244,6 +253,21 @@ class FleetLoop:
                 log.warning("Rollout server %s: %s.", member.url, health.reasons[-1])
             if before == "starting":
                 log.info("Rollout server %s is up, with the weights %r.", member.url, label)
+        finally:
+            member.probe = None
+            self._wake.set()
+
+    async def _count(self, member: _Member) -> None:
+        """Ask a busy server how far it is; that it does not say is no failure before the deadline of its requests."""
+        try:
+            tokens = await member.client.tokens()
+        except ServerFailure as failure:
+            member.silence = str(failure)
+        except Exception as error:
+            self.error = error
+        else:
+            member.silence = ""
+            member.health.counted(time.monotonic(), tokens)
         finally:
             member.probe = None
             self._wake.set()

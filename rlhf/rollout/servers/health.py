@@ -7,12 +7,12 @@ from rlhf.config.rollout import ServersConfig
 
 State = Literal["starting", "serving", "stale", "dead"]
 """`stale`: alive, without the weights that are wanted. `dead`: not used until its back-off is over."""
-Due = Literal["nothing", "start", "probe", "push", "give_up"]
+Due = Literal["nothing", "start", "probe", "count", "push", "give_up"]
 
 PROBE_EVERY_S = 1.0
 """While a server starts."""
 WATCH_EVERY_S = 10.0
-"""While it is idle."""
+"""While it is idle; while requests wait at least four times within answer_timeout_s."""
 REASONS_KEPT = 3
 
 
@@ -57,7 +57,8 @@ class ServerHealth:
         self._half_pushed = False
         self._start_due, self._retry_at = ours, now
         self._deadline = now + settings.start_timeout_s
-        self._next_probe, self._last_answer = now, now
+        self._next_probe, self._next_count, self._last_progress = now, now, now
+        self._tokens: float | None = None
         self._state: State = "dead" if ours else "starting"
 
     @property
@@ -67,8 +68,9 @@ class ServerHealth:
     def due(self, now: float) -> Due:
         """The action that is due from the owner now.
 
-        `start`: end what still runs of it, start it, say `started`. `probe`: say `probing`, ask for its label. `push`:
-        send it weights as soon as there are some. `give_up`: the budget is spent.
+        `start`: end what still runs of it, start it, say `started`. `probe`: say `probing`, ask for its label. `count`:
+        say `counting`, ask how many tokens it has computed, say `counted`. `push`: send it weights as soon as there are
+        some. `give_up`: the budget is spent.
         """
         if self._budget.spent:
             return "give_up"
@@ -76,7 +78,9 @@ class ServerHealth:
             if now < self._retry_at:
                 return "nothing"
             return "start" if self._start_due else "probe"
-        if now >= self._next_probe and not self.in_flight:
+        if self.in_flight:
+            return "count" if now >= self._next_count else "nothing"
+        if now >= self._next_probe:
             return "probe"
         return "push" if self._state == "stale" else "nothing"
 
@@ -85,8 +89,11 @@ class ServerHealth:
         if self._state == "starting" and now >= self._deadline:
             return "did not get ready in time (rollout.servers.start_timeout_s, answer_timeout_s)"
         limit_s = self._settings.answer_timeout_s
-        if self.in_flight and now - self._last_answer >= limit_s:
-            return f"hung: {self.in_flight} requests and no answer for {limit_s:g} s (rollout.servers.answer_timeout_s)"
+        if self.in_flight and now - self._last_progress >= limit_s:
+            return (
+                f"hung: {self.in_flight} requests, and for {limit_s:g} s no answer and no token "
+                "(rollout.servers.answer_timeout_s)"
+            )
         return None
 
     def started(self, now: float) -> None:
@@ -112,6 +119,16 @@ class ServerHealth:
             current = self._wanted is not None and label == self._wanted and not self._half_pushed
             self._become("serving" if current else "stale", now)
 
+    def counting(self, now: float) -> None:
+        """It is being asked for its count of tokens."""
+        self._next_count = now + min(WATCH_EVERY_S, self._settings.answer_timeout_s / 4)
+
+    def counted(self, now: float, tokens: float) -> None:
+        """It has computed so many tokens in its life; another number than before is progress, however slow."""
+        if self._tokens is not None and tokens != self._tokens:
+            self._last_progress = now
+        self._tokens = tokens
+
     def want(self, label: str) -> None:
         """From now on the weights `label` are wanted; requests to other ones count as dropped."""
         if label != self._wanted and self._state == "serving":
@@ -131,13 +148,14 @@ class ServerHealth:
     def asked(self, now: float) -> None:
         """It was sent a request."""
         if not self.in_flight:
-            self._last_answer = now
+            # The first count is what the next one is compared with.
+            self._last_progress = self._next_count = now
         self.in_flight += 1
 
     def finished(self, now: float) -> None:
         """It has answered a request well."""
         self.in_flight -= 1
-        self._last_answer, self.failures = now, 0
+        self._last_progress, self.failures = now, 0
         self._budget.finished()
 
     def outdated(self, reason: str) -> None:
