@@ -64,7 +64,7 @@ def gae(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     rewards = masked(inputs.token_rewards, mask).double()
     # Columns outside the mask hand on what lies behind them.
     ahead = backward_sum(values, 1.0 - mask.double())
-    deltas = masked(rewards + config.gamma * torch.nn.functional.pad(ahead[:, 1:], (0, 1)) - values, mask)
+    deltas = masked(rewards + config.gamma * torch.nn.functional.pad(ahead, (0, 1))[:, 1:] - values, mask)
     advantages = masked(backward_sum(deltas, _decays(mask, config.gamma * config.lam)), mask)
     whitened = masked_whiten(advantages, mask, inputs.all_sum)
     dtype = inputs.token_rewards.dtype

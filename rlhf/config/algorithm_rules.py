@@ -61,11 +61,10 @@ def _samples(config: Config) -> Iterator[str]:
     estimator = _estimator(config)
     if estimator.group and rollout.n < 2:
         yield f"rollout.n={rollout.n}: {name} compares the samples of one prompt; set rollout.n to 2 or more."
-    if estimator.greedy_baseline and (rollout.temperature == 0 or rollout.top_k == 1):
-        shown = "rollout.temperature=0" if rollout.temperature == 0 else "rollout.top_k=1"
+    if estimator.greedy_baseline and rollout.top_k == 1:
         yield (
-            f"{shown}: {name} compares samples with the greedy response, and these would equal it; "
-            "set rollout.temperature=1.0 and rollout.top_k=-1."
+            f"rollout.top_k=1: {name} compares samples with the greedy response, and these would equal it; "
+            "set rollout.top_k=-1."
         )
 
 

@@ -49,7 +49,7 @@ class RolloutConfig:
     n: int = setting(8, ge=1)
     """Samples per prompt: the group of GRPO."""
     temperature: float = setting(1.0, ge=0)
-    """0 is greedy."""
+    """At least 0.01: greedy samples have no distribution to train."""
     top_p: float = setting(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with at least this probability."""
     top_k: int = setting(-1, ge=-1)

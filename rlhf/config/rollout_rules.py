@@ -11,6 +11,8 @@ from rlhf.errors import did_you_mean, nearest
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """The keys of rollout.structured_outputs of which one must be there."""
 STRUCTURE_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+LEAST_TEMPERATURE = 0.01
+"""vLLM's, below which it samples greedily; and logits over a temperature near 0 overflow."""
 OURS = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -47,9 +49,10 @@ TRAINERS = (
 def rollout_problems(config: Config) -> Iterator[str]:
     """Settings of `config.rollout` that do not fit each other or the other sections, one line each."""
     r = config.rollout
-    if r.n > 1 and r.temperature == 0:
+    if r.temperature < LEAST_TEMPERATURE:
         yield (
-            f"rollout.temperature=0: the {r.n} samples of a prompt (rollout.n) would be equal and teach nothing; "
+            f"rollout.temperature={r.temperature:g}: samples would be greedy, equal to each other and without a "
+            "distribution to train; "
             "set rollout.temperature=1.0. Evaluation has its own, rollout.val_kwargs.temperature."
         )
     if r.n > 1 and r.top_k == 1:
@@ -157,8 +160,8 @@ def _vllm(config: Config) -> Iterator[str]:
             "know."
         )
     for key, temperature in (("temperature", r.temperature), ("val_kwargs.temperature", r.val_kwargs.temperature)):
-        if temperature and not 0.01 <= temperature <= 2:
-            yield f"rollout.{key}={temperature}: vLLM takes 0 (greedy) and 0.01 to 2."
+        if temperature > 2 or 0 < temperature < LEAST_TEMPERATURE:
+            yield f"rollout.{key}={temperature}: vLLM takes 0 (greedy) and {LEAST_TEMPERATURE} to 2."
     for key, value in r.engine_kwargs.vllm.items():
         shown = f"rollout.engine_kwargs.vllm.{key}={value}"
         if key in OURS:

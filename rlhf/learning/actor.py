@@ -7,6 +7,7 @@ from rlhf.algorithms.aggregation import loss_sum
 from rlhf.algorithms.correction import rollout_is_weights
 from rlhf.algorithms.kl import kl_estimate
 from rlhf.algorithms.lookup import load_policy_loss
+from rlhf.algorithms.statistics import masked
 from rlhf.backends.base import TrainingBackend
 from rlhf.batch import Batch
 from rlhf.config import ActorConfig, RolloutCorrectionConfig
@@ -81,13 +82,15 @@ class Actor(Policy):
         figures = figures | {"entropy": entropy, "kl": kl_estimate(old, log_probs, "k3")}
         if micro.ref_log_probs is not None:
             figures["ref_kl"] = kl_estimate(log_probs, micro.ref_log_probs, "k3")
-        mismatch = (old - micro.rollout_log_probs).abs() * mask
+        mismatch = masked(old - micro.rollout_log_probs, mask).abs()
         figures |= {
             "rollout/logprob_diff_mean": mismatch,
             "rollout/kl": kl_estimate(micro.rollout_log_probs, old, "k3"),
         }
         sums = {"loss": loss, **terms} | {name: token_mean(values) for name, values in figures.items()}
-        return Share(loss, sums, {"rollout/logprob_diff_max": mismatch.max()})
+        # A micro-batch of empty responses has no largest.
+        largest = mismatch.max() if mismatch.numel() else mismatch.new_zeros(())
+        return Share(loss, sums, {"rollout/logprob_diff_max": largest})
 
     def _importance_weights(self, micro: Batch, old: Tensor) -> tuple[Tensor, Tensor]:
         """Weights of the losses and which are truncated, [N, R]: of every sample if the settings ask for it, else of

@@ -9,6 +9,7 @@ from rlhf.algorithms.advantages import EstimatorInput
 from rlhf.algorithms.aggregation import loss_count, loss_sum
 from rlhf.algorithms.kl import adapted_coefficient, kl_estimate
 from rlhf.algorithms.lookup import load_estimator
+from rlhf.algorithms.statistics import masked
 from rlhf.batch import Batch
 from rlhf.config import AlgorithmConfig
 from rlhf.learning.guards import Guards
@@ -45,7 +46,8 @@ class Advantages:
         assert batch.old_log_probs is not None
         assert batch.ref_log_probs is not None
         control = self._config.kl_ctrl
-        kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, self._config.kl_penalty) * mask
+        kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, self._config.kl_penalty)
+        kl = masked(kl, mask)
         batch.token_rewards = batch.token_rewards - self.kl_coef * kl
         mode = "seq-mean-token-mean"
         shares = torch.stack([loss_sum(kl, mask, mode).double(), loss_count(mask, mode).double()])

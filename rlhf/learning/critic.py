@@ -5,11 +5,15 @@ from torch import Tensor, nn
 
 from rlhf.algorithms.aggregation import loss_sum
 from rlhf.algorithms.losses import value_loss
+from rlhf.algorithms.statistics import masked
 from rlhf.backends.base import TrainingBackend
 from rlhf.batch import Batch
 from rlhf.config import CriticConfig
 from rlhf.learning.guards import Guards
 from rlhf.learning.update import Counts, Figures, Passes, Share, update
+
+CONSTANT = 1e-12
+"""Variance of returns over their mean square, up to which they count as constant."""
 
 
 class Critic:
@@ -40,8 +44,10 @@ class Critic:
         Collective."""
         figures = update(self.backend, batch, self._passes, self._share_of, guards, "critic")
         if figures:
-            variance, error = figures.pop("return_square") - figures["return_mean"] ** 2, figures.pop("error_square")
-            figures["explained_variance"] = 1 - error / variance if variance > 0 else 0.0
+            square, error = figures.pop("return_square"), figures.pop("error_square")
+            variance = square - figures["return_mean"] ** 2
+            # Of returns that are equal up to their float32 rounding there is nothing to explain.
+            figures["explained_variance"] = 1 - error / variance if variance > CONSTANT * square else 0.0
         return {f"critic/{name}": value for name, value in figures.items()}
 
     def _share_of(self, micro: Batch, counts: Counts) -> Share:
@@ -51,12 +57,14 @@ class Critic:
         values = response_values(self.backend.module, micro)
         losses, clipped = value_loss(values, micro.values, returns, config.cliprange_value)
         loss = loss_sum(losses, mask, config.loss_agg_mode, self._scale) / counts.loss
+        # In float64, since the variance is the difference of two of them.
+        targets = returns.double()
         figures = {
             "vf_clipfrac": clipped,
             "value_mean": values,
-            "return_mean": returns,
-            "return_square": returns.square(),
-            "error_square": (returns - micro.values).square(),
+            "return_mean": targets,
+            "return_square": targets.square(),
+            "error_square": (targets - micro.values).square(),
         }
         means = {name: loss_sum(v.detach(), mask, "token-mean") / counts.tokens for name, v in figures.items()}
         return Share(loss, {"loss": loss} | means, {})
@@ -70,4 +78,4 @@ def response_values(model: nn.Module, batch: Batch) -> Tensor:
     mask = batch.response_mask
     every = model(input_ids=batch.input_ids, use_cache=False).logits[..., 0].float()
     index = batch.prompt_lengths[:, None] - 1 + torch.arange(mask.shape[1], device=mask.device)
-    return every.gather(1, index.clamp(max=every.shape[1] - 1)) * mask
+    return masked(every.gather(1, index.clamp(max=every.shape[1] - 1)), mask)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf.algorithms.statistics import masked
 from rlhf.batch import Batch
 
 # Logits are turned into float32 in chunks of at most this many values (256 MiB).
@@ -31,7 +32,8 @@ def response_log_probs(
     # Where in these columns each response token is; padding points anywhere and is zeroed.
     index = batch.prompt_lengths[:, None] - 1 - first + torch.arange(mask.shape[1], device=ids.device)
     index = index.clamp(max=log_probs.shape[1] - 1)
-    return log_probs.gather(1, index) * mask, entropy.gather(1, index) * mask if with_entropy else None
+    log_probs = masked(log_probs.gather(1, index), mask)
+    return log_probs, masked(entropy.gather(1, index), mask) if with_entropy else None
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -39,7 +41,8 @@ class _TokenLogProbs(torch.autograd.Function):
     predicts nothing.
 
     What autograd would keep, several float32 copies of the logits, is made again chunk by chunk in the backward pass;
-    an entropy that is only looked at costs that pass nothing.
+    an entropy that is only looked at costs that pass nothing. A logit of -inf, as models have for entries that pad
+    their vocabulary, is a token that cannot come: it adds nothing to the entropy and has no gradient.
     """
 
     @staticmethod
@@ -55,7 +58,7 @@ class _TokenLogProbs(torch.autograd.Function):
             log_probs[part] = scaled.gather(2, labels[part][..., None])[..., 0] - normaliser[part]
             if entropy is not None:
                 probs = torch.exp(scaled - normaliser[part][..., None])
-                entropy[part] = normaliser[part] - (probs * scaled).sum(dim=-1)
+                entropy[part] = normaliser[part] - (probs * scaled.masked_fill_(probs == 0, 0.0)).sum(dim=-1)
         ctx.save_for_backward(logits, labels, normaliser, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -73,7 +76,8 @@ class _TokenLogProbs(torch.autograd.Function):
             every = logits[part].float() / ctx.temperature - normaliser[part][..., None]
             weight = of_log_probs[part][..., None]
             if of_entropy is not None:
-                weight = weight + of_entropy[part][..., None] * (every + entropy[part][..., None])
+                surprise = every.masked_fill(every.isneginf(), 0.0) + entropy[part][..., None]
+                weight = weight + of_entropy[part][..., None] * surprise
             gradient = every.exp_().mul_(weight).neg_()
             gradient.scatter_add_(2, labels[part][..., None], of_log_probs[part][..., None])
             result[part] = gradient.div_(ctx.temperature)
@@ -82,6 +86,8 @@ class _TokenLogProbs(torch.autograd.Function):
 
 def _chunks(labels: Tensor, vocab: int) -> Iterator[tuple[slice, slice]]:
     rows, columns = labels.shape
+    if not labels.numel():
+        return
     tokens = max(1, CHUNK_ELEMENTS // vocab)
     width = min(tokens, columns)
     height = max(1, tokens // width)

@@ -3,6 +3,7 @@ two."""
 
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +13,22 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification
 
 from rlhf.backends.fsdp2 import shard
-from rlhf.config import BackendConfig, RewardModelConfig
+from rlhf.config import BackendConfig, RewardConfig, RewardModelConfig
+from rlhf.data import Prompt
 from rlhf.errors import UserError
+from rlhf.experience.metrics import RolloutStats
 from rlhf.models.loading import ModelSource, load_model_config, load_reward_model, load_tokenizer
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
+from rlhf.reward import Reward
+from rlhf.reward.failures import FailurePolicy
 from rlhf.reward.reward_model import RewardModel
 from rlhf.reward.scores import RewardItem
+from rlhf.reward.weighted import Term
+from rlhf.rollout import Request, Sample
+from tests.support import plain_collect as collecting
 from tests.support.numeric_ranks import run_ranks, single_rank
+from tests.support.plain_collect import UNFILTERED
 from tests.support.tiny_models import classifier, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -167,6 +178,38 @@ def test_two_ranks_with_different_numbers_of_items(tmp_path):
     for (mine, other), a, b in zip(SHARES * 2, first, second, strict=True):
         assert (len(a), len(b)) == (len(mine), len(other))
         assert close(a + b, expected if mine or other else [])
+
+
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_the_baseline_is_what_the_model_says_of_the_greedy_response(tmp_path, size):
+    classifier("llama", tmp_path)
+    with single_rank():
+        settings = {"filter_groups": UNFILTERED, "greedy": True}
+        collector = collecting.build(collecting.new_driver(), Coordinator(GlooTransport()), **settings)
+        generation = collector.generation
+        judge = build(tmp_path, micro_batch_size_per_gpu=size)
+        failures = FailurePolicy("reward_model", RewardConfig())
+        generation.reward = Reward([Term("reward_model", 1.0, judge, failures)])
+        drawn = collector.prompts.next()
+        greedy = replace(generation.params, n=1, temperature=0.0)
+        scored = generation.groups(drawn, RolloutStats(), version=0, step=1)
+        [responses] = zip(
+            *generation.sampler.generate(
+                [Request(each.uid, each.prompt.token_ids, greedy) for each in drawn], version=0, step=1
+            ),
+            strict=True,
+        )
+
+    def alone(prompt: Prompt, sample: Sample) -> RewardItem:
+        text = generation.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        return RewardItem(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, prompt.messages)
+
+    baselines = [alone(each.prompt, response) for each, response in zip(drawn, responses, strict=True)]
+    samples = [alone(each.prompt, s) for each, group in zip(drawn, scored, strict=True) for s in group.samples]
+    assert close([group.baseline for group in scored], plain(tmp_path, baselines))
+    assert close([score for group in scored for score in group.scores], plain(tmp_path, samples))
+    # The model takes them by length: it must matter which is whose.
+    assert len({len(response.token_ids) for response in responses}) > 1
 
 
 @pytest.mark.parametrize("labels", [2, 5])

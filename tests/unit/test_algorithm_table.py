@@ -142,7 +142,6 @@ REFUSED: list[tuple[dict, str]] = [
         {"algorithm__adv_estimator": "reinforce_plus_plus_baseline", "rollout__n": 1},
         "rollout.n=1: reinforce_plus_plus_baseline compares",
     ),
-    ({"algorithm__adv_estimator": "remax", "rollout__temperature": 0.0}, "rollout.temperature=0: remax compares"),
     ({"algorithm__adv_estimator": "remax", "rollout__top_k": 1}, "rollout.top_k=1: remax compares"),
     ({"algorithm__adv_estimator": "gae", "critic__enable": False}, "critic.enable=false: gae needs values"),
     ({"critic__enable": True}, "critic.enable=true: grpo gives no returns to fit a critic to"),

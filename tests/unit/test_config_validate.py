@@ -102,7 +102,12 @@ REFUSED: list[tuple[dict, str]] = [
         "actor.ppo_mini_batch_size=48 must divide data.train_batch_size=64: "
         "set actor.ppo_mini_batch_size=16 or data.train_batch_size=96.",
     ),
-    ({"rollout__temperature": 0.0}, "rollout.temperature=0: the 8 samples"),
+    ({"rollout__temperature": 0.0}, "rollout.temperature=0: samples would be greedy"),
+    (
+        {"algorithm__adv_estimator": "gae", "rollout__n": 1, "rollout__temperature": 0.0},
+        "rollout.temperature=0: samples would be greedy",
+    ),
+    ({"rollout__temperature": 1e-40}, "rollout.temperature=1e-40: samples would be greedy"),
     ({"rollout__top_k": 1}, "rollout.top_k=1: the 8 samples"),
     ({"rollout__stop": [""]}, "rollout.stop=['']: an empty stop string"),
     (

@@ -1,0 +1,164 @@
+"""Responses without tokens, masked rows, constants, impossible tokens: nothing crashes or becomes NaN, and what else is
+in the batch is trained on as without them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhf.algorithms.advantages import EstimatorInput
+from rlhf.algorithms.lookup import load_estimator
+from rlhf.batch import Batch
+from rlhf.config import ActorConfig, AlgorithmConfig, BackendConfig, CriticConfig, GuardsConfig, PolicyLossConfig
+from rlhf.config.actor import LOSS_AGG_MODES
+from rlhf.config.algorithm import KlCtrlConfig, RolloutCorrectionConfig
+from rlhf.config.algorithm_table import ESTIMATORS, POLICY_LOSSES
+from rlhf.learning.actor import Actor
+from rlhf.learning.credit import Advantages
+from rlhf.learning.critic import Critic
+from rlhf.learning.guards import Guards
+from rlhf.learning.log_probs import response_log_probs
+from rlhf.learning.policy import Policy
+from tests.support.numeric_ranks import single_rank
+from tests.support.tiny_updates import random_batch, tiny_qwen2, tiny_value_model
+from tests.support.update_cases import OPTIM, engine
+
+EMPTY = 2
+
+
+def batch_with(empty: int, others: int) -> Batch:
+    """`empty` samples without a response, shorter than all others, and then the others."""
+    batch = random_batch(seed=21, samples=empty + others, prompt=(3, 3))
+    batch.response_lengths[:empty] = 0
+    for tensor in (batch.rollout_log_probs, batch.advantages, batch.returns):
+        assert tensor is not None
+        tensor[:empty] = math.nan  # outside the mask
+    return replace(batch, staleness=torch.ones(len(batch), dtype=torch.int64)).select(slice(None))
+
+
+def guards() -> Guards:
+    judge = Guards(GuardsConfig())
+    judge.begin(1, 0.0)
+    return judge
+
+
+def trained(batch: Batch, role: str, mode: str, micro: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Weights and figures after one update with every term of the loss."""
+    settings = {"ppo_micro_batch_size_per_gpu": micro, "loss_agg_mode": mode, "optim": OPTIM, "ppo_epochs": 2}
+    judge = guards()
+    with single_rank():
+        if role == "critic":
+            config = CriticConfig(**settings)
+            critic = Critic(engine(tiny_value_model(), config, BackendConfig()), config, scale=9, mini_batches=1)
+            batch = replace(batch, values=critic.all_values(batch))
+            figures = critic.update(batch, judge)
+            backend = critic.backend
+        else:
+            config = ActorConfig(
+                **settings,
+                policy_loss=PolicyLossConfig(role),
+                use_kl_loss=True,
+                kl_loss_coef=0.1,
+                kl_loss_type="k3+",
+                entropy_coeff=0.1,
+            )
+            backend = engine(tiny_qwen2(), config, BackendConfig())
+            actor = Actor(backend, config, RolloutCorrectionConfig(), temperature=1.0, scale=9, mini_batches=1)
+            reference = Policy(backend, 1.0, micro)
+            batch = replace(
+                batch, ref_log_probs=reference.all_log_probs(batch), old_log_probs=actor.all_log_probs(batch)
+            )
+            figures = actor.update(batch, judge)
+        assert judge.refused is None
+        return {name: tensor.clone() for name, tensor in backend.full_tensors()}, figures
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("role", [*POLICY_LOSSES, "critic"])
+def test_a_micro_batch_of_empty_responses_changes_nothing(role, mode):
+    expected = trained(batch_with(EMPTY, 6).select(slice(EMPTY, None)), role, mode, micro=6)
+    found = trained(batch_with(EMPTY, 6), role, mode, micro=EMPTY)  # the first micro-batch has them all
+    assert all(math.isfinite(value) for value in found[1].values())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("role", ["vanilla", "critic"])
+def test_a_batch_of_empty_responses_only(role):
+    _, figures = trained(batch_with(4, 0), role, "token-mean", micro=2)
+    assert all(math.isfinite(value) for value in figures.values())
+    loss = figures["critic/loss" if role == "critic" else "actor/loss"]
+    assert loss == 0
+
+
+@pytest.mark.parametrize("columns", [0, 3])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_estimators_of_responses_without_tokens(name, columns):
+    shape = (4, columns)
+    unread = torch.full(shape, math.nan)
+    inputs = EstimatorInput(unread, torch.zeros(shape), 2, values=unread, baselines=torch.ones(4))
+    estimate = load_estimator(name)(inputs, AlgorithmConfig(adv_estimator=name, gamma=0.9))
+    assert estimate.advantages.shape == shape
+    assert not estimate.advantages.any()
+    assert estimate.returns is None or not estimate.returns.any()
+
+
+@pytest.mark.parametrize("kind", ["fixed", "adaptive"])
+def test_the_kl_in_the_reward_of_responses_without_tokens(kind):
+    config = AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=KlCtrlConfig(type=kind, kl_coef=0.5))
+    batch = batch_with(4, 0)
+    batch.old_log_probs = batch.ref_log_probs = batch.rollout_log_probs
+    with single_rank():
+        advantages = Advantages(config, group_size=2)
+        figures = advantages.fill(batch, guards())
+    assert figures == {"reward/kl": 0, "reward/kl_coef": 0.5, "advantages/mean": 0, "advantages/std": 0}
+    assert advantages.kl_coef == 0.5
+
+
+@pytest.mark.parametrize("constant", [0.1, -3.7, 0.0])
+def test_of_constant_returns_there_is_nothing_to_explain(constant):
+    batch = random_batch(seed=5, samples=6)
+    # As float32 leaves them: 1 in the last place is not a difference.
+    noise = torch.nextafter(torch.tensor(constant), torch.tensor(9.0)) - constant if constant else 0.0
+    batch.returns = constant + noise * (torch.arange(batch.returns.numel()).view_as(batch.returns) % 2)
+    _, figures = trained(batch, "critic", "token-mean", micro=6)
+    assert figures["critic/explained_variance"] == 0
+
+
+class Banning(nn.Module):
+    """A policy for which some tokens cannot come: their logits are -inf, as those that pad a vocabulary may be."""
+
+    def __init__(self, model: nn.Module, banned: list[int]) -> None:
+        super().__init__()
+        self.model, self.banned = model, banned
+
+    def forward(self, input_ids: Tensor, use_cache: bool):
+        out = self.model(input_ids=input_ids, use_cache=use_cache)
+        return type(out)(logits=out.logits.index_fill(2, torch.tensor(self.banned), -math.inf))
+
+
+def test_a_token_that_cannot_come_adds_nothing_to_the_entropy():
+    batch = random_batch(seed=4, samples=5)
+    banned = [0, *set(range(1, 40)) - set(batch.input_ids.unique().tolist())][:4]
+    assert 0 in banned  # what the padding is made of
+    model = tiny_qwen2()
+    log_probs, entropy = response_log_probs(Banning(model, banned), batch, 0.7, with_entropy=True)
+    assert torch.isfinite(log_probs).all()
+    (log_probs + 0.3 * entropy).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    # The same from a softmax over what may come.
+    kept = [token for token in range(40) if token not in banned]
+    logits = model(input_ids=batch.input_ids, use_cache=False).logits.double()[..., kept] / 0.7
+    every = torch.log_softmax(logits, dim=-1)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(len(batch)):
+        for t in range(int(batch.response_lengths[row])):
+            place = int(batch.prompt_lengths[row]) + t
+            of_token = every[row, place - 1]
+            expected = -(of_token.exp() * of_token).sum()
+            assert float(entropy[row, t].detach()) == pytest.approx(float(expected.detach()), abs=1e-5)
+            total = total + of_token[kept.index(int(batch.input_ids[row, place]))] + 0.3 * expected
+    total.backward()
+    torch.testing.assert_close(gradients, {n: p.grad for n, p in model.named_parameters()}, rtol=1e-4, atol=1e-5)
