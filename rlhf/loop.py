@@ -74,12 +74,13 @@ def _train(c: Components) -> None:
         c.run_log.step(0, before)
         if c.guards.rolls_back:  # there must be something to go back to
             c.run_log.note(c.checkpointer.save(0, before))
-    while driver.step < driver.total_steps:
+    while not driver.finished:
         step, started = driver.step + 1, time.monotonic()
         announce("step.begin")
         c.collector.skip_to(c.guards.skip_for(step))
         collected = c.collector.collect(step)
         batch, metrics = collected.batch, collected.metrics
+        last = driver.ends_with(step, collected.epochs)
         update_started = time.monotonic()
 
         announce("update.before")
@@ -95,7 +96,7 @@ def _train(c: Components) -> None:
             metrics |= c.critic.update(batch, c.guards)
         if step > c.critic_warmup:
             metrics |= actor.update(batch, c.guards)
-        if c.guards.settle(step) == "rollback":
+        if c.guards.settle(step, last=last) == "rollback":
             roll_back(c)
             continue
         if c.reference is not None:
@@ -103,7 +104,7 @@ def _train(c: Components) -> None:
         announce("update.after")
 
         seconds = time.monotonic() - started
-        driver.finish_step(collected.tokens, c.samples_per_step, seconds)
+        driver.finish_step(collected.tokens, c.samples_per_step, seconds, collected.epochs)
         metrics |= (
             c.guards.metrics()
             | c.checkpointer.metrics()
@@ -114,7 +115,6 @@ def _train(c: Components) -> None:
                 "perf/tokens_per_second": collected.tokens / seconds,
             }
         )
-        last = step == driver.total_steps
         metrics |= c.evaluator.maybe_evaluate(step, last=last)
         driver.note_accuracy(metrics.get("val/accuracy"))
         # Before the checkpoint: a record that is missing for a committed step could never be made up for.

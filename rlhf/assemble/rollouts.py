@@ -101,7 +101,7 @@ def build_collector(
         generation,
         coordinator,
         device,
-        last_step=driver.total_steps,
+        ends_with=driver.ends_with,
     )
 
 

@@ -124,7 +124,13 @@ def _prompt_sets(
 def _driver(config: Config, prompts: int) -> DriverState:
     steps_per_epoch = prompts / config.data.train_batch_size
     run_id = read_run_file(config.run_dir)["run_id"]
-    return DriverState(run_id, planned_steps(config.trainer, steps_per_epoch), steps_per_epoch)
+    by_epochs = config.trainer.total_training_steps is None
+    return DriverState(
+        run_id,
+        planned_steps(config.trainer, steps_per_epoch),
+        steps_per_epoch,
+        config.trainer.total_epochs if by_epochs else None,
+    )
 
 
 def _checkpointer(

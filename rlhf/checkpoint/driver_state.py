@@ -13,9 +13,15 @@ class DriverState:
 
     run_id: str
     total_steps: int
+    """Steps at most."""
     steps_per_epoch: float
+    """Batches in a pass over the prompts; of prompts that are dropped, steps take more."""
+    total_epochs: int | None = None
+    """Passes over the prompts at most; None: only the steps count."""
     step: int = 0
     """Training steps done."""
+    epochs: float = 0.0
+    """Passes over the prompts that they took, prompts that were dropped included."""
     tokens: int = 0
     """Prompt and response tokens trained on."""
     samples: int = 0
@@ -25,9 +31,19 @@ class DriverState:
     wall_seconds: float = 0.0
     """Time spent in steps, over all attempts that counted."""
 
-    def finish_step(self, tokens: int, samples: int, seconds: float) -> None:
-        """Count one step done."""
+    @property
+    def finished(self) -> bool:
+        """Whether the run is at its end."""
+        return self.ends_with(self.step, self.epochs)
+
+    def ends_with(self, step: int, epochs: float) -> bool:
+        """Whether `step`, after which `epochs` passes are over, is the last one."""
+        return step >= self.total_steps or (self.total_epochs is not None and epochs >= self.total_epochs)
+
+    def finish_step(self, tokens: int, samples: int, seconds: float, epochs: float) -> None:
+        """Count one step done, after which `epochs` passes over the prompts are over."""
         self.step += 1
+        self.epochs = epochs
         self.tokens += tokens
         self.samples += samples
         self.wall_seconds += seconds
@@ -44,5 +60,5 @@ class DriverState:
         """Take over a saved state; the run's identity and length are the run directory's and the configuration's
         word."""
         for field in fields(self):
-            if field.name not in ("run_id", "total_steps", "steps_per_epoch"):
+            if field.name not in ("run_id", "total_steps", "total_epochs", "steps_per_epoch"):
                 setattr(self, field.name, state[field.name])

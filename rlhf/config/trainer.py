@@ -27,8 +27,8 @@ class TrainerConfig:
     deterministic: bool | None = setting(None)
     """Deterministic kernels only; null means true on CPU, false on CUDA."""
     total_epochs: int = setting(1, ge=1)
-    """Passes over the training prompts, unless `total_training_steps` is set. A longer run changes a decaying LR
-    schedule."""
+    """Passes over the training prompts, those that dynamic sampling drops included, unless `total_training_steps` is
+    set. A longer run changes a decaying LR schedule."""
     total_training_steps: int | None = setting(None, ge=1)
     """Steps in all; overrides `total_epochs`."""
     critic_warmup: int = setting(0, ge=0)

@@ -24,9 +24,9 @@ class PromptStream:
         self._order_epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     @property
-    def epoch(self) -> int:
-        """The epoch that the next prompt belongs to, from 0."""
-        return self._consumed // len(self._prompts)
+    def epochs(self) -> float:
+        """Passes over the prompts before the next one; without the fraction, the epoch that it belongs to."""
+        return self._consumed / len(self._prompts)
 
     def next(self, n: int) -> list[DrawnPrompt]:
         """The next `n` prompts."""

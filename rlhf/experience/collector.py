@@ -1,7 +1,7 @@
 """Collector of each step's batch: prompts, rollouts and rewards become tensors and metrics."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
 import torch
@@ -31,6 +31,8 @@ class Collected:
     batch: Batch
     metrics: dict[str, float]
     tokens: int
+    epochs: float
+    """Passes over the prompts up to the end of this batch, those that were dropped included."""
 
 
 @dataclass
@@ -50,8 +52,8 @@ class Collector:
     generation: Generation
     coordinator: Coordinator
     device: torch.device
-    last_step: int
-    """The run's last step, after which nothing is begun ahead."""
+    ends_with: Callable[[int, float], bool]
+    """Whether the run ends with a step and the epochs after it, so that nothing is begun ahead."""
     _prefetch: Prefetch = field(init=False)
     _sampling: PlainSampling | DynamicSampling = field(init=False)
     # The last step of this process, and a hash of its batch over all ranks.
@@ -95,7 +97,7 @@ class Collector:
         metrics |= slowest([seconds for seconds, _ in told]) | sampler.metrics()
         if not any(older for _, older in told):
             batch.staleness = None
-        metrics["data/epoch"] = self.prompts.epoch
+        metrics["data/epoch"] = int(self.prompts.epochs)
         metrics |= generation_metrics(
             groups,
             stats,
@@ -106,9 +108,10 @@ class Collector:
             staleness=self.filter_groups.enable or bool(self.async_steps),
             generated=self.filter_groups.enable,
         )
-        if self.async_steps and step < self.last_step and not self._sampling.starts_full():
+        epochs = self.prompts.epochs
+        if self.async_steps and not self.ends_with(step, epochs) and not self._sampling.starts_full():
             self._prefetch.begin(step + 1, self._sampling.gen_batch_size)
-        return Collected(batch, figures | metrics, tokens)
+        return Collected(batch, figures | metrics, tokens, epochs)
 
     def drop_journal(self, up_to: int) -> None:
         """Remove what only a crash before the save of the step `up_to` would still have needed."""

@@ -35,6 +35,6 @@ class PromptShare:
         self._stream.load_state_dict(self._stream.state_dict() | {"consumed": max(position, self.position)})
 
     @property
-    def epoch(self) -> int:
-        """Passes over the data set begun before the next prompt."""
-        return self._stream.epoch
+    def epochs(self) -> float:
+        """Passes over the data set before the next prompt."""
+        return self._stream.epochs

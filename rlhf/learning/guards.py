@@ -99,11 +99,12 @@ class Guards:
                 self.refused = Event(self._step, who, name, value, bound)
         return self.refused is None
 
-    def settle(self, step: int) -> Decision:
-        """The decision on the batch of `step`, once its updates are made or given up.
+    def settle(self, step: int, *, last: bool = False) -> Decision:
+        """The decision on the batch of `step`, the run's last one or not, once its updates are made or given up.
 
         Raises:
-            UserError: the batch is refused and `action` is `stop`, or more than `max_events` are refused in a row.
+            UserError: the batch is refused and `action` is `stop`, or more than `max_events` are refused in a row; or
+                the run would end with every batch refused for figures that are not finite.
         """
         if self.refused is None:
             old = self._reward if self._average is None else self._average
@@ -113,7 +114,8 @@ class Guards:
             return "train"
         self._row.append(self.refused)
         action = self._config.action
-        if action == "stop" or len(self._row) > self._config.max_events:
+        nothing = last and self._average is None and all(event.bound is None for event in self._row)
+        if action == "stop" or len(self._row) > self._config.max_events or (nothing and action == "skip"):
             raise UserError(self._evidence())
         if not self._quiet:
             logger.warning(
@@ -180,6 +182,9 @@ class Guards:
         row, config = self._row, self._config
         if config.action == "stop":
             what = f"The guards refused a batch (guards.action=stop):\n  {row[-1]}"
+        elif len(row) <= config.max_events:
+            events = "".join(f"\n  {event}" for event in row)
+            what = f"The guards refused every batch of the run, which has trained nothing:{events}"
         else:
             events = "".join(f"\n  {event}" for event in row)
             what = (

@@ -50,7 +50,7 @@ class Run:
         )
 
     def step(self) -> None:
-        self.driver.finish_step(10, 2, 0.5)
+        self.driver.finish_step(10, 2, 0.5, 0.25)
         for backend in self.roles.values():
             ids = torch.randint(500, (2, 5))
             noise = 1 + 0.1 * random.random()

@@ -61,7 +61,7 @@ def walk(steps: int, settings: dict[str, Any], restart_after: int | None) -> lis
     for step in range(1, steps + 1):
         collected = collector.collect(step)
         batch = collected.batch
-        driver.finish_step(collected.tokens, len(batch), 0.0)
+        driver.finish_step(collected.tokens, len(batch), 0.0, collected.epochs)
         prompts, responses = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
         columns = {
             "prompt": [ids[:p] for ids, p in zip(batch.input_ids.tolist(), prompts, strict=True)],

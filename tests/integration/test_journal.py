@@ -98,7 +98,7 @@ def walk(rank: Rank, last: int = STEPS) -> list[dict[str, Any]]:
         engine, [term] = rank.collector.generation.sampler.engine, rank.collector.generation.reward._terms
         engine.generated = engine.updates = term.scorer.scored = 0
         collected = rank.collector.collect(step)
-        rank.driver.finish_step(collected.tokens, len(collected.batch), 0.0)
+        rank.driver.finish_step(collected.tokens, len(collected.batch), 0.0, collected.epochs)
         metrics = collected.metrics
         records.append(
             {

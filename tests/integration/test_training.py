@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_USER_ERROR
 from rlhf.storage.layout import POINTER
 from tests.support.compare_runs import history
-from tests.support.launching import STEPS, Ended, question, records, saved_steps, small, train
+from tests.support.launching import STEPS, Ended, question, ranks, records, saved_steps, small, train
 from tests.support.undisturbed import EXPORT, Undisturbed
 
 POISON = 9
@@ -172,3 +172,24 @@ def test_a_mistake_that_only_the_ranks_can_see_is_told_once_and_not_retried(ends
     assert "Traceback" not in end.output
     assert "Restart" not in end.output
     assert saved_steps(folder / "rlhf" / "too_long") == []
+
+
+def test_an_epoch_ends_with_its_prompts_those_that_were_dropped_included(tmp_path, sums):
+    overrides = (
+        "algorithm.filter_groups.enable=true",
+        "data.gen_batch_size=10",
+        "trainer.total_training_steps=null",
+        "trainer.total_epochs=2",
+        "trainer.test_freq=0",
+        "trainer.save_freq=2",
+    )
+    end = ranks(tmp_path / "log", small(tmp_path, "epochs", sums, *overrides))
+    assert end.code == EXIT_DONE, end.output
+    run_dir = tmp_path / "rlhf" / "epochs"
+    generated = [record["sampling/groups_generated"] for record in records(run_dir)]
+    # 30 prompts: two passes would be seven batches of 8, had none been dropped.
+    assert len(generated) < 7
+    assert sum(generated[:-1]) < 2 * 30 <= sum(generated)
+    assert saved_steps(run_dir)[0] == len(generated)
+    again = ranks(tmp_path / "log", small(tmp_path, "epochs", sums, *overrides))
+    assert (again.code, len(records(run_dir))) == (EXIT_DONE, len(generated)), again.output

@@ -118,7 +118,7 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
         generation,
         coordinator,
         CPU,
-        last_step=driver.total_steps,
+        ends_with=driver.ends_with,
     )
 
 
@@ -176,7 +176,7 @@ def plain_way(steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
                 metrics["sampling/reward_mean"] = sum(scores) / len(scores)
         tokens = sum(len(group["prompt"]) + len(ids) for group in trained for ids in group["responses"])
         records.append({"groups": trained, "metrics": metrics, "tokens": tokens})
-        driver.finish_step(tokens, len(every), 0.0)
+        driver.finish_step(tokens, len(every), 0.0, 0.0)
     return records
 
 

@@ -89,6 +89,23 @@ def test_skips_in_a_row_end_the_run_with_evidence() -> None:
     assert "raise guards.max_kl;" in text
 
 
+def test_a_run_that_trained_nothing_for_figures_that_are_not_finite_does_not_end_well() -> None:
+    guards = Guards(GuardsConfig())
+    assert judge(guards, 1, loss=math.nan) == "skip"
+    again = Guards(GuardsConfig())
+    again.load_state_dict(json.loads(json.dumps(guards.state_dict())))
+    again.begin(2, math.nan)
+    with pytest.raises(UserError, match=r"(?s)refused every batch of the run.*step 1: actor loss nan.*step 2: reward"):
+        again.settle(2, last=True)
+    # What is beyond a bound has been trained on up to there, and one step that counts is a run.
+    for figures in ({"kl": 3.0}, {}):
+        guards = Guards(GuardsConfig(max_kl=1.0))
+        judge(guards, 1, **figures)
+        guards.begin(2, 0.5)
+        guards.allows("actor", loss=math.nan)
+        assert guards.settle(2, last=True) == "skip"
+
+
 def test_stop_ends_the_run_at_the_first_event() -> None:
     guards = Guards(GuardsConfig(action="stop"))
     with pytest.raises(UserError, match=r"(?s)guards.action=stop.*step 1: actor loss nan is not finite"):

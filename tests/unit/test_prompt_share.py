@@ -92,5 +92,5 @@ def test_epochs_are_counted(prompts):
     epochs = []
     for _ in range(5):
         share.next()
-        epochs.append(share.epoch)
-    assert epochs == [24 // 50, 48 // 50, 72 // 50, 96 // 50, 120 // 50]
+        epochs.append(share.epochs)
+    assert epochs == [24 / 50, 48 / 50, 72 / 50, 96 / 50, 120 / 50]

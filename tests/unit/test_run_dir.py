@@ -13,7 +13,15 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.storage.layout import HISTORY, POINTER, scan, step_dir, step_of
 from rlhf.tracking import History, write_report
-from tests.support.checkpoints import PlainRole, flip_bit, make_checkpointer, make_config, resume, save_steps
+from tests.support.checkpoints import (
+    PlainRole,
+    flip_bit,
+    make_checkpointer,
+    make_config,
+    make_driver,
+    resume,
+    save_steps,
+)
 from tests.support.sections import finished_step, prepare
 from tests.support.small_disks import small_disk
 
@@ -278,6 +286,19 @@ def test_finished_step(config, caplog):
     config.trainer.total_training_steps, config.trainer.total_epochs = None, 2
     assert finished_step(config) == 10  # two epochs of the stored five steps
     config.trainer.total_epochs = 3
+    assert finished_step(config) is None
+
+
+def test_a_run_whose_prompts_are_used_up_is_finished_before_its_planned_steps(config):
+    config.trainer.total_training_steps, config.trainer.total_epochs = None, 2  # ten steps at most
+    for step, epochs in ((6, 1.99), (7, 2.0)):
+        driver = make_driver(step)
+        driver.epochs = epochs
+        assert make_checkpointer(config, PlainRole(), driver=driver).save(step) is not None
+        assert finished_step(config) == (None if epochs < 2 else 7)
+    config.trainer.total_epochs = 3
+    assert finished_step(config) is None
+    config.trainer.total_training_steps = 8
     assert finished_step(config) is None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.load.locations import locate_files, published
 from rlhf.checkpoint.load.stored_config import changes_since
-from rlhf.checkpoint.start.run_dir import driver_state_of, planned_steps, resume_source
+from rlhf.checkpoint.start.run_dir import at_end, driver_state_of, planned_steps, resume_source
 from rlhf.config.compare import NEW_RUN, RUN_LENGTH, ResolvedConfig, as_lines, refuse_changes
 from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
@@ -59,7 +59,7 @@ def _check(path: Path, manifest: Manifest, config: ResolvedConfig, trainer: Trai
                 f"trainer.{asked}={getattr(trainer, asked)} asks for {planned} steps, and the run in {path.parent} has "
                 f"done {step}. Set trainer.total_training_steps={step} or more for that run; or {NEW_RUN}."
             )
-        if step >= planned and diff.trajectory:
+        if at_end(trainer, driver) and diff.trajectory:
             raise UserError(
                 f"the run in {path.parent} is finished at step {step}, and it had other settings:\n"
                 f"{as_lines(diff.trajectory)}\n"

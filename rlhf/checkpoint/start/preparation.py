@@ -87,7 +87,7 @@ def finished_step(
             continue
         drivers = coordinator.on_domain_leaders(lambda: directory.driver_state_of(path))  # noqa: B023
         driver = next((driver for driver in drivers if driver is not None), None)
-        if driver is None or driver["step"] < directory.planned_steps(trainer, driver["steps_per_epoch"]):
+        if driver is None or not directory.at_end(trainer, driver):
             return None
         # All bytes are read only when that ends the run; otherwise the ranks verify them, each its share.
         mine = [name for name in located.manifest.files if located.holder(name) == coordinator.domain]

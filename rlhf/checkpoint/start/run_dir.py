@@ -112,6 +112,13 @@ def resume_source(trainer: TrainerConfig) -> Path | None:
 
 
 def planned_steps(trainer: TrainerConfig, steps_per_epoch: float) -> int:
-    """Steps in all: `trainer.total_training_steps`, or the epochs' worth."""
+    """Steps at most: `trainer.total_training_steps`, or the epochs' worth of whole batches."""
     explicit = trainer.total_training_steps
     return explicit if explicit is not None else max(1, math.floor(trainer.total_epochs * steps_per_epoch))
+
+
+def at_end(trainer: TrainerConfig, driver: dict[str, Any]) -> bool:
+    """Whether a stored driver state is that of the run's last step: by its steps, or by the epochs that they took."""
+    if driver["step"] >= planned_steps(trainer, driver["steps_per_epoch"]):
+        return True
+    return trainer.total_training_steps is None and driver["epochs"] >= trainer.total_epochs
