@@ -1,7 +1,10 @@
 """Driver state: where the run stands, beyond its tensors. It is part of the same commit as the weights."""
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
+
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.reading import parse_json
 
 
 @dataclass
@@ -62,3 +65,16 @@ class DriverState:
         for field in fields(self):
             if field.name not in ("run_id", "total_steps", "total_epochs", "steps_per_epoch"):
                 setattr(self, field.name, state[field.name])
+
+
+def parse_driver_state(content: bytes, name: str) -> dict[str, Any]:
+    """The saved driver state of a run in the file `name`; raises DamagedCheckpoint unless each value of DriverState is
+    there, of its type."""
+    state = parse_json(content, name)
+    if not isinstance(state, dict):
+        raise DamagedCheckpoint(f"{name}: is no driver state")
+    for field, kind in get_type_hints(DriverState).items():
+        # A whole number may stand for a float.
+        if field not in state or not isinstance(state[field], kind | int if isinstance(0.0, kind) else kind):
+            raise DamagedCheckpoint(f"{name}: has no {field} of a run")
+    return state

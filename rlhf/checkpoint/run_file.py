@@ -4,15 +4,30 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import replace_durably
 from rlhf.storage.layout import RUN_FILE
+from rlhf.storage.reading import parse_json, read_regular
+
+LARGEST = 1 << 20
 
 
 def read_run_file(run_dir: Path) -> dict[str, Any]:
     """`run_id`, and `resumed_from` when the run was forked from another checkpoint; empty when there is no such
-    file."""
+    file. Raises UserError for one that no run has written."""
     path = run_dir / RUN_FILE
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        run = parse_json(read_regular(path, LARGEST), RUN_FILE)
+        if not isinstance(run, dict) or not isinstance(run.get("run_id"), str):
+            raise DamagedCheckpoint(f"{RUN_FILE}: has no run_id")
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except DamagedCheckpoint as problem:
+        raise UserError(
+            f"{path} is not what a run has written ({problem}). Remove it: the newest checkpoint says whose it is."
+        ) from None
+    return run
 
 
 def write_run_file(run_dir: Path, run: dict[str, Any]) -> None:

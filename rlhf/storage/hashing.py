@@ -4,6 +4,8 @@ import xxhash
 
 BLOCK = 4 << 20
 """Bytes that have a hash of their own."""
+HASH_DIGITS = 32
+"""Hexadecimal digits of one."""
 
 
 class BlockHashes:

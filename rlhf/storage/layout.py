@@ -19,8 +19,9 @@ TRASH = ".trash-"
 PIN = ".upload-"
 """Begins the name of a folder of hard links to a checkpoint's files, which are being copied to `checkpoint.remote`."""
 
-_STEP_DIR = re.compile(r"global_step_(\d+)")
-_SET_ASIDE = re.compile(r"global_step_\d+\.(damaged|superseded|incomplete)-\d+")
+# One name per step: no leading zeros, no digits of other scripts.
+_STEP_DIR = re.compile(r"global_step_(0|[1-9][0-9]*)")
+_SET_ASIDE = re.compile(r"global_step_[0-9]+\.(damaged|superseded|incomplete)-[0-9]+")
 
 
 def step_dir(run_dir: Path, step: int) -> Path:

@@ -4,6 +4,7 @@ Imports no torch: `python -m rlhf.checkpoint verify` reads through it, too.
 """
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,13 +17,12 @@ from typing import Any
 import xxhash
 
 from rlhf.storage.disk_errors import DamagedCheckpoint, is_unreadable
-from rlhf.storage.hashing import BLOCK
+from rlhf.storage.hashing import BLOCK, HASH_DIGITS
 
 THREADS = 4
 # One read: small enough to be in the processor's cache when it is hashed. Also what a thread needs for bytes that
 # nobody wants.
 PART = 256 << 10
-HASH_DIGITS = 32
 BUFFERS_PER_READ = min(1024, os.sysconf("SC_IOV_MAX"))
 
 Range = tuple[int, memoryview]
@@ -49,7 +49,7 @@ class CheckedFiles:
 
     def check_entry(self, name: str) -> None:
         """Compare a file with the manifest as far as that takes no reading: it is there, inside, and of its size."""
-        root, size = self._elsewhere.get(name, self._root), self._files[name]["size"]
+        root, size = self._elsewhere.get(name, self._root), self._entry(name)["size"]
         path = root / name
         with _damage(name):
             if not path.is_file():
@@ -66,6 +66,10 @@ class CheckedFiles:
     def content(self, name: str) -> bytes:
         """A whole file."""
         return self.start(name, self._entry(name)["size"])
+
+    def document(self, name: str) -> Any:
+        """The content of a whole file, parsed as JSON."""
+        return parse_json(self.content(name), name)
 
     def start(self, name: str, size: int) -> bytes:
         """The first `size` bytes of a file, or all when it has fewer."""
@@ -98,8 +102,8 @@ class CheckedFiles:
     def _read_blocks(self, name: str, parts: dict[int, list[Range]]) -> None:
         if not parts:
             return
-        with _damage(name), (self._elsewhere.get(name, self._root) / name).open("rb", buffering=0) as file:
-            read = partial(self._read_block, file.fileno(), name)
+        with _damage(name), _regular(self._elsewhere.get(name, self._root) / name, f"{name}:") as descriptor:
+            read = partial(self._read_block, descriptor, name)
             if len(parts) == 1:
                 read(*next(iter(parts.items())))
             else:
@@ -121,31 +125,47 @@ class CheckedFiles:
             raise DamagedCheckpoint(f"{name}: content differs from its hash")
 
 
+def parse_json(content: bytes, name: str) -> Any:
+    """The bytes `content` of the file `name`, parsed as JSON; raises DamagedCheckpoint when they are none."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{name}: is no JSON: {error}") from None
+
+
 def read_regular(path: Path, limit: int) -> bytes:
     """The bytes of a regular file of at most `limit` bytes.
 
-    Raises DamagedCheckpoint for anything else of that name, which a read might wait for (a pipe) or come to no end of
-    (a device), and OSError where the system refuses.
+    Raises DamagedCheckpoint for anything else of that name, and OSError where the system refuses.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ENXIO, errno.ELOOP):  # a socket; links in a circle
-            raise DamagedCheckpoint(f"{path} is no file") from error
-        raise
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise DamagedCheckpoint(f"{path} is no file")
-        if status.st_size > limit:
-            raise DamagedCheckpoint(f"{path} has {status.st_size} bytes, more than any such file ({limit})")
-        content = bytearray(status.st_size)
-        _fill(descriptor, [memoryview(content)] if content else [], 0, str(path))
-        return bytes(content)
+        with _regular(path, str(path)) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size > limit:
+                raise DamagedCheckpoint(f"{path} has {size} bytes, more than any such file ({limit})")
+            content = bytearray(size)
+            _fill(descriptor, [memoryview(content)] if content else [], 0, str(path))
+            return bytes(content)
     except OSError as error:
         if not is_unreadable(error):
             raise
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def _regular(path: Path, name: str) -> Iterator[int]:
+    """A descriptor of a regular file; raises DamagedCheckpoint for what a read might wait for (a pipe) or come to no
+    end of (a device)."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ELOOP):  # a socket; links in a circle
+            raise DamagedCheckpoint(f"{name} is no file") from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise DamagedCheckpoint(f"{name} is no file")
+        yield descriptor
     finally:
         os.close(descriptor)
 

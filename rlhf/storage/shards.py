@@ -17,9 +17,9 @@ from torch import Tensor
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.hashing import BLOCK
+from rlhf.storage.index import INDEX, read_index, read_safetensors_header
 from rlhf.storage.reading import CheckedFiles
 
-INDEX = "index.json"
 # Page-locked memory through which tensors reach another device.
 LANDING_BYTES = 16 * BLOCK
 # Names as in the safetensors specification.
@@ -35,6 +35,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class TensorReader:
     @classmethod
     def of_component(cls, files: CheckedFiles, folder: str) -> "TensorReader":
         """A reader of what `write_shards` wrote."""
-        return cls(files, folder, json.loads(files.content(f"{folder}/{INDEX}")))
+        return cls(files, folder, read_index(files, folder))
 
     @classmethod
     def of_whole_tensors(cls, files: CheckedFiles, folder: str, file_names: Iterable[str]) -> "TensorReader":
@@ -163,12 +164,14 @@ class TensorReader:
         of them."""
         index = {}
         for file_name in file_names:
-            length = 8 + int.from_bytes(files.start(f"{folder}/{file_name}", 8), "little")
-            header = json.loads(files.start(f"{folder}/{file_name}", length)[8:])
-            header.pop("__metadata__", None)
+            header, length = read_safetensors_header(files, f"{folder}/{file_name}")
             for name, entry in header.items():
-                stored = {"file": file_name, "start": 0, "stop": _numel(entry["shape"])}
-                offset = length + entry["data_offsets"][0]
+                size = _numel(entry["shape"])
+                stored = {"file": file_name, "start": 0, "stop": size}
+                begin, end = entry["data_offsets"]
+                if end - begin != ITEM_BYTES.get(entry["dtype"], 0) * size:
+                    raise DamagedCheckpoint(f"{folder}/{file_name}: says that {name} has {end - begin} bytes")
+                offset = length + begin
                 index[name] = {
                     "dtype": entry["dtype"],
                     "shape": entry["shape"],

@@ -134,9 +134,15 @@ def test_a_link_to_an_equal_file_outside_is_refused(checkpoint):
 
 
 def test_a_checkpoint_reached_through_a_link_is_intact(checkpoint):
-    link = checkpoint.parent / "global_step_4"
+    link = checkpoint.parent / "newest"
     link.symlink_to(checkpoint)
     assert verify(link) == verify(checkpoint)
+
+
+def test_a_checkpoint_in_another_steps_folder_is_none(checkpoint):
+    moved = checkpoint.rename(checkpoint.parent / "global_step_4")
+    with pytest.raises(DamagedCheckpoint, match="is of step 3, and its folder of another"):
+        verify(moved)
 
 
 @pytest.mark.parametrize("name", ["driver_state.json", "actor/model/rank_00000.safetensors", "empty"])

@@ -4,15 +4,17 @@ A directory without a valid one is not a checkpoint.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
-from pathlib import Path, PurePosixPath
+import reprlib
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from rlhf.checkpoint.commit.manifest_form import problems_of
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import WrittenFile, write_file
-from rlhf.storage.layout import MANIFEST
+from rlhf.storage.layout import MANIFEST, step_of
 from rlhf.storage.reading import CheckedFiles, read_regular
 
 FORMAT = 3
@@ -106,31 +108,36 @@ def manifest_bytes(root: Path) -> bytes:
 
 
 def read_manifest(root: Path) -> Manifest:
-    """The manifest of a checkpoint; raises DamagedCheckpoint unless every byte of it is as written."""
-    return parse_manifest(manifest_bytes(root), root / MANIFEST)
+    """The manifest of a checkpoint; raises DamagedCheckpoint unless every byte of it is as written, and of the step
+    that the directory's name says."""
+    manifest = parse_manifest(manifest_bytes(root), root / MANIFEST)
+    named = step_of(root.absolute())
+    if named is not None and named != manifest.step:
+        raise DamagedCheckpoint(f"{root / MANIFEST} is of step {manifest.step}, and its folder of another")
+    return manifest
 
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
     """The manifest whose file `path` holds the bytes `raw`; raises DamagedCheckpoint unless every one of them is as
-    written."""
+    written, and each field of its type (see `manifest_form`)."""
     try:
-        payload = json.loads(raw)["payload"]
+        document = json.loads(raw)
+        payload = document.get("payload") if isinstance(document, dict) else None
+        if not isinstance(payload, dict):
+            raise ValueError("it is no manifest of this trainer")
         # One text per content: comparing whole texts also catches a flip that JSON would forgive, such as one in white
         # space.
         if _text(payload) != raw:
             raise ValueError("its checksum does not match")
-        if payload["format"] != FORMAT:
-            raise ValueError(f"format {payload['format']} is not {FORMAT}")
-        manifest = Manifest(**payload)
-        if not all(isinstance(figure, int | float) for figure in manifest.metrics.values()):
-            raise ValueError("its metrics are not all numbers")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if payload.get("format") != FORMAT:
+            raise ValueError(f"format {reprlib.repr(payload.get('format'))} is not {FORMAT}")
+        if payload.keys() != (names := {field.name for field in fields(Manifest)}):
+            raise ValueError(f"fields are missing or unknown: {reprlib.repr(sorted(payload.keys() ^ names))}")
+        if problem := next(problems_of(payload), None):
+            raise ValueError(problem)
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
-    for name in manifest.files:
-        pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts:
-            raise DamagedCheckpoint(f"{path} names {name!r}, which points outside the checkpoint")
-    return manifest
+    return Manifest(**payload)
 
 
 def verify_files(root: Path, manifest: Manifest, names: list[str] | None = None) -> list[str]:

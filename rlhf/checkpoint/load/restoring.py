@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
-from torch import Tensor
 
 from rlhf.checkpoint.commit.manifest import Manifest
+from rlhf.checkpoint.driver_state import parse_driver_state
 from rlhf.checkpoint.load.fetching import Fetched
 from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.save.snapshot import HF_FOLDER, RunState
@@ -20,9 +22,10 @@ from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.rng import seed_everything, set_rng_state
 from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.index import INDEX
 from rlhf.storage.layout import CARRIED, DRIVER_STATE, REFERENCE, SCHEDULE, rank_file
-from rlhf.storage.reading import CheckedFiles
-from rlhf.storage.shards import INDEX, Shards, TensorReader
+from rlhf.storage.reading import CheckedFiles, parse_json
+from rlhf.storage.shards import Shards, TensorReader
 
 log = logging.getLogger(__name__)
 REST = "other"
@@ -111,7 +114,7 @@ class _Loading:
         self.outcome = _Outcome(checked=self.files.checked)
         self.wanted: dict[str, Collection[int]] = {}
         """The blocks of each file that this rank asks for."""
-        self._documents: dict[str, bytes] = {}
+        self._documents: dict[str, Any] = {}
 
     def raise_together(self, outcomes: list[_Outcome]) -> None:
         """Raise DamagedCheckpoint with what all ranks have noted, if any has."""
@@ -143,7 +146,7 @@ class _Loading:
         with self._counting(REST):
             for name in self._own_documents():
                 with self._noting():
-                    self._documents[name] = self.files.content(name)
+                    self._documents[name] = _parsed(name, self.files.content(name))
         return self.outcome
 
     def prove_rest(self, proven: list[dict[str, set[int]]]) -> _Outcome:
@@ -180,14 +183,14 @@ class _Loading:
             role.after_load()
         if "extra" in self._contents:
             for name, role in state.roles.items():
-                role.load_extra_state(json.loads(self._documents[f"{name}/{SCHEDULE}"]))
+                role.load_extra_state(self._documents[f"{name}/{SCHEDULE}"])
         if state.carried is not None:
-            state.carried.load_tensors([_tensors(self._documents[name]) for name in self._carried()])
+            state.carried.load_tensors([self._documents[name] for name in self._carried()])
         elif self._manifest.in_folder(CARRIED) and self._rank == 0:
             log.warning(
                 "%s has samples carried over to later steps; this run does not carry any, they are dropped.", self._path
             )
-        saved = json.loads(self._documents[DRIVER_STATE])
+        saved = self._documents[DRIVER_STATE]
         state.driver.load_state_dict(saved)
         for name, stateful in state.stateful.items():
             if name not in saved and self._rank == 0:
@@ -247,7 +250,7 @@ class _Loading:
 
     def _set_rng(self, seed: int) -> None:
         if self._rng_file in self._documents:
-            set_rng_state(_tensors(self._documents[self._rng_file]))
+            set_rng_state(self._documents[self._rng_file])
             return
         log.warning(
             "%s was saved by %d ranks and has no RNG state for rank %d; seeded afresh.",
@@ -275,6 +278,14 @@ class _Loading:
         )
 
 
-def _tensors(content: bytes) -> dict[str, Tensor]:
-    # Clones: none keeps the bytes of all.
-    return {name: tensor.clone() for name, tensor in load_safetensors(content).items()}
+def _parsed(name: str, content: bytes) -> Any:
+    """What a small file says; raises DamagedCheckpoint when it is not what its name says."""
+    if name == DRIVER_STATE:
+        return parse_driver_state(content, name)
+    if name.endswith(".json"):
+        return parse_json(content, name)
+    try:
+        # Clones: none keeps the bytes of all.
+        return {tensor: value.clone() for tensor, value in load_safetensors(content).items()}
+    except SafetensorError as error:
+        raise DamagedCheckpoint(f"{name}: {error}") from None

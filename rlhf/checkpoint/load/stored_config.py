@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import yaml
+
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.config.compare import ConfigDiff, ResolvedConfig
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -18,6 +20,6 @@ def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> Con
         return ConfigDiff([], [])
     try:
         stored = CheckedFiles(path, manifest.files).content(CONFIG)
-    except DamagedCheckpoint as problem:
+        return config.compare(stored.decode())
+    except (DamagedCheckpoint, UnicodeDecodeError, yaml.YAMLError) as problem:
         raise DamagedCheckpoint(f"{path} is damaged: {problem}") from None
-    return config.compare(stored.decode())

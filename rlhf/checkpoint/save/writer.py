@@ -26,8 +26,9 @@ from rlhf.checkpoint.throughput import Throughput, throughput_figures
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.files import WrittenFile, write_file, write_json
+from rlhf.storage.index import INDEX
 from rlhf.storage.layout import CONFIG, DRIVER_STATE, REFERENCE, SCHEDULE, rank_file
-from rlhf.storage.shards import INDEX, merge_indices, safetensors_chunks, write_shards
+from rlhf.storage.shards import merge_indices, safetensors_chunks, write_shards
 
 # Room for manifest, indices and directory entries beside the counted bytes.
 SLACK_BYTES = 1 << 20

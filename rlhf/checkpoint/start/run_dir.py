@@ -1,6 +1,5 @@
 """Run directory before the ranks start: made, emptied or refused, and cleaned of what a kill left. Imports no torch."""
 
-import json
 import logging
 import math
 import os
@@ -8,14 +7,16 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint.commit.manifest import read_manifest, verify_files
+from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.commit.removal import clean_leftovers, discard, set_aside
+from rlhf.checkpoint.driver_state import parse_driver_state
 from rlhf.checkpoint.remote.pins import remove_pins
 from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import make_dir_durably, remove_file
 from rlhf.storage.layout import DRIVER_STATE, HISTORY, POINTER, scan, step_of
+from rlhf.storage.reading import CheckedFiles
 
 log = logging.getLogger(__name__)
 LOCKS = ("run.lock", "ranks.lock")
@@ -94,12 +95,9 @@ def newest_run_id(run_dir: Path) -> str | None:
 def driver_state_of(path: Path) -> dict[str, Any] | None:
     """The driver state of a checkpoint, or None unless its bytes are as committed."""
     try:
-        manifest = read_manifest(path)
+        return parse_driver_state(CheckedFiles(path, read_manifest(path).files).content(DRIVER_STATE), DRIVER_STATE)
     except DamagedCheckpoint:
         return None
-    if verify_files(path, manifest, [DRIVER_STATE]):
-        return None
-    return json.loads((path / DRIVER_STATE).read_text())
 
 
 def resume_source(trainer: TrainerConfig) -> Path | None:
