@@ -1,12 +1,16 @@
 import logging
 import random
+import sys
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.commit.deleter import Deleter
-from rlhf.checkpoint.commit.manifest import verify
+from rlhf.checkpoint.commit.manifest import read_manifest, verify, write_manifest
 from rlhf.checkpoint.commit.removal import clean_leftovers, set_aside
 from rlhf.checkpoint.commit.retention import NO_FIGURE, reasons, retire, victims
 from rlhf.config.checkpoint import CheckpointConfig
@@ -239,3 +243,42 @@ def test_the_reaper_takes_more_while_it_works(tmp_path):
     assert deleter.wait(DEADLINE_S)
     assert names(tmp_path) == set()
     assert clean_leftovers(tmp_path) == []
+
+
+def opened(folder: Path) -> Counter[str]:
+    """How often each manifest below `folder` is opened from now on, however that is done."""
+    count: Counter[str] = Counter()
+
+    def note(event: str, arguments: tuple) -> None:
+        if event == "open" and str(arguments[0]).startswith(f"{folder}/") and Path(arguments[0]).name == MANIFEST:
+            count[str(arguments[0])] += 1
+
+    sys.addaudithook(note)
+    return count
+
+
+def test_of_a_thousand_checkpoints_no_manifest_is_read_twice(tmp_path, deleter, capsys):
+    manifest = read_manifest(publish(tmp_path / "one", 2))
+    run_dir, number = tmp_path / "run", 1000
+    for step in range(1, number + 1):
+        write_manifest(step_dir(run_dir, step), replace(manifest, step=step, metrics={ACCURACY: 1 / step}))
+    count = opened(run_dir)
+    assert main(["list", str(run_dir)]) == 0
+    assert capsys.readouterr().out.count(" committed") == number
+    assert set(count.values()) == {1}
+    assert len(count) == number
+    count.clear()
+    # Three saves, each of which asks which are the best of all.
+    settings = rules(900, keep_best=10)
+    for step in range(number + 1, number + 4):
+        write_manifest(step_dir(run_dir, step), replace(manifest, step=step, metrics={ACCURACY: 0.0}))
+        victims(run_dir, settings, step, ALONE, {ACCURACY: 0.0})
+        retire(run_dir, settings, step, deleter, ALONE)
+    assert len(count) == number + 3
+    assert max(count.values()) <= 2  # one as it was written, one as it was read
+    assert sum(count.values()) <= number + 3 + 3
+    assert len(steps(run_dir)) == 900 + 10
+    # What is not the file that was read is read anew.
+    flip_bit(step_dir(run_dir, 5) / MANIFEST, 100)
+    retire(run_dir, rules(1, keep_best=1), number + 3, deleter, ALONE)
+    assert steps(run_dir) == [1, 5, number + 3]

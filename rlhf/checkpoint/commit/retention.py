@@ -1,13 +1,14 @@
 """Retention of checkpoints: the newest, every n-th and the best by a metric stay, the others go after each save.
 
-It is decided from what lies in the directory. Nothing is remembered between saves, so a restart changes nothing. Files
-that several checkpoints share by hard links need no care: the file system keeps them for as long as any checkpoint has
-them.
+It is decided from what lies in the directory: what a process remembers between saves is only what it has read there, so
+a restart changes nothing. Files that several checkpoints share by hard links need no care: the file system keeps them
+for as long as any checkpoint has them.
 """
 
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 from rlhf.checkpoint.commit.deleter import Deleter
@@ -17,7 +18,7 @@ from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.layout import scan, step_dir, step_of
+from rlhf.storage.layout import MANIFEST, scan, step_dir, step_of
 
 log = logging.getLogger(__name__)
 NO_FIGURE = math.nan
@@ -38,11 +39,11 @@ def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> 
     )
     every, best = settings.keep_every, settings.keep_best
     kept = {
-        "newest": steps[: settings.max_to_keep],
+        "newest": set(steps[: settings.max_to_keep]),
         # The start of a run is a multiple of everything, and nothing that training has made.
-        "for good": [step for step in steps if every and step and step % every == 0],
-        "best": [step for _, step in ranked[::-1][:best]],
-        "unreadable": [step for step in steps if best and figures[step] is None],
+        "for good": {step for step in steps if every and step and step % every == 0},
+        "best": {step for _, step in ranked[::-1][:best]},
+        "unreadable": {step for step in steps if best and figures[step] is None},
     }
     return {step: [reason for reason, chosen in kept.items() if step in chosen] for step in steps}
 
@@ -82,10 +83,19 @@ def _figure(path: Path, settings: CheckpointConfig) -> float | None:
     if not settings.keep_best:
         return NO_FIGURE
     try:
-        return read_manifest(path).metrics.get(settings.best_metric, NO_FIGURE)
+        status = (path / MANIFEST).stat()
+        version = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        return _metrics(path, version).get(settings.best_metric, NO_FIGURE)
     except (DamagedCheckpoint, OSError) as error:
         log.warning("%s is kept: it may be among the best, but %s", path, error)
         return None
+
+
+@cache
+def _metrics(path: Path, version: tuple[int, ...]) -> dict[str, float]:
+    """The figures of a checkpoint whose manifest has the identity `version`, read once: there may be thousands of
+    checkpoints, and each save asks for all of them."""
+    return read_manifest(path).metrics
 
 
 def retire(run_dir: Path, settings: CheckpointConfig, step: int, deleter: Deleter, coordinator: Coordinator) -> None:
