@@ -37,4 +37,15 @@ class RewardConfig:
     """Score of a sample on which a reward failed or ran out of time, before its weight."""
     num_workers: int = setting(2, ge=1, resume="harmless")
     """Reward processes per rank and function, for `math_verify` and functions of a file."""
+    pass_env: list[str] = setting([])
+    """Environment variables that reward processes get besides those that a program needs to run (paths, language,
+    numbers of threads, devices): name those that your function needs, such as an API key."""
+    network: bool = setting(False)
+    """Let reward processes use the network and sockets of this machine; text of the policy's that they run can as
+    well."""
+    writable: list[str] = setting([])
+    """Folders that reward processes write to besides the one of their own (HOME and TMPDIR), which is emptied."""
+    memory_gb: float | None = setting(8.0, gt=0)
+    """GiB that a reward process, and each that it starts, may allocate; a sample that needs more has failed. null does
+    not limit it."""
     overlong_buffer: OverlongBufferConfig = setting(OverlongBufferConfig)

@@ -1,10 +1,10 @@
 """Reward process, the end that scores: one JSON line in, one JSON line out.
 
-`python -m rlhf.reward.scoring_process VERIFIER PARENT_PID`, where VERIFIER is `math_verify`, `reasoning_gym` or
-`/path/to/file.py:name`. The first line out says ready, or why not.
+`python -m rlhf.reward.scoring_process VERIFIER PARENT_PID CONFINEMENT TIMEOUT_S`, where VERIFIER is `math_verify`,
+`reasoning_gym` or `/path/to/file.py:name`, and CONFINEMENT a `Confinement` as JSON. The first line out says ready, or
+why not.
 """
 
-import ctypes
 import dataclasses
 import inspect
 import json
@@ -20,27 +20,33 @@ from typing import Any
 
 from rlhf.errors import UserError
 from rlhf.reward import verifiers
+from rlhf.reward.confinement import Confinement, CpuTime, confine
 from rlhf.reward.function import KEYWORDS, SETTING
+from rlhf.reward.kernel import PR_SET_PDEATHSIG, prctl
 from rlhf.reward.scores import RewardItem, Score
 from rlhf.user_functions import load_function
 
-PR_SET_PDEATHSIG = 1
+_LONGEST = 50_000
+"""Characters of an error that are told; a reply has at most 1 MiB."""
 
 Verifier = Callable[[RewardItem], Score]
 
 
-def main(verifier: str, parent_pid: int) -> None:
+def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: float) -> None:
     """Serve until the parent closes the pipe."""
     _die_with(parent_pid)
+    confined = confine(confinement)
     requests, replies = _take_pipes()
     try:
         score = _load(verifier)
-        _send(replies, {"ready": True})
+        _send(replies, dataclasses.asdict(confined))
     # Also SystemExit: a script without a __main__ guard must not look like a process that died by itself.
     except BaseException as error:
-        _send(replies, _failure(error))
+        _send(replies, dataclasses.asdict(confined) | _failure(error))
         return
+    cpu_time = CpuTime(timeout_s)
     for line in requests:
+        cpu_time.renew()
         try:
             reply = dataclasses.asdict(score(RewardItem(**json.loads(line), messages=[])))
         except BaseException as error:
@@ -51,7 +57,7 @@ def main(verifier: str, parent_pid: int) -> None:
 def _die_with(parent_pid: int) -> None:
     # A busy loop never reads the end of its input; Linux kills the process with the parent's thread that started it.
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit("the parent is gone")
 
@@ -73,7 +79,12 @@ def _send(replies: int, reply: dict[str, Any]) -> None:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    return {"error": str(error), "user": isinstance(error, UserError), "traceback": traceback.format_exc()}
+    return {
+        "error": str(error)[-_LONGEST:],
+        "user": isinstance(error, UserError),
+        "limit": isinstance(error, MemoryError),
+        "traceback": traceback.format_exc()[-_LONGEST:],
+    }
 
 
 def _load(verifier: str) -> Verifier:
@@ -135,4 +146,4 @@ def as_score(value: Any, spec: str) -> Score:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), Confinement(**json.loads(sys.argv[3])), float(sys.argv[4]))

@@ -1,6 +1,8 @@
 """Checks of the `reward` settings (functions, labels, weights), without running any function."""
 
 import math
+import os
+from pathlib import Path
 
 from rlhf.config.reward import VERIFIERS, RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
@@ -52,6 +54,16 @@ def check_functions(config: RewardConfig) -> None:
         if label in TAKEN:
             raise UserError(f"{said}: the metric reward/{label} has a meaning already. Rename the function {label}.")
     _check_weights(config)
+    _check_confinement(config)
+
+
+def _check_confinement(config: RewardConfig) -> None:
+    for name in config.pass_env:
+        if name not in os.environ:
+            raise UserError(f"reward.pass_env={config.pass_env}: {name} is not set. Set it, or take it out.")
+    for folder in config.writable:
+        if not Path(folder).expanduser().is_dir():
+            raise UserError(f"reward.writable={config.writable}: {folder} is no folder. Make it, or take it out.")
 
 
 def _check_is_file(function: str) -> None:

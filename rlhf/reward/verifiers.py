@@ -76,6 +76,8 @@ def reasoning_gym(item: RewardItem) -> Score:
     dataset = gym_dataset(item.data_source, item.extra_info.get("config") or {})
     try:
         score = float(dataset.score_answer(item.response.strip(), entry))
+    except MemoryError:
+        raise  # of a reward process' limit
     except Exception:
         log.debug("%s cannot read the answer %r", item.data_source, item.response, exc_info=True)
         return Score(0.0, {"unreadable": 1.0})

@@ -1,5 +1,6 @@
 """User functions: real files, real processes, killed, crashed and misbehaving in every way that we know of."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ FUNCTION = "def score(data_source, solution_str, ground_truth, extra_info):\n"
 def reward_of(tmp_path):
     made = []
 
-    def make(body: str, head: str = "import os, sys, time\n", **settings):
+    def make(body: str, head: str = "import os, sys, time\nstarted = time.time()\n", **settings):
         path = tmp_path / "my_reward.py"
         path.write_text(head + FUNCTION + "".join(f"    {line}\n" for line in body.splitlines()))
         made.append(build_reward(RewardConfig(functions=[f"{path}:score"], **settings)))
@@ -36,19 +37,21 @@ def items(*responses: str) -> list[RewardItem]:
     return [RewardItem("src", response, "gold", {"i": i}, []) for i, response in enumerate(responses)]
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+def running(text: str) -> list[str]:
+    """The processes that have `text` in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if text.encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
 
 
-def wait_until_gone(pid: int) -> None:
+def wait_until_gone(text: str) -> None:
     deadline = time.monotonic() + 10
-    while alive(pid) and time.monotonic() < deadline:
+    while running(text) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not alive(pid)
+    assert not running(text)
 
 
 def test_order_is_kept_while_processes_work_at_once(reward_of):
@@ -70,26 +73,23 @@ def test_keywords_and_extra_numbers_arrive(reward_of):
 
 def test_endless_loop_is_killed_and_the_rest_goes_on(reward_of):
     reward = reward_of(
-        "while solution_str == 'hang': pass\nreturn os.getpid()", timeout_s=1.0, failed_score=-7.0, num_workers=1
+        "while solution_str == 'hang': pass\nreturn started", timeout_s=1.0, failed_score=-7.0, num_workers=1
     )
     before, hung, after = reward.score(items("ok", "hang", "ok"))
     assert (hung.score, hung.timeouts, hung.failures) == (-7.0, 1, 0)
     assert before.timeouts == after.timeouts == 0
     assert before.score != after.score, "the process must be a new one"
-    wait_until_gone(int(before.score))
 
 
-def test_what_the_function_started_is_killed_with_it(reward_of, tmp_path):
-    pid_file = tmp_path / "pid"
+def test_what_the_function_started_is_killed_with_it(reward_of):
+    seconds = f"{os.getpid()}.25"
     reward = reward_of(
-        "import subprocess\nchild = subprocess.Popen(['sleep', '60'])\n"
-        f"open({str(pid_file)!r}, 'w').write(str(child.pid))\n"
-        "child.wait()",
+        f"import subprocess\nif solution_str == 'x': subprocess.run(['sleep', '{seconds}'])\nreturn 1.0",
         timeout_s=1.0,
         num_workers=1,
     )
-    assert reward.score(items("x"))[0].timeouts == 1
-    wait_until_gone(int(pid_file.read_text()))
+    assert [result.timeouts for result in reward.score(items("y", "x"))] == [0, 1]
+    wait_until_gone(f"sleep\0{seconds}")
 
 
 def test_start_up_does_not_count_against_the_deadline(reward_of):
@@ -118,6 +118,7 @@ def test_a_process_that_dies_once_is_restarted(reward_of, tmp_path):
         "    open(flag, 'w').close()\n    os.kill(os.getpid(), 11)\n"
         "return 1.0",
         num_workers=1,
+        writable=[str(tmp_path)],
     )
     assert reward.score(items("a"))[0].score == 1.0
     assert flag.exists()
@@ -159,12 +160,12 @@ def test_neighbouring_modules_can_be_imported(reward_of, tmp_path):
 
 
 def test_close_ends_a_process_in_the_middle_of_a_sample(reward_of, tmp_path):
-    pid_file = tmp_path / "pid"
+    begun = tmp_path / "begun"
     reward = reward_of(
-        f"path = {str(pid_file)!r}\nopen(path, 'w').write(str(os.getpid()))\nos.rename(path, path + '.done')\n"
-        "time.sleep(600)",
+        f"open({str(begun)!r}, 'w').close()\ntime.sleep(600)",
         timeout_s=600.0,
         num_workers=1,
+        writable=[str(tmp_path)],
     )
     errors = []
 
@@ -176,39 +177,35 @@ def test_close_ends_a_process_in_the_middle_of_a_sample(reward_of, tmp_path):
 
     thread = threading.Thread(target=run)
     thread.start()
-    done = tmp_path / "pid.done"
     deadline = time.monotonic() + 20
-    while not done.exists() and time.monotonic() < deadline:
+    while not begun.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     started = time.monotonic()
     reward.close()
     thread.join(10)
     assert time.monotonic() - started < 5
     assert len(errors) == 1
-    wait_until_gone(int(done.read_text()))
+    wait_until_gone(f"{tmp_path}/my_reward.py")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's parent-death signal")
 def test_a_busy_process_dies_with_a_killed_parent(tmp_path):
-    pid_file = tmp_path / "pid.done"
-    (tmp_path / "my_reward.py").write_text(
-        f"import os\n{FUNCTION}    open('{pid_file}.new', 'w').write(str(os.getpid()))\n"
-        f"    os.rename('{pid_file}.new', '{pid_file}')\n    while True: pass\n"
-    )
+    begun = tmp_path / "begun"
+    (tmp_path / "my_reward.py").write_text(f"{FUNCTION}    open({str(begun)!r}, 'w').close()\n    while True: pass\n")
     code = (
-        "from rlhf.config import RewardConfig\nfrom rlhf.reward import RewardItem, build_reward\n"
-        f"r = build_reward(RewardConfig(functions=['{tmp_path}/my_reward.py:score'], timeout_s=600.0, num_workers=1))\n"
+        "import sys\nfrom rlhf.config import RewardConfig\nfrom rlhf.reward import RewardItem, build_reward\n"
+        "settings = dict(timeout_s=600.0, num_workers=1, writable=[sys.argv[1]])\n"
+        "r = build_reward(RewardConfig(functions=[sys.argv[1] + '/my_reward.py:score'], **settings))\n"
         "r.score([RewardItem('s', 'r', 'g', {}, [])])\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code])
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
     deadline = time.monotonic() + 20
-    while not pid_file.exists() and time.monotonic() < deadline:
+    while not begun.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    pid = int(pid_file.read_text())
-    assert alive(pid)
+    assert running(f"{tmp_path}/my_reward.py")
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    wait_until_gone(pid)
+    wait_until_gone(f"{tmp_path}/my_reward.py")
 
 
 def test_reward_process_imports_no_torch():

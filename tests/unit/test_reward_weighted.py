@@ -132,7 +132,8 @@ def test_order_is_kept_whoever_is_slow(reward_of):
 
 def test_functions_work_while_the_model_computes(reward_of, tmp_path):
     model = Model(waits_for=tmp_path / "flag")
-    reward = reward_of("FILE:signals", "reward_model", "exact_match", weights=[1.0, 4.0, 1.0], model=model)
+    settings = {"weights": [1.0, 4.0, 1.0], "writable": [str(tmp_path)]}
+    reward = reward_of("FILE:signals", "reward_model", "exact_match", model=model, **settings)
     item = dataclasses.replace(items("42")[0], extra_info={"flag": str(model.waits_for)})
     (result,) = reward.score([item])
     assert list(result.terms.items()) == [("signals", 1.0), ("reward_model", 0.25), ("exact_match", 1.0)]

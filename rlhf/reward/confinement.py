@@ -1,0 +1,205 @@
+"""Confinement of a reward process: limits, a folder of its own, no network, no way to the trainer.
+
+The process confines itself before it loads a verifier, as far as its kernel allows. What that closes and what it
+leaves open is in `docs/data-and-rewards.md`.
+"""
+
+import contextlib
+import fcntl
+import math
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf.reward import kernel, namespaces
+from rlhf.storage.files import remove_dir
+
+ROOM_FOR_PROCESSES = 1024
+"""Processes and threads of one reward process that has a user of its own; of all processes of a user that it shares,
+four times as many beyond those that run already."""
+MAX_OPEN_FILES = 4096
+MAX_FILE_BYTES = 1 << 30
+_PREFIX = "rlhf-reward-"
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/ptmx")
+_ACCELERATORS = ("nvidia*", "kfd", "dri/render*")
+# Mapped by every user namespace, and set aside by systemd for users without a name.
+_FIRST_UID, _UIDS = 61184, 4096
+_NEVER = ("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "add_key", "request_key", "keyctl")
+_NETWORK = ("socket", "io_uring_setup")
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """Rights of a reward process; the fields come from `RewardConfig`."""
+
+    memory_gb: float | None
+    """GiB that it, and each process that it starts, may allocate; None: any."""
+    network: bool
+    writable: list[str]
+    """Folders that it writes to beside its own."""
+
+
+@dataclass(frozen=True)
+class Confined:
+    """Outcome of `confine`, for the trainer."""
+
+    folder: str
+    """Its own folder, which outlives it; empty where what it holds is in memory."""
+    missing: list[str]
+    """What this machine does not allow, and what follows."""
+
+
+def confine(confinement: Confinement) -> Confined:
+    """Confine this process for good; the environment then names its own folder as HOME and TMPDIR.
+
+    Call it while the process has one thread. Where there are process namespaces it returns in a grandchild, and the
+    process that called it ends as that one does.
+    """
+    missing: list[str] = []
+    folder = own = _new_folder()
+    if sys.platform == "linux":
+        number = os.getpid()
+        running = 0 if os.getuid() == 0 else _threads_of_this_user()
+        _set_limits(confinement.memory_gb)
+        own = namespaces.enter(folder, confinement.writable, missing)
+        alone = _give_up_rights(_FIRST_UID + number % _UIDS, own, bool(confinement.writable), missing)
+        _limit(resource.RLIMIT_NPROC, ROOM_FOR_PROCESSES if alone else 4 * ROOM_FOR_PROCESSES + running)
+        _restrict(confinement, own, missing)
+    else:
+        missing.append("Linux: they write, see and reach what your user can, and nothing limits them")
+    os.environ.update(HOME=own, TMPDIR=own)
+    tempfile.tempdir = None  # it remembers the one of before
+    return Confined(folder, missing)
+
+
+class CpuTime:
+    """Limit of CPU time, renewed for each sample: all cores for `timeout_s`, in each process started from here as well.
+
+    Reached only by what outlives its sample, as the trainer ends a process after `timeout_s`.
+    """
+
+    def __init__(self, timeout_s: float):
+        self._allowance = timeout_s * (os.cpu_count() or 1)
+        self._limit = 0
+
+    def renew(self) -> None:
+        """Leave at least what one sample may use, and at most twice as much and a second."""
+        used = time.process_time()
+        if self._limit - used < self._allowance:
+            self._limit = math.ceil(used + 2 * self._allowance)
+            hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+            soft = self._limit if hard == resource.RLIM_INFINITY else min(self._limit, hard)
+            resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+def _new_folder() -> str:
+    """An empty folder, locked as long as the process lives; those of dead processes are removed."""
+    for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # its process lives, or it is another user's
+            held = _lock(old)
+            remove_dir(old, ignore_errors=True)
+            os.close(held)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        with contextlib.suppress(OSError):  # taken for a dead process' just now
+            _lock(folder)  # as long as the process lives
+            if folder.exists():
+                return str(folder)
+
+
+def _lock(folder: Path) -> int:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _set_limits(memory_gb: float | None) -> None:
+    # The kernel's first choice when memory runs out, before the trainer: also by mappings that no limit counts.
+    kernel.tell("/proc/self/oom_score_adj", "1000")
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
+    _limit(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)
+    if memory_gb is not None:
+        # Not the address space, of which CUDA and others reserve far more than they use.
+        _limit(resource.RLIMIT_DATA, int(memory_gb * (1 << 30)))
+
+
+def _limit(what: int, value: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(what, (value, value))
+
+
+def _threads_of_this_user() -> int:
+    count, user = 0, os.getuid()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if process.stat().st_uid == user:
+                count += len(list((process / "task").iterdir()))
+        except OSError:
+            pass  # it has ended
+    return count
+
+
+def _give_up_rights(uid: int, own: str, writes: bool, missing: list[str]) -> bool:
+    """Keep no capabilities; root becomes the user `uid`, who may read, and where it `writes`, as root. Whether it did.
+
+    The kernel limits no process of root's, and root's processes could do anything to the trainer.
+    """
+    if os.geteuid() != 0:
+        kernel.set_capabilities(0)
+        return False
+    kept = kernel.permitted_capabilities() & 1 << kernel.CAP_DAC_READ_SEARCH
+    if writes or not kept:  # bounded by Landlock; it lets read as well
+        kept |= kernel.permitted_capabilities() & 1 << kernel.CAP_DAC_OVERRIDE
+    try:
+        if not kept:
+            raise OSError("without the capability DAC_OVERRIDE")
+        os.chown(own, uid, uid)
+        kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    except OSError as error:
+        missing.append(f"a user of their own instead of root ({error}): the number of processes is not limited")
+        kernel.set_capabilities(kept)
+        return False
+    kernel.set_capabilities(kept)
+    # Both are reset with a change of the user: it looks at itself in /proc, and dies with its parent.
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    return True
+
+
+def _restrict(confinement: Confinement, own: str, missing: list[str]) -> None:
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    version = kernel.landlock_version()
+    if version < 6:
+        missing.append(_without_landlock(version))
+    if version:
+        # Semaphores of Python's multiprocessing lie in the shared memory.
+        folders = {own, namespaces.SHARED_MEMORY, *confinement.writable}
+        devices = [*_DEVICES, *(str(path) for pattern in _ACCELERATORS for path in Path("/dev").glob(pattern))]
+        paths = [path for path in (*sorted(folders), *devices) if Path(path).exists()]
+        kernel.restrict_writing(version, paths, abstract_sockets=confinement.network)
+    try:
+        kernel.forbid_calls(_NEVER if confinement.network else (*_NEVER, *_NETWORK))
+    except OSError as error:
+        missing.append(f"seccomp ({error}): they have the network")
+
+
+def _without_landlock(version: int) -> str:
+    if version == 0:
+        return "Landlock (Linux 5.13): they write and see what your user can, the trainer's environment included"
+    if version < 3:
+        return f"Landlock 6 (Linux 6.12; here {version}): files elsewhere can be emptied, and processes signalled"
+    return f"Landlock 6 (Linux 6.12; here {version}): your other processes can be signalled"

@@ -1,0 +1,152 @@
+"""Linux system calls that a process confines itself with, over ctypes: Landlock, seccomp, namespaces, capabilities.
+
+Each raises OSError where the kernel, or what the process runs in, refuses it. Numbers: the kernel's `uapi` headers;
+Landlock: https://docs.kernel.org/userspace-api/landlock.html.
+"""
+
+import ctypes
+import functools
+import os
+import platform
+import stat
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 4, 8, 38, 47
+PR_CAP_AMBIENT_RAISE = 2
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 1 << 18
+CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
+
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every architecture
+_WRITE_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 13, 1 << 14
+_REMOVE_AND_MAKE = sum(1 << bit for bit in range(4, 13))
+_SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
+
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+_CALLS = {
+    "seccomp": (317, 277),
+    "socket": (41, 198),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "io_uring_setup": (425, 425),
+    "pidfd_getfd": (438, 438),
+}
+"""System calls by number on x86_64 and on aarch64."""
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    if sys.platform != "linux":
+        raise OSError("this is not Linux")
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def prctl(option: int, *arguments: int) -> None:
+    """`prctl(2)`; arguments that are not given are 0."""
+    padded = (*arguments, 0, 0, 0, 0)[:4]
+    _checked(_libc().prctl(option, *map(ctypes.c_ulong, padded)))
+
+
+def unshare(flags: int) -> None:
+    """`unshare(2)`: namespaces of the process' own."""
+    _checked(_libc().unshare(flags))
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """`mount(2)`."""
+    _checked(_libc().mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
+
+
+def tell(path: str, text: str) -> None:
+    """Write to a file of /proc in one piece."""
+    with Path(path).open("w") as file:
+        file.write(text)
+
+
+def permitted_capabilities() -> int:
+    """The mask of the capabilities that the process may use."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1], 16) for line in status if line.startswith("CapPrm:"))
+
+
+def set_capabilities(mask: int) -> None:
+    """Give up all capabilities but those of `mask`, which programs that it starts have as well."""
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    header, data = struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", low, low, low, high, high, high)
+    _checked(_libc().capset(header, data))
+    for capability in range(64):
+        if mask >> capability & 1:
+            prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, capability)
+
+
+def landlock_version() -> int:
+    """The version of Landlock's interface; 0 where the kernel has none."""
+    try:
+        return _checked(_libc().syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
+    except OSError:
+        return 0
+
+
+def restrict_writing(version: int, paths: Sequence[str], *, abstract_sockets: bool) -> None:
+    """Landlock: write only to `paths` and beneath them, for good, here and in every process started from here.
+
+    They also trace, and from version 6 signal, no process outside.
+    """
+    to_file = _WRITE_FILE | (_TRUNCATE if version >= 3 else 0)
+    anything = to_file | _REMOVE_AND_MAKE | (_REFER if version >= 2 else 0)
+    scoped = (_SCOPE_SIGNALS | (0 if abstract_sockets else _SCOPE_ABSTRACT_SOCKETS)) if version >= 6 else 0
+    attributes = struct.pack("<3Q", anything, 0, scoped)
+    ruleset = _checked(_libc().syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0))
+    try:
+        for path in paths:
+            _allow(ruleset, path, to_file, anything)
+        _checked(_libc().syscall(_LANDLOCK_RESTRICT, ruleset, 0))
+    finally:
+        os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, to_file: int, anything: int) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_PATH)
+    try:
+        access = anything if stat.S_ISDIR(os.fstat(fd).st_mode) else to_file
+        _checked(_libc().syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("<Qi", access, fd), 0))
+    finally:
+        os.close(fd)
+
+
+def forbid_calls(names: Sequence[str]) -> None:
+    """Seccomp: the system calls `names` fail with EPERM from now on, here and in every process started from here."""
+    architecture, column = _ARCHITECTURES.get(platform.machine(), (0, 0))
+    if not architecture:
+        raise OSError(f"its system calls on {platform.machine()} are not known here")
+    numbers = [_CALLS[name][column] for name in names]
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
+    refuse = len(numbers) + 1
+    program = [
+        (load, 0, 0, 4),  # the architecture of the call: other ones have other numbers
+        (equal, 0, refuse + 2, architecture),
+        (load, 0, 0, 0),  # the number of the call
+        (at_least, refuse, 0, 0x40000000),  # the x32 interface, which is x86_64 by other numbers
+        *((equal, refuse - 1 - i, 0, number) for i, number in enumerate(numbers)),
+        (give, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
+        (give, 0, 0, 0x00050000 | 1),  # SECCOMP_RET_ERRNO, EPERM
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *line) for line in program))
+    filtered = struct.pack("@HP", len(program), ctypes.addressof(code))
+    # Without the mitigations that some kernels tie to seccomp, which slow down all computing.
+    allow_speculation = 1 << 2
+    _checked(_libc().syscall(_CALLS["seccomp"][column], 1, allow_speculation, filtered))

@@ -1,0 +1,104 @@
+"""Linux namespaces of a reward process: its own processes, its own folder in memory, its own layer over /dev/shm.
+
+With its first process the kernel ends all the others, whatever sessions they made for themselves; what is in memory
+ends with them, whatever ended them.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from rlhf.reward import kernel
+from rlhf.storage.files import make_new_dir
+
+SHARED_MEMORY = "/dev/shm"
+_FOLDER_BYTES, _FOLDER_FILES = 1 << 30, 100_000
+
+
+def enter(folder: str, writable: Sequence[str], missing: list[str]) -> str:
+    """Continue in namespaces of its own, in a grandchild, whose end ends this process in the same way.
+
+    Args:
+        folder: empty; becomes a mount of the process' own.
+        writable: folders that stay what they are to everybody.
+        missing: gets what is refused.
+
+    Returns:
+        A writable folder, in `folder`.
+    """
+    user, group = os.geteuid(), os.getegid()
+    flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
+    try:
+        kernel.unshare(flags if user == 0 else flags | kernel.CLONE_NEWUSER)
+    except OSError as error:
+        missing.append(f"namespaces ({error}): a process of theirs that leaves its session outlives a time-out")
+        return folder
+    if user != 0:
+        kernel.tell("/proc/self/setgroups", "deny")
+        kernel.tell("/proc/self/uid_map", f"{user} {user} 1")
+        kernel.tell("/proc/self/gid_map", f"{group} {group} 1")
+    own = _mount(folder, writable, missing)
+    _become_a_grandchild()
+    return own
+
+
+def _mount(folder: str, writable: Sequence[str], missing: list[str]) -> str:
+    options = f"size={_FOLDER_BYTES},nr_inodes={_FOLDER_FILES},mode=0755"
+    try:
+        kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+        kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    except OSError as error:
+        missing.append(f"mounts of their own ({error}): the size of their folder is not limited")
+        return folder
+    home, upper, work = (Path(folder, name) for name in ("home", "upper", "work"))
+    for path in (home, upper, work):
+        make_new_dir(path)
+    upper.chmod(0o1777)
+    try:
+        _cover_shared_memory(f"lowerdir={SHARED_MEMORY},upperdir={upper},workdir={work}", [folder, *writable])
+    except OSError as error:
+        missing.append(f"a layer over {SHARED_MEMORY} ({error}): they write to your other processes' shared memory")
+    return str(home)
+
+
+def _cover_shared_memory(layers: str, kept: Sequence[str]) -> None:
+    """Writes to /dev/shm go to a layer of its own; Python's multiprocessing makes its semaphores there."""
+    under = [path for path in map(os.path.realpath, kept) if Path(SHARED_MEMORY) in Path(path).parents]
+    opened = [(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY)) for path in under]
+    try:
+        kernel.mount("overlay", SHARED_MEMORY, "overlay", kernel.MS_NOSUID | kernel.MS_NODEV, layers)
+        for path, fd in opened:
+            kernel.mount(f"/proc/self/fd/{fd}", path, "", kernel.MS_BIND | kernel.MS_REC)
+    finally:
+        for _, fd in opened:
+            os.close(fd)
+
+
+def _become_a_grandchild() -> None:
+    if child := os.fork():
+        _end_like(child)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Refused in a container that hides parts of /proc. /proc/self is right in either.
+    with contextlib.suppress(OSError):
+        kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    # The first process of a namespace ignores signals that it does not handle, so that a verifier is another.
+    if child := os.fork():
+        _end_like(child)
+
+
+def _end_like(child: int) -> NoReturn:
+    """Wait for `child`, then end with its exit status, or by its signal."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for fd in (0, 1, 2):  # a pipe ends with the last process that holds it
+        os.close(fd)
+    ended = 0
+    while ended != child:
+        ended, status = os.wait()
+    code = os.waitstatus_to_exitcode(status)
+    if code > 128 and os.getpid() != 1:
+        with contextlib.suppress(OSError):
+            os.kill(os.getpid(), code - 128)
+    os._exit(code if code >= 0 else 128 - code)

@@ -1,0 +1,234 @@
+"""Handle of one reward process: start at the first question, kill at a missed deadline, start again."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rlhf.config.reward import RewardConfig
+from rlhf.errors import UserError
+from rlhf.reward.confinement import Confinement
+from rlhf.reward.environment import reward_environment
+from rlhf.reward.scores import RewardError
+from rlhf.storage.files import remove_dir
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+MAX_REPLY_BYTES = 1 << 20
+MAX_OUTPUT_BYTES = 1 << 20
+"""Bytes of its stdout and stderr that are shown for one request."""
+_KINDS: dict[str, tuple[type, ...]] = {"score": (float, int), "extra": (dict,), "timed_out": (bool,), "failed": (bool,)}
+_KINDS |= {"error": (str,), "user": (bool,), "limit": (bool,), "traceback": (str,)}
+_KINDS |= {"folder": (str,), "missing": (list,)}
+_ERROR, _READY = {"error", "user", "limit", "traceback"}, {"folder", "missing"}
+_REPLIES = ({"score", "extra", "timed_out", "failed"}, _ERROR, _READY, _ERROR | _READY)
+_missing_told: set[str] = set()
+
+
+class ProcessDiedError(Exception):
+    """The process ended by itself, or said what no reward process says."""
+
+
+class ScoringProcess:
+    """One reward process, confined; used by one thread at a time."""
+
+    def __init__(self, verifier: str, config: RewardConfig):
+        self._verifier = verifier
+        self._config = config
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+        self._output_left = MAX_OUTPUT_BYTES
+        self._folder: str | None = None
+        self.stopped = False
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply to one request within `reward.timeout_s`.
+
+        Raises TimeoutError or ProcessDiedError; the process is gone after either. Raises RewardError or UserError if it
+        cannot start.
+        """
+        if self._popen is None:
+            self._start()
+        if self.stopped:
+            self.kill()
+            raise ProcessDiedError("closed")
+        return self._exchange(json.dumps(request, default=str).encode() + b"\n", self._config.timeout_s)
+
+    def _start(self) -> None:
+        config = self._config
+        writable = [str(Path(path).expanduser().absolute()) for path in config.writable]
+        confinement = Confinement(config.memory_gb, config.network, writable)
+        # -P: the working directory comes last in PYTHONPATH, so that nothing there hides a module of the trainer's.
+        command = [sys.executable, "-P", "-m", "rlhf.reward.scoring_process", self._verifier, str(os.getpid())]
+        command += [json.dumps(dataclasses.asdict(confinement)), str(config.timeout_s)]
+        # A session of its own: Ctrl-C is the trainer's to handle, and a kill reaches what the user's code started.
+        # No file of the trainer's: who has its log open may empty it.
+        self._popen = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=reward_environment(os.environ, config.pass_env),
+            start_new_session=True,
+            bufsize=0,
+        )
+        for pipe in (self._popen.stdin, self._popen.stderr):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+        self._unread = b""
+        try:
+            ready = self._exchange(b"", START_TIMEOUT_S)
+            self._folder = ready.get("folder")
+            if wrong := failure(ready):
+                raise wrong
+        except ProcessDiedError as error:
+            # Not the sample's doing, so that no policy may forgive it.
+            raise RewardError(f"The reward process for {self._verifier} died while it started ({error}).") from error
+        except TimeoutError as error:
+            raise RewardError(
+                f"The reward process for {self._verifier} was not ready within {START_TIMEOUT_S:.0f} s."
+            ) from error
+        except (UserError, RewardError):
+            self.kill()
+            raise
+        _tell_missing(ready["missing"])
+
+    def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
+        """Send `request` and read one line, both before the deadline."""
+        assert self._popen is not None
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        to_child, from_child = self._popen.stdin.fileno(), self._popen.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        self._output_left = MAX_OUTPUT_BYTES
+        try:
+            while request:
+                try:
+                    request = request[os.write(to_child, request) :]
+                except BlockingIOError:
+                    self._wait(to_child, select.POLLOUT, deadline)
+            while b"\n" not in self._unread:
+                self._wait(from_child, select.POLLIN, deadline)
+                data = os.read(from_child, 1 << 16)
+                if not data:
+                    raise BrokenPipeError
+                self._unread += data
+                if len(self._unread) > MAX_REPLY_BYTES:
+                    raise ValueError
+            line, self._unread = self._unread.split(b"\n", 1)
+            return _parsed(line)
+        except TimeoutError:
+            self.kill()
+            raise
+        except (ValueError, RecursionError) as error:
+            self.kill()
+            raise ProcessDiedError("an answer that no reward process gives") from error
+        except BrokenPipeError as error:
+            # A closed pipe comes a moment before the exit status.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(0.5)
+            status = self.kill()
+            raise ProcessDiedError(f"signal {-status}" if status < 0 else f"exit status {status}") from error
+
+    def _wait(self, fd: int, events: int, deadline: float) -> None:
+        """Until `fd` is ready; what the process prints meanwhile is passed on."""
+        assert self._popen is not None
+        assert self._popen.stderr is not None
+        output = self._popen.stderr.fileno()
+        poll = select.poll()
+        poll.register(fd, events)
+        poll.register(output, select.POLLIN)
+        while ready := poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            found = [each for each, _ in ready]
+            if output in found and not self._pass_on(output):
+                poll.unregister(output)
+            if fd in found:
+                return
+        raise TimeoutError
+
+    def _pass_on(self, output: int) -> bool:
+        """Print what the process printed, up to the limit; False at its end."""
+        try:
+            data = os.read(output, 1 << 16)
+        except BlockingIOError:
+            return True
+        sys.stderr.write(data[: self._output_left].decode(errors="replace"))
+        if 0 < self._output_left < len(data):
+            log.warning(
+                "%s printed more than %d bytes on one sample; the rest is left out.", self._verifier, MAX_OUTPUT_BYTES
+            )
+        self._output_left = max(0, self._output_left - len(data))
+        return bool(data)
+
+    def stop(self) -> None:
+        """End the request under way, from another thread, and refuse later ones."""
+        self.stopped = True
+        if (popen := self._popen) is not None:
+            _kill_group(popen)
+
+    def kill(self) -> int:
+        """End the process and everything it started, and remove its folder; returns its exit status."""
+        if self._popen is None:
+            return 0
+        popen, self._popen = self._popen, None
+        _kill_group(popen)
+        status = popen.wait()
+        assert popen.stderr is not None
+        # Its last words say why.
+        poll = select.poll()
+        poll.register(popen.stderr.fileno(), select.POLLIN)
+        while self._output_left and poll.poll(0) and self._pass_on(popen.stderr.fileno()):
+            pass
+        for pipe in (popen.stdin, popen.stdout, popen.stderr):
+            assert pipe is not None
+            pipe.close()
+        if self._folder is not None:
+            remove_dir(Path(self._folder), ignore_errors=True)
+            self._folder = None
+        return status
+
+
+def _kill_group(popen: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(popen.pid, signal.SIGKILL)
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """The reply as JSON. ValueError for another shape: text of the policy's may have written it."""
+    reply = json.loads(line)
+    if type(reply) is not dict or reply.keys() not in _REPLIES:
+        raise ValueError
+    if any(type(value) not in _KINDS[key] for key, value in reply.items()):
+        raise ValueError
+    if any(type(number) not in _KINDS["score"] for number in reply.get("extra", {}).values()):
+        raise ValueError
+    return reply
+
+
+def _tell_missing(missing: list[str]) -> None:
+    new = [what for what in missing if what not in _missing_told]
+    _missing_told.update(new)
+    if new:
+        log.warning(
+            "Reward processes run what the policy writes, and this machine does not allow to confine them fully. "
+            "Not had: %s. (docs/data-and-rewards.md says what that means.)",
+            "; ".join(new),
+        )
+
+
+def failure(reply: dict[str, Any], sample: str = "") -> Exception | None:
+    """Error that a reply tells, with the sample that it is about; None where the reply is a score."""
+    if "error" not in reply:
+        return None
+    if reply["user"]:
+        return UserError(f"{reply['error']}{sample}")
+    return RewardError(f"The reward raised an error.{sample}\n{reply['traceback']}")
