@@ -39,6 +39,9 @@ class DataConfig:
     overlong_prompts: str = setting("filter", choices=("filter", "left", "right", "middle", "error"))
     """Prompts longer than the limit: drop them, truncate at a side (verl's `truncation`), or refuse the data set.
     Always counted."""
+    cache_dir: str | None = setting(None, resume="harmless")
+    """Folder for tokenised prompts of large files, shared by the ranks of a node and by all runs. null means
+    `rlhf_prompts` in the cache of Hugging Face's datasets."""
     shuffle: bool = setting(True)
     """A new order each epoch, from the seed and the epoch's number."""
     train_max_samples: int | None = setting(None, ge=1)

@@ -1,72 +1,78 @@
-"""The prompts of a source as tokens, with the over-long policy applied and counted."""
+"""Prompts of a source as tokens: a sequence, in the memory of this rank or mapped from a file that all ranks share."""
 
 import json
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 
 from rlhf.data.items import Prompt, Row
-from rlhf.errors import UserError
+from rlhf.data.tokens import LengthLimit, Lengths
 
-log = logging.getLogger(__name__)
 
-BATCH = 1000
+class StoredPrompts(Protocol):
+    """The prompts that the over-long policy has left, wherever they lie."""
+
+    fingerprint: str
+    """The `RowsHash` of them."""
+    lengths: Lengths
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> Prompt: ...
 
 
 class PromptSet:
-    """A sequence of `Prompt`s. All are tokenised once at construction: the over-long policy needs every length.
+    """A sequence of `Prompt`s.
 
-    dropped, truncated: prompts that the policy removed or shortened. fingerprint: a hash of the rows that are left.
-    Raises UserError if the tokenizer has no chat template, refuses a chat, or the policy leaves nothing or says so.
+    dropped, truncated: prompts that the over-long policy removed or shortened. fingerprint: a hash of the rows that are
+    left. Raises UserError if the policy leaves nothing or says so.
     """
 
-    def __init__(self, rows: Sequence[Row], tokenizer: Any, max_prompt_length: int, overlong: str, setting: str):
-        self.dropped = self.truncated = 0
-        self._rows: list[Row] = []
+    def __init__(self, stored: StoredPrompts, limit: LengthLimit):
+        limit.check(stored.lengths)
+        limit.warn(stored.lengths)
+        dropped = limit.overlong == "filter"
+        self.dropped, self.truncated = (n := stored.lengths.too_long) * dropped, n * (not dropped)
+        self._stored = stored
+        self.fingerprint = stored.fingerprint
+
+    @classmethod
+    def in_memory(cls, rows: Iterable[Row], tokenizer: Any, limit: LengthLimit) -> "PromptSet":
+        """The prompts of `rows`, tokenised now and held by this rank alone."""
+        return cls(PromptsInMemory(rows, tokenizer, limit), limit)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __getitem__(self, i: int) -> Prompt:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        return self._stored[i]
+
+
+class PromptsInMemory:
+    """Rows as they are, and their tokens."""
+
+    def __init__(self, rows: Iterable[Row], tokenizer: Any, limit: LengthLimit):
+        self.lengths, self._rows = Lengths(), list[Row]()
         kept: list[list[int]] = []
-        too_long: list[int] = []
-        for row, token_ids in zip(rows, _tokenize(rows, tokenizer), strict=True):
-            if len(token_ids) > max_prompt_length:
-                too_long.append(len(token_ids))
-                if overlong in ("filter", "error"):
-                    continue
-                token_ids = truncate(token_ids, max_prompt_length, overlong)
+        digest = RowsHash()
+        for row, token_ids in limit.tokenized(rows, tokenizer, self.lengths):
+            digest.add(row)
             self._rows.append(row)
             kept.append(token_ids)
-        if too_long:
-            self._apply_policy(too_long, len(rows), max_prompt_length, overlong, setting)
-        # One flat array: a list of lists costs eight times the memory, and every rank holds the whole set.
-        self._ends = np.cumsum([len(token_ids) for token_ids in kept])
-        self._tokens = np.fromiter(chain.from_iterable(kept), dtype=np.int32, count=int(self._ends[-1]))
-        self.fingerprint = _fingerprint(self._rows)
-
-    def _apply_policy(self, too_long: list[int], total: int, limit: int, overlong: str, setting: str) -> None:
-        facts = (
-            f"{len(too_long)} of {total} prompts of {setting} are longer than data.max_prompt_length={limit} tokens "
-            f"(the longest has {max(too_long)}, chat template included)"
-        )
-        remedy = "Raise data.max_prompt_length, or set data.overlong_prompts"
-        if overlong == "error":
-            raise UserError(f"{facts}, and data.overlong_prompts=error. {remedy} to filter, left, right or middle.")
-        if not self._rows:
-            raise UserError(f"{facts}, so data.overlong_prompts=filter leaves none. {remedy} to left, right or middle.")
-        if overlong == "filter":
-            self.dropped = len(too_long)
-            log.warning("%s; dropped.", facts)
-        else:
-            self.truncated = len(too_long)
-            log.warning("%s; truncated (data.overlong_prompts=%s).", facts, overlong)
+        # One flat array: a list of lists costs eight times the memory.
+        self._ends = np.cumsum([len(token_ids) for token_ids in kept], dtype=np.int64)
+        self._tokens = np.fromiter(chain.from_iterable(kept), dtype=np.int32, count=sum(map(len, kept)))
+        self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, i: int) -> Prompt:
-        if not 0 <= i < len(self._rows):
-            raise IndexError(i)
         row = self._rows[i]
         start = self._ends[i - 1] if i else 0
         return Prompt(
@@ -79,54 +85,19 @@ class PromptSet:
         )
 
 
-def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:
-    """Cut at `side`, as verl's `truncation` does: "left" keeps the end, "right" the start, "middle" half of each."""
-    if side == "left":
-        return token_ids[-limit:]
-    if side == "right":
-        return token_ids[:limit]
-    head = limit // 2
-    return token_ids[:head] + token_ids[len(token_ids) - (limit - head) :]
+class RowsHash:
+    """The xxh3-128 of rows in their order, by all that a run can see of them."""
 
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
 
-def _tokenize(rows: Sequence[Row], tokenizer: Any) -> list[list[int]]:
-    import jinja2
+    def add(self, row: Row) -> str:
+        """Take in the next row; returns it as the JSON that is hashed."""
+        text = json.dumps((row.messages, row.data_source, row.ground_truth, row.extra_info), default=str)
+        self._digest.update(text.encode())
+        self._digest.update(b"\n")
+        return text
 
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"model.path={tokenizer.name_or_path}: its tokenizer has no chat template, so prompts cannot be rendered. "
-            f"Take an instruction-tuned model, or set model.chat_template to a Jinja file."
-        )
-    ids: list[list[int]] = []
-    for start in range(0, len(rows), BATCH):
-        part = rows[start : start + BATCH]
-        try:
-            ids += tokenizer.apply_chat_template([row.messages for row in part], add_generation_prompt=True)[
-                "input_ids"
-            ]
-        except jinja2.TemplateError:
-            # Again one by one, to name the row.
-            ids += [_tokenize_one(row, tokenizer) for row in part]
-    return ids
-
-
-def _tokenize_one(row: Row, tokenizer: Any) -> list[int]:
-    import jinja2
-
-    try:
-        return tokenizer.apply_chat_template(row.messages, add_generation_prompt=True)["input_ids"]
-    except jinja2.TemplateError as error:
-        roles = ", ".join(message["role"] for message in row.messages)
-        raise UserError(
-            f"{row.where}: the chat template of model.path refuses the prompt (roles: {roles}): {error}. Correct the "
-            f"prompt, or set model.chat_template."
-        ) from error
-
-
-def _fingerprint(rows: Sequence[Row]) -> str:
-    digest = xxhash.xxh3_128()
-    for row in rows:
-        fields = (row.messages, row.data_source, row.ground_truth, row.extra_info)
-        digest.update(json.dumps(fields, default=str).encode())
-        digest.update(b"\n")
-    return digest.hexdigest()
+    def hexdigest(self) -> str:
+        """The hash so far."""
+        return self._digest.hexdigest()

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,21 @@ class Source:
         """The `data_source` of rows that do not say it themselves."""
         return self.path.stem if self.path else self.spec.partition("@")[0].partition(":")[0]
 
+    @cached_property
+    def hub_split(self) -> Any:
+        """The split of a Hub data set."""
+        return _hub_split(self)
+
+    def files(self) -> list[Path]:
+        """The local files that the records come from; of a Hub data set those of its cache, none if it is elsewhere."""
+        if self.path is not None:
+            return [self.path]
+        return [Path(file["filename"]) for file in self.hub_split.cache_files]
+
     def records(self, prompt_key: str, answer_key: str) -> Iterator[Record]:
         """The records in order; parquet files are read by the columns that the trainer uses."""
         if self.path is None:
-            return _hub_records(self)
+            return ((f"{self.setting}: {self.spec} row {n}", record) for n, record in enumerate(self.hub_split))
         if self.path.suffix == ".parquet":
             return _parquet_records(self, {prompt_key, answer_key, *VERL_COLUMNS})
         return _jsonl_records(self)
@@ -127,7 +139,7 @@ def _jsonl_records(source: Source) -> Iterator[Record]:
         ) from error
 
 
-def _hub_records(source: Source) -> Iterator[Record]:
+def _hub_split(source: Source) -> Any:
     match = HUB_NAME.fullmatch(source.spec)
     assert match is not None
     splits = _load_from_hub(source, match["path"], match["config"])
@@ -137,8 +149,7 @@ def _hub_records(source: Source) -> Iterator[Record]:
             f"{source.setting}={source.spec}: no split {split!r}; it has {listed(map(str, splits))}. Name one, for "
             f"instance {source.setting}={source.spec.partition('@')[0]}@{next(iter(splits))}."
         )
-    for number, record in enumerate(splits[split]):
-        yield f"{source.setting}: {source.spec} row {number}", record
+    return splits[split]
 
 
 def _load_from_hub(source: Source, path: str, config: str | None) -> Any:

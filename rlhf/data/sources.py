@@ -1,17 +1,25 @@
 """Prompt sets from the `data` settings, and early checks of the same sources before anything heavy is loaded."""
 
+import logging
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
 from rlhf.config import DataConfig
 from rlhf.config.reward import VERIFIERS
 from rlhf.data import procedural
+from rlhf.data.cached_prompts import cached_prompts, is_large, tokenizer_identity
 from rlhf.data.items import Row
+from rlhf.data.prompt_cache import cache_folder
+from rlhf.data.prompt_file import NotPlain
 from rlhf.data.prompts import PromptSet
 from rlhf.data.records import Source, resolve
 from rlhf.data.rows import parse_row
+from rlhf.data.tokens import LengthLimit
 from rlhf.errors import UserError
+
+log = logging.getLogger(__name__)
 
 _TRAIN, _VAL, _GYM = "data.train_files", "data.val_files", "data.reasoning_gym"
 
@@ -27,17 +35,17 @@ def build_train_set(data: DataConfig, rewards: Sequence[str], seed: int, tokeniz
         UserError: any mistake in settings or data.
     """
     if data.train_files is None:
-        return _prompt_set(data, tokenizer, procedural.train_rows(data, seed)[: data.train_max_samples], _GYM)
-    return _prompt_set(data, tokenizer, _file_rows(data, rewards, _TRAIN, data.train_max_samples), _TRAIN)
+        return _gym_set(data, tokenizer, procedural.train_rows(data, seed)[: data.train_max_samples])
+    return _file_set(data, rewards, _TRAIN, data.train_max_samples, tokenizer)
 
 
 def build_val_set(data: DataConfig, rewards: Sequence[str], seed: int, tokenizer: Any) -> PromptSet | None:
     """The held-out prompts, or None if `data` names none; arguments and errors as of `build_train_set`."""
     if data.val_files is not None:
-        return _prompt_set(data, tokenizer, _file_rows(data, rewards, _VAL, data.val_max_samples), _VAL)
+        return _file_set(data, rewards, _VAL, data.val_max_samples, tokenizer)
     if data.train_files is not None:
         return None
-    return _prompt_set(data, tokenizer, procedural.val_rows(data, seed)[: data.val_max_samples], _GYM)
+    return _gym_set(data, tokenizer, procedural.val_rows(data, seed)[: data.val_max_samples])
 
 
 def check_sources(data: DataConfig, rewards: Sequence[str], seed: int) -> None:
@@ -61,28 +69,55 @@ def _split(setting: str) -> str:
     return "train" if setting == _TRAIN else "test"
 
 
-def _prompt_set(data: DataConfig, tokenizer: Any, rows: list[Row], setting: str) -> PromptSet:
-    return PromptSet(rows, tokenizer, data.max_prompt_length, data.overlong_prompts, setting)
+def _gym_set(data: DataConfig, tokenizer: Any, rows: list[Row]) -> PromptSet:
+    return PromptSet.in_memory(rows, tokenizer, LengthLimit(data.max_prompt_length, data.overlong_prompts, _GYM))
 
 
-def _file_rows(data: DataConfig, rewards: Sequence[str], setting: str, max_samples: int | None) -> list[Row]:
+def _file_set(
+    data: DataConfig, rewards: Sequence[str], setting: str, max_samples: int | None, tokenizer: Any
+) -> PromptSet:
     value = data.train_files if setting == _TRAIN else data.val_files
-    rows = list(islice(_read(data, rewards, resolve(setting, value, _split(setting))), max_samples))
+    sources = resolve(setting, value, _split(setting))
+    limit = LengthLimit(data.max_prompt_length, data.overlong_prompts, setting)
+    if is_large(sources) and (tokens := tokenizer_identity(tokenizer)) is not None:
+        read_with = [data.prompt_key, data.answer_key, max_samples, _need_answer(rewards), _checked_by(rewards)]
+        try:
+            stored = cached_prompts(
+                cache_folder(data.cache_dir),
+                sources,
+                lambda: islice(_read(data, rewards, sources), max_samples),
+                tokenizer,
+                limit,
+                [tokens, *read_with],
+            )
+            return PromptSet(stored, limit)
+        except NotPlain as error:
+            log.warning("%s, so every rank keeps all prompts of %s in its memory.", error, setting)
+    rows = list(islice(_read(data, rewards, sources), max_samples))
     if not rows:
         raise UserError(f"{setting}={value} has no rows. Name a data set with at least one prompt.")
-    return rows
+    return PromptSet.in_memory(rows, tokenizer, limit)
 
 
 def _read(data: DataConfig, rewards: Sequence[str], sources: list[Source]) -> Iterator[Row]:
     index = 0
-    # A function of the user's and a reward model may judge without a reference answer; the named verifiers cannot.
-    need_answer = not set(VERIFIERS).isdisjoint(rewards)
+    need_answer = _need_answer(rewards)
     for source in sources:
         for where, record in source.records(data.prompt_key, data.answer_key):
             row = parse_row(record, index, where, source.label, data.prompt_key, data.answer_key, need_answer)
             _check_reward_fits(rewards, row)
             yield row
             index += 1
+
+
+def _need_answer(rewards: Sequence[str]) -> bool:
+    # A function of the user's and a reward model may judge without a reference answer; the named verifiers cannot.
+    return not set(VERIFIERS).isdisjoint(rewards)
+
+
+def _checked_by(rewards: Sequence[str]) -> str | None:
+    """The release of the library whose tasks rows are compared with."""
+    return version("reasoning-gym") if "reasoning_gym" in rewards else None
 
 
 def _check_reward_fits(rewards: Sequence[str], row: Row) -> None:

@@ -24,7 +24,7 @@ RANKS_LOCK = "ranks.lock"
 log = logging.getLogger(__name__)
 
 
-def _lock(path: Path, operation: int) -> int | None:
+def _lock(path: Path, operation: int, setting: str = "trainer.default_local_dir") -> int | None:
     """The locked file descriptor (not inherited by children that exec), or None when another process holds the lock."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -36,11 +36,24 @@ def _lock(path: Path, operation: int) -> int | None:
         if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
             raise UserError(
                 f"The file system of {path.parent} has no file locks ({error.strerror}), so two runs could write into "
-                "one directory. Mount it with locks (Lustre: the `flock` option), or set another "
-                "trainer.default_local_dir."
+                f"one directory. Mount it with locks (Lustre: the `flock` option), or set another {setting}."
             ) from error
         raise
     return fd
+
+
+@contextmanager
+def lock_if_free(path: Path, setting: str) -> Iterator[bool]:
+    """Hold the file `path` alone, unless another process does; yields whether it is held.
+
+    Raises UserError, naming the `setting` that `path` follows from, where there are no locks.
+    """
+    fd = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB, setting)
+    try:
+        yield fd is not None
+    finally:
+        if fd is not None:
+            os.close(fd)
 
 
 @contextmanager

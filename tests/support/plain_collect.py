@@ -19,6 +19,7 @@ from rlhf.config import (
 )
 from rlhf.data import DrawnPrompt, PromptSet, PromptStream
 from rlhf.data.items import Row
+from rlhf.data.tokens import LengthLimit
 from rlhf.experience.collector import Collector
 from rlhf.experience.generation import Generation
 from rlhf.experience.policy_sampler import PolicySampler
@@ -97,7 +98,8 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
         rows.append(Row(i, f"row {i}", messages, "sums", str(a + b) if chosen["answers"] else "", {}))
     data = DataConfig(train_batch_size=chosen["batch"], gen_batch_size=chosen["drawn"])
     reward = RewardConfig(overlong_buffer=chosen["overlong"])
-    stream = PromptStream(PromptSet(rows, tokenizer, 128, "error", "data.train_files"), seed=3, shuffle=True)
+    prompts = PromptSet.in_memory(rows, tokenizer, LengthLimit(128, "error", "data.train_files"))
+    stream = PromptStream(prompts, seed=3, shuffle=True)
     embedded = build_embedded_engine(model, tokenizer, RolloutConfig(max_num_seqs=32))
     engine = BackgroundThread(embedded) if chosen["ahead"] else embedded
     generation = Generation(

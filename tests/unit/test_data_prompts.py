@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf.data import PromptSet, PromptStream
 from rlhf.data.items import Row
+from rlhf.data.tokens import LengthLimit
 from rlhf.errors import UserError
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -30,7 +31,7 @@ def rows(*texts: str) -> list[Row]:
 
 
 def prompt_set(tokenizer, *texts: str, limit: int = 100, overlong: str = "filter") -> PromptSet:
-    return PromptSet(rows(*texts), tokenizer, limit, overlong, "data.train_files")
+    return PromptSet.in_memory(rows(*texts), tokenizer, LengthLimit(limit, overlong, "data.train_files"))
 
 
 def text_of(prompt) -> str:
@@ -103,7 +104,7 @@ def test_fingerprint_is_of_the_content(tokenizer):
     assert base.fingerprint == prompt_set(tokenizer, "a", "b").fingerprint
     different = [prompt_set(tokenizer, "b", "a"), prompt_set(tokenizer, "a"), prompt_set(tokenizer, "a", "b", "c")]
     changed = [Row(r.index, r.where, r.messages, r.data_source, "other", r.extra_info) for r in rows("a", "b")]
-    different.append(PromptSet(changed, tokenizer, 100, "filter", "data.train_files"))
+    different.append(PromptSet.in_memory(changed, tokenizer, LengthLimit(100, "filter", "data.train_files")))
     assert len({base.fingerprint, *(p.fingerprint for p in different)}) == 5
 
 

@@ -5,6 +5,7 @@ import pytest
 from rlhf.config.library import PACKAGE
 from rlhf.data import PromptSet, PromptStream
 from rlhf.data.items import Row
+from rlhf.data.tokens import LengthLimit
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.models.loading import ModelSource, load_tokenizer
 
@@ -15,9 +16,8 @@ BATCH, MINI, STEPS = 24, 8, 5
 def prompts() -> PromptSet:
     folder = PACKAGE / "models" / "tiny_policy"
     rows = [Row(i, f"row {i}", [{"role": "user", "content": f"{i} + 1 ="}], "s", str(i + 1), {}) for i in range(50)]
-    return PromptSet(
-        rows, load_tokenizer(ModelSource("model.path", str(folder)), folder), 64, "error", "data.train_files"
-    )
+    tokenizer = load_tokenizer(ModelSource("model.path", str(folder)), folder)
+    return PromptSet.in_memory(rows, tokenizer, LengthLimit(64, "error", "data.train_files"))
 
 
 def deal(prompts: PromptSet, world_size: int) -> list[list[list[list[int]]]]:

@@ -1,0 +1,78 @@
+"""Cached prompt sets: the key that names one, of all that its bits follow from, and how it is made when it is new."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rlhf.data.file_hashes import file_hash
+from rlhf.data.items import Row
+from rlhf.data.prompt_cache import open_or_make
+from rlhf.data.prompt_file import MappedPrompts, write_prompts
+from rlhf.data.records import Source
+from rlhf.data.tokens import LengthLimit, Lengths
+from rlhf.errors import UserError
+
+FORMAT = 1
+LARGE = 1 << 20
+"""Bytes of data files from which a set is cached: fewer are tokenised sooner than Arrow is imported."""
+READERS = ("transformers", "tokenizers", "jinja2", "pyarrow")
+
+
+def is_large(sources: Sequence[Source]) -> bool:
+    """Whether the files of the sources together are worth a cache."""
+    return sum(path.stat().st_size for source in sources for path in source.files()) >= LARGE
+
+
+def tokenizer_identity(tokenizer: Any) -> list[Any] | None:
+    """All that the tokens of a chat follow from; None for a tokenizer in Python, which cannot be written down whole."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    template = json.dumps(tokenizer.chat_template, sort_keys=True)
+    # A template may print the day, as Llama 3's do.
+    today = date.today().isoformat() if "strftime_now" in template else None
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    state = xxhash.xxh3_128_hexdigest(backend.to_str().encode())
+    splits = getattr(tokenizer, "split_special_tokens", None)
+    return [type(tokenizer).__name__, state, template, special, splits, today, [version(name) for name in READERS]]
+
+
+def cached_prompts(
+    folder: Path,
+    sources: Sequence[Source],
+    rows: Callable[[], Iterable[Row]],
+    tokenizer: Any,
+    limit: LengthLimit,
+    read_with: Sequence[Any],
+) -> MappedPrompts:
+    """The prompts of `sources` in the cache `folder`, tokenised now if they are not there.
+
+    Args:
+        rows: reads the sources.
+        read_with: whatever else `rows` and their tokens follow from, JSON-able.
+
+    Raises:
+        NotPlain: a row has a value that the cache cannot keep.
+        UserError: any mistake in the data, and a folder that cannot be written.
+    """
+    files = [path for source in sources for path in source.files()]
+    hashes = [file_hash(path, folder) for path in files]
+    of_sources = [[source.label, len(source.files())] for source in sources]
+    parts = [FORMAT, of_sources, hashes, limit.max_prompt_length, limit.overlong, *read_with]
+    key = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+
+    def make(target: Path) -> None:
+        lengths = Lengths()
+        if write_prompts(target, limit.tokenized(rows(), tokenizer, lengths), lengths):
+            limit.check(lengths)
+        if not lengths.rows:
+            raise UserError(f"{limit.setting} has no rows. Name a data set with at least one prompt.")
+        if [file_hash(path, folder, again=True) for path in files] != hashes:
+            raise UserError(f"{limit.setting}: a file was changed while it was read. Start again when it is complete.")
+
+    return open_or_make(folder, key, make)

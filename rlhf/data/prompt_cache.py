@@ -1,0 +1,120 @@
+"""Cache of tokenised prompts: each set is made once on a node, by one process, and mapped by all ranks of all runs.
+
+```
+<data.cache_dir>/
+  KEY/{prompts.arrow,about.json}   a set, under the hash of all that it follows from; it gets its name when complete
+  KEY.lock                         who makes it holds this
+  files/HASH.json                  the hash of a data file, and the inode, size and times that it had
+  .tmp-KEY-...                     in the making, or left by a kill; the next one who makes the set removes it
+```
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rlhf.data.prompt_file import DamagedPrompts, MappedPrompts
+from rlhf.errors import UserError
+from rlhf.ranks.lock import lock_if_free
+from rlhf.storage.files import make_dir, remove_dir, rename_durably
+from rlhf.storage.layout import TEMPORARY, fresh_name
+
+log = logging.getLogger(__name__)
+
+FOLDER = "rlhf_prompts"
+LOOK_AGAIN_S = 0.1
+STALLED_S = 600.0
+
+
+def cache_folder(setting: str | None) -> Path:
+    """The folder that `data.cache_dir` names or, if it is null, one beside the data sets that Hugging Face keeps."""
+    if setting is not None:
+        return Path(setting).expanduser()
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(os.environ.get("HF_DATASETS_CACHE") or Path(home, "datasets")).expanduser() / FOLDER
+
+
+def open_or_make(folder: Path, key: str, make: Callable[[Path], None]) -> MappedPrompts:
+    """The set `key` of the cache `folder`; `make` writes it to the folder it is given if there is none yet.
+
+    One process makes it, whichever comes first; the others wait as long as it moves on. Raises UserError when it does
+    not for STALLED_S, and when the disk refuses what is written; and what `make` raises.
+    """
+    entry, told, moved, seen = folder / key, False, time.monotonic(), -1
+    while (prompts := _opened(entry)) is None:
+        with _writable(folder), _lock(folder, key) as mine:
+            if mine:
+                # Another may have been the last to hold the lock.
+                prompts = _opened(entry)
+                return _made(entry, make) if prompts is None else prompts
+        if (size := _size_in_the_making(folder, key)) != seen:
+            moved, seen = time.monotonic(), size
+        elif time.monotonic() - moved > STALLED_S:
+            raise UserError(
+                f"data.cache_dir={folder}: the process that tokenises the prompts has written nothing for "
+                f"{STALLED_S:g} s. `fuser {folder / key}.lock` shows it; end it and run the same command again."
+            )
+        if not told:
+            told = True
+            log.info("Waiting for another process that tokenises the prompts into %s.", entry)
+        time.sleep(LOOK_AGAIN_S)
+    return prompts
+
+
+def _opened(entry: Path) -> MappedPrompts | None:
+    try:
+        return MappedPrompts(entry)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except DamagedPrompts as error:
+        log.warning("%s; it is made again.", error)
+        return None
+
+
+@contextmanager
+def _lock(folder: Path, key: str) -> Iterator[bool]:
+    make_dir(folder)
+    with lock_if_free(folder / f"{key}.lock", "data.cache_dir") as mine:
+        yield mine
+
+
+def _made(entry: Path, make: Callable[[Path], None]) -> MappedPrompts:
+    started = time.monotonic()
+    for leftover in [*_in_the_making(entry.parent, entry.name), *([entry] if entry.exists() else [])]:
+        remove_dir(leftover)
+    temporary = entry.with_name(fresh_name(TEMPORARY, entry.name))
+    try:
+        make(temporary)
+        rename_durably(temporary, entry)
+    except BaseException:
+        remove_dir(temporary, ignore_errors=True)
+        raise
+    prompts = MappedPrompts(entry)
+    log.info("Tokenised %d prompts into %s in %.1f s.", len(prompts), entry, time.monotonic() - started)
+    return prompts
+
+
+def _in_the_making(folder: Path, key: str) -> list[Path]:
+    return list(folder.glob(f"{TEMPORARY}{key}-*"))
+
+
+def _size_in_the_making(folder: Path, key: str) -> int:
+    size = 0
+    for path in (path for temporary in _in_the_making(folder, key) for path in temporary.rglob("*")):
+        with suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"data.cache_dir={folder}: the tokenised prompts cannot be kept there ({error.strerror or error}). Make "
+            "room, or set data.cache_dir to a folder on another disk that can be written."
+        ) from error

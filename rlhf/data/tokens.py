@@ -1,0 +1,123 @@
+"""Tokens of prompts: the chat template applied, and the policy for those that are too long, with its counts."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+from rlhf.data.items import Row
+from rlhf.errors import UserError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+BATCH = 1000
+"""Rows that are tokenised at a time."""
+REMEDY = "Raise data.max_prompt_length, or set data.overlong_prompts"
+
+
+def in_batches(items: Iterable[T]) -> Iterator[list[T]]:
+    """Lists of BATCH items; the last may be shorter."""
+    iterator = iter(items)
+    while batch := list(islice(iterator, BATCH)):
+        yield batch
+
+
+@dataclass
+class Lengths:
+    """Counts of rows: all, those above the limit, and the tokens of the longest of these."""
+
+    rows: int = 0
+    too_long: int = 0
+    longest: int = 0
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """The over-long policy: `data.max_prompt_length`, `data.overlong_prompts`, and the setting that names the rows."""
+
+    max_prompt_length: int
+    overlong: str
+    setting: str
+
+    def tokenized(self, rows: Iterable[Row], tokenizer: Any, lengths: Lengths) -> Iterator[tuple[Row, list[int]]]:
+        """The rows that the policy leaves, in their order, with their token ids; all are counted in `lengths`.
+
+        Raises UserError if the tokenizer has no chat template or refuses a chat.
+        """
+        for row, token_ids in _tokenized(rows, tokenizer):
+            lengths.rows += 1
+            if len(token_ids) > self.max_prompt_length:
+                lengths.too_long += 1
+                lengths.longest = max(lengths.longest, len(token_ids))
+                if self.overlong in ("filter", "error"):
+                    continue
+                token_ids = truncate(token_ids, self.max_prompt_length, self.overlong)
+            yield row, token_ids
+
+    def check(self, lengths: Lengths) -> None:
+        """Raise UserError if the policy leaves nothing or refuses the set."""
+        if lengths.too_long and self.overlong == "error":
+            raise UserError(
+                f"{self._facts(lengths)}, and data.overlong_prompts=error. {REMEDY} to filter, left, right or middle."
+            )
+        if lengths.too_long and self.overlong == "filter" and lengths.too_long == lengths.rows:
+            raise UserError(
+                f"{self._facts(lengths)}, so data.overlong_prompts=filter leaves none. {REMEDY} to left, right or "
+                "middle."
+            )
+
+    def warn(self, lengths: Lengths) -> None:
+        """One warning with what the policy has done, if it had to."""
+        if lengths.too_long and self.overlong == "filter":
+            log.warning("%s; dropped.", self._facts(lengths))
+        elif lengths.too_long:
+            log.warning("%s; truncated (data.overlong_prompts=%s).", self._facts(lengths), self.overlong)
+
+    def _facts(self, lengths: Lengths) -> str:
+        return (
+            f"{lengths.too_long} of {lengths.rows} prompts of {self.setting} are longer than "
+            f"data.max_prompt_length={self.max_prompt_length} tokens "
+            f"(the longest has {lengths.longest}, chat template included)"
+        )
+
+
+def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:
+    """Cut at `side`, as verl's `truncation` does: "left" keeps the end, "right" the start, "middle" half of each."""
+    if side == "left":
+        return token_ids[-limit:]
+    if side == "right":
+        return token_ids[:limit]
+    head = limit // 2
+    return token_ids[:head] + token_ids[len(token_ids) - (limit - head) :]
+
+
+def _tokenized(rows: Iterable[Row], tokenizer: Any) -> Iterator[tuple[Row, list[int]]]:
+    import jinja2
+
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"model.path={tokenizer.name_or_path}: its tokenizer has no chat template, so prompts cannot be rendered. "
+            f"Take an instruction-tuned model, or set model.chat_template to a Jinja file."
+        )
+    for part in in_batches(rows):
+        try:
+            ids = tokenizer.apply_chat_template([row.messages for row in part], add_generation_prompt=True)["input_ids"]
+        except jinja2.TemplateError:
+            # Again one by one, to name the row.
+            ids = [_tokenize_one(row, tokenizer) for row in part]
+        yield from zip(part, ids, strict=True)
+
+
+def _tokenize_one(row: Row, tokenizer: Any) -> list[int]:
+    import jinja2
+
+    try:
+        return tokenizer.apply_chat_template(row.messages, add_generation_prompt=True)["input_ids"]
+    except jinja2.TemplateError as error:
+        roles = ", ".join(message["role"] for message in row.messages)
+        raise UserError(
+            f"{row.where}: the chat template of model.path refuses the prompt (roles: {roles}): {error}. Correct the "
+            f"prompt, or set model.chat_template."
+        ) from error

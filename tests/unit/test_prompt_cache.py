@@ -1,0 +1,386 @@
+"""Cache of tokenised prompts: the same prompts bit for bit, made once, whoever is killed, beside it or at the same
+time."""
+
+import datetime
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import time
+import tracemalloc
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlhf.config import DataConfig
+from rlhf.config.library import PACKAGE
+from rlhf.data import PromptSet, PromptStream, build_train_set, cached_prompts, file_hashes, prompt_cache
+from rlhf.errors import UserError
+from rlhf.models.loading import ModelSource, load_tokenizer
+from tests.support.small_disks import small_disk
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+REWARDS = ["exact_match"]
+
+
+def make_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token per character."""
+    backend = Tokenizer(models.WordLevel({chr(i): i for i in range(32, 127)} | {"[UNK]": 0}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", name_or_path="some/model")
+    made.chat_template = template
+    return made
+
+
+class Counting:
+    """A tokenizer that counts its calls and may do something at each."""
+
+    def __init__(self, at_call: Callable[[int], None] = lambda _: None) -> None:
+        self._tokenizer, self._at_call = make_tokenizer(), at_call
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tokenizer, name)
+
+    def apply_chat_template(self, *arguments, **named) -> object:
+        self.calls += 1
+        self._at_call(self.calls)
+        return self._tokenizer.apply_chat_template(*arguments, **named)
+
+
+@pytest.fixture(autouse=True)
+def every_set_is_large_and_settled(monkeypatch):
+    monkeypatch.setattr(cached_prompts, "LARGE", 1)
+    monkeypatch.setattr(file_hashes, "SETTLED_NS", 0)
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    return tmp_path / "cache"
+
+
+def jsonl(path: Path, *rows: dict) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def numbered(path: Path, count: int) -> str:
+    return jsonl(path, *({"prompt": f"{i} + 1", "answer": str(i + 1)} for i in range(count)))
+
+
+def build(files: str | list[str], cache: Path | None, tokenizer=None, **settings) -> PromptSet:
+    data = DataConfig(train_files=files, cache_dir=None if cache is None else str(cache), **settings)
+    return build_train_set(data, REWARDS, 1, tokenizer or make_tokenizer())
+
+
+def sets(cache: Path) -> list[str]:
+    return [path.name for path in cache.iterdir() if path.is_dir() and path.name != "files"]
+
+
+@pytest.mark.parametrize("overlong", ["filter", "left", "right", "middle"])
+def test_cached_prompts_are_those_in_memory(tmp_path, cache, overlong, caplog, monkeypatch):
+    many = numbered(tmp_path / "many.jsonl", 2100)
+    odd = jsonl(
+        tmp_path / "odd.jsonl",
+        {"prompt": "é \u0000", "answer": ["a", 1, 2.5, None, True, "\ud800"]},
+        {"prompt": [{"role": "user", "content": "x" * 50, "name": "n"}], "reward_model": {"ground_truth": 1e300}},
+        {"prompt": "", "answer": math.inf, "extra_info": {"a": {"b": [1, {"c": -0.0}]}, "": 10**30}},
+    )
+    columns = {"prompt": "p", "reward_model": {"ground_truth": ["1"], "style": None}, "extra_info": {"x": [0.1, None]}}
+    pq.write_table(pa.Table.from_pylist([columns | {"data_source": "d"}] * 3), tmp_path / "table.parquet")
+    files, settings = (
+        [many, odd, str(tmp_path / "table.parquet")],
+        {"max_prompt_length": 20, "overlong_prompts": overlong},
+    )
+    cached = [build(files, cache, **settings) for _ in range(2)]
+    assert len(sets(cache)) == 1
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    monkeypatch.setattr(cached_prompts, "LARGE", 1 << 40)
+    plain = build(files, None, **settings)
+    for prompts in cached:
+        assert list(map(repr, prompts)) == list(map(repr, plain))
+        assert (len(prompts), prompts.fingerprint) == (len(plain), plain.fingerprint)
+        assert (prompts.dropped, prompts.truncated) == (plain.dropped, plain.truncated)
+    assert {"filter": plain.dropped}.get(overlong, plain.truncated) == 1
+    assert len(set(warnings)) == 1
+    assert len(warnings) == 2, "at each start"
+    streams = [PromptStream(prompts, seed=3, shuffle=True) for prompts in (*cached, plain)]
+    assert streams[0].next(4300) == streams[1].next(4300) == streams[2].next(4300)
+
+
+def test_a_later_start_neither_tokenises_nor_reads_the_rows(tmp_path, cache):
+    long = {"answer": "1", "extra_info": {"solution": "so " * 200}}
+    file = jsonl(tmp_path / "rows.jsonl", *({"prompt": f"{i} + 1"} | long for i in range(5000)))
+    size = (tmp_path / "rows.jsonl").stat().st_size
+    first = build(file, cache, Counting())
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    tokenizer = Counting()
+    before = bytes_read()
+    tracemalloc.start()
+    again = build(file, cache, tokenizer)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (tokenizer.calls, again.fingerprint) == (0, first.fingerprint)
+    assert bytes_read() - before < size / 4
+    assert peak < size / 4
+
+
+def test_what_prompts_follow_from_is_in_the_key(tmp_path, cache):
+    path = tmp_path / "rows.jsonl"
+    file = numbered(path, 100)
+    other = numbered(tmp_path / "other.jsonl", 100)
+    variants: list[Callable[[], PromptSet]] = [
+        lambda: build(file, cache),
+        lambda: build(file, cache, make_tokenizer(TEMPLATE + "!")),
+        lambda: build(file, cache, max_prompt_length=7),
+        lambda: build(file, cache, max_prompt_length=7, overlong_prompts="left"),
+        lambda: build(file, cache, train_max_samples=50),
+        lambda: build(other, cache),  # of the same content, but another data_source
+        lambda: build([file, other], cache),
+    ]
+    found = [[list(variant()), len(sets(cache))] for variant in variants]
+    assert [count for _, count in found] == list(range(1, len(variants) + 1))
+    assert [list(variant()) for variant in variants] == [prompts for prompts, _ in found]
+    assert len(sets(cache)) == len(variants)
+    with pytest.raises(UserError, match="reference answer is missing"):
+        build(jsonl(tmp_path / "bare.jsonl", {"prompt": "x"}), cache)
+
+
+def test_a_changed_file_is_seen_though_its_size_and_time_are_the_same(tmp_path, cache):
+    path = tmp_path / "rows.jsonl"
+    file = numbered(path, 100)
+    first = build(file, cache)
+    stat = path.stat()
+    time.sleep(0.1)  # the clock of a file system ticks a hundred times a second or more
+    path.write_text(path.read_text().replace("99 + 1", "98 + 2"))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    changed = build(file, cache)
+    assert changed.fingerprint != first.fingerprint
+    assert changed[99].messages[0]["content"] == "98 + 2"
+
+
+def test_the_hash_of_a_file_that_changed_just_now_is_not_remembered(tmp_path, cache, monkeypatch):
+    monkeypatch.undo()
+    path = Path(numbered(tmp_path / "rows.jsonl", 100))
+    found = file_hashes.file_hash(path, cache)
+    assert not cache.exists()
+    monkeypatch.setattr(file_hashes, "SETTLED_NS", 0)
+    assert file_hashes.file_hash(path, cache) == found
+    assert len(list((cache / "files").iterdir())) == 1
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, cache):
+    path = tmp_path / "rows.jsonl"
+    file = numbered(path, 100)
+
+    def append(_: int) -> None:
+        with path.open("a") as rows:
+            rows.write('{"prompt": "late", "answer": "1"}\n')
+
+    with pytest.raises(UserError, match=r"data\.train_files: a file was changed while it was read"):
+        build(file, cache, Counting(append))
+    assert sets(cache) == []
+
+
+def test_a_template_that_prints_the_day_is_not_taken_from_another(tmp_path, cache, monkeypatch):
+    class Tomorrow(datetime.date):
+        @classmethod
+        def today(cls) -> datetime.date:
+            return datetime.date.fromordinal(datetime.date.today().toordinal() + 1)
+
+    file = numbered(tmp_path / "rows.jsonl", 100)
+    for template, count in ((TEMPLATE, 1), (TEMPLATE + "{{ strftime_now('%Y') }}", 3)):
+        with monkeypatch.context() as patched:
+            build(file, cache, make_tokenizer(template))
+            patched.setattr(cached_prompts, "date", Tomorrow)
+            build(file, cache, make_tokenizer(template))
+        assert len(sets(cache)) == count
+
+
+def in_children(count: int, action: Callable[[], None]) -> list[int]:
+    """Run `action` in so many forked processes at once; returns their exit statuses, signals as negative numbers."""
+    children = []
+    for _ in range(count):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                action()
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def test_a_killed_build_leaves_nothing_that_is_believed(tmp_path, cache):
+    file = numbered(tmp_path / "rows.jsonl", 5000)
+
+    def die(call: int) -> None:
+        if call == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_children(1, lambda: build(file, cache, Counting(die))) == [-signal.SIGKILL]
+    (left,) = sets(cache)
+    assert left.startswith(".tmp-")
+    assert (cache / left / "prompts.arrow").stat().st_size > 0
+    assert len(build(file, cache, Counting())) == 5000
+    (made,) = sets(cache)
+    assert not made.startswith(".")
+
+
+def test_processes_that_start_together_make_it_once(tmp_path, cache):
+    file = numbered(tmp_path / "rows.jsonl", 4000)
+    calls = tmp_path / "calls"
+
+    def note(_: int) -> None:
+        with calls.open("a") as lines:
+            lines.write("x")
+        time.sleep(0.05)
+
+    def start() -> None:
+        assert len(build(file, cache, Counting(note))) == 4000
+
+    assert in_children(3, start) == [0, 0, 0]
+    assert len(calls.read_text()) == 4, "four batches of 1000"
+    assert len(sets(cache)) == 1
+
+
+def test_another_goes_on_when_the_one_who_makes_it_is_killed(tmp_path, cache):
+    file = numbered(tmp_path / "rows.jsonl", 3000)
+    killed = tmp_path / "killed"
+
+    def die_once(call: int) -> None:
+        if call == 2 and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert sorted(in_children(2, lambda: build(file, cache, Counting(die_once)))) == [-signal.SIGKILL, 0]
+    assert len(build(file, cache, Counting(lambda _: pytest.fail("it is there")))) == 3000
+
+
+def test_one_who_makes_nothing_is_not_waited_for_for_ever(tmp_path, cache, monkeypatch):
+    file = numbered(tmp_path / "rows.jsonl", 100)
+    monkeypatch.setattr(prompt_cache, "STALLED_S", 0.3)
+    refused = []
+
+    def wait(_: int) -> None:
+        with pytest.raises(UserError, match=r"data\.cache_dir=.*has written nothing for 0\.3 s.*fuser"):
+            build(file, cache, Counting())
+        refused.append(True)
+
+    build(file, cache, Counting(wait))
+    assert refused == [True]
+
+
+def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):
+    file = numbered(tmp_path / "rows.jsonl", 100)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UserError, match=r"data\.cache_dir=.*cannot be kept there \(Not a directory\)\. Make room, or set"
+    ):
+        build(file, tmp_path / "file" / "cache")
+
+
+def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
+    file = numbered(tmp_path / "rows.jsonl", 30_000)
+    with small_disk(tmp_path / "disk", 1) as disk:
+        with pytest.raises(UserError, match=r"data\.cache_dir=.*cannot be kept there \(No space left on device\)"):
+            build(file, disk / "cache")
+        assert sets(disk / "cache") == []
+
+
+def test_a_read_only_disk_gives_what_it_has(tmp_path):
+    file, other = numbered(tmp_path / "rows.jsonl", 100), numbered(tmp_path / "other.jsonl", 100)
+    with small_disk(tmp_path / "disk", 1) as disk:
+        first = build(file, disk / "cache")
+        for path in (disk / "cache").glob("*.lock"):
+            path.unlink()
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        assert build(file, disk / "cache").fingerprint == first.fingerprint
+        with pytest.raises(UserError, match=r"data\.cache_dir=.*cannot be kept there \(Read-only file system\)"):
+            build(other, disk / "cache")
+
+
+@pytest.mark.parametrize("name", ["prompts.arrow", "about.json"])
+def test_a_torn_file_is_made_again(tmp_path, cache, name, caplog):
+    file = numbered(tmp_path / "rows.jsonl", 100)
+    first = build(file, cache)
+    (entry,) = sets(cache)
+    path = cache / entry / name
+    path.write_bytes(path.read_bytes()[:-20])
+    assert build(file, cache).fingerprint == first.fingerprint
+    assert "it is made again" in caplog.text
+    assert sets(cache) == [entry]
+
+
+def test_a_damaged_byte_is_never_trained_on(tmp_path, cache):
+    rows = 30
+    file = numbered(tmp_path / "rows.jsonl", rows)
+    first = list(build(file, cache))
+    (entry,) = sets(cache)
+    path = cache / entry / "prompts.arrow"
+    whole = path.read_bytes()
+    told = 0
+    for position in range(0, len(whole), 31):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])
+        with suppress(UserError):
+            assert list(build(file, cache)) == first
+            continue
+        told += 1
+        with pytest.raises(UserError, match=r"is damaged on the disk\. Delete the folder"):
+            list(build(file, cache))
+    assert told > rows / 2
+    assert sets(cache) == [entry]
+
+
+def test_values_that_json_lacks_stay_in_memory(tmp_path, cache, caplog):
+    day = datetime.date(2026, 1, 2)
+    table = pa.Table.from_pylist([{"prompt": "p", "answer": "a", "extra_info": {"day": day}}] * 3)
+    pq.write_table(table, tmp_path / "table.parquet")
+    for _ in range(2):
+        prompts = build(str(tmp_path / "table.parquet"), cache)
+        assert [prompt.extra_info for prompt in prompts] == [{"day": day}] * 3
+        assert "row 0 has a value of type date, which JSON lacks, so every rank keeps all prompts" in caplog.text
+        caplog.clear()
+
+
+def test_a_small_set_uses_no_cache(tmp_path, cache, monkeypatch):
+    monkeypatch.undo()
+    assert len(build(numbered(tmp_path / "rows.jsonl", 100), cache)) == 100
+    assert not cache.exists()
+
+
+def test_a_tokenizer_that_is_loaded_again_has_the_same_identity():
+    folder = PACKAGE / "models" / "tiny_policy"
+    first, second = (load_tokenizer(ModelSource("model.path", str(folder)), folder) for _ in range(2))
+    assert cached_prompts.tokenizer_identity(first) == cached_prompts.tokenizer_identity(second)
+
+
+def test_the_library_of_data_sets_reads_the_file(tmp_path, cache):
+    prompts = build(numbered(tmp_path / "rows.jsonl", 1500), cache)
+    (entry,) = sets(cache)
+    table = datasets.Dataset.from_file(str(cache / entry / "prompts.arrow"))
+    assert table[1234]["token_ids"] == prompts[1234].token_ids
+
+
+def test_the_default_folder_lies_in_the_cache_of_hugging_face(monkeypatch, tmp_path):
+    for name in ("HF_DATASETS_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert prompt_cache.cache_folder(None) == tmp_path / ".cache" / "huggingface" / "datasets" / "rlhf_prompts"
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    assert prompt_cache.cache_folder(None) == tmp_path / "home" / "datasets" / "rlhf_prompts"
+    assert prompt_cache.cache_folder("~/mine") == tmp_path / "mine"
