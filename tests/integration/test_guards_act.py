@@ -4,7 +4,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
-from tests.support.launching import TINY_POLICY, ranks, records, small
+from tests.support.launching import TINY_POLICY, ranks, records, saved_steps, small
 
 # Two optimizer steps per batch: the first is always within the bound, because the policy has not moved yet; the second
 # never.
@@ -75,6 +75,27 @@ def test_stop_ends_the_run_with_the_evidence_and_no_restart(tmp_path, sums):
     assert end.code == EXIT_USER_ERROR
     assert "step 1: actor kl" in end.output
     assert "guards.max_kl" in end.output
+
+
+def test_a_run_that_has_trained_nothing_does_not_end_as_done(tmp_path, sums):
+    loss = tmp_path / "nothing.py"
+    loss.write_text(
+        "from rlhf.algorithms.losses import PolicyLoss\n\n"
+        "def nothing(log_probs, old_log_probs, advantages, mask, config):\n"
+        "    return PolicyLoss(log_probs * float('nan'), {})\n"
+    )
+    overrides = (
+        f"actor.policy_loss.loss_mode={loss}:nothing",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "trainer.test_freq=0",
+        "actor.optim.lr_warmup_steps=0",
+    )
+    end = ranks(tmp_path / "log", small(tmp_path, "nothing", sums, *overrides))
+    assert end.code == EXIT_USER_ERROR, end.output
+    assert "refused every batch of the run" in end.output
+    assert "step 2: actor loss nan is not finite" in end.output
+    assert saved_steps(tmp_path / "rlhf" / "nothing") == [1]
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
