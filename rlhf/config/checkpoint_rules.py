@@ -28,17 +28,21 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
             f"checkpoint.contents={saved}: without model or hf_model no run can resume; "
             "add model, or set trainer.resume_mode=disable."
         )
+    elif lacking := [name for name in ("optimizer", "extra") if config.checkpoint.journal and name not in saved]:
+        yield (
+            f"checkpoint.contents={saved}: without {' and '.join(lacking)} a resume goes on with other weights than "
+            "those that checkpoint.journal=true kept samples of; add them, or set checkpoint.journal=false."
+        )
     yield from _retention(config)
     yield from _remote(config)
     if loaded is None:
         return
     if not {"model", "hf_model"} & set(loaded):
         yield f"checkpoint.load_contents={loaded}: needs model or hf_model; null reads what checkpoint.contents names."
-    missing = [name for name in loaded if name in CONTENTS and name not in saved]
-    if resumes and missing:
+    if config.trainer.resume_mode != "resume_path":
         yield (
-            f"checkpoint.load_contents={loaded}: a resume would look for {', '.join(missing)}, which "
-            f"checkpoint.contents={saved} does not save; make the two agree."
+            f"checkpoint.load_contents={loaded}: has effect only with trainer.resume_mode=resume_path (it is "
+            f"{config.trainer.resume_mode}): a run takes all that checkpoints of its own hold."
         )
 
 

@@ -50,7 +50,7 @@ def compare(stored: Config, present: Config) -> ConfigDiff:
     diff = ConfigDiff([], [])
     optimizers = [role.optim for config in (stored, present) for role in (config.actor, config.critic)]
     constant_rate = all(optim.lr_scheduler_type == "constant" for optim in optimizers)
-    for setting in SETTINGS.values():
+    for setting in (setting for setting in SETTINGS.values() if setting.metadata["resume"] != "start"):
         change = Change(setting.key, setting.value(stored), setting.value(present))
         if change.stored == change.present:
             continue

@@ -3,9 +3,10 @@
 from dataclasses import field
 from typing import Any, Literal
 
-Resume = Literal["trajectory", "harmless"]
+Resume = Literal["trajectory", "harmless", "start"]
 """Effect on a resume of a value other than the checkpoint's: `harmless` differences are logged, `trajectory` ones
-change the numbers of the run and need `trainer.allow_config_change=true`."""
+change the numbers of the run and need `trainer.allow_config_change=true`; `start` ones say where a run begins and mean
+nothing to one that goes on."""
 
 
 def setting(

@@ -39,14 +39,14 @@ class TrainerConfig:
     """Steps between evaluations on the held-out prompts; the last step is evaluated too. 0 never evaluates."""
     val_before_train: bool = setting(True, resume="harmless")
     """Evaluate the starting policy as step 0."""
-    resume_mode: str = setting("auto", choices=("auto", "disable", "resume_path"), resume="harmless")
+    resume_mode: str = setting("auto", choices=("auto", "disable", "resume_path"), resume="start")
     """`auto` continues from the newest intact checkpoint of the run directory; `disable` refuses to; `resume_path`
     starts from one."""
-    resume_from_path: str | None = setting(None, resume="harmless")
+    resume_from_path: str | None = setting(None, resume="start")
     """The `global_step_N` directory for `resume_mode=resume_path`."""
     allow_config_change: bool = setting(False, resume="harmless")
     """Resume although settings that change the trajectory differ from the checkpoint's."""
-    overwrite: bool = setting(False, resume="harmless")
+    overwrite: bool = setting(False, resume="start")
     """Delete what the run directory holds before a new run, each time the command is given (moved to trash first)."""
     logger: list[str] = setting([], resume="harmless")
     """Trackers beside the console and metrics.jsonl, which are always on: `wandb`, `tensorboard`."""

@@ -22,6 +22,7 @@ from tests.support.checkpoints import (
     IDENTITY,
     TINY_POLICY,
     PlainRole,
+    begin_at,
     equal_bits,
     files_of,
     make_backend,
@@ -75,6 +76,15 @@ def saved(tmp_path_factory, trained):
     return config, whole_state(trained), rng_state()
 
 
+@pytest.fixture(autouse=True)
+def own_run(process_group, saved):
+    """Whatever a test lets the run begin at, the next one finds it as it was."""
+    yield
+    config, _, _ = saved
+    config.trainer.resume_mode, config.trainer.resume_from_path = "auto", None
+    config.checkpoint.load_contents = None
+
+
 @pytest.mark.parametrize("contents", SUBSETS, ids="+".join)
 def test_a_save_writes_exactly_what_contents_names(tmp_path, trained, contents):
     config = make_config(tmp_path)
@@ -109,9 +119,9 @@ def test_loading_restores_exactly_what_it_is_asked_for(saved, load):
 
 
 @pytest.mark.parametrize("load", SUBSETS, ids="+".join)
-def test_a_resume_reads_what_load_contents_names_and_refuses_to_go_on_without_weights(saved, load):
+def test_a_run_begins_with_what_load_contents_names_and_refuses_to_go_on_without_weights(saved, load):
     config, state, _ = saved
-    config.checkpoint.load_contents = load
+    begin_at(config, step_dir(config.run_dir, 3), load)
     backend = make_backend(2, train_steps=1)
     own = whole_state(backend)
     if not {"model", "hf_model"} & set(load):
@@ -126,17 +136,47 @@ def test_a_resume_reads_what_load_contents_names_and_refuses_to_go_on_without_we
         assert equal_bits(after[item], state[item] if item in load else own[item])
 
 
-def test_without_load_contents_a_resume_reads_what_contents_names(saved):
-    config, state, _ = saved
-    config.checkpoint.load_contents = None
+def test_a_restart_reads_all_that_was_saved_whatever_load_contents_says(saved, caplog):
+    """It once left out the optimizer and the schedule at each restart, so that a crash changed the run."""
+    config, state, generators = saved
+    for load in (None, ["model"]):
+        config.checkpoint.load_contents = load
+        backend = make_backend(2, train_steps=1)
+        seed_everything(77, 0)
+        assert resume(config, backend) == 3
+        assert equal_bits(whole_state(backend), state)
+        assert equal_bits(rng_state(), generators)
+    assert "load_contents" not in caplog.text
+
+
+def test_a_run_that_began_with_a_part_restarts_from_its_own_saves_with_all(tmp_path, saved, trained, caplog):
+    config = make_config(tmp_path)
+    begin_at(config, step_dir(saved[0].run_dir, 3), ["model"])
+    for _ in range(2):  # as long as it has saved nothing it begins again, the same way
+        backend = make_backend(2, train_steps=1)
+        own = whole_state(backend)
+        assert resume(config, backend) == 3
+        assert equal_bits(whole_state(backend), own | {"model": saved[1]["model"]})
+    assert "goes on without its optimizer and extra, as checkpoint.load_contents says" in caplog.text
+    caplog.clear()
+    make_checkpointer(config, trained, 4).save(4)
     backend = make_backend(2, train_steps=1)
-    make_checkpointer(config, backend).resume()
-    assert equal_bits(whole_state(backend), state)
+    assert resume(config, backend) == 4
+    assert equal_bits(whole_state(backend), whole_state(trained))
+    assert "goes on without" not in caplog.text
+
+
+def test_a_run_that_does_not_save_all_is_told_at_a_restart(tmp_path, trained, caplog):
+    config = make_config(tmp_path)
+    config.checkpoint.contents = ["model"]
+    make_checkpointer(config, trained, 3).save(3)
+    config.checkpoint.contents = list(CONTENTS)
+    assert resume(config, make_backend(2)) == 3
+    assert "goes on without its optimizer and extra, which were not saved" in caplog.text
 
 
 def test_training_goes_on_from_a_resume_as_if_it_had_never_stopped(saved):
     config, _, _ = saved
-    config.checkpoint.load_contents = None
     resumed, undisturbed = make_backend(2, train_steps=1), make_backend(1, train_steps=3)
     make_checkpointer(config, resumed).resume()
     for backend in (resumed, undisturbed):
@@ -153,20 +193,17 @@ def test_asking_for_what_is_not_there_names_it(tmp_path, trained, item):
     make_checkpointer(config, trained, 3).save(3)
     # With weights that are there: asked for none, it would be refused for that.
     load = [item] if item.endswith("model") else ["model", item]
-    config.checkpoint.load_contents = load
+    begin_at(config, step_dir(config.run_dir, 3), load)
     backend = make_backend(2)
     state = whole_state(backend)
     with pytest.raises(UserError) as caught:
         make_checkpointer(config, backend).resume()
-    assert f"checkpoint.load_contents={load} asks for {item}, but {step_dir(config.run_dir, 3)} holds " in str(
-        caught.value
-    )
+    assert f"={load} asks for {item}, but {step_dir(config.run_dir, 3)} holds " in str(caught.value)
     assert equal_bits(whole_state(backend), state)
 
 
 def test_a_role_that_is_not_there_is_named(saved):
     config, _, _ = saved
-    config.checkpoint.load_contents = None
     with pytest.raises(UserError, match="has no critic; it holds actor"):
         resume(config, {"critic": PlainRole()})
 

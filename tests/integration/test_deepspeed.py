@@ -16,7 +16,7 @@ from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.config import Config, RefConfig
 from rlhf.learning.reference import Reference
-from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
+from tests.support.checkpoints import begin_at, equal_bits, make_checkpointer, make_config, resume, run_ranks
 from tests.support.engines import (
     CPU,
     ENGINES,
@@ -89,7 +89,7 @@ def life_of_two_engines(kind: str, folder: Path) -> dict[str, Any]:
         "+".join(items): save_only(items, through, other, config_of(folder / "+".join(items), kind)) for items in SAVED
     }
 
-    config.checkpoint.load_contents = None
+    config.trainer.resume_mode, config.checkpoint.load_contents = "auto", None
     assert resume(config, other) == 2
     said["resumed"] = look_at(other)
     said["skipped"] = [skipped_step(other, bad) for bad in (math.nan, math.inf)]
@@ -139,7 +139,7 @@ def load_only(items: list[str], backend: TrainingBackend, config: Config) -> dic
     """The engine before and after it took over some of a checkpoint."""
     train(backend, 9)
     before = look_at(backend)
-    config.checkpoint.load_contents = list(items)
+    begin_at(config, config.run_dir / "global_step_2", list(items))
     resume(config, backend)
     return {"before": before, "after": look_at(backend)}
 

@@ -177,6 +177,12 @@ def resume(config: Config, role: TrainState | Mapping[str, TrainState], *argumen
     return driver.step if make_checkpointer(config, role, 0, *arguments, driver=driver, **parts).resume() else None
 
 
+def begin_at(config: Config, source: Path, load: list[str] | None = None) -> None:
+    """Let the run begin at the checkpoint `source`, of which it reads the parts `load` (None: `contents`)."""
+    config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", str(source)
+    config.checkpoint.load_contents = load
+
+
 def save_steps(config: Config, role: TrainState, *steps: int) -> None:
     """Save `role` as it is as the checkpoints of `steps`."""
     for step in steps:

@@ -24,7 +24,6 @@ ACCEPTED: dict[str, dict] = {
     "greedy evaluation": {"rollout__val_kwargs__temperature": 0.0},
     "save only a model for others": {"checkpoint__contents": ["hf_model"]},
     "no resume, no model": {"trainer__resume_mode": "disable", "checkpoint__contents": ["optimizer"]},
-    "load a part": {"checkpoint__load_contents": ["model"]},
     "three rules of retention": {"checkpoint__keep_every": 100, "checkpoint__keep_best": 2},
     "a remote folder": {"checkpoint__remote": "file:///backup", "checkpoint__remote_max_to_keep": 1},
     "HDFS": {"checkpoint__remote": "hdfs://namenode:8020/backup"},
@@ -71,7 +70,6 @@ ACCEPTED: dict[str, dict] = {
     "rollback with an export": {
         "guards__action": "rollback",
         "checkpoint__contents": ["hf_model", "extra", "optimizer", "model"],
-        "checkpoint__load_contents": ["model", "optimizer", "extra"],
     },
     "servers that run already": SERVED
     | {
@@ -85,6 +83,28 @@ ACCEPTED: dict[str, dict] = {
 @pytest.mark.parametrize("changes", ACCEPTED.values(), ids=ACCEPTED.keys())
 def test_accepted(changes):
     validate(make(**changes), {})
+
+
+@pytest.mark.parametrize(
+    ("load", "action", "said"),
+    [
+        (["hf_model"], "skip", ""),
+        (["model", "optimizer", "extra"], "rollback", ""),
+        (["model"], "rollback", "checkpoint.load_contents=['model']: guards.action=rollback"),
+        (["extra"], "skip", "checkpoint.load_contents=['extra']: needs model or hf_model"),
+        (["model", "modle"], "skip", "checkpoint.load_contents=['model', 'modle']: 'modle'"),
+    ],
+)
+def test_a_run_may_begin_with_a_part_also_of_what_it_does_not_save(tmp_path, load, action, said):
+    source = tmp_path / "global_step_3"
+    source.mkdir()
+    (source / "manifest.json").touch()
+    begins = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": str(source)}
+    config = make(**begins, checkpoint__load_contents=load, guards__action=action)
+    if said:
+        assert said in "\n".join(problems(config))
+    else:
+        validate(config, {})
 
 
 REFUSED: list[tuple[dict, str]] = [
@@ -195,9 +215,8 @@ REFUSED: list[tuple[dict, str]] = [
     ({"checkpoint__remote": "gss://bucket"}, "must begin with s3://, gs://, hdfs://, file://. Did you mean gs?"),
     ({"checkpoint__remote": "s3://"}, "must name a whole path, such as s3://bucket/folder."),
     ({"checkpoint__remote": "file://folder"}, "must name a whole path, such as file:///folder."),
-    ({"checkpoint__load_contents": ["extra"]}, "checkpoint.load_contents=['extra']: needs model or hf_model"),
-    ({"checkpoint__load_contents": ["model", "modle"]}, "checkpoint.load_contents=['model', 'modle']: 'modle'"),
-    ({"checkpoint__load_contents": ["hf_model"]}, "a resume would look for hf_model, which checkpoint.contents="),
+    ({"checkpoint__load_contents": ["model"]}, "has effect only with trainer.resume_mode=resume_path (it is auto)"),
+    ({"checkpoint__journal": True, "checkpoint__contents": ["model"]}, "without optimizer and extra a resume goes on"),
     ({"trainer__resume_mode": "resume_path"}, "set trainer.resume_from_path to a global_step_N directory."),
     ({"trainer__resume_from_path": "x"}, "trainer.resume_from_path=x: has effect only with"),
     ({"actor__clip_ratio_low": 1.5}, "actor.clip_ratio_low=1.5: must be at most 1"),
@@ -271,10 +290,6 @@ REFUSED: list[tuple[dict, str]] = [
         "checkpoint.contents=['model', 'hf_model']: guards.action=rollback returns to a checkpoint as it was, which "
         "takes model, "
         "optimizer and extra; add optimizer, extra, or set guards.action=skip.",
-    ),
-    (
-        {"guards__action": "rollback", "checkpoint__load_contents": ["model"]},
-        "checkpoint.load_contents=['model']: guards.action=rollback",
     ),
     (
         {"guards__action": "rollback", "trainer__save_freq": 0},

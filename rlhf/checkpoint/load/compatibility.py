@@ -32,14 +32,14 @@ def check_compatible(
     """
     if not {"model", "hf_model"} & set(load_contents):
         raise UserError(
-            f"Reading {load_contents} (checkpoint.load_contents, or else checkpoint.contents) from {path} restores no "
-            "weights, so the run cannot continue. Add model to it if the checkpoint has it, else start anew with "
-            "trainer.overwrite=true."
+            f"Reading {', '.join(load_contents)} from {path} restores no weights, so the run cannot continue. Add "
+            "model to checkpoint.load_contents if the checkpoint has it, else start anew with trainer.overwrite=true."
         )
     if missing := [item for item in load_contents if item not in manifest.contents]:
         raise UserError(
-            f"checkpoint.load_contents={load_contents} asks for {', '.join(missing)}, but {path} holds "
-            f"{', '.join(manifest.contents)}. Set checkpoint.load_contents to a subset of that."
+            f"checkpoint.load_contents (or, as it is null, checkpoint.contents)={load_contents} asks for "
+            f"{', '.join(missing)}, but {path} holds {', '.join(manifest.contents)}. Set checkpoint.load_contents to a "
+            "subset of that."
         )
     changes = changes_since(path, manifest, config)
     refuse_changes(changes, allow=allow_change)

@@ -39,7 +39,7 @@ def restore(
 
     Every byte of it is proven, most of them while they are loaded. When damage shows on any rank, all ranks set the
     checkpoint aside and start over with the one before. `source` is the checkpoint that the run was forked from, the
-    last resort.
+    last resort; of it alone only `checkpoint.load_contents` is read.
 
     Where nodes have disks of their own, a checkpoint counts when all of them together have every file. A newer one that
     is not complete is reported with what is nowhere, and set aside once an older one has been loaded.
@@ -50,7 +50,9 @@ def restore(
     """
 
     def attempt(located: FileLocations) -> LoadResult:
-        wanted = settings.load_contents or settings.contents
+        begins = source is not None and located.path.parent.resolve() / located.path.name == source
+        # A restart must not change a run: it goes on with all that was saved.
+        wanted = (settings.load_contents or settings.contents) if begins else located.manifest.contents
         check = partial(
             check_compatible,
             located.path,
@@ -62,6 +64,10 @@ def restore(
             allow_change=trainer.allow_config_change,
         )
         coordinator.on_rank(located.holder(CONFIG), check)
+        left_out = [part for part in ("optimizer", "extra") if part not in wanted]
+        if left_out and coordinator.is_leader:
+            why = "as checkpoint.load_contents says" if begins else "which were not saved: a crash changes this run"
+            log.warning("%s: the run goes on without its %s, %s.", located.path, " and ".join(left_out), why)
         return load_state(located, state, wanted, trainer.seed, coordinator)
 
     return _with_newest_intact(run_dir, source, coordinator, attempt)
