@@ -1,5 +1,6 @@
 """One rank: builds its components, runs the loop, and says in its exit code how it ended."""
 
+import faulthandler
 import logging
 import os
 import sys
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from rlhf.assemble.run import build
 from rlhf.checkpoint.remote.copies import check_copied, copy_pending
 from rlhf.checkpoint.start.domains import find_domains
-from rlhf.checkpoint.start.preparation import finished_step, prepare
+from rlhf.checkpoint.start.preparation import finished_step, finished_unprepared, prepare
 from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig
 from rlhf.config.resolved import from_yaml, to_yaml
@@ -32,12 +33,12 @@ from rlhf.loop import train
 from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from rlhf.ranks.lock import hold_rank_lock, run_lock
+from rlhf.ranks.lock import hold_rank_lock, run_lock_together
 from rlhf.ranks.logs import configure_logging
-from rlhf.ranks.status import StatusWriter
+from rlhf.ranks.status import STACKS_SIGNAL, StatusWriter
 from rlhf.storage.disk_errors import is_unfixable
 from rlhf.storage.layout import RESOLVED
-from rlhf.tracking import write_report
+from rlhf.tracking import read_report, write_report
 
 log = logging.getLogger(__name__)
 
@@ -55,36 +56,75 @@ def run(config: Config, device: torch.device, coordinator: Coordinator, status: 
         components.engine.close()
 
 
+class _Evidence:
+    """The status file of this rank, from the moment on that it may write one."""
+
+    def __init__(self) -> None:
+        self.status: StatusWriter | None = None
+
+    def begin(self, run_dir: Path) -> StatusWriter:
+        """Make the file; whoever calls this knows that the run is this launch's."""
+        try:
+            self.status = StatusWriter(run_dir, int(os.environ["RANK"]))
+        except OSError as error:
+            raise UserError(
+                f"Cannot write into {run_dir} ({error.strerror}). Set trainer.default_local_dir to a writable folder."
+            ) from error
+        return self.status
+
+    def crash(self, error: Exception) -> None:
+        """Leave `error` as evidence. The supervisor shows the first rank's, and not the peers' that follow from it."""
+        if self.status is not None:
+            self.status.error("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
+        if self.status is None or SUPERVISOR_PID not in os.environ:
+            log.exception("Rank %s crashed.", os.environ["RANK"])
+
+    def end(self, kind: Literal["user", "unsaved"], message: str) -> None:
+        """Leave why the run ends as evidence, which the supervisor shows itself, once."""
+        if self.status is not None:
+            self.status.error(kind, message)
+        if self.status is None or SUPERVISOR_PID not in os.environ:
+            log.error("%s", message)
+
+
 def main(run_dir: Path) -> int:
     """A rank under our supervisor, which holds the run lock and has written the resolved configuration."""
-    config = from_yaml((run_dir / RESOLVED).read_text())
 
-    def work(status: StatusWriter) -> None:
+    def work(evidence: _Evidence) -> None:
+        status = evidence.begin(run_dir)
+        config = from_yaml((run_dir / RESOLVED).read_text())
         hold_rank_lock(run_dir)
         device = collectives.start(config.trainer)
         run(config, device, _coordinator(config), status)
 
-    return _guarded(run_dir, work)
+    return _guarded(work)
 
 
 def main_under_torchrun(config: Config) -> int:
     """A rank that torchrun started: the leader (of each storage domain) does what our supervisor would have done before
     and after."""
 
-    def work(status: StatusWriter) -> None:
+    def work(evidence: _Evidence) -> None:
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)  # to stderr, until there is a file for it
         device = collectives.start(config.trainer)
         coordinator = _coordinator(config)
         # Every rank composed by itself; the leader's result is the one that counts.
         agreed = from_yaml(coordinator.broadcast(to_yaml(config)))
         left: list[int] = []
+        # Nothing is written before the lock is held: the directory may be a living run's.
         with ExitStack() as locks:
-            coordinator.domains = find_domains(agreed.run_dir, coordinator)
-            coordinator.on_domain_leaders(lambda: locks.enter_context(run_lock(agreed.run_dir)))
-            resolved = ResolvedConfig.of(agreed)
-            prepare(agreed.run_dir, agreed.trainer, agreed.checkpoint, resolved, coordinator)
-            finished = finished_step(agreed.run_dir, agreed.trainer, resolved, coordinator)
+            try:
+                locks.enter_context(run_lock_together(agreed.run_dir, coordinator))
+                coordinator.domains = find_domains(agreed.run_dir, coordinator)
+                resolved = ResolvedConfig.of(agreed)
+                prepare(agreed.run_dir, agreed.trainer, agreed.checkpoint, resolved, coordinator)
+                finished = finished_step(agreed.run_dir, agreed.trainer, resolved, coordinator)
+            except OSError as error:  # the same on every rank
+                if not is_unfixable(error) or not _tells_finished(agreed, error, coordinator):
+                    raise
+                return
             if finished is None:
-                run(agreed, device, coordinator, status)
+                run(agreed, device, coordinator, evidence.begin(agreed.run_dir))
             elif coordinator.is_leader:
                 left = copy_pending(agreed.run_dir, agreed.trainer, agreed.checkpoint)
                 log.info("The run in %s is finished at step %d.", agreed.run_dir, finished)
@@ -92,53 +132,48 @@ def main_under_torchrun(config: Config) -> int:
                 log.info("Done.\n%s", write_report(agreed.run_dir))
         check_copied(left, agreed.run_dir, agreed.checkpoint)
 
-    return _guarded(config.run_dir, work)
+    return _guarded(work)
+
+
+def _tells_finished(config: Config, problem: OSError, coordinator: Coordinator) -> bool:
+    """Whether the directory, which cannot be written, holds the finished run; the leader logs its report then.
+    Collective."""
+    run_dir = config.run_dir
+    step = finished_unprepared(run_dir, config.trainer, ResolvedConfig.of(config), coordinator)
+    if step is not None and coordinator.is_leader:
+        text = read_report(run_dir)
+        log.info("The run in %s is finished at step %d. Nothing is written (%s).\n%s", run_dir, step, problem, text)
+    return step is not None
 
 
 def _coordinator(config: Config) -> Coordinator:
     return Coordinator(GlooTransport(timedelta(seconds=config.checkpoint.timeout_s)))
 
 
-def _guarded(run_dir: Path, work: Callable[[StatusWriter], None]) -> int:
-    """Run `work` and turn its end into an exit code; an error is left in the status file as evidence."""
-    rank = int(os.environ["RANK"])
-    configure_logging(rank)
-    try:
-        status = StatusWriter(run_dir, rank)
-    except OSError as error:
-        log.error(
-            "Cannot write into %s (%s). Set trainer.default_local_dir to a writable folder.", run_dir, error.strerror
-        )
-        return EXIT_USER_ERROR
+def _guarded(work: Callable[[_Evidence], None]) -> int:
+    """Run `work` and turn its end into an exit code; an error is left as evidence."""
+    configure_logging(int(os.environ["RANK"]))
     subscribe_from_environment()
+    evidence = _Evidence()
     try:
-        work(status)
+        work(evidence)
         dist.destroy_process_group()
         return EXIT_DONE
     except Preempted as request:
         log.info("%s", request)
         return EXIT_REQUEUE
     except Unsaved as error:
-        _tell(status, "unsaved", str(error))
+        evidence.end("unsaved", str(error))
         return EXIT_REQUEUE
     except UserError as error:
-        _tell(status, "user", str(error))
+        evidence.end("user", str(error))
         return EXIT_USER_ERROR
     except Exception as error:
         if is_unfixable(error):
-            _tell(status, "user", f"{error}. Mend it and run the same command again.")
+            evidence.end("user", f"{error}. Mend it and run the same command again.")
             return EXIT_USER_ERROR
-        status.error("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
-        # The supervisor shows the first rank's, and not the peers' that follow from it.
-        if SUPERVISOR_PID not in os.environ:
-            log.exception("Rank %d crashed.", rank)
+        evidence.crash(error)
         return EXIT_CRASHED
-
-
-def _tell(status: StatusWriter, kind: Literal["user", "unsaved"], message: str) -> None:
-    status.error(kind, message)
-    if SUPERVISOR_PID not in os.environ:  # the supervisor shows it itself, once
-        log.error("%s", message)
 
 
 if __name__ == "__main__":

@@ -58,26 +58,19 @@ def supervise(config: Config, check: Callable[[], None]) -> int:
 
 def _compare(config: Config) -> None:
     """Refuse another run than the directory's at once; what `prepare` brings there is compared again."""
-    t = config.trainer
-    if t.overwrite or t.resume_mode == "disable" or not config.run_dir.is_dir():
-        return
-    # Imported for a directory that exists: a new run need not wait.
-    from rlhf.checkpoint.run_file import read_run_file
-    from rlhf.checkpoint.start.comparison import check_same_run
+    if config.run_dir.is_dir():  # a new run need not wait for the import
+        from rlhf.checkpoint.start.comparison import check_unprepared
 
-    resumed_from = read_run_file(config.run_dir).get("resumed_from")
-    check_same_run(config.run_dir, t, ResolvedConfig.of(config), resumed_from, Coordinator(LoneTransport()))
+        check_unprepared(config.run_dir, config.trainer, ResolvedConfig.of(config), Coordinator(LoneTransport()))
 
 
 def _tells_finished(config: Config, problem: OSError) -> bool:
     """Whether the directory, which cannot be written, holds the finished run; its report is logged then."""
-    from rlhf.checkpoint.start.preparation import finished_step
+    from rlhf.checkpoint.start.preparation import finished_unprepared
     from rlhf.tracking import read_report
 
-    t, run_dir = config.trainer, config.run_dir
-    if t.overwrite or t.resume_mode == "disable":
-        return False
-    step = finished_step(run_dir, t, ResolvedConfig.of(config), Coordinator(LoneTransport()))
+    alone, run_dir = Coordinator(LoneTransport()), config.run_dir
+    step = finished_unprepared(run_dir, config.trainer, ResolvedConfig.of(config), alone)
     if step is not None:
         text = read_report(run_dir)
         log.info("The run in %s is finished at step %d. Nothing is written (%s).\n%s", run_dir, step, problem, text)

@@ -11,15 +11,20 @@ import logging
 import os
 import socket
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rlhf.errors import UserError
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.files import make_dir
 
 RUN_LOCK = "run.lock"
 RANKS_LOCK = "ranks.lock"
+LOOKS, LOOK_AGAIN_S = 4, 0.25
 
 log = logging.getLogger(__name__)
 
@@ -59,28 +64,89 @@ def lock_if_free(path: Path, setting: str) -> Iterator[bool]:
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
     """Hold the run directory alone; raises UserError at once when another run holds it."""
-    path = run_dir / RUN_LOCK
-    fd = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fd = _take(run_dir)
     if fd is None:
-        raise UserError(
-            f"Another run is writing into {run_dir}: {_holder(path)}. Wait for it or stop it, or give this run a "
-            "directory of its own with trainer.experiment_name=NAME."
-        )
+        raise _refusal(run_dir)
     try:
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": datetime.now().isoformat(" ", "seconds")}
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(holder).encode(), 0)
         yield
     finally:
         os.close(fd)
 
 
-def _holder(path: Path) -> str:
+@contextmanager
+def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]:
+    """Hold the run directory, or each of them where nodes have disks of their own, for all ranks of one launch.
+    Collective.
+
+    Of the ranks that see one directory the first to come holds its lock; the others find in it that it is one of them.
+    Raises UserError on every rank, with nothing written but the lock's own file, when another run holds one.
+    """
+    launch = coordinator.broadcast(uuid.uuid4().hex)
+    fd: int | None = None
+
+    def take() -> None:
+        nonlocal fd
+        make_dir(run_dir)
+        fd = _take(run_dir, launch)
+
+    def look() -> None:
+        if fd is None and not _is_of(launch, run_dir):
+            raise _refusal(run_dir)
+
     try:
-        holder = json.loads(path.read_text())
+        coordinator.everywhere(take)
+        coordinator.everywhere(look)
+        yield
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+def _take(run_dir: Path, launch: str = "") -> int | None:
+    """The descriptor of the run lock, which tells who holds it, or None when somebody else does."""
+    fd = _lock(run_dir / RUN_LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if fd is None:
+        return None
+    holder = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": datetime.now().isoformat(" ", "seconds"),
+        "launch": launch,
+    }
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(holder).encode(), 0)
+        os.fsync(fd)  # so that other nodes see it
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _is_of(launch: str, run_dir: Path) -> bool:
+    """Whether a rank of this launch holds the lock, which a network file system may show late."""
+    for look in range(LOOKS):
+        if look:
+            time.sleep(LOOK_AGAIN_S)
+        if _holder(run_dir).get("launch") == launch:
+            return True
+    return False
+
+
+def _holder(run_dir: Path) -> dict[str, Any]:
+    try:
+        return json.loads((run_dir / RUN_LOCK).read_text())
     except ValueError:  # the holder has the lock but hasn't written its name yet
-        return "a process that has just started"
-    return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
+        return {}
+
+
+def _refusal(run_dir: Path) -> UserError:
+    holder = _holder(run_dir)
+    who = "process {pid} on {host}, started {started}".format(**holder) if holder else "a process that has just started"
+    return UserError(
+        f"Another run is writing into {run_dir}: {who}. Wait for it or stop it, or give this run a directory of its "
+        "own with trainer.experiment_name=NAME."
+    )
 
 
 def hold_rank_lock(run_dir: Path) -> None:

@@ -1,7 +1,9 @@
 """Races for one run directory: of ranks that agree on a leader, and of runs that know nothing of each other."""
 
+import json
 import os
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,20 @@ from typing import Any
 import pytest
 
 from rlhf.checkpoint.run_file import read_run_file
+from rlhf.checkpoint.start.domains import find_domains
 from rlhf.config import Config
-from rlhf.errors import UserError
-from rlhf.ranks.lock import run_lock
+from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from rlhf.ranks.lock import run_lock, run_lock_together
 from rlhf.ranks.status import StatusWriter
 from tests.support.checkpoints import make_config, run_ranks
+from tests.support.compare_runs import differences
+from tests.support.interrupter import at
+from tests.support.launching import ranks, small
 from tests.support.preload import forkserver
+from tests.support.published import eventually
 from tests.support.sections import prepare
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
+from tests.support.undisturbed import EXPORT
 
 PROCESSES = 8
 DEADLINE_S = 300
@@ -32,13 +40,13 @@ def set_up_as_torchrun_does(rank: int, config: Config, set_ups: int) -> dict[str
         config.trainer.overwrite = number % 2 == 1
         if delays.random() < 0.05:
             time.sleep(0.002 * delays.random())
-        # Ranks make the directory and their evidence in it as they come, then meet in the process group.
-        run_dir.mkdir(parents=True, exist_ok=True)
-        StatusWriter(run_dir, rank)
-        coordinator.gather(None)
-        coordinator.on_leader(lambda: prepare(config))
-        # Nobody goes on before the directory is ready.
-        assert not leftover.exists()
+        with run_lock_together(run_dir, coordinator):
+            assert find_domains(run_dir, coordinator) == [0] * PROCESSES
+            prepare(config, coordinator)
+            # Nobody goes on before the directory is ready.
+            assert not leftover.exists()
+            StatusWriter(run_dir, rank)
+            coordinator.gather(None)
         assert mark.exists() == (number > 0 and not config.trainer.overwrite)
         identity = read_run_file(run_dir)["run_id"]
         assert (identity in runs) == (number > 0 and not config.trainer.overwrite)
@@ -65,6 +73,41 @@ def test_many_set_ups_by_eight_ranks(tmp_path, request):
     # The first set-up makes the run, each that overwrites makes a new one.
     expected = {"set_ups": set_ups, "overwritten": set_ups // 2, "runs": set_ups // 2 + 1, "seen": results[0]["seen"]}
     assert results == [expected] * PROCESSES
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Every file below `folder`: its inode, the time of its last change, and what it holds."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def stands_still(run_dir: Path) -> int | None:
+    """The process that holds the run's lock, if it has stopped."""
+    text = (run_dir / "run.lock").read_text() if (run_dir / "run.lock").exists() else ""
+    pid = json.loads(text)["pid"] if text else None
+    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] if pid else ""
+    return pid if state == "T" else None
+
+
+def test_a_refused_second_launch_leaves_the_first_run_as_it_was(tmp_path, sums, launches, undisturbed):
+    """It once replaced the status files of the first, whose watchdog then killed the healthy run."""
+    command = [*small(tmp_path, "first", sums), EXPORT]
+    first = launches.submit(ranks, tmp_path / "first.log", command, at("update.before", 2, "SIGSTOP"))
+    run_dir = tmp_path / "rlhf" / "first"
+    eventually(lambda: stands_still(run_dir) is not None, DEADLINE_S)
+    pid, before = stands_still(run_dir), snapshot(run_dir)
+    assert pid is not None
+    try:
+        second = ranks(tmp_path / "second.log", command, nproc=2)
+        after = snapshot(run_dir)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert second.code == EXIT_USER_ERROR, second.output
+    assert f"Another run is writing into {run_dir}: process {pid}" in second.output
+    assert after == before
+    end = first.result()
+    assert end.code == EXIT_DONE, end.output
+    assert differences(undisturbed.run_dir(1), run_dir) == []
 
 
 def refuse_on_the_leader(rank: int, config: Config) -> str:

@@ -2,11 +2,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from rlhf.errors import UserError
-from rlhf.ranks.lock import run_lock, wait_for_ranks
+from rlhf.ranks import lock
+from rlhf.ranks.lock import run_lock, run_lock_together, wait_for_ranks
+from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
 RANK = """
 import sys, time
@@ -33,6 +36,34 @@ def test_a_holder_without_a_name_yet_is_still_a_clear_refusal(tmp_path):
         (tmp_path / "run.lock").write_text("")
         with pytest.raises(UserError, match="just started"), run_lock(tmp_path):
             pass
+
+
+def hold_together(rank: int, folder: Path, nodes: list[int]) -> str:
+    """A rank of a launch on the `nodes`; what it is told when it is refused."""
+    coordinator = make_coordinator()
+    try:
+        with run_lock_together(folder / str(nodes[rank]), coordinator):
+            coordinator.gather(None)
+            with pytest.raises(UserError, match="Another run"), run_lock(folder / str(nodes[rank])):
+                pass
+            coordinator.gather(None)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("nodes", [[0] * 6, [0, 1, 0, 1], [2, 1, 1, 2, 2]])
+def test_ranks_of_one_launch_hold_every_directory_together_and_a_second_launch_gets_none(tmp_path, monkeypatch, nodes):
+    monkeypatch.setattr(lock, "LOOK_AGAIN_S", 0.001)
+    for _ in range(2):  # free again afterwards
+        assert run_thread_ranks(len(nodes), hold_together, tmp_path, nodes) == [""] * len(nodes)
+    taken = tmp_path / str(nodes[-1])
+    with run_lock(taken):
+        before = (taken / "run.lock").read_bytes()
+        for said in run_thread_ranks(len(nodes), hold_together, tmp_path, nodes):
+            assert f"Another run is writing into {taken}: process {os.getpid()} on" in said
+        assert (taken / "run.lock").read_bytes() == before
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"run.lock"}
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.load.locations import locate_files, published
 from rlhf.checkpoint.load.stored_config import changes_since
+from rlhf.checkpoint.run_file import read_run_file
 from rlhf.checkpoint.start.run_dir import at_end, driver_state_of, planned_steps, resume_source
 from rlhf.config.compare import NEW_RUN, RUN_LENGTH, ResolvedConfig, as_lines, refuse_changes
 from rlhf.config.trainer import TrainerConfig
@@ -47,6 +48,16 @@ def check_same_run(
         except DamagedCheckpoint:
             continue  # a resume passes it over, too, and says so
         return
+
+
+def check_unprepared(run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, coordinator: Coordinator) -> bool:
+    """`check_same_run` for a directory as it lies there; False, with no comparison, when the start would not go on from
+    it. Collective."""
+    if trainer.overwrite or trainer.resume_mode == "disable":
+        return False
+    run = coordinator.on_leader(lambda: read_run_file(run_dir))
+    check_same_run(run_dir, trainer, config, run.get("resumed_from"), coordinator)
+    return True
 
 
 def _check(path: Path, manifest: Manifest, config: ResolvedConfig, trainer: TrainerConfig) -> None:

@@ -25,8 +25,8 @@ LOOKS, LOOKS_IN_DISAGREEMENT = 2, 120
 def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
     """Each rank's storage domain, by the lowest rank that sees the same run directory. Collective; makes the directory.
 
-    Each rank puts a token into its directory, and all look which tokens they see. Raises UserError when they contradict
-    each other.
+    Each rank puts a token into its directory, and all look which tokens they see; no token is left when a rank returns.
+    Raises UserError when they contradict each other.
     """
     if coordinator.world_size == 1:
         return [0]
@@ -37,6 +37,7 @@ def find_domains(run_dir: Path, coordinator: Coordinator) -> list[int]:
     finally:
         with suppress(OSError):  # must not hide why it could not be made
             remove_file(token)
+    coordinator.gather(None)  # or the first rank to go on would clean up under the hands of the last
     domains = [min(mine) for mine in seen]
     if coordinator.is_leader and len(set(domains)) > 1:
         _log_domains(domains)

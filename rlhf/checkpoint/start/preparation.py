@@ -16,7 +16,7 @@ from rlhf.checkpoint.remote.remote_start import claim_at_start, open_remote, res
 from rlhf.checkpoint.remote.remote_store import RemoteStore
 from rlhf.checkpoint.run_file import read_run_file, write_run_file
 from rlhf.checkpoint.start import run_dir as directory
-from rlhf.checkpoint.start.comparison import check_same_run, compare_finished
+from rlhf.checkpoint.start.comparison import check_same_run, check_unprepared, compare_finished
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.compare import ResolvedConfig
 from rlhf.config.trainer import TrainerConfig
@@ -100,6 +100,14 @@ def finished_step(
                 log.info("The run is finished; a setting that it had otherwise does not act any more: %s", change)
         return driver["step"]
     return None
+
+
+def finished_unprepared(
+    run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, coordinator: Coordinator
+) -> int | None:
+    """The same of a directory that nothing can be written into. Collective."""
+    goes_on = check_unprepared(run_dir, trainer, config, coordinator)
+    return finished_step(run_dir, trainer, config, coordinator) if goes_on else None
 
 
 def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:
