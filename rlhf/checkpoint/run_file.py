@@ -1,4 +1,4 @@
-"""run.json: the identity of the run that a directory is of, and the checkpoint that it was forked from, if any."""
+"""run.json: the identity of the run that a directory is of, where it was forked from, and which launch began it."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,14 @@ from rlhf.storage.layout import RUN_FILE
 from rlhf.storage.reading import parse_json, read_regular
 
 LARGEST = 1 << 20
+AGENTS = "agents"
+"""The torchrun processes of the launch that is on, where it must know its own saves (`trainer.overwrite`, and
+`trainer.resume_mode=disable`)."""
 
 
 def read_run_file(run_dir: Path) -> dict[str, Any]:
-    """`run_id`, and `resumed_from` when the run was forked from another checkpoint; empty when there is no such
-    file. Raises UserError for one that no run has written."""
+    """`run_id`, `resumed_from` when the run was forked from another checkpoint, and perhaps `AGENTS`; empty when there
+    is no such file. Raises UserError for one that no run has written."""
     path = run_dir / RUN_FILE
     try:
         run = parse_json(read_regular(path, LARGEST), RUN_FILE)

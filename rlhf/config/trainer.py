@@ -47,7 +47,8 @@ class TrainerConfig:
     allow_config_change: bool = setting(False, resume="harmless")
     """Resume although settings that change the trajectory differ from the checkpoint's."""
     overwrite: bool = setting(False, resume="start")
-    """Delete what the run directory holds before a new run, each time the command is given (moved to trash first)."""
+    """Delete what the run directory holds before a new run, each time the command is given, and not when its launcher
+    restarts the ranks (moved to trash first)."""
     logger: list[str] = setting([], resume="harmless")
     """Trackers beside the console and metrics.jsonl, which are always on: `wandb`, `tensorboard`."""
     max_restarts: int = setting(10, ge=0, resume="harmless")

@@ -4,12 +4,14 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 SUPERVISOR_PID = "RLHF_SUPERVISOR_PID"
 """Names the supervisor of a rank; without it (torchrun, a debugger) the rank tells its errors itself."""
 PARENT_PID = "RLHF_PARENT_PID"
 """Names the process that started this one: of a rank the supervisor or its launcher, of a rollout server the rank."""
 _PR_SET_PDEATHSIG = 1
+_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def die_with_parent(variable: str = PARENT_PID) -> None:
@@ -26,3 +28,25 @@ def die_with_parent(variable: str = PARENT_PID) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != int(parent):  # it died before the line above
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def torchrun_agent() -> str | None:
+    """Name of the torchrun process that has started this rank, the same in all its attempts and no other's ever; None
+    without torchrun.
+
+    The run id is no such name: users repeat it, and without an elastic rendezvous it is "none". Nor is the count of
+    restarts, which stays 0 when machines come and go.
+    """
+    if _OF_TORCHRUN not in os.environ or sys.platform != "linux":
+        return None
+    pid = os.getppid()
+    # Between the two there may be a script of the user's, which has inherited the variable.
+    while pid > 1 and f"{_OF_TORCHRUN}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+        pid = int(_stat(pid)[1])
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{pid}-{_stat(pid)[19]}"
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of a process' `/proc` entry after its name: its parent is number 1, the time of its start 19."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,11 +1,14 @@
 """torchrun as the launcher instead of our supervisor: it trains, restarts after a crash, and hands on a mistake."""
 
+import subprocess
+import sys
+
 import pytest
 
 from rlhf.errors import EXIT_DONE
 from tests.support.compare_runs import differences
 from tests.support.interrupter import at
-from tests.support.launching import small, train
+from tests.support.launching import DEADLINE_S, small, train
 from tests.support.undisturbed import EXPORT
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
@@ -22,6 +25,38 @@ def test_a_crash_under_torchrun_is_restarted_and_changes_nothing(tmp_path, sums,
     assert marker.exists()
     assert "asked for at update.before number 5" in end.output
     assert differences(expected, tmp_path / "rlhf" / "torchrun") == []
+
+
+AGENT = """
+import os, sys
+from pathlib import Path
+from rlhf.ranks.parent import torchrun_agent
+restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+with Path(sys.argv[1]).open("a") as file:
+    file.write(f"{os.environ['RANK']} {restart} {torchrun_agent()}\\n")
+sys.exit(restart == "0")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_knows_its_torchrun_in_every_attempt_and_from_behind_a_script(tmp_path, launches):
+    """Two launches with the run id "none", as of every launch without an elastic rendezvous."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    script = tmp_path / "rank.sh"
+    script.write_text(f"#!/bin/sh\n{sys.executable} {tmp_path}/agent.py $1\nexit $?\n")
+    script.chmod(0o755)
+
+    def launch(name: str, command: list[str]) -> list[list[str]]:
+        torchrun = [sys.executable, *TORCHRUN, "--max-restarts", "1", "--master-port", "0"]
+        subprocess.run([*torchrun, *command, str(tmp_path / name)], check=True, timeout=DEADLINE_S)
+        return sorted(line.split() for line in (tmp_path / name).read_text().splitlines())
+
+    commands = {"plain": [str(tmp_path / "agent.py")], "script": ["--no-python", str(script)]}
+    found = [launches.submit(launch, *item).result() for item in commands.items()]
+    for lines in found:
+        assert [line[:2] for line in lines] == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
+        assert len({agent for _, _, agent in lines}) == 1
+    assert found[0][0][2] != found[1][0][2]
 
 
 def test_a_misspelt_setting_under_torchrun(tmp_path, sums):

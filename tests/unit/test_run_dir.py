@@ -8,6 +8,7 @@ import pytest
 
 from rlhf.checkpoint.commit.publication import begin
 from rlhf.checkpoint.run_file import read_run_file
+from rlhf.checkpoint.start import preparation
 from rlhf.checkpoint.start.run_dir import planned_steps, resume_source
 from rlhf.config import Config
 from rlhf.errors import UserError
@@ -24,6 +25,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.sections import finished_step, prepare
 from tests.support.small_disks import small_disk
+from tests.support.thread_ranks import make_coordinator, run_thread_ranks, this_rank
 
 
 @pytest.fixture
@@ -120,19 +122,46 @@ def test_overwrite_removes_the_pointer_before_what_it_names(config, monkeypatch)
     assert not any(seen)
 
 
-def test_a_restart_by_torchrun_does_not_overwrite_or_refuse_its_own_saves(config, monkeypatch):
-    config.trainer.overwrite = True
-    prepare(config)
-    save_steps(config, PlainRole(), 2)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    prepare(config)
-    assert steps(config) == [2]
-    config.trainer.overwrite, config.trainer.resume_mode = False, "disable"
-    prepare(config)
-    assert steps(config) == [2]
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    with pytest.raises(UserError, match=r"trainer\.resume_mode=disable"):
+def start_by_agents(rank: int, config: Config, agents: list[str]) -> list[int | None]:
+    """A start by the torchrun processes `agents`, of one rank each; the steps that are left."""
+    coordinator = make_coordinator()
+    prepare(config, coordinator)
+    return coordinator.on_leader(lambda: steps(config))
+
+
+@pytest.mark.parametrize("mode", ["overwrite", "disable"])
+def test_a_launch_of_torchrun_knows_its_own_saves_while_machines_come_and_go(config, monkeypatch, mode):
+    """The restart count stays 0 then, and each change of members once deleted, or refused, what the run had saved."""
+    config.checkpoint.max_to_keep = None
+    if mode == "overwrite":
+        save_steps(config, PlainRole(), 1)
+    config.trainer.overwrite = mode == "overwrite"
+    config.trainer.resume_mode = "disable" if mode == "disable" else "auto"
+    expected: list[int | None] = []
+    # The second start again by the first two, then one goes, one comes, and the last of the first ones goes.
+    for number, agents in enumerate((["a", "b"], ["a", "b"], ["b"], ["b", "c"], ["c"], ["d", "c"]), start=2):
+        monkeypatch.setattr(preparation, "torchrun_agent", lambda agents=agents: agents[this_rank() or 0])
+        assert run_thread_ranks(len(agents), start_by_agents, config, agents) == [expected] * len(agents)
+        save_steps(config, PlainRole(), number)
+        expected = [number, *expected]
+    monkeypatch.setattr(preparation, "torchrun_agent", lambda: "e")
+    if mode == "overwrite":  # the same command again, on purpose
         prepare(config)
+        assert steps(config) == []
+    else:
+        with pytest.raises(UserError, match=r"trainer\.resume_mode=disable"):
+            prepare(config)
+        assert steps(config) == expected
+
+
+def test_without_torchrun_each_start_overwrites(config):
+    config.trainer.overwrite = True
+    for _ in range(2):
+        prepare(config)
+        assert set(read_run_file(config.run_dir)) == {"run_id"}
+        save_steps(config, PlainRole(), 2)
+    prepare(config)
+    assert steps(config) == []
 
 
 def test_disable_refuses_checkpoints_and_names_three_remedies(config):

@@ -14,7 +14,7 @@ from rlhf.checkpoint.commit.publication import roll_forward
 from rlhf.checkpoint.load.locations import locate_files, published
 from rlhf.checkpoint.remote.remote_start import claim_at_start, open_remote, restore
 from rlhf.checkpoint.remote.remote_store import RemoteStore
-from rlhf.checkpoint.run_file import read_run_file, write_run_file
+from rlhf.checkpoint.run_file import AGENTS, read_run_file, write_run_file
 from rlhf.checkpoint.start import run_dir as directory
 from rlhf.checkpoint.start.comparison import check_same_run, check_unprepared, compare_finished
 from rlhf.config.checkpoint import CheckpointConfig
@@ -22,6 +22,7 @@ from rlhf.config.compare import ResolvedConfig
 from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.parent import torchrun_agent
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import remove_file, replace_durably
 from rlhf.storage.layout import CONFIG, HISTORY
@@ -58,15 +59,19 @@ def prepare(
         if remote is not None:
             restore(remote, run_dir, trainer, source)
 
-    coordinator.on_domain_leaders(lambda: directory.make(run_dir, trainer))
+    launch = _launch(run_dir, coordinator)
+    coordinator.on_domain_leaders(lambda: directory.make(run_dir, trainer, launch))
     roll_forward(run_dir, coordinator)
-    coordinator.on_domain_leaders(lambda: directory.tidy(run_dir, trainer))
+    coordinator.on_domain_leaders(lambda: directory.tidy(run_dir, trainer, launch))
     coordinator.on_leader(fetch)
     run = _agreed_run(run_dir, coordinator)
     check_same_run(run_dir, trainer, config, run.get("resumed_from"), coordinator)
     _bring_history(run_dir, run["run_id"], coordinator)
     if source is not None and coordinator.broadcast(str(source)) != run.get("resumed_from"):
         run |= _fork(run_dir, source, coordinator)
+    run.pop(AGENTS, None)
+    if trainer.overwrite or trainer.resume_mode == "disable":
+        run |= {AGENTS: launch} if launch else {}
     coordinator.on_domain_leaders(lambda: write_run_file(run_dir, run))
     coordinator.on_leader(lambda: None if remote is None else claim_at_start(remote, run_dir, trainer))
 
@@ -108,6 +113,17 @@ def finished_unprepared(
     """The same of a directory that nothing can be written into. Collective."""
     goes_on = check_unprepared(run_dir, trainer, config, coordinator)
     return finished_step(run_dir, trainer, config, coordinator) if goes_on else None
+
+
+def _launch(run_dir: Path, coordinator: Coordinator) -> list[str]:
+    """The torchrun processes of this launch: of the ranks, and those of earlier attempts that a disk knows together
+    with one of them, since machines come and go; none without torchrun."""
+    agents = {agent for agent in coordinator.gather(torchrun_agent()) if agent is not None}
+    if not agents:
+        return []
+    for known in coordinator.on_domain_leaders(lambda: read_run_file(run_dir).get(AGENTS, [])):
+        agents |= set(known) if not agents.isdisjoint(known) else set()
+    return sorted(agents)
 
 
 def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:

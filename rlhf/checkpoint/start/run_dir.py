@@ -2,8 +2,8 @@
 
 import logging
 import math
-import os
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.commit.removal import clean_leftovers, discard, set_aside
 from rlhf.checkpoint.driver_state import parse_driver_state
 from rlhf.checkpoint.remote.pins import remove_pins
+from rlhf.checkpoint.run_file import AGENTS, read_run_file
 from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -24,10 +25,10 @@ RECORDED = (HISTORY, "tensorboard", "report")
 """Records of one run beside its checkpoints, under no name of its own (wandb's files have the run's id)."""
 
 
-def make(run_dir: Path, trainer: TrainerConfig) -> None:
-    """Make the directory, and empty it but for the locks if the run is to overwrite it."""
+def make(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None:
+    """Make the directory, and empty it but for the locks if this `launch` is to overwrite it and has not yet."""
     make_dir_durably(run_dir)
-    if trainer.overwrite and _is_first_attempt():
+    if trainer.overwrite and not is_of(launch, run_dir):
         if existing := scan(run_dir):
             log.warning(
                 "trainer.overwrite=true: deleting the checkpoints up to step %s of %s.", step_of(existing[0]), run_dir
@@ -38,12 +39,12 @@ def make(run_dir: Path, trainer: TrainerConfig) -> None:
                 _remove(path)
 
 
-def tidy(run_dir: Path, trainer: TrainerConfig) -> None:
+def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None:
     """Remove what an interrupted save or upload left; raises UserError for `resume_mode=disable` on a directory with
-    checkpoints."""
+    checkpoints that are not of this `launch`."""
     if removed := clean_leftovers(run_dir):
         log.info("Removed what an interrupted save left behind: %s", ", ".join(removed))
-    if trainer.resume_mode == "disable" and _is_first_attempt() and (existing := scan(run_dir)):
+    if trainer.resume_mode == "disable" and not is_of(launch, run_dir) and (existing := scan(run_dir)):
         raise UserError(
             f"trainer.resume_mode=disable, but {run_dir} holds checkpoints up to step {step_of(existing[0])}. Set "
             "trainer.overwrite=true to delete them, trainer.experiment_name to something new, or "
@@ -52,10 +53,12 @@ def tidy(run_dir: Path, trainer: TrainerConfig) -> None:
     remove_pins(run_dir)
 
 
-def _is_first_attempt() -> bool:
-    # A launcher that restarts its ranks (torchrun) repeats all this; what the first attempt saved is ours, not left
-    # from before.
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+def is_of(launch: Collection[str], run_dir: Path) -> bool:
+    """Whether an earlier attempt of this `launch` has prepared the directory.
+
+    torchrun repeats all this at each restart, and what was saved meanwhile is the run's own.
+    """
+    return bool(launch) and not set(launch).isdisjoint(read_run_file(run_dir).get(AGENTS, ()))
 
 
 def _remove(path: Path) -> None:
