@@ -20,6 +20,7 @@ from rlhf.checkpoint.start import domains
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.ranks.transport import LostPeer
+from rlhf.storage import files
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import MANIFEST, set_aside_dirs, step_dir
 from tests.support.checkpoints import equal_bits, files_of, flip_bit
@@ -181,6 +182,12 @@ def fail_on_one(rank: int, tmp_path: Path, where: str) -> tuple[str, bool, list[
         if rank == 1 and where == "room":
             full = type("Full", (), {"f_bavail": 0, "f_frsize": 4096})()
             broken.enter_context(replaced(os, "statvfs", lambda path: full))
+        elif rank == 1 and where == "sync":
+            named = step_dir(config.run_dir, 2)
+            real = files.fsync_dir
+            lame = lambda path: failing() if path == config.run_dir and named.exists() else real(path)  # noqa: E731
+            for module in (files, publication):
+                broken.enter_context(replaced(module, "fsync_dir", lame))
         elif rank == 1:
             module, name = {
                 "begin": (save_draft, "_link_folder"),
@@ -200,7 +207,7 @@ def fail_on_one(rank: int, tmp_path: Path, where: str) -> tuple[str, bool, list[
     return text, user, left, run.everything()
 
 
-@pytest.mark.parametrize("where", ["begin", "room", "manifest", "rename"])
+@pytest.mark.parametrize("where", ["begin", "room", "manifest", "rename", "sync"])
 def test_a_failure_on_one_disk_is_everyones_and_leaves_nothing(tmp_path, where):
     outcomes = run_thread_ranks(2, fail_on_one, tmp_path, where)
     for text, user, left, _ in outcomes:

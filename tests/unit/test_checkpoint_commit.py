@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.checkpoint.commit import publication
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import describe, verify
 from rlhf.checkpoint.commit.publication import begin, publish
@@ -108,7 +109,8 @@ def test_everything_is_durable_before_it_is_counted_on(tmp_path, monkeypatch):
     def where(path: Path) -> str:
         return str(path.relative_to(tmp_path)).partition("/")[2] if ".tmp-" in str(path) else path.name
 
-    monkeypatch.setattr(files, "fsync_dir", lambda path: (calls.append(f"fsync {where(path)}"), fsync(path)))
+    for module in (files, publication):
+        monkeypatch.setattr(module, "fsync_dir", lambda path: (calls.append(f"fsync {where(path)}"), fsync(path)))
     monkeypatch.setattr(Path, "rename", lambda self, to: (calls.append(f"rename to {to.name}"), rename(self, to))[1])
     monkeypatch.setattr(Path, "replace", lambda self, to: (calls.append(f"replace {to.name}"), replace_(self, to))[1])
     with listening(lambda event: calls.append(event)):

@@ -18,7 +18,7 @@ from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import DamagedCheckpoint, SaveFailed, is_unfixable
-from rlhf.storage.files import fsync_tree, make_new_dir, rename_durably
+from rlhf.storage.files import fsync_dir, fsync_tree, make_new_dir, rename
 from rlhf.storage.layout import MANIFEST, TEMPORARY, fresh_name, scan, step_dir, step_of
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def publish(run_dir: Path, temporary: Path, manifest: Manifest, coordinator: Coo
     renamed: list[Path] = []
     try:
         coordinator.on_domain_leaders(lambda: _seal(temporary, manifest, coordinator))
-        coordinator.on_domain_leaders(lambda: renamed.append(_give_name(run_dir, temporary, manifest.step)))
+        coordinator.on_domain_leaders(lambda: _give_name(run_dir, temporary, manifest.step, renamed))
     except Exception as error:
         raise give_up(run_dir, manifest.step, temporary, coordinator, error, renamed) from error
     coordinator.on_domain_leaders(lambda: _point(run_dir, manifest.step, "commit.published"))
@@ -97,7 +97,7 @@ def roll_forward(run_dir: Path, coordinator: Coordinator) -> None:
                 step in there and (there[step] == sealed or None in (there[step], sealed)) for there in named
             )
             if step is not None and committed and not step_dir(run_dir, step).exists():
-                _give_name(run_dir, temporary, step)
+                _give_name(run_dir, temporary, step, [])
                 _point(run_dir, step)
                 log.warning(
                     "The commit of step %d was interrupted between the nodes' disks, and is complete now.", step
@@ -119,13 +119,17 @@ def _seal(temporary: Path, manifest: Manifest, coordinator: Coordinator) -> None
     fsync_tree(temporary)
 
 
-def _give_name(run_dir: Path, temporary: Path, step: int) -> Path:
-    """Give a sealed directory its final name, durably; raises FileExistsError when the step is published already."""
+def _give_name(run_dir: Path, temporary: Path, step: int, renamed: list[Path]) -> None:
+    """Give a sealed directory its final name, durably; raises FileExistsError when the step is published already.
+
+    `renamed` gets the name as soon as it is given, also when it cannot be made durable then.
+    """
     final = step_dir(run_dir, step)
     announce("commit.rename")
     if final.exists():
         raise FileExistsError(f"{final} exists already; a published checkpoint is never overwritten")
-    return rename_durably(temporary, final)
+    renamed.append(rename(temporary, final))
+    fsync_dir(run_dir)
 
 
 def _point(run_dir: Path, step: int, then: str | None = None) -> None:
