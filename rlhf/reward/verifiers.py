@@ -9,6 +9,7 @@ from rlhf.reward.scores import RewardItem, Score
 log = logging.getLogger(__name__)
 
 GYM_PREFIX = "reasoning_gym/"
+_COMPUTES = re.compile(r"\b(eval|exec|parse_expr|sympify|Fraction)\(|\] \* int\(")
 _gym_datasets: dict[str, Any] = {}
 
 
@@ -95,11 +96,13 @@ def gym_dataset(data_source: str, settings: dict[str, Any]) -> Any:
 
 
 def evaluates_answers(data_source: str, settings: dict[str, Any]) -> bool:
-    """Whether the task scores an answer with eval() or SymPy's parser.
+    """Whether the task computes what an answer says.
 
-    Several do, and a policy's "9**9**9**9" never returns there: they need a process that can be killed.
+    Several do, by eval(), SymPy's parser or a number that the answer names. A policy's "9**9**9**9" or "1e999999999"
+    never returns there, and "R99999999999" takes all memory: they need a process that can be killed.
     """
     import inspect
 
-    source = inspect.getsource(type(gym_dataset(data_source, settings)).score_answer)
-    return re.search(r"\b(eval|exec|parse_expr|sympify)\(", source) is not None
+    # The whole class: what scores may stand in another method.
+    source = inspect.getsource(type(gym_dataset(data_source, settings)))
+    return _COMPUTES.search(source) is not None

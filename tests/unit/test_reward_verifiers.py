@@ -114,6 +114,16 @@ def test_tasks_that_evaluate_text_are_scored_in_a_process_that_can_be_killed(rew
     assert [result.score for result in results] == [0.0, 1.0, 1.0]
 
 
+def test_a_number_in_an_answer_takes_no_time_or_memory_of_the_rank(rewards):
+    reward = rewards("reasoning_gym", timeout_s=1.0, num_workers=1, memory_gb=1.0)
+    endless, huge, good = reward.score(
+        [gym_item("coin_flip", "1e999999999"), gym_item("rubiks_cube", "R9999999999"), gym_item("coin_flip")]
+    )
+    assert (endless.score, endless.timeouts) == (0.0, 1)
+    assert huge.score < 0.1
+    assert (good.score, good.timeouts, good.failures) == (1.0, 0, 0)
+
+
 def test_an_answer_that_ends_its_verifier_costs_the_sample_not_the_run(rewards):
     reward = rewards("reasoning_gym", failed_score=-1.0, num_workers=1)
     deadly, good = reward.score([gym_item("n_queens", "__import__('os')._exit(3)"), gym_item("n_queens")])
