@@ -280,6 +280,6 @@ def make_checkpointer(folder: Path, state: State, coordinator: Coordinator, *, a
     config.run_dir.mkdir(parents=True, exist_ok=True)
     driver = DriverState("benchmark", 10, 1.0, step=1)
     resolved = ResolvedConfig(to_yaml(config), lambda stored: ConfigDiff([], []))
-    identity = Identity.of_run(config.backend.name, resolved.text, {})
+    identity = Identity.of_run(config.backend.name, resolved.text, {}, [])
     run_state = RunState({"actor": state}, driver)
     return Checkpointer(config.run_dir, config.trainer, config.checkpoint, resolved, identity, coordinator, run_state)

@@ -21,10 +21,12 @@ from rlhf.config.library import Library
 from rlhf.config.resolved import to_yaml
 from rlhf.config.validate import validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from rlhf.ranks.open_files import raise_open_files
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. A user's mistake is one message on stderr and `EXIT_USER_ERROR`."""
+    raise_open_files()
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except UserError as error:

@@ -152,7 +152,7 @@ def _checkpointer(
         config.trainer,
         config.checkpoint,
         resolved,
-        Identity.of_run(config.backend.name, resolved.text, fingerprints),
+        Identity.of_run(config.backend.name, resolved.text, fingerprints, coordinator.gather(torch.get_num_threads())),
         coordinator,
         RunState(learners.backends, driver, parts, moving, collector),
     )

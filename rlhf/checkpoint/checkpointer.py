@@ -12,6 +12,7 @@ from typing import NoReturn
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.removal import clean_leftovers
+from rlhf.checkpoint.load.compatibility import same_bits_problems
 from rlhf.checkpoint.load.restoring import LoadResult
 from rlhf.checkpoint.load.resume import restore
 from rlhf.checkpoint.remote.copies import RemoteCopies
@@ -111,13 +112,8 @@ class Checkpointer:
         if self._coordinator.is_leader:
             size, seconds = loaded.total_bytes / 2**20, loaded.seconds
             log.info("Resumed step %d from %s: %.1f MiB in %.2f s.", manifest.step, loaded.path, size, seconds)
-            if manifest.world_size != self._coordinator.world_size:
-                log.warning(
-                    "It was saved by %d ranks and goes on with %d: the state is exact, the bits of further steps are "
-                    "not promised.",
-                    manifest.world_size,
-                    self._coordinator.world_size,
-                )
+            for difference in same_bits_problems(manifest, self._identity, self._coordinator.world_size):
+                log.warning("%s: the state is exact, the bits of further steps are not promised.", difference)
         return True
 
     def _holds_now(self, path: Path, step: int, reference_at: int | None) -> None:

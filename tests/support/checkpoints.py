@@ -43,6 +43,7 @@ IDENTITY = Identity(
     config_hash="c" * 32,
     fingerprints={"model.path": fingerprint(TINY_POLICY)},
     versions={"rlhf": "0"},
+    threads=[1],
 )
 
 
@@ -153,6 +154,7 @@ def make_checkpointer(
     parts: Mapping[str, Stateful] | None = None,
     reference: MovingReference | None = None,
     carried: Carried | None = None,
+    threads: list[int] | None = None,
 ) -> Checkpointer:
     """A checkpointer of one actor (or of several roles by name); the driver state that it saves stands at `step`."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -160,7 +162,9 @@ def make_checkpointer(
     driver = driver or make_driver(step)
     coordinator = coordinator or make_coordinator()
     resolved = ResolvedConfig.of(config)
-    identity = Identity.of_run(config.backend.name, resolved.text, fingerprints)
+    identity = Identity.of_run(
+        config.backend.name, resolved.text, fingerprints, threads or [1] * coordinator.world_size
+    )
     state = RunState(roles, driver, parts or {}, reference, carried)
     return Checkpointer(config.run_dir, config.trainer, config.checkpoint, resolved, identity, coordinator, state)
 

@@ -51,6 +51,7 @@ def _manifest(step: int, files: dict[str, dict[str, Any]], metrics: dict[str, fl
         fingerprints={},
         created="2026-01-01T00:00:00+00:00",
         versions={"rlhf": "0"},
+        threads=[1] * world_size,
         files=files,
         metrics=metrics,
     )

@@ -46,6 +46,7 @@ def make_manifest(files: dict) -> Manifest:
         {"model.path": "f"},
         "2026-01-01T00:00:00+00:00",
         {"rlhf": "0é"},
+        [1],
         files,
     )
 
@@ -207,7 +208,7 @@ def test_linked_folders_count_as_linked_not_as_written(checkpoint):
 def test_another_format_number_is_refused_with_both(checkpoint):
     (checkpoint / "manifest.json").unlink()
     write_manifest(checkpoint, replace(make_manifest({}), format=1))
-    with pytest.raises(DamagedCheckpoint, match="format 1 is not 3"):
+    with pytest.raises(DamagedCheckpoint, match="format 1 is not 4"):
         read_manifest(checkpoint)
 
 

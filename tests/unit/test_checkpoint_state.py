@@ -3,10 +3,11 @@
 import itertools
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
-from rlhf.checkpoint.commit.manifest import verify
+from rlhf.checkpoint.commit.manifest import read_manifest, verify
 from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.load.restoring import load_state
 from rlhf.checkpoint.save.snapshot import RunState
@@ -152,3 +153,20 @@ def test_a_part_that_the_checkpoint_does_not_know_starts_at_its_beginning(config
     guards.state["count"] = 105
     checkpointer.resume()
     assert guards.state == {"count": 100}
+
+
+def test_what_bits_depend_on_is_stored_and_told_at_a_resume(tmp_path, caplog):
+    config = make_config(tmp_path)
+    make_checkpointer(config, PlainRole(), 2, threads=[4]).save(2)
+    assert read_manifest(step_dir(config.run_dir, 2)).threads == [4]
+    assert resume(config, PlainRole(), threads=[4]) == 2
+    assert "the bits of further steps are not promised" not in caplog.text
+    assert resume(config, PlainRole(), threads=[8]) == 2
+    assert (
+        "Its ranks had 4 CPU threads each and go on with 8 (trainer.threads_per_rank): the state is exact"
+        in caplog.text
+    )
+    checkpointer = make_checkpointer(config, PlainRole(), threads=[4])
+    checkpointer._identity = replace(checkpointer._identity, versions={"torch": "0.1"})
+    assert checkpointer.resume()
+    assert "goes on with 0.1: the state is exact, the bits of further steps are not promised" in caplog.text

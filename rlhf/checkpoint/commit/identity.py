@@ -1,7 +1,7 @@
 """Identity of a run in its manifests: what wrote a checkpoint, with which settings, files and versions."""
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -14,16 +14,20 @@ import rlhf
 class Identity:
     """The run that wrote a checkpoint, as its manifest has it.
 
-    `fingerprints` identify the files that settings name (`model.path`, ...), by setting.
+    `fingerprints` identify the files that settings name (`model.path`, ...), by setting. `threads` are those that each
+    rank computes with on the CPU.
     """
 
     backend: str
     config_hash: str
     fingerprints: dict[str, str]
     versions: dict[str, str]
+    threads: list[int]
 
     @classmethod
-    def of_run(cls, backend: str, config_yaml: str, fingerprints: Mapping[str, str]) -> "Identity":
+    def of_run(
+        cls, backend: str, config_yaml: str, fingerprints: Mapping[str, str], threads: Sequence[int]
+    ) -> "Identity":
         """The identity of a run in this process, with the resolved configuration `config_yaml`."""
         versions = {
             "rlhf": rlhf.__version__,
@@ -31,4 +35,6 @@ class Identity:
             "transformers": version("transformers"),
             "python": platform.python_version(),
         }
-        return cls(backend, xxhash.xxh3_128_hexdigest(config_yaml.encode()), dict(fingerprints), versions)
+        return cls(
+            backend, xxhash.xxh3_128_hexdigest(config_yaml.encode()), dict(fingerprints), versions, list(threads)
+        )

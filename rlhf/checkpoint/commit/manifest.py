@@ -17,7 +17,7 @@ from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.layout import MANIFEST, step_of
 from rlhf.storage.reading import CheckedFiles, read_regular
 
-FORMAT = 3
+FORMAT = 4
 LARGEST_BYTES = 256 << 20
 """More than any manifest has: enough for the hashes of 30 TB."""
 DOMAINS = "domains"
@@ -35,6 +35,8 @@ class Manifest:
     Where nodes have disks of their own, the same manifest lies on each, and the entries say which files are not on all
     of them (`DOMAINS`).
 
+    `threads` are those that each rank computed with on the CPU, on which bits depend.
+
     `fingerprints` are of the files that settings name (`model.path` and so on). `linked` maps each folder whose files
     this save did not write to the checkpoint that it shares them with. `metrics` are the figures of the step.
     """
@@ -48,6 +50,7 @@ class Manifest:
     fingerprints: dict[str, str]
     created: str
     versions: dict[str, str]
+    threads: list[int]
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     linked: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)

@@ -24,6 +24,8 @@ def problems_of(payload: dict[str, Any]) -> Iterator[str]:
     for name in ("contents", "roles"):
         if not _is_list(payload[name], str):
             yield f"its {name} are no list of texts"
+    if not _is_list(payload["threads"], int):
+        yield "its threads are no list of numbers"
     for name in ("fingerprints", "versions", "linked"):
         if not _is_mapping(payload[name], str):
             yield f"its {name} are no texts by name"

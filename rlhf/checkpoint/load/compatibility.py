@@ -70,3 +70,19 @@ def _other_files(path: Path, manifest: Manifest, config: ResolvedConfig, fingerp
             difference = "was not in use" if stored is None else "holds other files than"
             lines.append(f"{setting}={config.setting(setting)} {difference} when {path} was saved")
     return lines
+
+
+def same_bits_problems(manifest: Manifest, identity: Identity, world_size: int) -> list[str]:
+    """Differences of the run that is `identity`, on so many ranks, from the one that saved a checkpoint, for which the
+    same settings may give other bits; one line each."""
+    lines = []
+    if manifest.world_size != world_size:
+        lines.append(f"It was saved by {manifest.world_size} ranks and goes on with {world_size}")
+    elif manifest.threads != identity.threads:
+        saved, present = (", ".join(map(str, sorted(set(threads)))) for threads in (manifest.threads, identity.threads))
+        lines.append(f"Its ranks had {saved} CPU threads each and go on with {present} (trainer.threads_per_rank)")
+    for name in sorted(manifest.versions.keys() | identity.versions.keys()):
+        saved, present = (versions.get(name, "none") for versions in (manifest.versions, identity.versions))
+        if saved != present:
+            lines.append(f"It was saved with {name} {saved} and goes on with {present}")
+    return lines

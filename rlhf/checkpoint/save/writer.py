@@ -175,6 +175,7 @@ def _describe(
         fingerprints=identity.fingerprints,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=identity.versions,
+        threads=identity.threads,
         files=written_entries | linked_entries,
         linked={folder: _name_of(snapshot.unchanged[folder], run_dir) for folder in draft.linked},
         metrics=snapshot.metrics,

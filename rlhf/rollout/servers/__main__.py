@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from rlhf.ranks.open_files import raise_open_files
 from rlhf.ranks.parent import die_with_parent
 from rlhf.rollout.servers.weights.plugin import BACKEND, SERVER_PID
 
@@ -36,6 +37,7 @@ def with_our_flags(arguments: Sequence[str], cpu: bool) -> list[str]:
 
 def main() -> None:
     """Serve until a signal comes."""
+    raise_open_files()
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the routes that exchange weights
     os.environ[SERVER_PID] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a forked child would not load plugins again

@@ -1,0 +1,26 @@
+"""The limit of open files, in processes of their own, whose limits are their own."""
+
+import subprocess
+import sys
+
+import pytest
+
+COMMANDS = {
+    "trainer": "from rlhf.train import main; main(['--cfg'])",
+    "server": "from rlhf.rollout.servers.__main__ import main; main()",
+}
+START = """
+import contextlib, resource, subprocess, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
+with contextlib.suppress(SystemExit):
+    {command}
+child = [sys.executable, "-c", "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"]
+print("own", resource.getrlimit(resource.RLIMIT_NOFILE), "child", subprocess.check_output(child, text=True))
+"""
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS.keys())
+def test_a_command_may_open_as_many_files_as_it_is_allowed_to(command):
+    program = [sys.executable, "-c", START.format(command=command)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-2:] == ["own (4096, 4096) child 4096", ""]
