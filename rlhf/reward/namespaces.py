@@ -34,7 +34,10 @@ def enter(folder: str, writable: Sequence[str], missing: list[str]) -> str:
     try:
         kernel.unshare(flags if user == 0 else flags | kernel.CLONE_NEWUSER)
     except OSError as error:
-        missing.append(f"namespaces ({error}): a process of theirs that leaves its session outlives a time-out")
+        missing.append(
+            f"namespaces ({error}): a process of theirs that leaves its session outlives a time-out, and they write to "
+            f"{SHARED_MEMORY}"
+        )
         return folder
     if user != 0:
         kernel.tell("/proc/self/setgroups", "deny")

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -136,8 +137,11 @@ def test_the_network_is_open_only_when_asked_for(probe_of, network):
 
 
 def test_processes_and_threads_are_limited(shared):
-    code = "import threading\nthreading.stack_size(65536)\ngo, made = threading.Event(), []\ntry:\n"
-    code += "    while len(made) < 20000:\n        thread = threading.Thread(target=go.wait)\n        thread.start()\n"
+    code = "import resource, threading\nlimit = resource.getrlimit(resource.RLIMIT_NPROC)[1]\n"
+    code += "out['refused'] = 0 < limit < 100_000\nthreading.stack_size(65536)\ngo, made = threading.Event(), []\n"
+    # Of a user that it shares, the limit is not its own, and too high to try.
+    code += "try:\n    while limit == 1024 and len(made) < 2000:\n        out['refused'] = 0\n"
+    code += "        thread = threading.Thread(target=go.wait)\n        thread.start()\n"
     code += "        made.append(thread)\nexcept RuntimeError:\n    out['refused'] = 1\n"
     code += "go.set()\nfor thread in made: thread.join()"
     assert shared(code).extra == {"refused": 1.0}
@@ -263,9 +267,9 @@ from tests.unit.test_reward_confinement import Probe, item
 kernel._CALLS["unshare"] = (272, 97)
 kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
 kernel.forbid_calls(["unshare"])
-probe = Probe(Path(sys.argv[1]), num_workers=2)
+probe, outside = Probe(Path(sys.argv[1]), num_workers=2), sys.argv[3]
 code = "time.sleep(0.2)\\nopen(os.path.expanduser('~/a'), 'w').close()\\n"
-code += f"try: open({sys.argv[1]!r} + '/new', 'w')\\nexcept OSError: out['kept'] = 1"
+code += f"try: open({outside!r} + '/new', 'w')\\nexcept OSError: out['kept'] = 1"
 results = probe.reward.score([item(code)] * 6)
 assert all(result.extra == {"kept": 1.0} for result in results), results
 def count(): return len(list(Path(os.environ["TMPDIR"]).glob("rlhf-reward-*")))
@@ -282,7 +286,7 @@ def without_namespaces(tmp_path):
     def run(end: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "temporary").mkdir(exist_ok=True)
         return subprocess.run(
-            [sys.executable, "-c", WITHOUT_NAMESPACES, str(tmp_path), end],
+            [sys.executable, "-c", WITHOUT_NAMESPACES, str(tmp_path), end, outside],
             env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
             cwd=Path(__file__).parents[2],
             capture_output=True,
@@ -290,7 +294,9 @@ def without_namespaces(tmp_path):
             timeout=60,
         )
 
-    return run
+    # The temporary folder of the tests may lie in /dev/shm, to which they write then.
+    with tempfile.TemporaryDirectory(dir="/tmp") as outside:
+        yield run
 
 
 def test_what_the_machine_lacks_is_told_once_and_the_rest_holds(without_namespaces):
