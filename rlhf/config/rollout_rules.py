@@ -29,14 +29,18 @@ OURS = {
 }
 """vLLM's arguments that are settings of the trainer, with their names there."""
 TRAINERS = (
+    "api_key",
     "disable_log_stats",
     "distributed_executor_backend",
     "enable_lora",
     "enable_return_routed_experts",
     "generation_config",
+    "host",
     "load_format",
     "logprobs_mode",
+    "middleware",
     "override_generation_config",
+    "port",
     "skip_tokenizer_init",
     "trust_remote_code",
     "weight_transfer_config",

@@ -99,6 +99,17 @@ def write_small(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
+def write_private(path: Path, content: bytes) -> None:
+    """Write a small file that only its owner may read; nobody ever sees a part of it under its name."""
+    fresh = path.with_name(f"{TEMPORARY}{path.name}")
+    fresh.unlink(missing_ok=True)
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+
+
 def write_range(path: Path, size: int, offset: int, content: memoryview) -> None:
     """Write `content` at `offset` of a file of `size` bytes, empty elsewhere and made if it is not there.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.errors import EXIT_CRASHED
+from rlhf.rollout.servers.secret import VARIABLE, run_secret
 from tests.support.interrupter import at
 from tests.support.launching import ROOT, STEPS, TINY_POLICY, records, small, train
 from tests.support.trained_on import recording, trained_on
@@ -28,7 +29,14 @@ CORRECTED = "algorithm.rollout_correction.rollout_is=token"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server that somebody else has started."""
+    """The URL of a server that somebody else has started, with a secret that all of them know."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(VARIABLE, "of-servers-and-runs-here")
+        yield from serve(tmp_path_factory)
+
+
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The server, while the generator is not closed."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
@@ -47,7 +55,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + READY_S
     try:
         while True:
-            with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+            health = urllib.request.Request(f"{url}/health", headers=run_secret(log).headers)
+            with suppress(OSError), urllib.request.urlopen(health, timeout=5):
                 break
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()

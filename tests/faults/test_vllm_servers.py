@@ -25,6 +25,7 @@ from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.servers import server_engine as engine_module
 from rlhf.rollout.servers.client import Ask, ServerClient
+from rlhf.rollout.servers.secret import VARIABLE, Secret, run_secret
 from rlhf.rollout.servers.server_engine import ServerEngine, build_server_engine
 from rlhf.rollout.servers.server_process import ServerProcess, processes_of
 from tests.support.launching import question
@@ -103,6 +104,7 @@ def requests(count: int) -> list[Request]:
 @dataclass
 class World:
     config: RolloutConfig
+    secret: Secret
     engine: ServerEngine
     servers: list[Behind]
     requests: list[Request]
@@ -144,8 +146,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         engine = start(config, logs, Coordinator(GlooTransport()))
     try:
         every = requests(14)
-        world = World(config, engine, Behind.made, asking(every, SEEDED) + asking(every[:4], GREEDY))
-        assert sorted(path.name for path in logs.iterdir()) == ["server_0.log", "server_1.log"]
+        world = World(
+            config, run_secret(logs / "secret"), engine, Behind.made, asking(every, SEEDED) + asking(every[:4], GREEDY)
+        )
+        assert sorted(path.name for path in logs.iterdir()) == ["secret", "server_0.log", "server_1.log"]
         events.subscribe(world.said.append)
         world.everyone_serves()
         world.generate()  # the first time all sorts of things are done once
@@ -153,6 +157,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     finally:
         engine.close()
     for server in world.servers:
+        assert world.secret.value not in server._log.read_text()
         assert server._process is not None
         assert not processes_of(server._process.pid)
 
@@ -205,8 +210,8 @@ def test_weights_that_were_exchanged_behind_our_back(world, undisturbed):
 
     def exchange() -> None:
         body = json.dumps({"new_version": "somebody else's"}).encode()
-        url, json_body = f"{proxy.upstream}/update_weight_version", {"Content-Type": "application/json"}
-        urllib.request.urlopen(urllib.request.Request(url, body, json_body), timeout=ANSWER_S)
+        url, headers = f"{proxy.upstream}/update_weight_version", {"Content-Type": "application/json"}
+        urllib.request.urlopen(urllib.request.Request(url, body, headers | world.secret.headers), timeout=ANSWER_S)
 
     proxy.arm(1, exchange)  # while it is idle a probe might be the first to notice
     samples, metrics = world.generate()
@@ -224,8 +229,9 @@ def weights_of_rank() -> Iterator[tuple[str, torch.Tensor]]:
         yield name, tensor
 
 
-def one_of_two_ranks(urls: list[str], folder: Path) -> list[list[tuple]]:
+def one_of_two_ranks(urls: list[str], secret: str, folder: Path) -> list[list[tuple]]:
     """What this rank gets for requests of its own."""
+    os.environ[VARIABLE] = secret
     config, coordinator = configuration(), Coordinator(GlooTransport())
     config.servers.urls = urls
     engine = start(config, folder, coordinator)
@@ -244,7 +250,7 @@ def test_ranks_share_servers_given_by_url(world, undisturbed, tmp_path):
     world.everyone_serves()
     # Straight to the servers, and not as the engine of this process names them.
     urls = [server.proxy.upstream + "/" for server in world.servers]
-    first, second = run_ranks(2, partial(one_of_two_ranks, urls, tmp_path))
+    first, second = run_ranks(2, partial(one_of_two_ranks, urls, world.secret.value, tmp_path))
     wanted = plain(undisturbed)
     assert (first, second) == (wanted[:2], wanted[2:5])
     assert not list(tmp_path.iterdir())
@@ -258,7 +264,7 @@ def test_a_busy_server_counts_its_tokens_before_it_answers(world):
 
     async def count() -> list[float]:
         async with aiohttp.ClientSession() as session:
-            client = ServerClient(session, world.servers[0].url, Ask([1], {}, 512), ANSWER_S)
+            client = ServerClient(session, world.servers[0].url, Ask([1], {}, 512), ANSWER_S, world.secret)
             answer = asyncio.create_task(client.generate(request, 1, await client.weight_label(), 1))
             counts = [await client.tokens()]
             while not answer.done():

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rlhf.config import RolloutConfig
 from rlhf.rollout import Request, SamplingParams, build_embedded_engine
+from rlhf.rollout.servers.secret import Secret, SecretMiddleware
 from rlhf.rollout.servers.server_process import ServerProcess, processes_of
 from rlhf.rollout.servers.weights import push as push_module
 from rlhf.rollout.servers.weights.pull import Lender
@@ -32,6 +34,7 @@ pytestmark = [
 ]
 CPU = torch.device("cpu")
 START_S, ANSWER_S = 240.0, 60.0
+SECRET = Secret("of-this-run-alone", "here")
 SMALL_BUCKETS = 100_000  # bytes; the policy has about 3 MB
 
 
@@ -71,18 +74,23 @@ class Server:
 
     def __init__(self, folder: Path, log: Path) -> None:
         self.log = log
-        self.process = ServerProcess(settings(), folder, LONGEST, CPU, (), log)
+        self.process = ServerProcess(settings(), folder, LONGEST, CPU, (), SECRET, log)
 
     def wait(self) -> None:
         end = time.monotonic() + START_S
         while True:
             try:
-                urllib.request.urlopen(f"{self.process.url}/health", timeout=2)
+                urllib.request.urlopen(self.request("/health"), timeout=2)
                 return
             except OSError:
                 assert self.process.poll() is None, self.log.read_text()[-3000:]
                 assert time.monotonic() < end, self.log.read_text()[-3000:]
                 time.sleep(0.1)
+
+    def request(self, path: str, body: bytes | None = None) -> urllib.request.Request:
+        """A request that shows the secret."""
+        headers = SECRET.headers | {"Content-Type": "application/json"}
+        return urllib.request.Request(self.process.url + path, body, headers)
 
     def greedy(self) -> tuple[list[list[int]], set[str]]:
         """Its answers, and the versions of the weights that they came from."""
@@ -90,10 +98,7 @@ class Server:
         for ids in prompts():
             params = {"temperature": 0, "max_tokens": RESPONSE, "ignore_eos": True, "logprobs": 0}
             body = json.dumps({"token_ids": ids, "sampling_params": params}).encode()
-            request = urllib.request.Request(
-                f"{self.process.url}/inference/v1/generate", body, {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+            with urllib.request.urlopen(self.request("/inference/v1/generate", body), timeout=ANSWER_S) as response:
                 choice = json.load(response)["choices"][0]
             tokens.append(choice["token_ids"])
             versions |= {span["version"] for span in choice["weight_versions"]}
@@ -128,17 +133,78 @@ def fresh(tmp_path_factory: pytest.TempPathFactory, server: Server) -> list[list
 def test_the_server_answers_as_the_weights_that_it_was_given(server: Server, fresh: list[list[int]]):
     server.wait()
     url, old, new = server.process.url, policy(), policy(changed=True)
-    assert WeightPush(settings(), CPU).send([url], old.named_parameters(), "step 0") == {url: None}
+    assert WeightPush(settings(), CPU, SECRET).send([url], old.named_parameters(), "step 0") == {url: None}
     first = server.greedy()
     assert first == (embedded(old), {"step 0"})
 
-    small = WeightPush(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
+    small = WeightPush(settings(), CPU, SECRET, bucket_bytes=SMALL_BUCKETS)
     assert small.send([url], new.named_parameters(), "step 1") == {url: None}
     assert server.greedy() == (embedded(new), {"step 1"}) == (fresh, {"step 1"})
     assert server.greedy() != first
 
     assert small.send([url], old.named_parameters(), "step 2") == {url: None}
     assert server.greedy() == (embedded(old), {"step 2"})
+
+
+def status(request: urllib.request.Request) -> int:
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+            return response.status
+    except HTTPError as error:
+        return error.code
+
+
+def test_every_route_asks_for_the_secret(server: Server):
+    server.wait()
+    with urllib.request.urlopen(server.request("/openapi.json"), timeout=ANSWER_S) as response:
+        paths = json.load(response)["paths"]
+    routes = {(path, method.upper()) for path, methods in paths.items() for method in methods}
+    assert {("/update_weights", "POST"), ("/pause", "POST"), ("/v1/chat/completions", "POST")} <= routes
+    # Those that the schema does not list, too.
+    routes |= {(path, "GET") for path in ("/metrics", "/docs", "/openapi.json", "/health", "/ping", "/none")}
+    for shown in ({}, {"Authorization": "Bearer of-another-run"}):
+        for path, method in sorted(routes):
+            asked = urllib.request.Request(server.process.url + path, headers=shown, method=method)
+            assert status(asked) == 401, (path, method)
+    assert {status(server.request(path)) for path in ("/metrics", "/health", "/weight_info")} == {200}
+
+
+def test_weights_of_a_trainer_with_another_secret_are_not_fetched(server: Server, monkeypatch: pytest.MonkeyPatch):
+    """Even if it may call the server."""
+    server.wait()
+    url, old = server.process.url, policy()
+
+    class Foreign(Lender):
+        def __init__(self, address: str, timeout_s: float, secret: str) -> None:
+            super().__init__(address, timeout_s, "of-another-run")
+
+    weight_push = WeightPush(settings(), CPU, SECRET)
+    with monkeypatch.context() as patched:
+        patched.setattr(push_module, "Lender", Foreign)
+        outcome = weight_push.send([url], old.named_parameters(), "foreign")
+    assert "/update_weights was refused" in (outcome[url] or "")
+    assert "not of a trainer that holds this server's secret" in server.log.read_text()
+    assert weight_push.send([url], old.named_parameters(), "ours") == {url: None}
+    assert server.greedy() == (embedded(old), {"ours"})
+    other = WeightPush(settings(), CPU, Secret("of-another-run", "there"))
+    assert "/pause?mode=abort was refused with 401" in str(other.send([url], old.named_parameters(), "other")[url])
+    assert server.greedy()[1] == {"ours"}
+
+
+def test_the_secret_is_on_no_command_line_and_in_no_log_and_the_port_is_this_machines(server: Server):
+    server.wait()
+    process = server.process._process
+    assert process is not None
+    group = processes_of(process.pid)
+    for pid in group:
+        assert SECRET.value.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    log = server.log.read_text()
+    assert SECRET.value not in log
+    assert SecretMiddleware.__name__ in log
+    port = int(server.process.url.rpartition(":")[2])
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    at = {row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port}
+    assert at == {"0100007F"}
 
 
 class Damaged(Lender):
@@ -177,7 +243,7 @@ def test_after_an_update_that_broke_off_the_next_one_is_whole(
             walked.append(pair[0])
             yield pair
 
-    weight_push = WeightPush(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
+    weight_push = WeightPush(settings(), CPU, SECRET, bucket_bytes=SMALL_BUCKETS)
     with monkeypatch.context() as patched:
         patched.setattr(push_module, "Lender", trouble)
         outcome = weight_push.send([url, nobody], weights(), "broken")
@@ -197,7 +263,7 @@ def test_an_error_of_the_weights_themselves_propagates(server: Server):
         yield from list(old.named_parameters())[:3]
         raise RuntimeError("a rank is lost")
 
-    weight_push = WeightPush(settings(), CPU, bucket_bytes=SMALL_BUCKETS)
+    weight_push = WeightPush(settings(), CPU, SECRET, bucket_bytes=SMALL_BUCKETS)
     with pytest.raises(RuntimeError, match="a rank is lost"):
         weight_push.send([url], weights(), "half")
     assert weight_push.send([url], old.named_parameters(), "again") == {url: None}

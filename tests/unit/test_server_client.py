@@ -15,8 +15,17 @@ from hypothesis import strategies as st
 
 from rlhf.errors import UserError
 from rlhf.rollout import Request, Sample, SamplingParams
-from rlhf.rollout.servers.client import Ask, ServerClient, ServerFailure, StaleAnswer, samples_of
+from rlhf.rollout.servers.client import (
+    Ask,
+    SecretRefused,
+    ServerClient,
+    ServerFailure,
+    StaleAnswer,
+    samples_of,
+)
+from rlhf.rollout.servers.secret import Secret
 
+SECRET = Secret("of-this-run-alone", "here")
 PARAMS, VOCAB = SamplingParams(n=2, max_tokens=4), 10
 REQUEST = Request(7, [1, 2, 3], PARAMS)
 
@@ -131,7 +140,9 @@ def ask(handler: Callable, use: Callable, answer_timeout_s: float = 30.0) -> Any
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         try:
             async with aiohttp.ClientSession() as session:
-                client = ServerClient(session, f"http://127.0.0.1:{port}", Ask([9], {}, VOCAB), answer_timeout_s)
+                client = ServerClient(
+                    session, f"http://127.0.0.1:{port}", Ask([9], {}, VOCAB), answer_timeout_s, SECRET
+                )
                 return await use(client)
         finally:
             await runner.cleanup()
@@ -203,6 +214,41 @@ def test_a_server_that_does_not_count(text, error, words):
 
     with pytest.raises(error, match=words):
         ask(handler, lambda client: client.tokens())
+
+
+def test_the_secret_is_shown_on_every_route_and_taken_nowhere_else():
+    asked, elsewhere = [], []
+
+    async def handler(request: web.Request) -> web.Response:
+        if request.path == "/elsewhere":
+            elsewhere.append(request.headers.get("Authorization"))
+        asked.append((request.path, request.headers.get("Authorization")))
+        return web.Response(status=307, headers={"Location": "/elsewhere"})
+
+    calls: list[Callable] = [generate()]
+    calls += [lambda c: c.weight_label(), lambda c: c.version(), lambda c: c.tokens()]
+    for call in calls:
+        with pytest.raises(ServerFailure, match="HTTP 307"):
+            ask(handler, call)
+    assert {path for path, _ in asked} == {"/inference/v1/generate", "/health", "/version", "/metrics"}
+    assert {shown for _, shown in asked} == {"Bearer of-this-run-alone"}
+    assert not elsewhere
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_whether_a_server_asks_for_a_secret(asks):
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=401 if asks and "Authorization" not in request.headers else 200)
+
+    assert ask(handler, lambda client: client.asks_for_secret()) is asks
+
+
+def test_another_secret_is_a_failure_of_its_own():
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=401, text="no")
+
+    with pytest.raises(SecretRefused, match="/version: HTTP 401: no"):
+        ask(handler, lambda client: client.version())
 
 
 def test_an_error_of_the_server_is_its_failure():

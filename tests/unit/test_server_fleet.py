@@ -18,16 +18,18 @@ from rlhf.rollout import Request, SamplingParams
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import ServerHandle, ServersFailed
+from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.server_engine import server_gpus, vocab_size
 from tests.support.tcp_proxy import Proxy
 
 DEADLINE_S = 60.0
 HERE = "127.0.0.1"
+SECRET = Secret("of-this-run-alone", "RUN/secret")
 
 
 @contextmanager
 def fleet(settings: ServersConfig, processes: dict[Path, ServerHandle]) -> Iterator[Fleet]:
-    made = Fleet(settings, processes, Ask([1], {}, 10), capacity=4)
+    made = Fleet(settings, processes, Ask([1], {}, 10), SECRET, capacity=4)
     try:
         yield made
     finally:
@@ -116,13 +118,14 @@ def test_an_unsupported_release_is_the_users_mistake():
 class Slow(ThreadingHTTPServer):
     """A server with the weights `w1` that answers no request before it was asked for its tokens `counts` times.
 
-    It counts one more token each time if it is `alive`.
+    It counts one more token each time if it is `alive`, and asks for the header Authorization if it `wants` one.
     """
 
     daemon_threads = True
 
-    def __init__(self, counts: int, *, alive: bool) -> None:
+    def __init__(self, counts: int, *, alive: bool, wants: str | None = None) -> None:
         self.counts, self.alive, self.counted = counts, alive, 0
+        self.wants = wants
         self.enough = threading.Event()
         super().__init__((HERE, 0), SlowHandler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -133,6 +136,9 @@ class SlowHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         slow, label, vllm = self.server, {"weight_version": "w1"}, {"version": "0.32.0"}
+        if slow.wants not in (None, self.headers.get("Authorization")):
+            self.send_error(401)
+            return
         if self.path == "/metrics":
             slow.counted += 1
             if slow.counted >= slow.counts:
@@ -184,6 +190,24 @@ def test_a_busy_server_is_waited_for_and_one_that_hangs_is_not(hangs):
                 it.wait(DEADLINE_S)
     proxy.resume()
     server.enough.set()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("wants", [None, "Bearer of-this-run-alone", "Bearer of-another-run"])
+def test_a_server_given_by_url_should_ask_for_a_secret_which_is_this_runs(wants, caplog):
+    server = Slow(counts=1, alive=True, wants=wants)
+    url = f"http://{HERE}:{server.server_port}"
+    with fleet(limits(urls=[url]), {}) as it:
+        if wants == "Bearer of-another-run":
+            with pytest.raises(UserError, match=rf"{url} asks for another secret .*RUN/secret.* RLHF_ROLLOUT_SECRET"):
+                it.wait(DEADLINE_S, generating=False)
+        else:
+            assert it.wait(DEADLINE_S, generating=False) == "ready"
+    told = [record.getMessage() for record in caplog.records if "asks for no secret" in record.getMessage()]
+    assert len(told) == (wants is None)
+    assert all(url in text and "RUN/secret" in text and "RLHF_ROLLOUT_SECRET" in text for text in told)
+    assert SECRET.value not in caplog.text
     server.shutdown()
     server.server_close()
 

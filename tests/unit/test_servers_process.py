@@ -10,9 +10,11 @@ import torch
 from rlhf.config import RolloutConfig
 from rlhf.ranks.parent import PARENT_PID
 from rlhf.rollout.servers.__main__ import with_our_flags
+from rlhf.rollout.servers.secret import VARIABLE, Secret
 from rlhf.rollout.servers.server_process import as_flags, environment, flags, processes_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+SECRET = Secret("of-this-run-alone", "here")
 
 
 def value(words: list[str], flag: str) -> str:
@@ -52,19 +54,19 @@ def test_vllms_own_arguments_win_and_keep_their_types():
 
 def test_users_flags_win_except_over_what_the_trainer_cannot_do_without():
     theirs = ["model", "--host", "0.0.0.0", "--kv-cache-memory-bytes", "1", "--logprobs-mode", "raw_logprobs"]
-    words = with_our_flags(theirs, cpu=True)
+    words = with_our_flags(theirs, cpu=True, asks=True)
     assert value(words, "--model") == "model"
     assert value(words, "--host") == "0.0.0.0"
     assert value(words, "--kv-cache-memory-bytes") == "1"
     assert value(words, "--logprobs-mode") == "processed_logprobs"
-    assert value(with_our_flags(["model"], cpu=True), "--host") == "127.0.0.1"
+    assert value(with_our_flags(["model"], cpu=True, asks=True), "--host") == "127.0.0.1"
     assert "--no-enable-chunked-prefill" in words
-    assert "--no-enable-chunked-prefill" not in with_our_flags(theirs, cpu=False)
+    assert "--no-enable-chunked-prefill" not in with_our_flags(theirs, cpu=False, asks=True)
 
 
 def test_a_cache_size_in_vllms_variable_is_not_overridden(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
-    assert "--kv-cache-memory-bytes" not in with_our_flags(["model"], cpu=True)
+    assert "--kv-cache-memory-bytes" not in with_our_flags(["model"], cpu=True, asks=True)
 
 
 def test_a_server_is_no_rank_and_sees_its_gpus_only():
@@ -76,11 +78,12 @@ def test_a_server_is_no_rank_and_sees_its_gpus_only():
         "TORCHELASTIC_RUN_ID": "x",
         "HOME": "h",
     }
-    found = environment(rank | {"CUDA_VISIBLE_DEVICES": "0", PARENT_PID: "1"}, CUDA, ("4", "5"))
-    assert found.keys() == {"HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", PARENT_PID}
+    found = environment(rank | {"CUDA_VISIBLE_DEVICES": "0", PARENT_PID: "1"}, CUDA, ("4", "5"), SECRET)
+    assert found.keys() == {"HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", PARENT_PID, VARIABLE}
     assert found["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert found[PARENT_PID] != "1"
-    assert environment({"CUDA_VISIBLE_DEVICES": "0"}, CPU, ())["CUDA_VISIBLE_DEVICES"] == "0"
+    assert found[VARIABLE] == SECRET.value
+    assert environment({"CUDA_VISIBLE_DEVICES": "0"}, CPU, (), SECRET)["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def test_a_process_group_ends_with_its_last_process_that_runs():

@@ -4,7 +4,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, HTTPServer, SimpleHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 import xxhash
 
 from rlhf.config import RolloutConfig
-from rlhf.rollout.servers.control import CallFailed, get, in_parallel, post
+from rlhf.rollout.servers.control import CallFailed, ServerControl, in_parallel
+from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.weights.pull import Lender, address_towards, fetch
 from rlhf.rollout.servers.weights.push import WeightPush, buckets
 
 CPU = torch.device("cpu")
 HERE = "127.0.0.1"
+SECRET = Secret("of-this-run-alone", "here")
 
 
 def test_buckets_hold_everything_in_order_and_stay_below_the_limit():
@@ -54,20 +57,20 @@ def test_weights_are_walked_to_their_end_without_any_server():
             yield name, torch.zeros(2)
 
     nobody = f"http://{HERE}:{free_port()}"
-    outcome = WeightPush(RolloutConfig(), CPU).send([nobody], weights(), "1")
+    outcome = WeightPush(RolloutConfig(), CPU, SECRET).send([nobody], weights(), "1")
     assert "refused" in (outcome[nobody] or "")
     assert walked == ["a", "b"]
 
 
 @pytest.fixture
 def lender() -> Iterator[Lender]:
-    made = Lender(HERE, timeout_s=5)
+    made = Lender(HERE, 5, SECRET.value)
     yield made
     made.close()
 
 
 def about(data: bytes) -> dict[str, Any]:
-    return {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data), "timeout_s": 5.0}
+    return {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data), "timeout_s": 5.0, "secret": SECRET.value}
 
 
 def test_what_is_lent_arrives_and_only_while_it_is_lent(lender: Lender):
@@ -78,6 +81,25 @@ def test_what_is_lent_arrives_and_only_while_it_is_lent(lender: Lender):
     for gone in (url, url.rpartition("/")[0] + "/"):
         with pytest.raises(OSError, match="404"):
             fetch(gone, **about(data))
+
+
+@pytest.mark.parametrize("of", ["of-another-run-alone", None])
+def test_weights_are_fetched_only_from_the_trainer_that_holds_the_secret(of: str | None):
+    """None: from whatever else answers at some URL."""
+    other = Lender(HERE, 5, of) if of else None
+    plain = HTTPServer((HERE, 0), SimpleHTTPRequestHandler)
+    threading.Thread(target=plain.serve_forever, daemon=True).start()
+    try:
+        with other.lend(b"weights") if other else nullcontext(f"http://{HERE}:{plain.server_port}/") as url:
+            with pytest.raises(PermissionError, match="not of a trainer that holds this server's secret"):
+                fetch(url, **about(b"weights"))
+            if other:  # who asks for no secret takes them from anybody
+                assert fetch(url, **(about(b"weights") | {"secret": None})) == b"weights"
+    finally:
+        plain.shutdown()
+        plain.server_close()
+        if other:
+            other.close()
 
 
 @pytest.mark.parametrize("sent", [b"weightx", b"weight", b"weights and more", b""])
@@ -106,7 +128,7 @@ def test_bytes_that_drip_end_at_the_deadline():
     thread.start()
     try:
         with pytest.raises(OSError, match=r"of 1000000 bytes|timed out"):
-            fetch(f"http://{HERE}:{listener.getsockname()[1]}/", 1_000_000, "", timeout_s=0.3)
+            fetch(f"http://{HERE}:{listener.getsockname()[1]}/", 1_000_000, "", timeout_s=0.3, secret=None)
     finally:
         stop.set()
         thread.join()
@@ -120,8 +142,17 @@ def test_a_server_of_this_machine_finds_the_trainer_where_it_is():
         address_towards("http://no-such-host.invalid:8000")
 
 
+class PickyServer(HTTPServer):
+    def __init__(self) -> None:
+        self.shown: list[tuple[str, str | None]] = []
+        super().__init__((HERE, 0), Picky)
+
+
 class Picky(BaseHTTPRequestHandler):
+    server: PickyServer
+
     def do_POST(self) -> None:
+        self.server.shown.append((self.path, self.headers.get("Authorization")))
         self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/silent":
             time.sleep(1)
@@ -130,7 +161,9 @@ class Picky(BaseHTTPRequestHandler):
         self.wfile.write(b"because" if self.path == "/bad" else b"{}")
 
     def do_GET(self) -> None:
-        self.send_response(200)
+        self.server.shown.append((self.path, self.headers.get("Authorization")))
+        self.send_response(302 if self.path == "/elsewhere" else 200)
+        self.send_header("Location", "/good")
         self.end_headers()
         self.wfile.write(b'{"answer": 42}' if self.path == "/good" else b"<html>")
 
@@ -139,20 +172,26 @@ class Picky(BaseHTTPRequestHandler):
 
 
 def test_calls_name_what_failed_and_do_not_wait_for_ever():
-    server = HTTPServer((HERE, 0), Picky)
+    server = PickyServer()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     url, nobody = f"http://{HERE}:{server.server_port}", f"http://{HERE}:{free_port()}"
     try:
-        post(url, "/good", 5)
-        assert get(url, "/good", 5) == {"answer": 42}
+        control = ServerControl(SECRET, 5)
+        control.post(url, "/good")
+        assert control.get(url, "/good") == {"answer": 42}
         with pytest.raises(CallFailed, match="/bad was refused with 500: b'because'"):
-            post(url, "/bad", 5)
+            control.post(url, "/bad")
         with pytest.raises(CallFailed, match="/page answered b'<html>'"):
-            get(url, "/page", 5)
-        assert in_parallel(lambda to: post(to, "/good", 5), [url, nobody]).keys() == {nobody}
+            control.get(url, "/page")
+        assert in_parallel(lambda to: control.post(to, "/good"), [url, nobody]).keys() == {nobody}
         with pytest.raises(CallFailed, match="timed out"):
-            post(url, "/silent", 0.2)
+            ServerControl(SECRET, 0.2).post(url, "/silent")
+        with pytest.raises(CallFailed, match="/elsewhere was refused with 302"):
+            control.get(url, "/elsewhere")
+        # Whatever is asked, the secret is shown; a redirection takes it nowhere.
+        assert {path for path, _ in server.shown} >= {"/good", "/bad", "/page", "/silent", "/elsewhere"}
+        assert {shown for _, shown in server.shown} == {"Bearer of-this-run-alone"}
     finally:
         server.shutdown()
         server.server_close()

@@ -1,15 +1,18 @@
 """python -m rlhf.rollout.servers FOLDER_OR_HUB_NAME [vLLM's flags]: vLLM's own HTTP server, set up for a trainer.
 
-It listens at 127.0.0.1 unless told otherwise with --host. Whoever reaches its port can exchange the model: trusted
-networks only.
+It listens at 127.0.0.1 unless told otherwise with --host. With RLHF_ROLLOUT_SECRET in its environment it answers only
+who shows that; without, whoever reaches its port can exchange the model.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
 
+from rlhf.errors import UserError
 from rlhf.ranks.open_files import raise_open_files
 from rlhf.ranks.parent import die_with_parent
+from rlhf.rollout.servers.secret import VARIABLE, SecretMiddleware, environment_secret
 from rlhf.rollout.servers.weights.plugin import BACKEND, SERVER_PID
 
 DEFAULTS = ["--host", "127.0.0.1", "--served-model-name", "policy", "--disable-uvicorn-access-log"]
@@ -26,13 +29,20 @@ CPU_DEFAULTS = ["--kv-cache-memory-bytes", str(1 << 30)]
 CPU_REQUIRED = ["--enforce-eager", "--no-enable-chunked-prefill"]
 
 
-def with_our_flags(arguments: Sequence[str], cpu: bool) -> list[str]:
-    """vLLM's flags from our command line, the model first; of a flag that comes twice the last one counts."""
+ASK_FOR_SECRET = ["--middleware", f"{SecretMiddleware.__module__}.{SecretMiddleware.__qualname__}"]
+
+
+def with_our_flags(arguments: Sequence[str], cpu: bool, asks: bool) -> list[str]:
+    """vLLM's flags from our command line, the model first; of a flag that comes twice the last one counts.
+
+    `asks`: whether the server asks for a secret.
+    """
     flags = list(arguments)
     if not flags[0].startswith("-"):  # --help
         flags.insert(0, "--model")
     defaults = DEFAULTS + (CPU_DEFAULTS if cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ else [])
-    return [*defaults, *flags, *REQUIRED, *(CPU_REQUIRED if cpu else [])]
+    # Of several middlewares the last one is asked first.
+    return [*defaults, *flags, *REQUIRED, *(CPU_REQUIRED if cpu else []), *(ASK_FOR_SECRET if asks else [])]
 
 
 def main() -> None:
@@ -53,10 +63,20 @@ def main() -> None:
         )
     if len(sys.argv) < 2:
         sys.exit("Which model? python -m rlhf.rollout.servers FOLDER_OR_HUB_NAME [vLLM's flags]")
+    try:
+        asks = environment_secret(os.environ) is not None
+    except UserError as error:
+        sys.exit(str(error))
+    if not asks:
+        logging.warning(
+            "%s is not set: whoever reaches this server's port can exchange its weights and have it fetch any URL "
+            "(docs/rollout.md).",
+            VARIABLE,
+        )
     if current_platform.is_cpu():
         # Two small functions, in the first generation: that takes a C++ compiler longer than they ever save.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    sys.argv = ["rlhf.rollout.servers", *with_our_flags(sys.argv[1:], current_platform.is_cpu())]
+    sys.argv = ["rlhf.rollout.servers", *with_our_flags(sys.argv[1:], current_platform.is_cpu(), asks)]
     serve()
 
 

@@ -10,6 +10,7 @@ import aiohttp
 
 from rlhf.errors import UserError
 from rlhf.rollout.engine import Request, Sample
+from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.vllm.requests import sampling_kwargs
 
 CONNECT_S = 10.0
@@ -30,6 +31,10 @@ class ServerFailure(Exception):
         self.hung = hung
 
 
+class SecretRefused(ServerFailure):
+    """The server asks for another secret than it was shown."""
+
+
 class StaleAnswer(Exception):
     """The answer was made with other weights than it had to be."""
 
@@ -46,14 +51,24 @@ class Ask:
 class ServerClient:
     """Talks to the server at `url`. Every call raises ServerFailure when it gets no proper answer."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, ask: Ask, answer_timeout_s: float) -> None:
-        self._session, self._url, self._ask = session, url, ask
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, ask: Ask, answer_timeout_s: float, secret: Secret
+    ) -> None:
+        self._session, self._url, self._ask, self._secret = session, url, ask, secret
         self._short = aiohttp.ClientTimeout(total=answer_timeout_s, sock_connect=CONNECT_S)
 
     async def weight_label(self) -> str:
         """Proof of life, and what the server calls its weights."""
         await self._call("GET", "/health", self._short)
         return _text(_parsed(await self._call("GET", "/weight_info", self._short)), "weight_version")
+
+    async def asks_for_secret(self) -> bool:
+        """Whether it refuses who shows no secret."""
+        try:
+            await self._call("GET", "/health", self._short, headers={})
+        except SecretRefused:
+            return True
+        return False
 
     async def version(self) -> str:
         """The release of vLLM."""
@@ -96,9 +111,23 @@ class ServerClient:
         samples = samples_of(answer, asked, self._ask.vocab_size, label, version)
         return [replace(samples[0], sample=i) for i in range(n)] if greedy else samples
 
-    async def _call(self, method: str, path: str, timeout: aiohttp.ClientTimeout, body: Any = None) -> bytes:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        timeout: aiohttp.ClientTimeout,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
         try:
-            async with self._session.request(method, self._url + path, json=body, timeout=timeout) as response:
+            async with self._session.request(
+                method,
+                self._url + path,
+                json=body,
+                timeout=timeout,
+                headers=self._secret.headers if headers is None else headers,
+                allow_redirects=False,  # which would take the secret elsewhere
+            ) as response:
                 content = await response.read()
                 status = response.status
         except TimeoutError as error:
@@ -111,6 +140,8 @@ class ServerClient:
                 "rollout.structured_outputs, rollout.engine_kwargs.vllm, data.max_prompt_length and "
                 "data.max_response_length."
             )
+        if status == 401:
+            raise SecretRefused(f"{path}: HTTP 401: {_short(content.decode(errors='replace'))}")
         if status != 200:
             raise ServerFailure(f"{path}: HTTP {status}: {_short(content.decode(errors='replace'))}")
         return content

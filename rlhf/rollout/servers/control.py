@@ -1,4 +1,4 @@
-"""Control routes of a vLLM server, each call with a deadline. Imports no torch."""
+"""Control routes of vLLM servers, each call with a deadline and the run's secret. Imports no torch."""
 
 import json
 import urllib.request
@@ -8,37 +8,52 @@ from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 
-# Servers are in the cluster's own network, which a proxy for the internet does not reach.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+from rlhf.rollout.servers.secret import Secret
 
 
 class CallFailed(Exception):
     """A server refused, answered nonsense, or did not answer within its deadline."""
 
 
-def post(url: str, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> None:
-    """POST to a server, its answer thrown away; raises CallFailed."""
-    data = json.dumps(body or {}).encode()
-    _call(path, urllib.request.Request(url + path, data, {"Content-Type": "application/json"}), timeout_s)
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirection is an error: it would take the secret elsewhere."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
 
 
-def get(url: str, path: str, timeout_s: float) -> Any:
-    """The JSON that a server answers; raises CallFailed."""
-    answer = _call(path, urllib.request.Request(url + path), timeout_s)
-    try:
-        return json.loads(answer)
-    except ValueError as error:
-        raise CallFailed(f"{path} answered {answer[:300]!r}") from error
+# Servers are in the cluster's own network, which a proxy for the internet does not reach.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
 
 
-def _call(path: str, request: urllib.request.Request, timeout_s: float) -> bytes:
-    try:
-        with _opener.open(request, timeout=timeout_s) as response:
-            return response.read()
-    except HTTPError as error:
-        raise CallFailed(f"{path} was refused with {error.code}: {error.read(300)!r}") from error
-    except (OSError, HTTPException) as error:
-        raise CallFailed(f"{path}: {error or type(error).__name__}") from error
+class ServerControl:
+    """Calls to servers, named by their URLs, that raise CallFailed; `timeout_s` is the deadline of each."""
+
+    def __init__(self, secret: Secret, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._headers = secret.headers
+
+    def post(self, url: str, path: str, body: dict[str, Any] | None = None) -> None:
+        """POST to a server, its answer thrown away."""
+        headers = {**self._headers, "Content-Type": "application/json"}
+        self._call(path, urllib.request.Request(url + path, json.dumps(body or {}).encode(), headers))
+
+    def get(self, url: str, path: str) -> Any:
+        """The JSON that a server answers."""
+        answer = self._call(path, urllib.request.Request(url + path, headers=self._headers))
+        try:
+            return json.loads(answer)
+        except ValueError as error:
+            raise CallFailed(f"{path} answered {answer[:300]!r}") from error
+
+    def _call(self, path: str, request: urllib.request.Request) -> bytes:
+        try:
+            with _opener.open(request, timeout=self.timeout_s) as response:
+                return response.read()
+        except HTTPError as error:
+            raise CallFailed(f"{path} was refused with {error.code}: {error.read(300)!r}") from error
+        except (OSError, HTTPException) as error:
+            raise CallFailed(f"{path}: {error or type(error).__name__}") from error
 
 
 def in_parallel(step: Callable[[str], None], urls: Sequence[str]) -> dict[str, str]:

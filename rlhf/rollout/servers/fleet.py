@@ -13,6 +13,7 @@ from rlhf.config.rollout import ServersConfig
 from rlhf.rollout.engine import Request, Sample
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet_loop import FleetLoop, FleetState, ServerHandle
+from rlhf.rollout.servers.secret import Secret
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -24,16 +25,22 @@ LOOK_S = 5.0
 class Fleet:
     """The leader's handle on the servers; a `FleetLoop` in a thread of its own looks after them.
 
-    `processes`: the servers that we start, by their log files; with none, the servers are `settings.urls`. `capacity`:
-    samples that a server decodes together. A `label` names weights: only servers with the one that is wanted are asked,
-    and answers by others are refused.
+    `processes`: the servers that we start, by their log files; with none, the servers are `settings.urls`. `secret`:
+    shown to each with every request. `capacity`: samples that a server decodes together. A `label` names weights: only
+    servers with the one that is wanted are asked, and answers by others are refused.
     """
 
     def __init__(
-        self, settings: ServersConfig, processes: Mapping[Path, ServerHandle], ask: Ask, *, capacity: int
+        self,
+        settings: ServersConfig,
+        processes: Mapping[Path, ServerHandle],
+        ask: Ask,
+        secret: Secret,
+        *,
+        capacity: int,
     ) -> None:
         self._processes = processes
-        self._fleet_loop = FleetLoop(settings, processes, ask, capacity=capacity)
+        self._fleet_loop = FleetLoop(settings, processes, ask, secret, capacity=capacity)
         self._began = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="rollout servers", daemon=True)

@@ -13,11 +13,11 @@ from typing import Literal, Protocol
 import aiohttp
 
 from rlhf.config.rollout import ServersConfig
-from rlhf.config.vllm_versions import server_problem
-from rlhf.errors import UserError
 from rlhf.rollout.engine import Request, Sample
+from rlhf.rollout.servers.admission import Admission
 from rlhf.rollout.servers.client import Ask, ServerClient, ServerFailure, StaleAnswer
 from rlhf.rollout.servers.health import Budget, ServerHealth
+from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.vllm.requests import request_seed
 
 log = logging.getLogger(__name__)
@@ -78,12 +78,19 @@ class FleetLoop:
     """State of the fleet, which only its event loop touches. `Fleet` explains the arguments and the methods."""
 
     def __init__(
-        self, settings: ServersConfig, processes: Mapping[Path, ServerHandle], ask: Ask, *, capacity: int
+        self,
+        settings: ServersConfig,
+        processes: Mapping[Path, ServerHandle],
+        ask: Ask,
+        secret: Secret,
+        *,
+        capacity: int,
     ) -> None:
         self.closing = False
         self.error: BaseException | None = None
         """What nothing of the fleet can mend."""
         self._settings, self._processes, self._ask, self._capacity = settings, processes, ask, capacity
+        self._secret, self._admission = secret, Admission(secret)
         self._budget = Budget(settings.max_failures)
         self._members: list[_Member] = []
         self._generation: _Generation | None = None
@@ -114,8 +121,10 @@ class FleetLoop:
 
     def _member(self, url: str, now: float, process: ServerHandle | None = None, log: Path | None = None) -> _Member:
         health = ServerHealth(self._settings, self._budget, ours=process is not None, now=now)
-        client = ServerClient(self._session, url, self._ask, self._settings.answer_timeout_s)
-        return _Member(health, client, url, process, log)
+        return _Member(health, self._client(url), url, process, log)
+
+    def _client(self, url: str) -> ServerClient:
+        return ServerClient(self._session, url, self._ask, self._settings.answer_timeout_s, self._secret)
 
     async def until(self, generating: bool, seconds: float) -> FleetState | None:
         """See `Fleet.wait`."""
@@ -220,7 +229,7 @@ class FleetLoop:
             self._fail(member, f"could not be started: {error}", gone=True)
             return
         member.url = process.url
-        member.client = ServerClient(self._session, member.url, self._ask, self._settings.answer_timeout_s)
+        member.client = self._client(member.url)
         member.silence = NOTHING_HEARD
         member.health.started(time.monotonic())
         member.starts += 1
@@ -234,9 +243,7 @@ class FleetLoop:
         health, before = member.health, member.health.state
         try:
             if before == "starting":
-                if problem := server_problem(await member.client.version()):
-                    raise UserError(f"The rollout server {member.url} cannot be used: {problem}.")
-                await member.client.tokens()
+                await self._admission.examine(member.client, member.url, ours=member.process is not None)
             label = await member.client.weight_label()
         except ServerFailure as failure:
             member.silence = str(failure)

@@ -21,6 +21,7 @@ from rlhf.rollout.engine import Request, Sample, Weights
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import FleetState
+from rlhf.rollout.servers.secret import run_secret
 from rlhf.rollout.servers.server_process import ServerProcess
 from rlhf.rollout.servers.weights.push import WeightPush
 from rlhf.storage.files import make_dir, write_small
@@ -164,10 +165,11 @@ def build_server_engine(
         files: the small files of a Hugging Face folder, by name.
         eos: the tokens that end a response.
         max_model_len: tokens of the longest prompt with its response.
-        logs: the folder for the logs of servers that we start.
+        logs: the folder for the logs of servers that we start, and for the run's secret.
 
     Raises:
-        UserError: too few GPUs for the servers, or a server with another release of vLLM than is supported.
+        UserError: too few GPUs for the servers, or a server with another secret, or with a release of vLLM that is not
+            supported.
         ServersFailed: no server came up (rollout.servers.max_failures).
     """
     resources = ExitStack()
@@ -176,6 +178,7 @@ def build_server_engine(
 
         def start() -> None:
             processes: dict[Path, ServerProcess] = {}
+            secret = run_secret(logs / "secret")
             if not config.servers.urls:
                 gpus = server_gpus(config, device, coordinator.world_size)
                 folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-rollout-")))
@@ -184,11 +187,11 @@ def build_server_engine(
                 make_dir(logs)
                 for i, of_server in enumerate(gpus):
                     path = logs / f"server_{i}.log"
-                    processes[path] = ServerProcess(config, folder, max_model_len, device, of_server, path)
-            weight_push = WeightPush(config, device)
+                    processes[path] = ServerProcess(config, folder, max_model_len, device, of_server, secret, path)
+            weight_push = WeightPush(config, device, secret)
             resources.callback(weight_push.close)
             ask = Ask(eos, config.structured_outputs, vocab_size(files))
-            fleet = Fleet(config.servers, processes, ask, capacity=config.max_num_seqs)
+            fleet = Fleet(config.servers, processes, ask, secret, capacity=config.max_num_seqs)
             resources.callback(fleet.close)
             log.info("Waiting for the first of %d rollout servers.", len(processes) or len(config.servers.urls))
             of_leader.append((fleet, weight_push))

@@ -18,6 +18,7 @@ import torch
 
 from rlhf.config import RolloutConfig
 from rlhf.ranks.parent import PARENT_PID
+from rlhf.rollout.servers.secret import VARIABLE, Secret
 
 # What torchrun and elastic tell a rank; vLLM would take them for its own.
 _OF_THE_RANK = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
@@ -39,6 +40,7 @@ class ServerProcess:
         max_model_len: int,
         device: torch.device,
         gpus: Sequence[int | str],
+        secret: Secret,
         log: Path,
     ) -> None:
         """
@@ -47,10 +49,11 @@ class ServerProcess:
             max_model_len: tokens of the longest prompt with its response.
             device: of whose type the server's devices are.
             gpus: the CUDA devices that it may see, as CUDA_VISIBLE_DEVICES names them; without meaning on a CPU.
+            secret: what it asks for on every route.
             log: what it says is appended here.
         """
         self._flags = flags(config, folder, max_model_len, device)
-        self._environment = environment(os.environ, device, gpus)
+        self._environment = environment(os.environ, device, gpus, secret)
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
@@ -126,10 +129,13 @@ def as_flags(arguments: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def environment(rank: Mapping[str, str], device: torch.device, gpus: Sequence[int | str]) -> dict[str, str]:
+def environment(
+    rank: Mapping[str, str], device: torch.device, gpus: Sequence[int | str], secret: Secret
+) -> dict[str, str]:
     """A server's environment, from that of the rank which starts it: it is no rank, and ends with this process."""
     kept = {name: value for name, value in rank.items() if not name.startswith(_OF_THE_RANK)}
     kept[PARENT_PID] = str(os.getpid())
+    kept[VARIABLE] = secret.value
     kept["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     if device.type == "cuda":
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.rollout.servers.control import CallFailed, get, in_parallel, post
+from rlhf.rollout.servers.control import CallFailed, ServerControl, in_parallel
 from rlhf.rollout.servers.weights.pull import address_towards
 
 # Larger than any bucket: both ends then see each bucket as one chunk.
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 class NcclGroup:
     """The leader as rank 0 and, after it, all workers of all servers. The leader needs vLLM and a CUDA device, too."""
 
-    def __init__(self, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, device: torch.device, control: ServerControl) -> None:
         self.device = device
-        self._timeout_s = timeout_s
+        self._control = control
         self._urls: list[str] = []
         self._communicator: Any = None
         self.label = ""
@@ -41,7 +41,7 @@ class NcclGroup:
         """
         if self._communicator is not None:
             try:
-                known = {get(url, "/weight_info", self._timeout_s)["weight_version"] for url in urls}
+                known = {self._control.get(url, "/weight_info")["weight_version"] for url in urls}
             except CallFailed:
                 known = set()
             if known != {self.label}:
@@ -56,7 +56,7 @@ class NcclGroup:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
         try:
-            sizes = [get(url, "/get_world_size", self._timeout_s)["world_size"] for url in urls]
+            sizes = [self._control.get(url, "/get_world_size")["world_size"] for url in urls]
         except CallFailed as error:
             log.warning("No NCCL group with the rollout servers: %s", error)
             return None
@@ -71,7 +71,7 @@ class NcclGroup:
 
         def invite(url: str) -> None:
             init_info = {**rendezvous, **packing, "rank_offset": offsets[url]}
-            post(url, "/init_weight_transfer_engine", self._timeout_s, {"init_info": init_info})
+            self._control.post(url, "/init_weight_transfer_engine", {"init_info": init_info})
 
         communicator, refusals = self._with_servers(partial(trainer_init, rendezvous), invite, urls)
         if communicator is None or refusals or not communicator.available:
@@ -105,7 +105,7 @@ class NcclGroup:
             return True
 
         def receive(url: str) -> None:
-            post(url, "/update_weights", self._timeout_s, {"update_info": update})
+            self._control.post(url, "/update_weights", {"update_info": update})
 
         torch.cuda.current_stream(self.device).synchronize()  # it packs on a stream of its own
         sent, refusals = self._with_servers(broadcast, receive, urls)
@@ -141,7 +141,7 @@ class NcclGroup:
         with ThreadPoolExecutor(1, "nccl") as pool:
             refusals = pool.submit(in_parallel, step, urls)
             threading.Thread(target=run, daemon=True).start()
-            deadline = time.monotonic() + self._timeout_s
+            deadline = time.monotonic() + self._control.timeout_s
             while not ended.wait(0.002):
                 if refused.is_set():
                     deadline = min(deadline, time.monotonic() + _GRACE_S)

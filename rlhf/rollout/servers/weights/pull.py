@@ -1,5 +1,6 @@
 """Weights over HTTP: bytes are lent out under a path that nobody can guess, fetched and proven. Imports no torch."""
 
+import hmac
 import secrets
 import socket
 import threading
@@ -13,13 +14,16 @@ from urllib.parse import urlsplit
 
 import xxhash
 
+from rlhf.rollout.servers.secret import proof
+
 _CHUNK = 1 << 20
+_NONCE, _PROOF = "X-Rlhf-Nonce", "X-Rlhf-Proof"
 
 
 class Lender:
-    """Serves bytes at one address of this machine, each for as long as it is lent."""
+    """Serves bytes at one address of this machine, each for as long as it is lent; proves that it holds `secret`."""
 
-    def __init__(self, address: str, timeout_s: float) -> None:
+    def __init__(self, address: str, timeout_s: float, secret: str) -> None:
         self._lent: dict[str, bytes] = {}
         lent = self._lent
 
@@ -33,6 +37,7 @@ class Lender:
                     return
                 self.send_response(HTTPStatus.OK)
                 self.send_header("Content-Length", str(len(data)))
+                self.send_header(_PROOF, proof(secret, self.headers.get(_NONCE, ""), self.path))
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -77,21 +82,27 @@ def address_towards(url: str) -> str:
         return probe.getsockname()[0]
 
 
-def fetch(url: str, size: int, xxh3_128: str, timeout_s: float) -> bytes:
-    """The `size` bytes at `url`.
+def fetch(url: str, size: int, xxh3_128: str, timeout_s: float, secret: str | None) -> bytes:
+    """The `size` bytes at `url`, from a trainer that holds `secret`; None takes them from anybody.
 
     Raises:
-        OSError: they are not there, not those, or not all there within `timeout_s`.
+        OSError: they are not there, not those, not all there within `timeout_s`, or of somebody else.
     """
     deadline = time.monotonic() + timeout_s
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    data, proof = bytearray(), xxhash.xxh3_128()
-    with opener.open(url, timeout=timeout_s) as response:
+    data, digest = bytearray(), xxhash.xxh3_128()
+    nonce = secrets.token_hex(16)
+    with opener.open(urllib.request.Request(url, headers={_NONCE: nonce}), timeout=timeout_s) as response:
+        shown = response.headers.get(_PROOF, "")
+        if secret is not None and not hmac.compare_digest(
+            shown.encode(), proof(secret, nonce, urlsplit(url).path).encode()
+        ):
+            raise PermissionError("The weights that are offered are not of a trainer that holds this server's secret.")
         while chunk := response.read1(min(_CHUNK, size + 1 - len(data))):
             data += chunk
-            proof.update(chunk)
+            digest.update(chunk)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{len(data)} of {size} bytes of weights came within {timeout_s:g} s.")
-    if len(data) != size or proof.hexdigest() != xxh3_128:
+    if len(data) != size or digest.hexdigest() != xxh3_128:
         raise OSError(f"The {len(data)} bytes of weights that came are not the {size} that were announced.")
     return bytes(data)

@@ -12,7 +12,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rlhf.config import RolloutConfig
-from rlhf.rollout.servers.control import CallFailed, in_parallel, post
+from rlhf.rollout.servers.control import CallFailed, ServerControl, in_parallel
+from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.weights.nccl import NcclGroup
 from rlhf.rollout.servers.weights.pull import Lender, address_towards
 
@@ -38,16 +39,18 @@ class Route(Protocol):
 class WeightPush:
     """Hands weights to servers: by NCCL where the leader and they have it, else they fetch them over HTTP."""
 
-    def __init__(self, config: RolloutConfig, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, config: RolloutConfig, device: torch.device, secret: Secret, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         """
         Args:
             device: the leader's, where the weights come from.
             bucket_bytes: weights that are gathered, cast and sent together; it takes a few times that much memory.
         """
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        self._timeout_s = config.servers.answer_timeout_s
+        self._secret, self._control = secret, ServerControl(secret, config.servers.answer_timeout_s)
         self._bucket_bytes = bucket_bytes
-        self._nccl = NcclGroup(device, self._timeout_s) if device.type == "cuda" and find_spec("vllm") else None
+        self._nccl = NcclGroup(device, self._control) if device.type == "cuda" and find_spec("vllm") else None
         self._told = ""
 
     def send(self, urls: Sequence[str], tensors: Iterable[tuple[str, Tensor]], label: str) -> dict[str, str | None]:
@@ -81,26 +84,28 @@ class WeightPush:
 
     def _begin(self, url: str) -> None:
         # What is under way there belongs to the old weights; whoever asked for it asks again.
-        post(url, "/pause?mode=abort", self._timeout_s)
+        post = self._control.post
+        post(url, "/pause?mode=abort")
         try:
-            post(url, "/start_weight_update", self._timeout_s)
+            post(url, "/start_weight_update")
         except CallFailed:
             # An update that broke off is still open; a bucket that cannot be read makes the server drop it.
             with suppress(CallFailed):
-                post(url, "/update_weights", self._timeout_s, {"update_info": {"broke": "off"}})
-            post(url, "/start_weight_update", self._timeout_s)
+                post(url, "/update_weights", {"update_info": {"broke": "off"}})
+            post(url, "/start_weight_update")
 
     def _end(self, url: str, label: str) -> None:
-        post(url, "/finish_weight_update", self._timeout_s, {"weight_version": label})
-        post(url, "/reset_prefix_cache", self._timeout_s)
-        post(url, "/resume", self._timeout_s)
+        post = self._control.post
+        post(url, "/finish_weight_update", {"weight_version": label})
+        post(url, "/reset_prefix_cache")
+        post(url, "/resume")
 
     def _route(self, urls: Sequence[str]) -> Route:
         route: Route
         if self._nccl is not None and urls and self._nccl.join(urls):
             route, name = self._nccl, "NCCL"
         else:
-            route, name = HttpRoute(urls, self._timeout_s), "HTTP"
+            route, name = HttpRoute(urls, self._control, self._secret), "HTTP"
         if urls and name != self._told:
             log.info("Weights go to the rollout servers over %s.", name)
             self._told = name
@@ -117,23 +122,24 @@ class HttpRoute:
 
     device = torch.device("cpu")
 
-    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, urls: Sequence[str], control: ServerControl, secret: Secret) -> None:
+        self._control = control
         self._address = {url: address_towards(url) for url in urls}
-        self._lenders = {address: Lender(address, timeout_s) for address in set(self._address.values())}
+        addresses = set(self._address.values())
+        self._lenders = {address: Lender(address, control.timeout_s, secret.value) for address in addresses}
 
     def send(self, bucket: Bucket, urls: Sequence[str]) -> dict[str, str]:
         """Lend the bucket until each of `urls` has fetched and loaded it."""
         if not urls:
             return {}
         data = save(bucket)
-        about = {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data), "timeout_s": self._timeout_s}
+        about = {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data), "timeout_s": self._control.timeout_s}
         with ExitStack() as lent:
             at = {address: lent.enter_context(lender.lend(data)) for address, lender in self._lenders.items()}
 
             def fetch(url: str) -> None:
                 update = {"url": at[self._address[url]], **about}
-                post(url, "/update_weights", self._timeout_s, {"update_info": update})
+                self._control.post(url, "/update_weights", {"update_info": update})
 
             return in_parallel(fetch, urls)
 

@@ -1,5 +1,6 @@
 """Worker's side of a weight push, inside a vLLM server: takes over weights from HTTP or NCCL."""
 
+import os
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from rlhf.rollout.servers.secret import environment_secret
 from rlhf.rollout.servers.weights.pull import fetch
 from rlhf.rollout.vllm.heads import repack_heads
 
@@ -36,7 +38,9 @@ class ReceivingEngine(NCCLWeightTransferEngine):
         if "url" not in update_info:
             super().update_weights(update_info)
             return
-        self.model.load_weights(iter(load(fetch(**update_info)).items()))
+        secret = environment_secret(os.environ)
+        data = fetch(**update_info, secret=secret.value if secret else None)
+        self.model.load_weights(iter(load(data).items()))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 

@@ -1,0 +1,47 @@
+"""Examination of a rollout server that has just come up: its release, its counters, its secret."""
+
+import logging
+
+from rlhf.config.vllm_versions import server_problem
+from rlhf.errors import UserError
+from rlhf.rollout.servers.client import SecretRefused, ServerClient
+from rlhf.rollout.servers.secret import VARIABLE, Secret
+
+log = logging.getLogger(__name__)
+
+
+class Admission:
+    """Examines the servers of one fleet, and warns once of each that asks nobody for a secret."""
+
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+        self._warned: set[str] = set()
+
+    async def examine(self, client: ServerClient, url: str, *, ours: bool) -> None:
+        """Return if the server may be used. `ours`: we have started it.
+
+        Raises:
+            ServerFailure: it does not answer as it should.
+            UserError: nothing but another start of it can make it fit.
+        """
+        try:
+            problem = server_problem(await client.version())
+        except SecretRefused as refused:
+            if ours:  # at its port somebody else answers, so it will end
+                raise
+            raise UserError(
+                f"The rollout server {url} asks for another secret than this run's ({self._secret.place}): start it "
+                f"with that as {VARIABLE} in its environment, or the trainer with the server's."
+            ) from refused
+        if problem:
+            raise UserError(f"The rollout server {url} cannot be used: {problem}.")
+        await client.tokens()
+        if not ours and url not in self._warned and not await client.asks_for_secret():
+            self._warned.add(url)
+            log.warning(
+                "Rollout server %s asks for no secret: whoever reaches its port can exchange its weights and have it "
+                "fetch any URL. Start it with this run's secret (%s) as %s in its environment (docs/rollout.md).",
+                url,
+                self._secret.place,
+                VARIABLE,
+            )
