@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import tracemalloc
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,24 @@ def test_a_copy_comes_back_as_it_was(tmp_path, url):
     role = PlainRole()
     assert resume(other, role) == 6
     assert equal_bits(role.weight, PlainRole(seed=6).weight)
+
+
+def test_a_long_history_goes_there_and_back_in_parts(tmp_path, folder_url):
+    config = make_run(tmp_path / "a", remote=folder_url)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"step": step, "note": str(step) * 30_000}) + "\n" for step in range(1, 600)]
+    (config.run_dir / HISTORY).write_text("".join(lines))
+    save(config, 599)
+    size = (config.run_dir / HISTORY).stat().st_size
+    tracemalloc.start()
+    copy_all(config)
+    other = on_empty_disk(config, tmp_path / "b")
+    assert start_there(other) == 599
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (other.run_dir / HISTORY).read_bytes() == (config.run_dir / HISTORY).read_bytes()
+    assert size > 48 << 20
+    assert peak < size
 
 
 def test_what_lies_there(tmp_path, folder_url):

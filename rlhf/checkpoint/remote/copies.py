@@ -22,7 +22,7 @@ from rlhf.checkpoint.remote.remote_store import (
     THREADS,
     LocalFault,
     RemoteStore,
-    describe_run_files,
+    described_bytes,
     hash_of,
     object_name,
     remote_url,
@@ -36,7 +36,8 @@ from rlhf.events import announce
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import remove_dir
 from rlhf.storage.hashing import BlockHashes
-from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, scan, step_dir, step_of
+from rlhf.storage.history_file import DamagedHistory, HistoryMark, end_of_step
+from rlhf.storage.layout import DRIVER_STATE, HISTORY, MANIFEST, RUN_FILE, scan, step_dir, step_of
 
 log = logging.getLogger(__name__)
 STALLED_S = 300.0
@@ -235,7 +236,7 @@ class RemoteCopies:
         ):
             # Of another course, or damaged; but it may be the better one.
             raise DamagedCheckpoint(f"{'; '.join(problems)}; the copy that is there stays as it is")
-        run_files = _run_files(self._run_dir, step)
+        run_files = _describe_run_files(self._run_dir, source, step)
         # Before the first file, since what is there might have others.
         self._complete.pop(step, None)
         call(f"removing step {step}", partial(store.remove, step))
@@ -245,33 +246,37 @@ class RemoteCopies:
             call(f"removing step {step}", partial(store.remove, step))
             raise
         self._complete[step] = hash_of(sealed)
-        size = sum(entry["size"] for entry in manifest.files.values()) + sum(map(len, run_files.values()))
+        size = sum(entry["size"] for entry in [*manifest.files.values(), *run_files.values()])
         seconds = time.monotonic() - started
         with self._changed:
             self._bytes, self._seconds = self._bytes + size, self._seconds + seconds
         log.info("Copied step %d to %s: %.1f MiB in %.1f s.", step, store.url, size / 2**20, seconds)
 
     def _send_all(
-        self, store: RemoteStore, manifest: Manifest, sealed: bytes, source: Path, run_files: dict[str, bytes]
+        self, store: RemoteStore, manifest: Manifest, sealed: bytes, source: Path, run_files: dict[str, dict[str, Any]]
     ) -> None:
         step, call = manifest.step, self._retries.call
-        described = describe_run_files(run_files | {MANIFEST: sealed})
+        described = run_files | {MANIFEST: described_bytes([sealed])}
         about = {"run_id": read_run_file(self._run_dir)["run_id"], "step": step, "files": described}
         largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name]["size"])
         in_threads(
-            [partial(self._send, store, step, source, name, manifest.files[name]) for name in largest_first], THREADS
+            [partial(self._send, store, step, source / name, name, manifest.files[name]) for name in largest_first],
+            THREADS,
         )
-        small = {RUN_FILES[name]: content for name, content in run_files.items()}
+        for name, entry in run_files.items():
+            self._send(store, step, self._run_dir / name, RUN_FILES[name], entry)
         # The manifest is the last: with it the copy is complete.
-        for name, content in [*small.items(), (COPY, json.dumps(about, indent=1).encode()), (MANIFEST, sealed)]:
+        for name, content in [(COPY, json.dumps(about, indent=1).encode()), (MANIFEST, sealed)]:
             call(f"writing {name} of step {step}", partial(store.write, object_name(step, name), [content]))
 
-    def _send(self, store: RemoteStore, step: int, source: Path, name: str, entry: dict[str, Any]) -> None:
+    def _send(self, store: RemoteStore, step: int, path: Path, name: str, entry: dict[str, Any]) -> None:
+        """Send `path`, as far as `entry` has described it, as `name`."""
+
         def attempt() -> None:
             hashes = BlockHashes()
 
             def chunks() -> Iterator[bytes]:
-                for chunk in _chunks_of(source / name):
+                for chunk in _chunks_of(path, entry["size"] if name in RUN_FILES.values() else None):
                     hashes.update(memoryview(chunk))
                     self._retries.beat()
                     yield chunk
@@ -309,22 +314,27 @@ def check_copied(left: list[int], run_dir: Path, settings: CheckpointConfig) -> 
         )
 
 
-def _chunks_of(path: Path) -> Iterator[bytes]:
+def _chunks_of(path: Path, size: int | None = None) -> Iterator[bytes]:
+    """The bytes of a file, or the first `size` of them; of no bytes, none has to be there."""
+    if size == 0:
+        return
     try:
         with path.open("rb") as file:
-            while chunk := file.read(CHUNK):
+            while chunk := file.read(CHUNK if size is None else min(CHUNK, size)):
+                size = None if size is None else size - len(chunk)
                 yield chunk
     except OSError as error:
         raise LocalFault(f"{path.name} cannot be read: {error.strerror}") from error
 
 
-def _run_files(run_dir: Path, step: int) -> dict[str, bytes]:
-    """run.json, and the lines of the metric history up to `step`: they are durable before its checkpoint is, and never
-    change again."""
-    history = run_dir / HISTORY
-    lines = history.read_bytes().split(b"\n")[:-1] if history.exists() else []
+def _describe_run_files(run_dir: Path, source: Path, step: int) -> dict[str, dict[str, Any]]:
+    """Size and hashes of what goes along with the checkpoint `source` of `step`: run.json, and the metric history up to
+    there, whose records are durable before it is and never change again."""
+    state, history = source / DRIVER_STATE, run_dir / HISTORY
     try:
-        kept = [line + b"\n" for line in lines if json.loads(line)["step"] <= step]
-    except (ValueError, KeyError, TypeError) as error:
-        raise LocalFault(f"{history} is damaged: {error}") from error
-    return {RUN_FILE: (run_dir / RUN_FILE).read_bytes(), HISTORY: b"".join(kept)}
+        saved = json.loads(state.read_bytes()).get("history") if state.exists() else None
+        end = end_of_step(history, step, HistoryMark(**saved["mark"]) if saved else None)
+    except (ValueError, DamagedHistory) as error:
+        raise LocalFault(str(error)) from error
+    parts = {RUN_FILE: _chunks_of(run_dir / RUN_FILE), HISTORY: _chunks_of(history, end)}
+    return {name: described_bytes(chunks) for name, chunks in parts.items()}

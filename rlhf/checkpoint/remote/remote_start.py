@@ -15,7 +15,6 @@ from rlhf.checkpoint.remote.remote_store import (
     Copy,
     LocalFault,
     RemoteStore,
-    hash_of,
     object_name,
     remote_url,
 )
@@ -27,8 +26,8 @@ from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.disk_errors import DamagedCheckpoint, SaveFailed
-from rlhf.storage.files import make_dir, remove_dir, remove_file, replace_durably, write_file
-from rlhf.storage.layout import HISTORY, RUN_FILE, scan
+from rlhf.storage.files import make_dir, remove_dir, remove_file, rename_durably, write_file
+from rlhf.storage.layout import RUN_FILE, TEMPORARY, fresh_name, scan
 
 log = logging.getLogger(__name__)
 CHECK_S = 30.0
@@ -154,25 +153,26 @@ def download(store: RemoteStore, copy: Copy, run_dir: Path, retries: Retries) ->
     """
     log.info("Fetching step %d from %s.", copy.step, store.url)
     make_dir(run_dir)
-    temporary = begin(run_dir, copy.step)
+    temporary, beside = begin(run_dir, copy.step), run_dir / fresh_name(TEMPORARY, "run")
     try:
         jobs = sorted(copy.manifest.files.items(), key=lambda item: -item[1]["size"])
         in_threads(
             [partial(_fetch, store, copy.step, temporary, name, entry, retries) for name, entry in jobs], THREADS
         )
-        history, run_file = (_run_file_of(store, copy, name, retries) for name in (HISTORY, RUN_FILE))
+        fetched = [name for name in RUN_FILES if _fetch_run_file(store, copy, beside, name, retries)]
         try:
             # Before the checkpoint: a kill in between finds no checkpoint and begins again.
-            if history is not None:
-                replace_durably(run_dir / HISTORY, history)
-            if run_file is not None and not (run_dir / RUN_FILE).exists():
-                replace_durably(run_dir / RUN_FILE, run_file)
+            for name in fetched:
+                if name != RUN_FILE or not (run_dir / RUN_FILE).exists():
+                    rename_durably(beside / RUN_FILES[name], run_dir / name)
             return publish(run_dir, temporary, copy.manifest, Coordinator(LoneTransport()))
         except (OSError, SaveFailed) as error:
             raise LocalFault(str(error.__cause__ or error)) from error
     except BaseException:
         remove_dir(temporary, ignore_errors=True)
         raise
+    finally:
+        remove_dir(beside, ignore_errors=True)
 
 
 def _fetch(store: RemoteStore, step: int, root: Path, name: str, entry: dict[str, Any], retries: Retries) -> None:
@@ -200,13 +200,17 @@ def _fetch(store: RemoteStore, step: int, root: Path, name: str, entry: dict[str
     retries.call(f"fetching {name} of step {step}", attempt, final=(DamagedCheckpoint, LocalFault))
 
 
-def _run_file_of(store: RemoteStore, copy: Copy, name: str, retries: Retries) -> bytes | None:
-    """A file of the run directory that went along with `copy`; None, with a warning, when it is not as it was sent."""
-    content = retries.call(f"fetching {name}", partial(store.read, object_name(copy.step, RUN_FILES[name])))
-    if content is None or hash_of(content) != copy.run_files.get(name, {}).get("xxh3_128"):
+def _fetch_run_file(store: RemoteStore, copy: Copy, root: Path, name: str, retries: Retries) -> bool:
+    """Fetch a file of the run directory that went along with `copy`; False, with a warning, when it is not as it was
+    sent."""
+    try:
+        if name not in copy.run_files:
+            raise DamagedCheckpoint("remote.json does not know it")
+        _fetch(store, copy.step, root, RUN_FILES[name], copy.run_files[name], retries)
+    except DamagedCheckpoint:
         log.warning("%s: %s of step %d is damaged or missing and is left out.", store.url, name, copy.step)
-        return None
-    return content
+        return False
+    return True
 
 
 def claim_at_start(store: RemoteStore, run_dir: Path, trainer: TrainerConfig) -> None:

@@ -28,6 +28,7 @@ from rlhf.checkpoint.commit.manifest import Manifest, parse_manifest
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.trainer import TrainerConfig
 from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.hashing import BlockHashes
 from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, step_dir, step_of
 
 CHUNK = 8 << 20
@@ -175,6 +176,9 @@ def hash_of(content: bytes) -> str:
     return xxhash.xxh3_128(content).hexdigest()
 
 
-def describe_run_files(files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
-    """The `files` of remote.json."""
-    return {name: {"size": len(content), "xxh3_128": hash_of(content)} for name, content in files.items()}
+def described_bytes(chunks: Iterable[bytes]) -> dict[str, Any]:
+    """Size and hashes of the bytes, as a manifest has them."""
+    hashes = BlockHashes()
+    for chunk in chunks:
+        hashes.update(memoryview(chunk))
+    return {"size": hashes.size, "xxh3_128": hashes.hexdigests()}

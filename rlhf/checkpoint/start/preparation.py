@@ -24,10 +24,12 @@ from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.parent import torchrun_agent
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import remove_file, replace_durably
-from rlhf.storage.layout import CONFIG, HISTORY
+from rlhf.storage.files import append_durably, remove_file, rename_durably
+from rlhf.storage.layout import CONFIG, HISTORY, TEMPORARY
 
 log = logging.getLogger(__name__)
+PART = 4 << 20
+"""Bytes that go from node to node at a time."""
 
 
 def prepare(
@@ -147,18 +149,33 @@ def _bring_history(run_dir: Path, run_id: str, coordinator: Coordinator) -> None
 
     def length() -> int:
         of_this_run = read_run_file(run_dir).get("run_id", run_id) == run_id
-        return path.read_bytes().count(b"\n") if of_this_run and path.exists() else 0
+        return path.stat().st_size if of_this_run and path.exists() else 0
 
     lengths = dict(zip(coordinator.domain_leaders, coordinator.on_domain_leaders(length), strict=True))
     longest = max(lengths, key=lambda domain: (lengths[domain], -domain))
     if longest != 0:
-        content = coordinator.on_rank(longest, path.read_bytes)
-        coordinator.on_leader(lambda: replace_durably(path, content))
-        if coordinator.is_leader:
-            log.info("The metric history was on another node's disk and is on the driver's now.")
+        _move_to_driver(path, longest, lengths[longest], coordinator)
     if any(lengths[domain] for domain in lengths if domain != 0):
         # One history: lines of it that stayed behind could be taken for a newer one after the next swap.
         coordinator.on_domain_leaders(lambda: None if coordinator.is_leader else remove_file(path, missing_ok=True))
+
+
+def _move_to_driver(path: Path, domain: int, size: int, coordinator: Coordinator) -> None:
+    """Give the driver's disk the first `size` bytes of the file `path` of another domain, a part at a time."""
+    fresh = path.with_name(f"{TEMPORARY}{path.name}")
+    coordinator.on_leader(lambda: remove_file(fresh, missing_ok=True))
+    for start in range(0, size, PART):
+
+        def read(start: int = start) -> bytes:
+            with path.open("rb") as file:
+                file.seek(start)
+                return file.read(min(PART, size - start))
+
+        content = coordinator.on_rank(domain, read)
+        coordinator.on_leader(partial(append_durably, fresh, content))
+    coordinator.on_leader(lambda: rename_durably(fresh, path))
+    if coordinator.is_leader:
+        log.info("The metric history was on another node's disk and is on the driver's now.")
 
 
 def _fork(run_dir: Path, source: Path, coordinator: Coordinator) -> dict[str, Any]:
