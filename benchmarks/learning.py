@@ -1,55 +1,157 @@
-"""python -m benchmarks.learning: does each algorithm learn the offline task, from the same start and seed?
+"""python -m benchmarks.learning: does each algorithm learn, with a policy that moves within a batch?
 
-Trains the bundled policy on two-digit sums with one `algorithm=` entry after the other and prints a Markdown table of
-the held-out accuracy (greedy, 500 problems) along the way. Exit code 0 only when every one gains at least 30 points.
+Trains every entry of `algorithm=` from the same start with several optimizer steps per batch, so that ratios, clips and
+the critic matter, and prints a Markdown table of the held-out accuracy (greedy) along the way: the mean over the seeds
+and, of several, their standard deviation. The start is the bundled policy with noise on its weights, which leaves a
+fifth of its accuracy: it has to learn to add again, and how fast it does tells the algorithms apart.
+
+Exit code 0 only when every run gains at least 20 points, clips something, and with a critic explains some of the
+returns' variance.
 """
 
 import argparse
 import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-ALGORITHMS = ("ppo", "grpo", "dapo", "rloo", "gspo")
-GAIN = 0.30
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf.config.algorithm_table import ALGORITHMS
+from rlhf.models import tiny
+
+NOISE, NOISE_SEED = 0.3, 7
+"""Standard deviation of the noise, of that of each matrix."""
+GAIN = 0.20
+SETTINGS = (
+    "actor.ppo_mini_batch_size=16",
+    "actor.ppo_epochs=2",
+    "critic.optim.lr=2e-4",
+    "data.reasoning_gym.val_size=300",
+    "trainer.save_freq=0",
+    "trainer.device=cpu",
+)
 
 
-def train(folder: Path, name: str, steps: int, every: int, seed: int, more: list[str]) -> list[dict]:
-    """The metric records of one run."""
+@dataclass(frozen=True)
+class Run:
+    """What one run has come to."""
+
+    accuracy: dict[int, float]
+    """Held-out accuracy by step, from 0."""
+    clipped: float
+    """Mean share of tokens whose loss the clip changed."""
+    explained: float | None
+    """Mean explained variance of the returns over the second half of the steps; None without a critic."""
+
+    @classmethod
+    def of(cls, records: Sequence[dict]) -> "Run":
+        """From the metric records of its steps."""
+        steps = [record for record in records if "actor/pg_clipfrac" in record]
+        half = steps[len(steps) // 2 :]
+        explained = [record["critic/explained_variance"] for record in half if "critic/explained_variance" in record]
+        return cls(
+            {record["step"]: record["val/accuracy"] for record in records if "val/accuracy" in record},
+            statistics.fmean(record["actor/pg_clipfrac"] for record in steps),
+            statistics.fmean(explained) if explained else None,
+        )
+
+    @property
+    def gain(self) -> float:
+        """Accuracy at the end less that at the start."""
+        return self.accuracy[max(self.accuracy)] - self.accuracy[0]
+
+    def problems(self) -> Iterator[str]:
+        """What a run that learns as it should would not show."""
+        if self.gain < GAIN:
+            yield f"gained {100 * self.gain:+.1f} points, fewer than {100 * GAIN:.0f}"
+        if not self.clipped > 0:
+            yield "clipped nothing"
+        if self.explained is not None and not self.explained > 0:
+            yield f"the critic explains {self.explained:.2f} of the returns' variance"
+
+
+def weakened_policy(folder: Path) -> Path:
+    """The bundled policy with noise on its matrices, in `folder`."""
+    model = AutoModelForCausalLM.from_pretrained(tiny.FOLDER, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(NOISE_SEED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter += NOISE * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny.FOLDER).save_pretrained(folder)
+    return folder
+
+
+def train(folder: Path, policy: Path, name: str, seed: int, arguments: argparse.Namespace) -> Run:
+    """One run to its end; raises CalledProcessError when it fails."""
+    label = f"{name}_{seed}"
     command = [
-        *(sys.executable, "-m", "rlhf.train", f"algorithm={name}", f"trainer.default_local_dir={folder}"),
-        *(f"trainer.experiment_name={name}", f"trainer.total_training_steps={steps}", f"trainer.test_freq={every}"),
-        *(f"trainer.seed={seed}", "trainer.save_freq=0", *more),
+        *(sys.executable, "-m", "rlhf.train", f"algorithm={name}", f"trainer.seed={seed}", f"model.path={policy}"),
+        *(f"trainer.default_local_dir={folder}", f"trainer.experiment_name={label}", *SETTINGS),
+        *(f"trainer.total_training_steps={arguments.steps}", f"trainer.test_freq={arguments.every}"),
+        *arguments.overrides,
     ]
-    with (folder / f"{name}.log").open("w") as log:
+    with (folder / f"{label}.log").open("w") as log:
         subprocess.run(command, stdout=log, stderr=log, check=True)
-    return [json.loads(line) for line in (folder / "rlhf" / name / "metrics.jsonl").read_text().splitlines()]
+    lines = (folder / "rlhf" / label / "metrics.jsonl").read_text().splitlines()
+    return Run.of([json.loads(line) for line in lines])
+
+
+def spread(values: Sequence[float], form: str = ".1f") -> str:
+    """The mean, and of several values their standard deviation."""
+    mean = f"{statistics.fmean(values):{form}}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):{form}}"
+
+
+def row(name: str, runs: Sequence[Run]) -> str:
+    """The table's row of one algorithm."""
+    curve = [spread([100 * run.accuracy[step] for run in runs]) for step in sorted(runs[0].accuracy)]
+    gain = spread([100 * run.gain for run in runs])
+    clipped = spread([100 * run.clipped for run in runs], ".2f")
+    explained = [run.explained for run in runs if run.explained is not None]
+    cells = [f"`{name}`", *curve, gain, clipped, spread(explained, ".2f") if explained else ""]
+    return f"| {' | '.join(cells)} |\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=__doc__)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--every", type=int, default=20, help="steps between evaluations")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--every", type=int, default=8, help="steps between evaluations")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side, one core each")
     parser.add_argument("overrides", nargs="*", help="settings for all runs, after --")
     arguments = parser.parse_args()
-    marks = list(range(0, arguments.steps + 1, arguments.every))
+    marks = [*range(0, arguments.steps, arguments.every), arguments.steps]
     say = sys.stdout.write
-    say(f"seed {arguments.seed}\n\n| algorithm | {' | '.join(f'step {m}' for m in marks)} | gain |\n")
-    say("|---" * (len(marks) + 2) + "|\n")
-    learned = True
-    with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.only:
-            records = train(Path(folder), name, arguments.steps, arguments.every, arguments.seed, arguments.overrides)
-            curve = {record["step"]: record["val/accuracy"] for record in records if "val/accuracy" in record}
-            gain = curve[arguments.steps] - curve[0]
-            learned &= gain >= GAIN
-            accuracies = " | ".join(f"{100 * curve[m]:.1f} %" for m in marks)
-            say(f"| `{name}` | {accuracies} | {100 * gain:+.1f} |\n")
+    say(f"seeds {', '.join(map(str, arguments.seeds))}; accuracies and clipped tokens in %\n\n")
+    say(f"| algorithm | {' | '.join(f'step {m}' for m in marks)} | gain | clipped | explained variance |\n")
+    say("|---" * (len(marks) + 4) + "|\n")
+    problems = []
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(arguments.jobs) as pool:
+        folder = Path(name)
+        policy = weakened_policy(folder / "policy")
+        started = {
+            algorithm: [pool.submit(train, folder, policy, algorithm, seed, arguments) for seed in arguments.seeds]
+            for algorithm in arguments.algorithms
+        }
+        for algorithm, futures in started.items():
+            runs = [future.result() for future in futures]
+            say(row(algorithm, runs))
             sys.stdout.flush()
-    return 0 if learned else 1
+            for seed, run in zip(arguments.seeds, runs, strict=True):
+                problems += [f"{algorithm}, seed {seed}: {problem}" for problem in run.problems()]
+    say("".join(f"\n{problem}" for problem in problems) + "\n" * bool(problems))
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
