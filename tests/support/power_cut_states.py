@@ -1,0 +1,291 @@
+"""States that a power cut may leave of recorded file operations, by what POSIX promises and no more.
+
+- A file has the bytes of its last fsync. Each block of 4 KiB that was changed since is as it was, as it is now, or,
+  where it was cut off or did not exist, zeros; and the file may end anywhere between its least and its greatest length
+  since.
+- A directory has the names of its last fsync. Of the changes since (a name made, taken away, or given to another in one
+  piece by a rename) any may have happened and any other not, in whatever order they were made. A file's own fsync does
+  not make its name durable, nor does a directory's that of the directory.
+
+File systems leave less: ext4 (data=ordered, with delayed allocation) and XFS keep changes of names in order, and write
+a new size only after the data. What holds for the states here holds for theirs.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from tests.support.recorded_files import Op
+
+BLOCK = 4096
+EXHAUSTIVE = 64
+"""As many states of one moment are all built; of more, some are drawn."""
+
+
+@dataclass(eq=False)
+class _Change:
+    """A change of a directory: a name that `node` gets, and one that it loses."""
+
+    node: "Node"
+    given: str | None
+    taken: str | None
+
+
+@dataclass(eq=False)
+class Node:
+    """A file or a directory: as it is, as it was synced, and what has happened since."""
+
+    is_dir: bool
+    content: bytes = b""
+    synced: bytes = b""
+    lengths: list[int] = field(default_factory=lambda: [0])
+    """Of a file since its last sync."""
+    names: dict[str, "Node"] = field(default_factory=dict)
+    durable: dict[str, "Node"] = field(default_factory=dict)
+    pending: list[_Change] = field(default_factory=list)
+
+    @property
+    def dirty(self) -> bool:
+        return self.content != self.synced
+
+
+Tree = dict[str, "bytes | Link | None"]
+"""Each path with the bytes of a file, None for a directory, or the path of a file whose other name it is."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Another name of the file at `path`."""
+
+    path: str
+
+
+class Disk:
+    """The recorded folder, operation by operation.
+
+    `safe` names folders that lie on another machine, whose power does not fail: all that is done there stays done.
+    """
+
+    def __init__(self, safe: Sequence[str] = ()) -> None:
+        self.root, self._safe = Node(is_dir=True), tuple(safe)
+
+    def apply(self, op: Op) -> None:
+        """Do `op`."""
+        parent, name = self._parent(op.path)
+        if op.kind in ("create", "mkdir"):
+            self._change(parent, Node(op.kind == "mkdir"), name, None)
+        elif op.kind in ("write", "truncate"):
+            node = parent.names.get(name)
+            if node is None:  # its name was taken away while it was open
+                return
+            if op.kind == "write":
+                content = node.content.ljust(op.offset, b"\0")
+                node.content = content[: op.offset] + op.data + content[op.offset + len(op.data) :]
+            else:
+                node.content = node.content[: op.offset].ljust(op.offset, b"\0")
+            node.lengths.append(len(node.content))
+        elif op.kind == "sync":
+            if (node := parent.names.get(name)) is not None:
+                self._sync_file(node)
+        elif op.kind == "sync_dir":
+            self._sync_names(self._at(op.path))
+        elif op.kind in ("unlink", "rmdir"):
+            self._change(parent, parent.names[name], None, name)
+        elif op.kind == "link":
+            target, other = self._parent(op.other)
+            self._change(target, parent.names[name], other, None)
+        elif op.kind == "rename":
+            target, other = self._parent(op.other)
+            assert target is parent, f"{op.path} to {op.other}: a rename to another directory has no model here"
+            self._change(parent, parent.names[name], other, name)
+        else:
+            raise AssertionError(op.kind)
+        if op.path.startswith(self._safe) and self._safe:
+            self._save(op)
+
+    def _save(self, op: Op) -> None:
+        for path in filter(None, (op.path, op.other)):
+            parent, name = self._parent(path)
+            self._sync_names(parent)
+            if name in parent.names:
+                self._sync_file(parent.names[name])
+
+    def _sync_file(self, node: Node) -> None:
+        node.synced, node.lengths = node.content, [len(node.content)]
+
+    def _sync_names(self, node: Node) -> None:
+        node.durable, node.pending = dict(node.names), []
+
+    def _change(self, parent: Node, node: Node, given: str | None, taken: str | None) -> None:
+        change = _Change(node, given, taken)
+        _make(parent.names, change)
+        parent.pending.append(change)
+
+    def _at(self, path: str) -> Node:
+        node = self.root
+        for part in PurePosixPath(path).parts:
+            node = node.names[part]
+        return node
+
+    def _parent(self, path: str) -> tuple[Node, str]:
+        pure = PurePosixPath(path)
+        return self._at(str(pure.parent)), pure.name
+
+    def uncertain(self) -> tuple[list[_Change], list[Node]]:
+        """Changes of names that may be lost, and files whose bytes may, as far as anything may lead there."""
+        changes, files, seen, todo = list[_Change](), list[Node](), set[int](), [self.root]
+        while todo:
+            node = todo.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if not node.is_dir:
+                if node.dirty:
+                    files.append(node)
+                continue
+            changes += node.pending
+            todo += [*node.names.values(), *node.durable.values(), *(change.node for change in node.pending)]
+        return changes, files
+
+    def tree(self, lost: Callable[[_Change], bool], bytes_of: Callable[[Node], bytes]) -> Tree:
+        """What is there when `lost` changes are, and dirty files have `bytes_of` them."""
+        tree: Tree = {}
+        first: dict[int, str] = {}
+
+        def walk(node: Node, prefix: str) -> None:
+            names = dict(node.durable)
+            for change in node.pending:
+                if not lost(change):
+                    _make(names, change)
+            for name in sorted(names):
+                path, child = prefix + name, names[name]
+                if child.is_dir:
+                    # A directory has one name: of two that a lost change would leave it, the first.
+                    if id(child) not in first:
+                        first[id(child)] = path
+                        tree[path] = None
+                        walk(child, f"{path}/")
+                elif id(child) in first:
+                    tree[path] = Link(first[id(child)])
+                else:
+                    first[id(child)] = path
+                    tree[path] = bytes_of(child) if child.dirty else child.content
+
+        walk(self.root, "")
+        return tree
+
+
+def _make(names: dict[str, Node], change: _Change) -> None:
+    if change.taken is not None and names.get(change.taken) is change.node:
+        del names[change.taken]
+    if change.given is not None:
+        if change.node.is_dir:
+            for name in [name for name, node in names.items() if node is change.node]:
+                del names[name]
+        names[change.given] = change.node
+
+
+def _torn(node: Node, rng: random.Random) -> bytes:
+    """The bytes of a dirty file, drawn."""
+    low, high = min([len(node.synced), *node.lengths]), max([len(node.synced), *node.lengths])
+    cut = min(node.lengths)
+    size = rng.choice((low, high, len(node.content), rng.randint(low, high)))
+    found = bytearray()
+    for start in range(0, size, BLOCK):
+        old = node.synced[start : start + BLOCK].ljust(BLOCK, b"\0")
+        new = node.content[start : start + BLOCK].ljust(BLOCK, b"\0")
+        zero = bytes(BLOCK) if start + BLOCK > min(cut, len(node.synced)) else old
+        if zero is not old and start < min(cut, len(node.synced)):
+            kept = min(cut, len(node.synced)) - start  # what was there and was never cut off stays
+            zero = old[:kept].ljust(BLOCK, b"\0")
+        found += rng.choice((old, new, zero))
+    return bytes(found[:size])
+
+
+def _extremes(node: Node) -> list[bytes]:
+    zeros = node.synced[: min([*node.lengths, len(node.synced)])].ljust(len(node.content), b"\0")
+    half = (len(node.synced) + len(node.content)) // 2
+    return list(dict.fromkeys([node.synced, node.content, zeros, node.content[:half]]))
+
+
+def states(disk: Disk, wanted: int, rng: random.Random) -> Iterator[Tree]:
+    """States of this moment: all when they are few, else the extreme ones first and then drawn ones, about `wanted`.
+
+    Some may be equal.
+    """
+    changes, files = disk.uncertain()
+    count = 2 ** len(changes) * 4 ** len(files)
+    if count <= EXHAUSTIVE:
+        yield from _all(disk, changes, files)
+        return
+    new = {id(node): node.content for node in files}
+    old = {id(node): node.synced for node in files}
+    yield disk.tree(lambda change: False, lambda node: new[id(node)])
+    yield disk.tree(lambda change: True, lambda node: old[id(node)])
+    # Names are there and bytes are not, and the other way round.
+    zeros = {id(node): _extremes(node)[-2] for node in files}
+    yield disk.tree(lambda change: False, lambda node: old[id(node)])
+    yield disk.tree(lambda change: False, lambda node: zeros[id(node)])
+    yield disk.tree(lambda change: True, lambda node: new[id(node)])
+    singles: list[tuple[_Change, bool]] = [(change, alone) for change in changes for alone in (True, False)]
+    rng.shuffle(singles)
+    for change, alone in singles[: wanted // 2]:
+        yield disk.tree(lambda other, c=change, a=alone: (other is c) == a, lambda node: new[id(node)])  # type: ignore[misc]
+    for node in rng.sample(files, min(len(files), wanted // 4)):
+        torn = new | {id(node): rng.choice([*_extremes(node), _torn(node, rng)])}
+        yield disk.tree(lambda change: False, lambda node, t=torn: t[id(node)])  # type: ignore[misc]
+    for _ in range(wanted):
+        share = rng.choice((0.1, 0.5, 0.9))
+        lost = {id(change) for change in changes if rng.random() < share}
+        drawn = {id(node): _torn(node, rng) if rng.random() < 0.5 else node.content for node in files}
+        yield disk.tree(lambda change, x=lost: id(change) in x, lambda node, d=drawn: d[id(node)])  # type: ignore[misc]
+
+
+def _all(disk: Disk, changes: list[_Change], files: list[Node]) -> Iterator[Tree]:
+    chosen: dict[int, bytes] = {}
+
+    def over_files(rest: list[Node], lost: set[int]) -> Iterator[Tree]:
+        if not rest:
+            yield disk.tree(lambda change: id(change) in lost, lambda node: chosen[id(node)])
+            return
+        for content in _extremes(rest[0]):
+            chosen[id(rest[0])] = content
+            yield from over_files(rest[1:], lost)
+
+    for bits in range(2 ** len(changes)):
+        yield from over_files(files, {id(change) for i, change in enumerate(changes) if bits >> i & 1})
+
+
+class Shelf:
+    """Builds states in a folder; files of one content are names of one file on the `shelf` where nothing may change
+    them."""
+
+    def __init__(self, shelf: Path) -> None:
+        self.folder, self._known = shelf, dict[bytes, str]()
+        shelf.mkdir(parents=True)
+
+    def build(self, tree: Tree, root: Path, unchanging: Callable[[str], bool]) -> None:
+        """Make `tree` in the new folder `root`; files whose path is `unchanging` must not be written to."""
+        root.mkdir()
+        for path, content in tree.items():
+            target = root / path
+            if content is None:
+                target.mkdir()
+            elif isinstance(content, Link):
+                target.hardlink_to(root / content.path)
+            elif unchanging(path):
+                target.hardlink_to(self._file(content))
+            else:
+                target.write_bytes(content)
+
+    def _file(self, content: bytes) -> str:
+        if content not in self._known:
+            path = self.folder / str(len(self._known))
+            path.write_bytes(content)
+            self._known[content] = str(path)
+        return self._known[content]
+
+    def changed(self) -> list[str]:
+        """Files that were written to although they must not be."""
+        return [path for content, path in self._known.items() if Path(path).read_bytes() != content]
