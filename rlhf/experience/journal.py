@@ -16,7 +16,7 @@ from rlhf.experience.groups import Group
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
-from rlhf.storage.files import append_durably, make_dir_durably, remove_file, truncate
+from rlhf.storage.files import append_durably, fsync_dir, make_dir_durably, remove_file, truncate
 from rlhf.storage.layout import scan, step_of
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,12 @@ class Journal:
         self._writable = True
         self.written = 0
         """Bytes written since `begin`."""
+        try:
+            if self._folder.is_dir():
+                # A kill may have come between a file and its name: what is read back here stays after a power cut.
+                fsync_dir(self._folder)
+        except OSError as error:
+            log.warning("%s can't be synced; a crash would generate its samples again: %s", self._folder, error)
 
     def begin(self, step: int, version: int, after: str | None) -> None:
         """Turn to `step`, whose samples are by the policy after `version` steps; drop what no resume needs.

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,9 +143,13 @@ def make_dir(path: Path) -> None:
 
 
 def make_dir_durably(path: Path) -> None:
-    """The same, and its name survives a power cut."""
+    """The same, and its name survives a power cut, with those of its parents, whoever made them."""
     make_dir(path)
-    fsync_dir(path.parent)
+    for parent in path.absolute().parents:
+        with suppress(PermissionError):  # nothing was made in a folder that may not be read
+            fsync_dir(parent)
+        if parent.is_mount():
+            break
 
 
 def make_new_dir(path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rlhf.storage.files import make_dir, replace_durably
+from rlhf.storage.files import make_dir_durably, replace_durably
 from rlhf.storage.layout import HISTORY
 from rlhf.tracking.history import History, Record
 
@@ -28,7 +28,7 @@ def write_report(run_dir: Path) -> str:
     """
     report = _summarize(History(run_dir / HISTORY).records(), _newest_checkpoint(run_dir))
     folder = run_dir / "report"
-    make_dir(folder)
+    make_dir_durably(folder)
     replace_durably(folder / "report.json", json.dumps(report, indent=1).encode() + b"\n")
     replace_durably(folder / "reward.png", _plot(report))
     return _text(report, folder)

@@ -117,6 +117,9 @@ def _seal(temporary: Path, manifest: Manifest, coordinator: Coordinator) -> None
     announce("commit.manifest")
     write_manifest(temporary, manifest)
     fsync_tree(temporary)
+    if len(coordinator.domain_leaders) > 1:
+        # Once one domain has renamed its part, the others must have theirs to complete the commit with.
+        fsync_dir(temporary.parent)
 
 
 def _give_name(run_dir: Path, temporary: Path, step: int, renamed: list[Path]) -> None:
