@@ -194,6 +194,12 @@ def remove_file(path: Path, *, missing_ok: bool = False) -> None:
     path.unlink(missing_ok=missing_ok)
 
 
+def remove_file_durably(path: Path) -> None:
+    """Remove a file if it is there; it does not come back after a power cut."""
+    remove_file(path, missing_ok=True)
+    fsync_dir(path.parent)
+
+
 def remove_dir(path: Path, *, ignore_errors: bool = False) -> None:
     """Remove a directory with all that it holds."""
     shutil.rmtree(path, ignore_errors=ignore_errors)

@@ -1,15 +1,21 @@
-"""Names of files and directories that a power cut must leave."""
+"""Names of files and directories that a power cut must leave, or must not bring back."""
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rlhf.checkpoint.commit.removal import set_aside
 from rlhf.experience.journal import FOLDER, Journal
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.files import append_durably, make_dir_durably
+from rlhf.storage.layout import POINTER, step_dir
 from rlhf.tracking.report import write_report
-from tests.support.power_cut_states import Disk, Tree
+from tests.support.checkpoints import PlainRole, make_config, save_steps
+from tests.support.power_cut_states import Disk, Tree, states
+from tests.support.published import publish
 from tests.support.recorded_files import Op, recording
+from tests.support.sections import prepare
 
 
 def record_of(root: Path, work: Callable[[], object]) -> list[Op]:
@@ -24,6 +30,19 @@ def least(ops: list[Op]) -> Tree:
     for op in ops:
         disk.apply(op)
     return disk.tree(lambda change: True, lambda node: node.synced)
+
+
+def cuts(ops: list[Op]) -> Iterator[Tree]:
+    """States of every moment."""
+    disk = Disk()
+    for op in ops:
+        disk.apply(op)
+        yield from states(disk, 20, random.Random(1))
+
+
+def pointer_lies(tree: Tree, folder: str) -> bool:
+    text = tree.get(f"{folder}/{POINTER}")
+    return isinstance(text, bytes) and f"{folder}/{step_dir(Path(), int(text or b'-1')).name}" not in tree
 
 
 def test_a_new_directory_has_the_names_of_all_its_parents(tmp_path):
@@ -41,6 +60,31 @@ def test_a_directory_that_another_has_made_is_durable_all_the_same(tmp_path):
 def test_a_report_is_there_once_it_is_told(tmp_path):
     tree = least(record_of(tmp_path, lambda: write_report(tmp_path)))
     assert tree.keys() == {"report", "report/report.json", "report/reward.png"}
+
+
+def test_the_pointer_never_names_what_was_set_aside(tmp_path):
+    ops = record_of(tmp_path, lambda: set_aside(publish(tmp_path / "run", 2), "damaged"))
+    assert not [tree for tree in cuts(ops) if pointer_lies(tree, "run")]
+
+
+def test_the_pointer_never_names_what_is_overwritten(tmp_path):
+    config = make_config(tmp_path)
+    config.trainer.overwrite = True
+
+    def work() -> None:
+        publish(config.run_dir, 2)
+        prepare(config)
+
+    name = str(config.run_dir.relative_to(tmp_path))
+    assert not [tree for tree in cuts(record_of(tmp_path, work)) if pointer_lies(tree, name)]
+
+
+def test_a_start_sets_right_the_pointer_that_a_kill_has_left(tmp_path):
+    config = make_config(tmp_path)
+    save_steps(config, PlainRole(), 2, 4)
+    (config.run_dir / POINTER).write_text("2\n")
+    prepare(config)
+    assert (config.run_dir / POINTER).read_text() == "4\n"
 
 
 def test_a_journal_that_is_read_after_a_kill_stays(tmp_path):

@@ -6,10 +6,18 @@ It is a hint; what a scan of the directory finds is the truth.
 import logging
 from pathlib import Path
 
-from rlhf.storage.files import remove_file, replace_durably
+from rlhf.storage.files import remove_file_durably, replace_durably
 from rlhf.storage.layout import POINTER, scan, step_of
 
 log = logging.getLogger(__name__)
+
+
+def pointed(run_dir: Path) -> int | None:
+    """The step that the pointer names; None when it names none."""
+    try:
+        return int((run_dir / POINTER).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def point_to(run_dir: Path, step: int | None) -> None:
@@ -19,7 +27,7 @@ def point_to(run_dir: Path, step: int | None) -> None:
     """
     pointer = run_dir / POINTER
     if step is None:
-        remove_file(pointer, missing_ok=True)
+        remove_file_durably(pointer)
         return
     try:
         replace_durably(pointer, f"{step}\n")
@@ -27,7 +35,7 @@ def point_to(run_dir: Path, step: int | None) -> None:
         # A hint that could not be written (a full disk) does not undo what is published. An old one must not stay: what
         # it names may go.
         log.error("%s could not be written and is removed: %s", pointer, error)
-        remove_file(pointer, missing_ok=True)
+        remove_file_durably(pointer)
 
 
 def point_elsewhere(leaving: Path) -> None:

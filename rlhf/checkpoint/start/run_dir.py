@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoint.commit.manifest import read_manifest
+from rlhf.checkpoint.commit.pointer import point_to, pointed
 from rlhf.checkpoint.commit.removal import clean_leftovers, discard, set_aside
 from rlhf.checkpoint.driver_state import parse_driver_state
 from rlhf.checkpoint.remote.pins import remove_pins
@@ -16,7 +17,7 @@ from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import make_dir_durably, remove_file
-from rlhf.storage.layout import DRIVER_STATE, HISTORY, POINTER, scan, step_of
+from rlhf.storage.layout import DRIVER_STATE, HISTORY, scan, step_of
 from rlhf.storage.reading import CheckedFiles
 
 log = logging.getLogger(__name__)
@@ -33,15 +34,15 @@ def make(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
             log.warning(
                 "trainer.overwrite=true: deleting the checkpoints up to step %s of %s.", step_of(existing[0]), run_dir
             )
-        # The pointer goes first: it never names a checkpoint that is gone.
-        for path in sorted(run_dir.iterdir(), key=lambda p: (p.name != POINTER, p.name)):
+        point_to(run_dir, None)  # first: it never names a checkpoint that is gone
+        for path in sorted(run_dir.iterdir()):
             if path.name not in LOCKS:
                 _remove(path)
 
 
 def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None:
-    """Remove what an interrupted save or upload left; raises UserError for `resume_mode=disable` on a directory with
-    checkpoints that are not of this `launch`."""
+    """Remove what an interrupted save or upload left, and set the pointer right; raises UserError for
+    `resume_mode=disable` on a directory with checkpoints that are not of this `launch`."""
     if removed := clean_leftovers(run_dir):
         log.info("Removed what an interrupted save left behind: %s", ", ".join(removed))
     if trainer.resume_mode == "disable" and not is_of(launch, run_dir) and (existing := scan(run_dir)):
@@ -51,6 +52,10 @@ def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
             "trainer.resume_mode=auto to continue."
         )
     remove_pins(run_dir)
+    # A kill between a commit and its pointer has left one that names what retention will remove.
+    newest = next((step_of(path) for path in scan(run_dir)), None)
+    if pointed(run_dir) != newest:
+        point_to(run_dir, newest)
 
 
 def is_of(launch: Collection[str], run_dir: Path) -> bool:
