@@ -56,7 +56,7 @@ def test_a_record_leads_to_what_is_there(tmp_path):
 
 def test_what_goes_past_the_recorder_is_noticed(tmp_path):
     with recording(tmp_path) as recorder:
-        os.symlink("x", tmp_path / "link")
+        (tmp_path / "link").symlink_to("x")
         shutil.copyfile(__file__, tmp_path / "copy")
     assert recorder.missed == ["os.symlink link"]
     # A copy inside the kernel shows in the bytes.

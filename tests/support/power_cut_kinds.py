@@ -1,0 +1,304 @@
+"""Kinds of saves, and of what goes with them, as small runs of real code below one folder, to be recorded."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from rlhf.checkpoint.save import disk_space
+from rlhf.config.resolved import to_yaml
+from rlhf.errors import EXIT_DONE
+from rlhf.launch import supervisor
+from rlhf.storage.layout import RESOLVED, scan, step_dir
+from tests.support.checkpoints import flip_bit
+from tests.support.power_cut_runs import Book, Saved, Start, TinyRun, tiny_config
+from tests.support.thread_ranks import run_thread_ranks
+
+REMOTE = "remote"
+"""The folder that stands for another machine."""
+
+
+def start_of(root: Path, *, journal: bool = False, **settings: Any) -> Start:
+    return Start((tiny_config(root, **settings),), journal)
+
+
+def begin(book: Book, start: Start, course: int = 0) -> TinyRun:
+    """Give the command `start`, noted."""
+    book.note("start", start)
+    return TinyRun(start, course=course, book=book)
+
+
+def plain(root: Path, book: Book) -> None:
+    start = start_of(root, checkpoint__contents=["model", "optimizer", "extra", "hf_model"])
+    run = begin(book, start)
+    run.train(4, every=2)
+    run.finish()
+
+
+def behind(root: Path, book: Book) -> None:
+    run = begin(book, start_of(root, checkpoint__async_save=True, checkpoint__max_to_keep=2))
+    run.train(5)
+    run.finish()
+
+
+def linked(root: Path, book: Book) -> None:
+    run = begin(book, start_of(root))
+    run.train(2)  # the second has the reference of the first
+    # Another process does not know which checkpoint holds it but from its own resume.
+    run = begin(book, start_of(root))
+    run.train(2)
+    run.finish()
+
+
+def retention(root: Path, book: Book) -> None:
+    run = begin(book, start_of(root, checkpoint__max_to_keep=1))
+    run.train(4)
+    run.finish()
+
+
+def journal(root: Path, book: Book) -> None:
+    run = begin(book, start_of(root, journal=True))
+    run.train(3, every=2)
+    run.fill_journal(4)
+
+
+def history(root: Path, book: Book) -> None:
+    run = begin(book, start_of(root))
+    run.train(5, every=3)
+    # As after a kill: what was recorded after the checkpoint is cut off and made again.
+    run = begin(book, start_of(root), course=1)
+    run.train(3, every=3)
+    run.finish()
+
+
+def overwrite(root: Path, book: Book) -> None:
+    run = begin(book, start_of(root, journal=True))
+    run.train(2, every=2)
+    run.fill_journal(3)
+    run.finish()
+    book.note("only", [])
+    run = begin(book, start_of(root, trainer__overwrite=True), course=1)
+    run.train(1)
+    book.note("start", start_of(root))  # the same again would delete it
+    run.train(1)
+    run.finish()
+
+
+def fork(root: Path, book: Book) -> None:
+    """In the source's own directory: what came after it is set aside."""
+    run = begin(book, start_of(root))
+    run.train(3)
+    run.finish()
+    fork_from(root, book, step_dir(run.config.run_dir, 2), book.saves[2], aside={3})
+
+
+def fork_elsewhere(root: Path, book: Book) -> None:
+    """From another directory, into one with checkpoints of its own."""
+    source = begin(book, start_of(root / "other"))
+    source.train(2)
+    book.note("only", [])
+    run = begin(book, start_of(root), course=1)
+    run.train(2)
+    fork_from(root, book, step_dir(source.config.run_dir, 2), book.saves[2], aside={3, 4})
+
+
+def fork_from(root: Path, book: Book, path: Path, source: Saved, aside: set[int]) -> None:
+    forked = start_of(root, trainer__resume_mode="resume_path", trainer__resume_from_path=str(path))
+    history: list[dict] = []  # what the fork begins with, once that is known
+    book.note("kept", aside)
+    book.note("only", [replace(source, history=history)])
+    run = begin(book, forked, course=5)
+    history += run.history
+    run.train(2)
+
+
+def roll_back(root: Path, book: Book) -> None:
+    run = begin(book, start_of(root, checkpoint__async_save=True))
+    run.train(5, every=2)
+    run.roll_back(course=1)
+    run.train(2, every=2)
+    run.roll_back(course=2)
+    run.train(2, every=1)
+    run.finish()
+
+
+def first_start(root: Path, book: Book) -> None:
+    """Where there is no directory at all."""
+    run = begin(book, start_of(root / "a" / "b" / "c"))
+    run.train(1)
+
+
+def damaged(root: Path, book: Book) -> None:
+    run = begin(book, start_of(root))
+    run.train(2)
+    run.finish()
+    path = step_dir(run.config.run_dir, 2) / "actor" / "model" / "rank_00000.safetensors"
+    book.note("also", book.saves[1])
+    book.note("damage", True)
+    flip_bit(path, 8 * 200)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    book.note("only", [book.saves[1]])
+    run = begin(book, start_of(root), course=1)
+    run.train(2)
+
+
+def room(root: Path, book: Book) -> None:
+    """On a disk that has room for one more only when the oldest has gone."""
+    run = begin(book, start_of(root, checkpoint__max_to_keep=2))
+    run.train(2)
+    run.finish()
+    with little_room():
+        run.train(1)
+        run.finish()
+
+
+def domains(root: Path, book: Book) -> None:
+    """Two nodes with disks of their own."""
+    start = on_nodes(root, (0, 1))
+    ranks(start, book, lambda run: run.train(3))
+
+
+def swapped(root: Path, book: Book) -> None:
+    """Two nodes that change places, and with them the driver's history."""
+    ranks(on_nodes(root, (0, 1)), book, lambda run: run.train(2))
+    ranks(on_nodes(root, (1, 0)), book, lambda run: run.train(1), course=1)
+
+
+def on_nodes(root: Path, nodes: tuple[int, ...]) -> Start:
+    return Start(tuple(tiny_config(root / f"node_{node}", checkpoint__max_to_keep=2) for node in nodes))
+
+
+def ranks(start: Start, book: Book, work: Callable[[TinyRun], None], course: int = 0) -> None:
+    """Start as many ranks as `start` has, and let each do `work`."""
+
+    def rank(number: int) -> None:
+        run = TinyRun(start, number, course, book)
+        work(run)
+        run.finish()
+
+    book.note("start", start)
+    run_thread_ranks(len(start.configs), rank)
+
+
+def remote(root: Path, book: Book) -> None:
+    """With copies on another machine, of which the newest two are kept."""
+    start = start_of(
+        root,
+        checkpoint__remote=f"file://{root}/{REMOTE}",
+        checkpoint__remote_max_to_keep=2,
+        checkpoint__max_to_keep=1,
+    )
+    run = begin(book, start)
+    run.train(2)
+    run.finish()
+    book.note("copied", book.saves[2])
+    run = begin(book, start, course=1)
+    run.train(2)
+    run.finish()
+    book.note("copied", book.saves[4])
+
+
+def fetched(root: Path, book: Book) -> None:
+    """A start on an empty disk, which the newest copy is brought to."""
+    remote(root, book)
+    shutil.rmtree(root / "rlhf")
+    book.note("only", [book.saves[4]])
+    run = begin(book, start_of(root, checkpoint__remote=f"file://{root}/{REMOTE}"), course=2)
+    run.train(1)
+    run.finish()
+
+
+def supervised(root: Path, book: Book) -> None:
+    """The supervisor's own files, around ranks in its own process."""
+    resolved: set[bytes] = set()
+    folder = "rlhf/default"
+    for steps in (2, 3):
+        start = start_of(root, trainer__total_training_steps=steps, trainer__warm_start=False)
+        resolved.add(to_yaml(start.config).encode())
+        book.note("start", start)
+        book.note("whole", (f"{folder}/{RESOLVED}", resolved.copy().__contains__))
+
+        def attempts(*_: Any, start: Start = start, steps: int = steps) -> int:
+            run = TinyRun(start, course=steps, book=book)
+            run.train(steps - run.driver.step)
+            run.finish()
+            return EXIT_DONE
+
+        with mock.patch.object(supervisor, "run_attempts", attempts):
+            assert supervisor.supervise(start.config, lambda: None) == EXIT_DONE
+        for name, whole in (("report.json", is_json), ("reward.png", is_png)):
+            book.note("whole", (f"{folder}/report/{name}", whole))
+            book.note("there", f"{folder}/report/{name}")
+
+
+def is_json(content: bytes) -> bool:
+    try:
+        return content.endswith(b"\n") and bool(json.loads(content))
+    except ValueError:
+        return False
+
+
+def is_png(content: bytes) -> bool:
+    return content.startswith(b"\x89PNG") and content.endswith(b"IEND\xaeB`\x82") and bytes(64) not in content
+
+
+def restarted(start: Start, book: Book, *, short_of_room: bool) -> None:
+    """The same command again, which goes on for two steps and saves both."""
+    if len(start.configs) > 1:
+        ranks(start, book, lambda run: run.train(1), course=6)
+        return
+    run = begin(book, start, course=6)
+    may_go = start.config.checkpoint.max_to_keep is not None
+    with little_room() if short_of_room and may_go else nullcontext():
+        run.train(1)
+        run.finish()
+    run = begin(book, start, course=7)
+    run.train(1)
+    run.finish()
+
+
+@contextmanager
+def little_room() -> Iterator[None]:
+    """A disk that is full until a checkpoint is removed, if it has two at first."""
+    counts: list[int] = []
+
+    def free(run_dir: Path) -> int:
+        counts.append(len(scan(run_dir)))
+        return 0 if counts[-1] == counts[0] > 1 else 1 << 40
+
+    with (
+        mock.patch.object(disk_space, "_free", free),
+        mock.patch.object(disk_space, "bytes_freed_by", lambda paths: len(paths) << 40),
+    ):
+        yield
+
+
+KINDS: dict[str, Callable[[Path, Book], None]] = {
+    kind.__name__: kind
+    for kind in (
+        plain,
+        behind,
+        linked,
+        retention,
+        journal,
+        history,
+        overwrite,
+        fork,
+        fork_elsewhere,
+        roll_back,
+        first_start,
+        damaged,
+        room,
+        domains,
+        swapped,
+        remote,
+        fetched,
+        supervised,
+    )
+}

@@ -1,0 +1,295 @@
+"""Small runs for power cuts: real preparation, resumes, saves, history and journal around a state of a few tensors, and
+notes of what was promised when."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf.checkpoint.checkpointer import Checkpointer
+from rlhf.checkpoint.commit.identity import Identity
+from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.run_file import read_run_file
+from rlhf.checkpoint.save.snapshot import RunState
+from rlhf.checkpoint.start.domains import find_domains
+from rlhf.checkpoint.start.preparation import prepare
+from rlhf.config import Config
+from rlhf.config.compare import ResolvedConfig, compare_text
+from rlhf.config.resolved import to_yaml
+from rlhf.experience.journal import Journal
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.reward import RewardResult
+from rlhf.rollout import Sample
+from rlhf.storage.layout import HISTORY, step_of
+from rlhf.tracking import Progress, Tracker
+from rlhf.tracking.history import History
+from rlhf.tracking.run_log import RunLog
+from tests.support.checkpoints import (
+    IDENTITY,
+    PlainCarried,
+    PlainPart,
+    PlainReference,
+    PlainRole,
+    even_range,
+    make_config,
+)
+from tests.support.recorded_files import Recorder
+from tests.support.thread_ranks import make_coordinator
+
+SIZE = 1100  # with its header a little more than one block
+UIDS = (4, 5)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What was saved: `mark` tells it from every other save of the record; `states` are the ranks', `history` is that
+    of its step."""
+
+    mark: int
+    step: int
+    states: dict[int, dict[str, Any]]
+    history: list[dict]
+
+
+@dataclass
+class Promises:
+    """What holds at one moment: the command that would be given again, and what it must then find."""
+
+    start: "Start"
+    allowed: list[Saved] = field(default_factory=list)
+    """The newest save that counts, and those that were begun since."""
+    begun: list[Saved] = field(default_factory=list)
+    may_be_none: bool = True
+    run_id: str | None = None
+    kept: set[int] = field(default_factory=set)
+    """Marks of saves that were set aside: still there, under whichever name."""
+    damage: bool = False
+    journal: set[tuple[int, int]] = field(default_factory=set)
+    """Step and prompt of samples and rewards that were put down."""
+    copied: Saved | None = None
+    """The newest save that the remote has."""
+    whole: dict[str, Callable[[bytes], bool]] = field(default_factory=dict)
+    """Small files, and whether one that is there is a whole one."""
+    there: set[str] = field(default_factory=set)
+    """Small files that must be there."""
+
+    def take(self, what: str, value: Any) -> None:
+        """Follow a note."""
+        if what == "start":
+            self.start = value
+        elif what == "begun":
+            self.allowed = [*self.allowed, value]
+            self.begun = [*self.begun, value]
+        elif what == "saved":
+            steps = [saved.step for saved in self.allowed]
+            self.allowed = self.allowed[len(steps) - 1 - steps[::-1].index(value) :]
+            self.may_be_none = False
+        elif what == "only":  # another start began from here, or from nothing
+            self.allowed, self.may_be_none, self.run_id, self.journal = [*value], not value, None, set()
+        elif what == "also":
+            self.allowed = [value, *self.allowed]
+        elif what == "kept":
+            self.kept = self.kept | value
+        elif what == "journal":
+            self.journal = self.journal | {value}
+        elif what == "whole":
+            name, content = value
+            self.whole = self.whole | {name: content}
+        elif what == "there":
+            self.there = self.there | {value}
+        else:
+            assert what in ("run_id", "damage", "copied")
+            setattr(self, what, value)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A command: the configuration as each rank sees it."""
+
+    configs: tuple[Config, ...]
+    journal: bool = False
+    _described: dict[int, tuple[ResolvedConfig, Identity]] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Config:
+        return self.configs[0]
+
+    def described(self, rank: int) -> tuple[ResolvedConfig, Identity]:
+        """The configuration of a rank as checkpoints have it; made once, since it takes ten times as long as a resume
+        of so small a state."""
+        if rank not in self._described:
+            config = self.configs[rank]
+            resolved = ResolvedConfig(to_yaml(config), cache(lambda stored: compare_text(stored, config)))
+            self._described[rank] = resolved, replace(IDENTITY, config_hash=resolved.hash)
+        return self._described[rank]
+
+
+class Book:
+    """Notes, each with the number of operations that were recorded before it; of them `earlier` ones, with `saves`, by
+    another recorder."""
+
+    def __init__(self, recorder: Recorder, saves: dict[int, Saved] | None = None, earlier: int = 0) -> None:
+        self.recorder, self._earlier = recorder, earlier
+        self.notes: list[tuple[int, str, Any]] = []
+        self.saves = dict(saves or {})
+
+    def note(self, what: str, value: Any = None) -> None:
+        with self.recorder.lock:
+            self.notes.append((self._earlier + len(self.recorder.ops), what, value))
+
+
+def promises_at(notes: list[tuple[int, str, Any]], moment: int) -> Promises:
+    """What holds after `moment` operations; the first note is of a start."""
+    promises = Promises(notes[0][2])
+    for number, what, value in notes:
+        if number <= moment:
+            promises.take(what, value)
+    return promises
+
+
+class TinyRun:
+    """One rank of a run: started by the real start code, with `history` as the loop would have it.
+
+    `course` tells this start's steps from those that another start makes of the same numbers.
+    """
+
+    def __init__(self, start: Start, rank: int = 0, course: int = 0, book: Book | None = None) -> None:
+        self.config = config = start.configs[rank]
+        self.rank, self.course, self.book = rank, course, book if rank == 0 else None
+        self.coordinator: Coordinator = make_coordinator()
+        if len({c.run_dir for c in start.configs}) > 1:
+            self.coordinator.domains = find_domains(config.run_dir, self.coordinator)
+        resolved, identity = start.described(rank)
+        prepare(config.run_dir, config.trainer, config.checkpoint, resolved, self.coordinator)
+        world = self.coordinator.world_size
+        self.run_id = read_run_file(config.run_dir)["run_id"]
+        if not config.trainer.overwrite:  # such a start makes a new one each time
+            self.note("run_id", self.run_id)
+        self.driver, self.part = DriverState(self.run_id, 10, 5.0), PlainPart()
+        self.role, self.reference = PlainRole(SIZE, rank, world), PlainReference(SIZE, rank, world)
+        self.carried = PlainCarried({"x": torch.zeros(3)})
+        tracker = Tracker(config.trainer, config.tracking, {}, config.run_dir, self.run_id) if rank == 0 else None
+        self.run_log = RunLog(tracker, Progress.silent())
+        parts = {"part": self.part, "reference": self.reference, "history": self.run_log}
+        state = RunState({"actor": self.role}, self.driver, parts, self.reference, self.carried)
+        self.checkpointer = Checkpointer(
+            config.run_dir, config.trainer, config.checkpoint, resolved, identity, self.coordinator, state
+        )
+        self.resumed = self.checkpointer.resume()
+        self._follow()
+        self.journal = Journal(config.run_dir, self.run_id, "scores", self.coordinator) if start.journal else None
+
+    def note(self, what: str, value: Any) -> None:
+        if self.book is not None:
+            self.book.note(what, value)
+
+    def _follow(self) -> None:
+        self.last: str | None = None
+        self.run_log.start(self.driver.step, resumed=self.resumed)
+        self.history = self.recorded()
+
+    def recorded(self) -> list[dict]:
+        """The metric history as it is on the disk."""
+        return list(History(self.config.run_dir / HISTORY).records())
+
+    def roll_back(self, course: int) -> None:
+        """To the newest checkpoint, in this process."""
+        self.course = course
+        self.resumed = self.checkpointer.resume()
+        assert self.resumed
+        self._follow()
+
+    def step(self) -> None:
+        """One step of training, recorded."""
+        step = self.driver.step + 1
+        if self.journal is not None:
+            self.fill_journal(step)
+        self.driver.step = step
+        seed = 1000 * self.course + step
+        world = self.coordinator.world_size
+        self.role.weight.copy_(even_range(SIZE, self.rank, world, seed)[0])
+        self.role.moment.copy_(even_range(SIZE, self.rank, world, 500 + seed)[0])
+        self.role.position = seed
+        self.part.state["count"] = seed
+        self.carried.held[0]["x"].fill_(seed)
+        if step % 2:
+            self.reference.update(step)
+        metrics = {"loss": seed / 7}
+        self.history.append({"step": step, **metrics})
+        self.run_log.step(step, metrics)
+        self.last = str(seed)
+
+    def fill_journal(self, step: int) -> None:
+        assert self.journal is not None
+        self.journal.begin(step, step - 1, self.last)
+        for uid in UIDS:
+            if self.journal.samples([uid]) is None:
+                self.journal.add_samples({uid: samples_of(uid, step)})
+            if self.journal.results([uid]) is None:
+                self.journal.add_results({uid: results_of(uid, step)})
+            self.note("journal", (step, uid))
+
+    def save(self) -> None:
+        """Save this step; what has become of it and of the save before is noted."""
+        step = self.driver.step
+        self.part.state["mark"] = None if self.book is None else len(self.book.saves) + 1
+        self.part.state["mark"] = mark = self.coordinator.broadcast(self.part.state["mark"])
+        states = self.coordinator.gather(self.everything())
+        if self.book is not None:
+            self.book.saves[mark] = Saved(mark, step, dict(enumerate(states)), list(self.history))
+            self.book.note("begun", self.book.saves[mark])
+        self._saved(self.checkpointer.save(step, {"val/accuracy": 0.5}))
+
+    def finish(self) -> None:
+        """Wait for the save in flight, and for removals."""
+        self._saved(self.checkpointer.finish())
+        with self.checkpointer.committing():  # of its parts the one that waits for copies
+            pass
+        self.run_log.close()
+
+    def _saved(self, result: Any) -> None:
+        if result is not None:
+            self.note("saved", step_of(result.path))
+
+    def train(self, steps: int, every: int = 1) -> None:
+        """So many steps, each `every`-th saved."""
+        for _ in range(steps):
+            self.step()
+            if self.driver.step % every == 0:
+                self.save()
+
+    def everything(self) -> dict[str, Any]:
+        """All that a resume must bring back."""
+        carried = self.carried.held[0] if self.carried.held else {}
+        return {
+            "weight": self.role.weight.clone(),
+            "moment": self.role.moment.clone(),
+            "position": self.role.position,
+            "reference": self.reference.weight.clone(),
+            "reference_at": self.reference.updated_at,
+            "part": dict(self.part.state),
+            "carried": {name: tensor.clone() for name, tensor in carried.items()},
+            "step": self.driver.step,
+        }
+
+
+def samples_of(uid: int, step: int) -> list[Sample]:
+    return [Sample(uid, i, [7, uid, step], [-0.5, -uid / 3, -0.1], "stop") for i in range(2)]
+
+
+def results_of(uid: int, step: int) -> list[RewardResult]:
+    return [RewardResult(uid / 7 + i, {"sums": float(step)}) for i in range(2)]
+
+
+def tiny_config(folder: Path, **settings: Any) -> Config:
+    """A configuration of a run below `folder`, that keeps all and saves when it is told to."""
+    config = make_config(folder)
+    config.checkpoint.max_to_keep = None
+    config.trainer.save_freq = 1
+    for name, value in settings.items():
+        section, _, key = name.partition("__")
+        setattr(getattr(config, section), key, value)
+    return config
