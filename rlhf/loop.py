@@ -130,6 +130,7 @@ def roll_back(c: Components) -> None:
     announce("rollback.before")
     memory = c.guards.remember(c.collector.position)
     c.collector.forget()
+    # Promise 16: the same way as after a crash.
     if not c.checkpointer.resume():
         raise UserError(
             f"guards.action=rollback: no checkpoint is left in {c.run_dir} to roll back to. Set guards.action=skip, or "

@@ -218,6 +218,7 @@ class Checkpointer:
         except SaveFailed as error:
             newest = next(iter(scan(self._run_dir)), None)
             then = f"goes on from {newest}" if newest else "starts from the beginning"
+            # Promise 18.
             raise Unsaved(
                 f"Asked to stop: left without saving step {step}. {error} The same command {then}."
             ) from error

@@ -64,6 +64,7 @@ def lock_if_free(path: Path, setting: str) -> Iterator[bool]:
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
     """Hold the run directory alone; raises UserError at once when another run holds it."""
+    # Promise 12.
     fd = _take(run_dir)
     if fd is None:
         raise _refusal(run_dir)

@@ -208,6 +208,7 @@ class TensorReader:
         }
 
     @torch.no_grad()
+    # Promise 15.
     def read_into(self, shards: Shards) -> None:
         """Fill every shard's `local` with its range of the stored tensor. Call `mismatches` first."""
         wanted: dict[str, list[tuple[int, Tensor]]] = {}

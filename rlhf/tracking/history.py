@@ -54,6 +54,7 @@ class History:
         """
         make_dir(self.path.parent)
         with _told():
+            # Promise 17.
             size = end_of_step(self.path, step, mark)
         # Not synced: records that a power cut brings back are cut off again by the resume after it.
         if self.path.exists() and self.path.stat().st_size > size:

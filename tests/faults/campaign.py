@@ -49,18 +49,18 @@ SAVE_FREQ = 2
 # Events of the loop: about two steps, before it has to wait for the save.
 LONGEST_AHEAD = 16
 LAUNCH_DEADLINE_S = 1800
-RANDOM_STEPS = 120
 
 
 @dataclass(frozen=True)
 class Profile:
     """What is trained, and the windows that only this kind of run has; `spare` checkpoints' worth of steps for rare
-    ones to come by."""
+    ones to come by; `random_steps` of each run that is killed at random instants."""
 
     settings: tuple[str, ...]
     on_every_rank: tuple[str, ...] = ()
     on_the_leader: tuple[str, ...] = ()
     spare: int = 4
+    random_steps: int = 120
 
     @property
     def windows(self) -> tuple[str, ...]:
@@ -112,6 +112,16 @@ PROFILES = {
         ("reward.functions=[reasoning_gym,tests/support/graded.py:nearness]", "reward.weights=[1,0.5]"),
         on_every_rank=("reward.scored",),
     ),
+    # Two servers of ours, on machines that have vLLM.
+    "servers": Profile(
+        (
+            "rollout=vllm_server",
+            "rollout.servers.count=2",
+            "rollout.engine_kwargs.vllm={kv_cache_memory_bytes: 67108864}",
+        ),
+        on_every_rank=("rollout.begin",),
+        random_steps=20,
+    ),
 }
 
 
@@ -140,7 +150,7 @@ def overrides(folder: Path, name: str, steps: int, nproc: int, profile: Profile)
 
 
 def plan_kills(kills: int, seed: int, nproc: int, steps: int, profile: Profile) -> list[dict]:
-    """Every window equally often, in random order, spread over the run; a quarter of the kills hit the supervisor."""
+    """Every window equally often, in random order, spread over the run; an eighth of the kills hit the supervisor."""
     rng = random.Random(seed)
     windows = profile.windows if kills >= len(profile.windows) else rng.sample(profile.windows, kills)
     events = [windows[i % len(windows)] for i in range(kills)]
@@ -148,7 +158,7 @@ def plan_kills(kills: int, seed: int, nproc: int, steps: int, profile: Profile) 
     plan = []
     for number, event in enumerate(events):
         observer = rng.randrange(nproc) if event in ON_EVERY_RANK + profile.on_every_rank else 0
-        victim = "supervisor" if rng.random() < 0.25 else str(rng.randrange(nproc) if rng.random() < 0.3 else observer)
+        victim = "supervisor" if rng.random() < 0.125 else str(rng.randrange(nproc) if rng.random() < 0.3 else observer)
         # Retention has something to remove from the third checkpoint on.
         first = 2 * SAVE_FREQ if event in ("commit.prune", "commit.trash") else 0
         after = max(first, int(number / kills * (steps - profile.spare * SAVE_FREQ)))
@@ -174,7 +184,7 @@ def run_at_random(
     folder: Path, kills: int, hours: float | None, seed: int, nproc: int, profile: Profile, more: list[str]
 ) -> list[str]:
     """Returns what is wrong, in lines; empty when no kill changed anything."""
-    settings = overrides(folder, "undisturbed", RANDOM_STEPS, nproc, profile) + more
+    settings = overrides(folder, "undisturbed", profile.random_steps, nproc, profile) + more
     if (code := launch(settings, {}, folder / "undisturbed.log")) != 0:
         return [f"the undisturbed run ended with exit code {code}:\n{(folder / 'undisturbed.log').read_text()[-3000:]}"]
     figures, rng, began = Figures(), random.Random(seed), time.monotonic()
@@ -185,7 +195,7 @@ def run_at_random(
     problems: list[str] = []
     while wanted() and not problems:
         endless = ["trainer.restart_backoff_s=0", "trainer.max_restarts=10000", "trainer.max_failures_per_step=10000"]
-        arguments = overrides(folder, "killed", RANDOM_STEPS, nproc, profile) + endless + more
+        arguments = overrides(folder, "killed", profile.random_steps, nproc, profile) + endless + more
         shutil.rmtree(folder / "rlhf" / "killed", ignore_errors=True)
         command = [sys.executable, "-m", "rlhf.train", *arguments]
         problems = DisturbedRun(command, folder, rng, figures, wanted).run()

@@ -66,6 +66,7 @@ def choose_flips(checkpoint: Path) -> list[tuple[str, int]]:
 
 
 def test_every_flip_is_detected(config):
+    # Promise 4.
     checkpoint = step_dir(config.run_dir, 4)
     flips = choose_flips(checkpoint)
     assert len(flips) == FLIPS
@@ -92,6 +93,7 @@ def test_every_flip_is_detected(config):
     ],
 )
 def test_resume_falls_back_to_the_one_before(original, config, caplog, name):
+    # Promise 4.
     path = step_dir(config.run_dir, 4) / name
     flip_bit(path, random.Random(name).randrange(8 * path.stat().st_size))
     before = path.read_bytes()
@@ -120,6 +122,7 @@ def test_an_intact_run_resumes_from_the_newest_without_a_word_of_damage(original
 
 
 def test_all_damaged_is_an_error_at_every_start_never_a_fresh_run(config):
+    # Promise 5.
     for step in (2, 4):
         flip_bit(step_dir(config.run_dir, step) / "actor/model/rank_00000.safetensors", 8000)
     for _ in range(2):

@@ -77,6 +77,7 @@ def test_the_bombs_are_live(tmp_path, bomb):
 @pytest.mark.parametrize("kind", ["pickle", "torch", "yaml", "yaml-os"])
 @pytest.mark.parametrize("sealed", [False, True])
 def test_no_file_of_a_checkpoint_runs_code(tmp_path, bomb, kind, sealed):
+    # Promise 14.
     payload = payloads(bomb, tmp_path)[kind]
     config = make_config(tmp_path)
     config.checkpoint.contents = ["model", "optimizer", "extra", "hf_model"]

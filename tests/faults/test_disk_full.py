@@ -125,6 +125,7 @@ def test_a_write_that_fails_in_the_middle_of_a_file_is_told_on_every_rank(config
 
 
 def test_a_failure_of_one_rank_ends_the_save_on_all(config, processes):
+    # Promise 8.
     ranks(save, config, 2)
     outcomes = processes(save, config, 4, limit_file_size_of_rank_1)
     for kind, message, seconds in outcomes:
@@ -303,6 +304,7 @@ def test_a_rank_that_dies_in_the_save_is_an_error_on_the_other_at_once(config, p
 
 
 def test_a_step_that_is_there_already_is_refused_and_kept(config):
+    # Promise 3.
     ranks(save, config, 2)
     for kind, message, _ in ranks(save, config, 2):
         assert kind is SaveFailed

@@ -77,6 +77,7 @@ def kill_in_a_save(rank: int, tmp_path: Path, event: str, victim: int) -> dict:
     ],
 )
 def test_a_kill_between_the_disks(tmp_path, event, victim, left, resumed_step):
+    # Promise 1.
     outcomes = on_ranks(tmp_path, 2, kill_in_a_save, tmp_path, event, victim)
     assert outcomes[victim] == "died"
     assert tuple(published(on_node(tmp_path, node)) for node in (0, 1)) == left
@@ -152,6 +153,7 @@ def test_a_lost_disk(tmp_path):
 
 
 def test_damage_on_one_disk_is_everyones(tmp_path):
+    # Promise 6.
     run_thread_ranks(2, save, tmp_path, [0, 1], 3)
     # Of step 3 a file that is fetched after the swap, of step 2 the manifest.
     flip_bit(step_dir(on_node(tmp_path, 1).run_dir, 3) / "actor/optimizer/rank_00001.safetensors", 9000)
@@ -209,6 +211,7 @@ def fail_on_one(rank: int, tmp_path: Path, where: str) -> tuple[str, bool, list[
 
 @pytest.mark.parametrize("where", ["begin", "room", "manifest", "rename", "sync"])
 def test_a_failure_on_one_disk_is_everyones_and_leaves_nothing(tmp_path, where):
+    # Promise 8.
     outcomes = run_thread_ranks(2, fail_on_one, tmp_path, where)
     for text, user, left, _ in outcomes:
         assert "The checkpoint of step 2" in text

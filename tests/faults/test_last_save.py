@@ -56,6 +56,7 @@ def end(rank: int, config: Config, way: str, code: int, saved: list[int]) -> tup
 
 @pytest.mark.parametrize("saved", [[], [1]])
 def test_asked_to_stop_it_says_what_is_there(config, saved):
+    # Promise 18.
     for kind, message, said in run_thread_ranks(2, end, config, "leave", errno.EIO, saved):
         assert kind is Unsaved
         assert message.startswith("Asked to stop: left without saving step 3. The checkpoint of step 3 in ")
@@ -90,6 +91,7 @@ def save_and_leave(rank: int, config: Config) -> str:
 
 
 def test_a_save_that_succeeds_is_said_to_be_there(config):
+    # Promise 18.
     for message in run_thread_ranks(2, save_and_leave, config):
         assert message == "Asked to stop: saved step 1 and left; the same command goes on from there."
     assert published(config) == [1]

@@ -53,6 +53,7 @@ def test_each_request_saves_the_step_under_way_and_asks_to_be_requeued(story):
 
 
 def test_the_finished_run_is_the_uninterrupted_one(story, undisturbed):
+    # Promise 7.
     assert differences(undisturbed.run_dir(2), story.run_dir) == []
 
 

@@ -46,6 +46,7 @@ def test_harmless_changes_are_logged_and_do_not_change_the_run(case):
 
 
 def test_changes_that_give_another_run_are_refused_until_allowed(case):
+    # Promise 13.
     case.cut_back(3)
     changes = ("actor.optim.lr=1e-3", "rollout.temperature=0.9")
     before = (case.run_dir / "metrics.jsonl").read_bytes()
@@ -81,6 +82,7 @@ def test_other_model_files_are_refused_and_another_architecture_cannot_be_forced
 
 
 def test_other_prompts_are_refused(case):
+    # Promise 13.
     case.cut_back(3)
     shorter = case.folder / "shorter.jsonl"
     shorter.write_text("".join(case.sums.read_text().splitlines(keepends=True)[:-1]))
@@ -101,6 +103,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_result_is_the_same(cas
 
 
 def test_with_every_checkpoint_damaged_nothing_starts_at_step_0_by_itself(case):
+    # Promise 5.
     case.cut_back(6)
     for path in scan(case.run_dir):
         flip_a_byte(path / DRIVER_STATE)
@@ -151,6 +154,7 @@ def test_a_rank_that_is_asked_to_stop_without_a_supervisor_saves_and_asks_to_be_
 
 
 def test_a_second_run_is_refused_while_the_first_lives(case):
+    # Promise 12.
     case.run_dir.mkdir(parents=True)
     with run_lock(case.run_dir):
         end = case.start()

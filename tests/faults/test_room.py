@@ -98,6 +98,7 @@ def test_what_retention_gives_up_anyway_goes_first_and_no_more_than_it_takes(dis
 
 
 def test_the_newest_intact_one_stays_whatever_retention_says(disk, deleter):
+    # Promise 9.
     for step in (2, 4, 6):
         publish(disk, step, nbytes=2 * MIB)
     leave(disk, MIB)
@@ -115,6 +116,7 @@ def test_the_newest_intact_one_stays_whatever_retention_says(disk, deleter):
 
 
 def test_nothing_goes_when_no_checkpoint_is_intact(disk, deleter):
+    # Promise 10.
     for step in (2, 4):
         publish(disk, step, nbytes=2 * MIB)
         flip_bit(step_dir(disk, step) / "actor/model/weights", 999)

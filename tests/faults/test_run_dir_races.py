@@ -158,6 +158,7 @@ def start_a_run(number: int, config: Config, marker: Path, attempts: int, outcom
 
 
 def test_runs_that_know_nothing_of_each_other_take_turns_or_are_refused(tmp_path):
+    # Promise 12.
     config, attempts = make_config(tmp_path), 25
     outcomes = forkserver.Queue()
     processes = [

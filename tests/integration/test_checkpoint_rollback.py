@@ -104,6 +104,7 @@ def roll_back(rank: int, config: Config, at: int) -> list[str]:
 @pytest.mark.parametrize("at", [0, 3, 4])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_roll_back_restores_every_bit_and_leads_to_the_same_end(tmp_path, world_size, at):
+    # Promise 16.
     config = make_config(tmp_path)
     results = run_ranks(world_size, roll_back, config, at, deadline_s=DEADLINE_S, join=tmp_path / "join")
     assert results == [[]] * world_size

@@ -109,6 +109,7 @@ def matrix(tmp_path_factory, request):
 
 
 def test_opens(matrix, cell):
+    # Promise 15.
     writer, writers, reader, readers = cell
     saved, opened = matrix[0][writers][writer], matrix[1][readers][writer, writers, reader]
     assert equal_bits(opened["state"], saved["state"])

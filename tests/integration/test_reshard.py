@@ -76,6 +76,7 @@ def ranks(tmp_path):
 
 @pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (2, 3), (3, 2)])
 def test_state_is_exactly_equal_at_another_number_of_ranks(config, ranks, writers, readers):
+    # Promise 15.
     saved, *others = ranks(writers, save, config)
     assert all(equal_bits(saved, other) for other in others)
     assert saved["optimizer"]["lm_head.weight.step"].item() == 3

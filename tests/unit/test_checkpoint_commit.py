@@ -58,6 +58,7 @@ class Witness:
 
 
 def test_each_window_of_a_save_leaves_the_old_state_or_the_new_one(tmp_path):
+    # Promise 1.
     save(tmp_path, 2)
     witness = Witness(tmp_path)
     with listening(witness):
@@ -103,6 +104,7 @@ def test_a_link_is_made_in_the_temporary_directory_and_made_durable_with_it(tmp_
 def test_everything_is_durable_before_it_is_counted_on(tmp_path, monkeypatch):
     """The order of system calls: each file is fsynced, then its folders, then the rename, then the parent, then the
     pointer."""
+    # Promise 2.
     calls: list[str] = []
     fsync, rename, replace_ = files.fsync_dir, Path.rename, Path.replace
 
@@ -133,6 +135,7 @@ def test_everything_is_durable_before_it_is_counted_on(tmp_path, monkeypatch):
 
 
 def test_a_published_step_is_never_overwritten(tmp_path):
+    # Promise 3.
     save(tmp_path, 2)
     before = {name: (step_dir(tmp_path, 2) / name).read_bytes() for name in files_of(step_dir(tmp_path, 2))}
     temporary = begin(tmp_path, 2)
@@ -205,6 +208,7 @@ def test_discard_leaves_nothing_under_the_name_at_any_time(tmp_path):
 
 
 def test_leftovers_of_every_kind_are_removed_and_nothing_else(tmp_path):
+    # Promise 11.
     save(tmp_path, 2)
     target = tmp_path / "elsewhere"
     target.mkdir()

@@ -144,6 +144,7 @@ def test_a_later_checkpoint_that_could_not_be_set_aside_pushes_nothing_out(tmp_p
 
 @pytest.mark.parametrize("harm", ["flip", "remove", "unreadable"])
 def test_a_checkpoint_whose_figure_cannot_be_known_is_not_removed_by_a_ranking(tmp_path, deleter, harm, caplog):
+    # Promise 10.
     for step in (2, 4, 6, 8):
         publish(tmp_path, step, {ACCURACY: step / 10})
     manifest = step_dir(tmp_path, 4) / MANIFEST

@@ -76,6 +76,7 @@ def test_leftovers_go_and_all_else_stays(config, caplog):
 
 def test_leftovers_that_cannot_be_deleted_stop_no_start(config, caplog):
     """EBUSY, as over a mount or NFS's silly renames, once ended every start until the restarts were used up."""
+    # Promise 11.
     save_steps(config, PlainRole(), 2, 4)
     trash = [config.run_dir / name for name in (".trash-a", ".trash-b", ".trash-c")]
     for folder in trash:

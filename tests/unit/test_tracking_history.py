@@ -50,6 +50,7 @@ def test_a_value_that_json_lacks_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_resumed_history_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    # Promise 17.
     whole = filled(tmp_path / "whole.jsonl", 10)
     killed = filled(tmp_path / "killed.jsonl", 7)
     killed.cut_after(4)

@@ -116,6 +116,7 @@ def _seal(temporary: Path, manifest: Manifest, coordinator: Coordinator) -> None
             )
     announce("commit.manifest")
     write_manifest(temporary, manifest)
+    # Promise 2: the files were synced one by one; now their names are, before any name tells of them.
     fsync_tree(temporary)
     if len(coordinator.domain_leaders) > 1:
         # Once one domain has renamed its part, the others must have theirs to complete the commit with.
@@ -130,7 +131,9 @@ def _give_name(run_dir: Path, temporary: Path, step: int, renamed: list[Path]) -
     final = step_dir(run_dir, step)
     announce("commit.rename")
     if final.exists():
+        # Promise 3.
         raise FileExistsError(f"{final} exists already; a published checkpoint is never overwritten")
+    # Promise 1: before this one rename nothing has the name, after it all that belongs to it is there.
     renamed.append(rename(temporary, final))
     fsync_dir(run_dir)
 

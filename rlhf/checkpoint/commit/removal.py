@@ -53,5 +53,6 @@ def clean_leftovers(run_dir: Path) -> list[str]:
 
     Returns the names of what is gone.
     """
+    # Promise 11.
     leftovers = [path for path in run_dir.iterdir() if path.name.startswith((TEMPORARY, TRASH))]
     return [path.name for path in leftovers if delete(path)]

@@ -39,10 +39,12 @@ def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> 
     )
     every, best = settings.keep_every, settings.keep_best
     kept = {
+        # Promise 9.
         "newest": set(steps[: settings.max_to_keep]),
         # The start of a run is a multiple of everything, and nothing that training has made.
         "for good": {step for step in steps if every and step and step % every == 0},
         "best": {step for _, step in ranked[::-1][:best]},
+        # Promise 10.
         "unreadable": {step for step in steps if best and figures[step] is None},
     }
     return {step: [reason for reason, chosen in kept.items() if step in chosen] for step in steps}

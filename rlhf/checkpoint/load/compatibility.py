@@ -42,6 +42,7 @@ def check_compatible(
             "subset of that."
         )
     changes = changes_since(path, manifest, config)
+    # Promise 13.
     refuse_changes(changes, allow=allow_change)
     log_changes(changes)
     if moving_reference and f"{REFERENCE}/{INDEX}" not in manifest.files:

@@ -119,6 +119,7 @@ class _Loading:
     def raise_together(self, outcomes: list[_Outcome]) -> None:
         """Raise DamagedCheckpoint with what all ranks have noted, if any has."""
         if lines := dict.fromkeys(line for outcome in outcomes for line in outcome.damage):
+            # Promise 4, promise 6: damage that one rank has met turns every rank away from this checkpoint.
             raise DamagedCheckpoint(f"{self._path} is damaged: " + "; ".join(lines))
 
     def ask_for_indices(self) -> _Outcome:
@@ -250,6 +251,7 @@ class _Loading:
 
     def _set_rng(self, seed: int) -> None:
         if self._rng_file in self._documents:
+            # Promise 7: with the generators all is back that the next step depends on.
             set_rng_state(self._documents[self._rng_file])
             return
         log.warning(
@@ -286,6 +288,7 @@ def _parsed(name: str, content: bytes) -> Any:
         return parse_json(content, name)
     try:
         # Clones: none keeps the bytes of all.
+        # Promise 14: safetensors and JSON only.
         return {tensor: value.clone() for tensor, value in load_safetensors(content).items()}
     except SafetensorError as error:
         raise DamagedCheckpoint(f"{name}: {error}") from None

@@ -99,6 +99,7 @@ def _with_newest_intact(
         return result
     if source is not None:
         return _from_source(source, coordinator, attempt)
+    # Promise 5.
     _refuse_to_start_again(run_dir, stuck, incomplete, coordinator)
     return None
 

@@ -43,6 +43,7 @@ def make_room(
     """
     if not any(coordinator.on_domain_leaders(lambda: _is_short(run_dir, needed, deleter, timeout_s, make_way))):
         return
+    # Promise 9.
     may_go = _older_than_the_newest_usable(run_dir, victims(), coordinator)
     going = may_go[: max(coordinator.on_domain_leaders(lambda: _how_many(run_dir, needed, may_go)))]
     coordinator.on_domain_leaders(lambda: remove_checkpoints(going, deleter))

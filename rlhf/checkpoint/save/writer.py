@@ -89,6 +89,7 @@ def write_checkpoint(
             lambda: _describe(run_dir, snapshot, identity, draft, ranks, indices, coordinator)
         )
     except Exception as error:
+        # Promise 8.
         raise give_up(run_dir, snapshot.step, root, coordinator, error) from error
     path = publish(run_dir, root, manifest, coordinator)
     retention.retire(run_dir, settings, snapshot.step, deleter, coordinator)
