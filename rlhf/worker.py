@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from rlhf.assemble.run import build
 from rlhf.checkpoint.remote.copies import check_copied, copy_pending
+from rlhf.checkpoint.remote.lease import release_held
 from rlhf.checkpoint.start.domains import find_domains
 from rlhf.checkpoint.start.preparation import finished_step, finished_unprepared, prepare
 from rlhf.config import Config
@@ -115,6 +116,7 @@ def main_under_torchrun(config: Config) -> int:
         with ExitStack() as locks:
             try:
                 locks.enter_context(run_lock_together(agreed.run_dir, coordinator))
+                locks.callback(release_held)
                 coordinator.domains = find_domains(agreed.run_dir, coordinator)
                 resolved = ResolvedConfig.of(agreed)
                 prepare(agreed.run_dir, agreed.trainer, agreed.checkpoint, resolved, coordinator)

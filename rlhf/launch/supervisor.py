@@ -44,7 +44,10 @@ def supervise(config: Config, check: Callable[[], None]) -> int:
         _make(config.run_dir)
         try:
             with run_lock(config.run_dir):
-                return _supervise_locked(config, config.run_dir, starter)
+                try:
+                    return _supervise_locked(config, config.run_dir, starter)
+                finally:
+                    _release_lease()
         except OSError as error:
             if not is_unfixable(error):
                 raise
@@ -85,6 +88,12 @@ def _make(run_dir: Path) -> None:
             f"Cannot create the run directory {run_dir} ({error.strerror}). "
             "Set trainer.default_local_dir to a writable folder."
         ) from error
+
+
+def _release_lease() -> None:
+    from rlhf.checkpoint.remote.lease import release_held
+
+    release_held()
 
 
 def _supervise_locked(config: Config, run_dir: Path, starter: RankStarter) -> int:

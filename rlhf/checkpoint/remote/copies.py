@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoint.commit.manifest import Manifest, manifest_bytes, parse_manifest, verify_files
+from rlhf.checkpoint.remote.lease import Lease
 from rlhf.checkpoint.remote.pins import checkpoint_of, pin_checkpoint, remove_pin, remove_pins
 from rlhf.checkpoint.remote.remote_start import claim
 from rlhf.checkpoint.remote.remote_store import (
@@ -62,6 +63,7 @@ class RemoteCopies:
         self._pin: Path | None = None
         self._complete: dict[int, str] = {}  # step -> hash of its manifest; this run's only
         self._bytes, self._seconds = 0, 0.0
+        self._lease: Lease | None = None
 
     def start(self) -> None:
         """Begin with what an earlier start left to do, unless it has begun; returns at once."""
@@ -128,6 +130,8 @@ class RemoteCopies:
     def _work(self) -> None:
         try:
             store = self._retries.call("opening", partial(RemoteStore, remote_url(self._trainer, self._settings)))
+            self._lease = Lease(store, self._run_dir, self._retries)
+            self._lease.take()
             claim(store, self._run_dir, self._trainer, self._retries)
             self._look(store)
             while True:
@@ -139,9 +143,15 @@ class RemoteCopies:
         except Exception:
             log.exception("No more checkpoints are copied to checkpoint.remote; training goes on.")
         finally:
+            if self._lease is not None:
+                self._lease.release()
             with self._changed:
                 self._over = True
                 self._changed.notify_all()
+
+    def _own_lease(self) -> Lease:
+        assert self._lease is not None
+        return self._lease
 
     def _look(self, store: RemoteStore) -> None:
         """Learn what is complete, and remove what earlier starts left half copied or half removed."""
@@ -174,6 +184,7 @@ class RemoteCopies:
             self._retries.beat()
             self._busy, step = True, max(self._pending)
         try:
+            self._own_lease().confirm()
             self._copy(store, step)
             with self._changed:
                 self._pending.discard(step)
@@ -277,6 +288,7 @@ class RemoteCopies:
 
             def chunks() -> Iterator[bytes]:
                 for chunk in _chunks_of(path, entry["size"] if name in RUN_FILES.values() else None):
+                    self._own_lease().check()
                     hashes.update(memoryview(chunk))
                     self._retries.beat()
                     yield chunk
@@ -285,10 +297,11 @@ class RemoteCopies:
             if (hashes.size, hashes.hexdigests()) != (entry["size"], entry["xxh3_128"]):
                 raise LocalFault(f"{name} differs from its hash")
 
-        self._retries.call(f"writing {name} of step {step}", attempt, final=(LocalFault,))
+        self._retries.call(f"writing {name} of step {step}", attempt, final=(LocalFault, UserError))
 
     def _retain(self, store: RemoteStore) -> None:
         """Keep the newest `checkpoint.remote_max_to_keep` complete copies of this run."""
+        self._own_lease().check()
         for step in sorted(self._complete, reverse=True)[self._keep :] if self._keep is not None else []:
             self._retries.call(f"removing step {step}", partial(store.remove, step))
             del self._complete[step]

@@ -5,6 +5,7 @@ It has neither rename nor fsync; the manifest commits.
 ```
 <checkpoint.remote>/<project>/<experiment>/
   run.json                    the run whose checkpoints count
+  lease.json                  the machine that copies there
   global_step_N/
     ...                       the files of the local checkpoint
     run/{run.json,metrics.jsonl}   the run's id, and its history up to step N
@@ -14,6 +15,7 @@ It has neither rename nor fsync; the manifest commits.
 """
 
 import json
+import logging
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -23,6 +25,8 @@ from typing import Any
 
 import xxhash
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from rlhf.checkpoint.commit.manifest import Manifest, parse_manifest
 from rlhf.config.checkpoint import CheckpointConfig
@@ -31,6 +35,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.hashing import BlockHashes
 from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, step_dir, step_of
 
+log = logging.getLogger(__name__)
 CHUNK = 8 << 20
 THREADS = 4
 """Files that are sent or fetched at a time."""
@@ -84,6 +89,34 @@ class RemoteStore:
         arrived = self._fs.info(path)["size"]
         if arrived != size:
             raise OSError(f"{name} has {arrived} bytes there instead of {size}")
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a small object that is not there, by a call that no other machine's can come between.
+
+        False, and nothing written, where there is one by now, or the store has no such call.
+        """
+        path = self._path(name)
+        if isinstance(self._fs, LocalFileSystem):
+            self._fs.makedirs(self._root, exist_ok=True)
+            try:
+                with self._fs.open(path, "xb") as file:
+                    file.write(content)
+            except FileExistsError:
+                return False
+            return True
+        if not self._fs.async_impl and type(self._fs).pipe_file is AbstractFileSystem.pipe_file:
+            return False  # it looks, and then writes
+        try:
+            self._fs.pipe_file(path, content, mode="create")
+        except (OSError, NotImplementedError) as error:
+            log.debug("%s was not created: %s", name, error)
+            return False
+        return True
+
+    def remove_object(self, name: str) -> None:
+        """Remove a small object if it is there."""
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))
 
     def read(self, name: str) -> bytes | None:
         """The bytes of a small object, or None when there is none."""

@@ -12,6 +12,7 @@ from typing import Any
 from rlhf.checkpoint.commit.manifest import verify_files
 from rlhf.checkpoint.commit.publication import roll_forward
 from rlhf.checkpoint.load.locations import locate_files, published
+from rlhf.checkpoint.remote.lease import hold
 from rlhf.checkpoint.remote.remote_start import claim_at_start, open_remote, restore
 from rlhf.checkpoint.remote.remote_store import RemoteStore
 from rlhf.checkpoint.run_file import AGENTS, read_run_file, write_run_file
@@ -59,6 +60,7 @@ def prepare(
         nonlocal remote
         remote = open_remote(run_dir, trainer, settings)
         if remote is not None:
+            hold(remote, run_dir)
             restore(remote, run_dir, trainer, source)
 
     launch = _launch(run_dir, coordinator)

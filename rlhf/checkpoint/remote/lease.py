@@ -1,0 +1,213 @@
+"""Lease of a run's remote folder: one machine at a time copies there, since two would write over each other.
+
+It is an object, `lease.json`, that names its holder, who writes it anew every RENEW_S seconds. Whoever finds another's
+watches it: one that changes is of a living run, one that does not for EXPIRY_S seconds is nobody's any more. So no
+clock is compared with another machine's. Where two take over a dead one's at the same time, the last to write has it;
+the other sees that after SETTLE_S seconds or, if it was slower than that, at its next look.
+"""
+
+import json
+import logging
+import os
+import platform
+import threading
+import time
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rlhf.checkpoint.remote.remote_store import RemoteStore
+from rlhf.checkpoint.remote.retries import Retries, Stopped, one_line
+from rlhf.errors import UserError
+from rlhf.ranks.parent import SUPERVISOR_PID
+
+log = logging.getLogger(__name__)
+LEASE = "lease.json"
+RENEW_S, EXPIRY_S = 20.0, 90.0
+POLL_S = 2.0
+SETTLE_S = 2.0
+"""Wait before one looks whose the lease has become, where two may have taken it at the same time."""
+STALLED_S = 30.0
+BOOT, PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+
+
+class Lease:
+    """The lease of the folder that `store` is, for the run directory `run_dir` on this machine.
+
+    All processes of a run share it: its directory has a lock of its own. Calls over the network are repeated as
+    `retries` says.
+    """
+
+    def __init__(self, store: RemoteStore, run_dir: Path, retries: Retries) -> None:
+        self._store, self._retries = store, retries
+        self._lost: str | None = None
+        self._stop = threading.Event()
+        self._renewals = Retries(f"{store.url}/{LEASE}", stalled_s=STALLED_S)
+        place = run_dir.stat()
+        self._me = {
+            "host": platform.node(),
+            "run_dir": str(run_dir.absolute()),
+            "directory": f"{place.st_dev}:{place.st_ino}",
+            "machine": _machine(),
+        }
+
+    def take(self) -> None:
+        """Hold the lease, and renew it in a thread from now on.
+
+        Waits up to EXPIRY_S seconds for the end of a lease that nobody renews; raises UserError that names the holder
+        of one that somebody does.
+        """
+        if self._read() is not None or not self._retries.call("writing the lease", self._create):
+            seen = self._read()
+            if seen is not None and not self._is_mine(seen):
+                self._outlive(seen)
+            self._write_over(seen)
+        threading.Thread(target=self._keep, name="remote-lease", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise UserError when the lease was found to be another's."""
+        if self._lost is not None:
+            raise UserError(self._lost)
+
+    def confirm(self) -> None:
+        """Look at the lease before something is written or removed there; raises UserError when it is another's."""
+        seen = self._read()
+        if seen is None:
+            self._write_over(None)
+        elif not self._is_mine(seen):
+            self._lost = _in_use(self._store, seen)
+        self.check()
+
+    def release(self) -> None:
+        """Give it back, if it is held, so that another machine need not wait; a remote that does not answer is left
+        alone."""
+        self._stop.set()
+        self._renewals.stop()
+
+        def remove() -> None:
+            seen = self._store.read(LEASE)
+            if seen is not None and self._is_mine(seen):
+                self._store.remove_object(LEASE)
+
+        try:
+            Retries(self._store.url, stalled_s=1.0, give_up_s=0.0).call("giving the lease back", remove)
+        except Exception as error:
+            log.info("%s/%s could not be removed (%s); it ends by itself.", self._store.url, LEASE, one_line(error))
+
+    def _keep(self) -> None:
+        try:
+            while not self._stop.wait(RENEW_S):
+                self._renewals.call("renewing", self._renew)
+                if self._lost is not None:
+                    log.error("%s", self._lost)
+                    return
+        except Stopped:
+            pass
+
+    def _renew(self) -> None:
+        seen = self._store.read(LEASE)
+        if seen is not None and not self._is_mine(seen):
+            self._lost = _in_use(self._store, seen)
+        elif not self._stop.is_set():
+            self._store.write(LEASE, [self._text()])
+
+    def _outlive(self, seen: bytes) -> None:
+        """Return when the lease `seen`, another's, is over."""
+        holder, started = _parsed(seen), time.monotonic()
+        if holder.get("machine") == self._me["machine"] and not _is_alive(holder.get("pid")):
+            return
+        log.warning(
+            "%s is leased to %s. Waiting up to %g s for a sign of life.", self._store.url, _name(holder), EXPIRY_S
+        )
+        while time.monotonic() - started < EXPIRY_S:
+            time.sleep(POLL_S)
+            now = self._read()
+            if now is None:
+                return
+            if now != seen:
+                raise UserError(_in_use(self._store, now))
+        log.warning("%s gave no sign of life for %g s: its lease is over.", _name(holder), EXPIRY_S)
+
+    def _write_over(self, over: bytes | None) -> None:
+        """Make the lease ours, where `over` is what it was when it was nobody's; and look whether it has stayed so."""
+        before = self._read()
+        mine = before is not None and self._is_mine(before)
+        if before in (None, over) or mine:
+            self._retries.call("writing the lease", lambda: self._store.write(LEASE, [self._text()]))
+            if not mine:
+                time.sleep(SETTLE_S)
+        seen = self._read()
+        if seen is None or not self._is_mine(seen):
+            raise UserError(_in_use(self._store, seen or b""))
+
+    def _read(self) -> bytes | None:
+        return self._retries.call("reading the lease", lambda: self._store.read(LEASE))
+
+    def _create(self) -> bool:
+        return self._store.create(LEASE, self._text())
+
+    def _is_mine(self, seen: bytes) -> bool:
+        return all(_parsed(seen).get(key) == self._me[key] for key in ("host", "directory", "machine"))
+
+    def _text(self) -> bytes:
+        renewed = datetime.now(UTC).isoformat(timespec="seconds")
+        return json.dumps(self._me | {"pid": _pid_of_run(), "renewed": renewed, "beat": uuid.uuid4().hex}).encode()
+
+
+_held: list[Lease] = []
+
+
+def hold(store: RemoteStore, run_dir: Path) -> None:
+    """Take the lease for this process, until `release_held`; a remote that falls silent is a warning, since the copies
+    behind the training take it as well."""
+    lease = Lease(store, run_dir, Retries(store.url, stalled_s=STALLED_S, give_up_s=STALLED_S))
+    try:
+        lease.take()
+    except UserError:
+        raise
+    except Exception as error:
+        log.warning("%s does not answer (%s); training goes on and tries again.", store.url, one_line(error))
+    else:
+        _held.append(lease)
+
+
+def release_held() -> None:
+    """Give back what this process holds."""
+    while _held:
+        _held.pop().release()
+
+
+def _machine() -> str:
+    """Text that no other running machine has, nor another container's processes on this one."""
+    boot = BOOT.read_text().strip() if BOOT.exists() else str(uuid.getnode())
+    return f"{boot} {PROCESSES.readlink() if PROCESSES.exists() else ''}"
+
+
+def _pid_of_run() -> int:
+    """The process whose end is the run's."""
+    return int(os.environ.get(SUPERVISOR_PID, os.getpid()))
+
+
+def _is_alive(pid: object) -> bool:
+    return isinstance(pid, int) and Path(f"/proc/{pid}").exists()
+
+
+def _parsed(seen: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(seen)
+    except ValueError:  # cut short by a kill; whose it was is not known
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _name(holder: dict[str, Any]) -> str:
+    return f"{holder.get('host', 'an unknown host')} ({holder.get('run_dir', '?')}, process {holder.get('pid', '?')})"
+
+
+def _in_use(store: RemoteStore, seen: bytes) -> str:
+    return (
+        f"checkpoint.remote: {store.url} is in use by {_name(_parsed(seen))}; two runs would write over each other's "
+        "copies. Stop that one, or set another trainer.experiment_name or checkpoint.remote. The lease of a machine "
+        f"that has died ends {EXPIRY_S:g} s after its last sign of life; {LEASE} there may be removed by hand as well."
+    )

@@ -1,0 +1,173 @@
+"""Two machines with one remote folder: one copies there, the other is refused, waits for the end of a dead one, or
+finds out that it has been replaced."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoint.remote import lease as lease_module
+from rlhf.checkpoint.remote import retries
+from rlhf.checkpoint.remote.lease import LEASE, Lease, release_held
+from rlhf.checkpoint.remote.remote_store import RemoteStore
+from rlhf.errors import UserError
+from rlhf.storage.layout import step_dir
+from tests.support.published import eventually
+from tests.support.remotes import DEADLINE_S, complete_steps, copy_all, make_run, on_empty_disk, patient, save
+from tests.support.sections import prepare, remote_copies, remote_store
+
+EXPIRY_S = 0.6
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    for name, seconds in (("RENEW_S", 0.05), ("EXPIRY_S", EXPIRY_S), ("POLL_S", 0.02), ("SETTLE_S", 0.1)):
+        monkeypatch.setattr(lease_module, name, seconds)
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retries, "POLL_S", 0.02)
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request, tmp_path) -> RemoteStore:
+    return RemoteStore(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else f"file://{tmp_path}/remote")
+
+
+@pytest.fixture
+def leases() -> Iterator[list[Lease]]:
+    """What a test takes is given back."""
+    taken: list[Lease] = []
+    yield taken
+    for lease in taken:
+        lease.release()
+
+
+def machine(name: str, store: RemoteStore, tmp_path: Path, leases: list[Lease]) -> Lease:
+    """The lease as the machine `name` sees it, with a run directory of its own."""
+    run_dir = tmp_path / name
+    run_dir.mkdir(exist_ok=True)
+    leases.append(Lease(store, run_dir, patient()))
+    leases[-1]._me |= {"host": name, "machine": name}
+    return leases[-1]
+
+
+def die(lease: Lease) -> None:
+    """Renew no more, and give nothing back."""
+    lease._stop.set()
+    time.sleep(0.15)  # a renewal that was under way
+
+
+def test_a_second_machine_is_refused_and_told_who_is_there(store, tmp_path, leases):
+    first, second = (machine(name, store, tmp_path, leases) for name in ("alpha", "beta"))
+    first.take()
+    with pytest.raises(UserError, match=rf"is in use by alpha \({tmp_path}/alpha, process {os.getpid()}\)"):
+        second.take()
+    time.sleep(2 * EXPIRY_S)
+    with pytest.raises(UserError, match="is in use by alpha"):
+        second.take()
+    first.confirm()
+    # The same run again, another process of it or the next start, goes on at once.
+    machine("alpha", store, tmp_path, leases).take()
+
+
+def test_the_lease_of_a_dead_machine_ends_by_itself(store, tmp_path, leases):
+    first, second = (machine(name, store, tmp_path, leases) for name in ("alpha", "beta"))
+    first.take()
+    die(first)
+    started = time.monotonic()
+    second.take()
+    assert EXPIRY_S <= time.monotonic() - started < EXPIRY_S + 10
+    # It was only cut off, and is back.
+    with pytest.raises(UserError, match="is in use by beta"):
+        first.confirm()
+    first.release()
+    second.confirm()
+
+
+def test_who_leaves_in_order_keeps_nobody_waiting(store, tmp_path, leases, monkeypatch):
+    monkeypatch.setattr(lease_module, "EXPIRY_S", 60.0)
+    first, second = (machine(name, store, tmp_path, leases) for name in ("alpha", "beta"))
+    first.take()
+    first.release()
+    assert store.read(LEASE) is None
+    second.take()
+
+
+def test_a_dead_process_of_this_machine_keeps_nobody_waiting(store, tmp_path, leases, monkeypatch):
+    monkeypatch.setattr(lease_module, "EXPIRY_S", 60.0)
+    first, second = (machine(name, store, tmp_path, leases) for name in ("alpha", "beta"))
+    first.take()
+    die(first)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    store.write(LEASE, [json.dumps(json.loads(store.read(LEASE) or b"") | {"pid": ended.pid}).encode()])
+    second._me["machine"] = "alpha"
+    second.take()
+    second.confirm()
+
+
+def test_one_of_many_at_the_same_time_gets_it(store, tmp_path, leases, monkeypatch):
+    monkeypatch.setattr(lease_module, "SETTLE_S", 1.0)
+    racing = [machine(f"host-{number}", store, tmp_path, leases) for number in range(8)]
+    outcomes: list[str] = []
+    together = threading.Barrier(len(racing))
+
+    def race(lease: Lease) -> None:
+        together.wait(DEADLINE_S)
+        try:
+            lease.take()
+            outcomes.append("holds")
+        except UserError:
+            outcomes.append("refused")
+
+    for over in ("nobody's", "a dead one's"):
+        outcomes.clear()
+        threads = [threading.Thread(target=race, args=(lease,)) for lease in racing]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert sorted(outcomes) == ["holds"] + ["refused"] * 7, over
+        for lease in racing:
+            lease.release()
+        racing = [machine(f"next-{number}", store, tmp_path, leases) for number in range(8)]
+        store.write(LEASE, [b'{"host": "dead"'])  # torn by a kill
+
+
+def test_a_start_on_another_machine_is_refused_before_it_fetches(tmp_path, leases):
+    config = make_run(tmp_path / "a", 2, remote=f"file://{tmp_path}/remote")
+    assert copy_all(config) == []
+    holder = machine("alpha", remote_store(config), tmp_path, leases)
+    holder.take()
+    other = on_empty_disk(config, tmp_path / "b")
+    with pytest.raises(UserError, match="is in use by alpha"):
+        prepare(other)
+    assert list(other.run_dir.glob("global_step_*")) == []
+    holder.release()
+    prepare(other)
+    assert (step_dir(other.run_dir, 2) / "manifest.json").exists()
+    with pytest.raises(UserError, match="is in use by"):
+        machine("gamma", remote_store(config), tmp_path, leases).take()
+    release_held()
+    machine("gamma", remote_store(config), tmp_path, leases).take()
+
+
+def test_copies_end_when_another_machine_has_taken_over(tmp_path, leases, caplog):
+    config = make_run(tmp_path / "a", 2, remote=f"file://{tmp_path}/remote")
+    copies = remote_copies(config)
+    copies.start()
+    eventually(lambda: complete_steps(config) == [2])
+    thief = machine("beta", remote_store(config), tmp_path, leases)
+    remote_store(config).write(LEASE, [thief._text()])
+    save(config, 4)
+    copies.published(step_dir(config.run_dir, 4))
+    eventually(lambda: "No more checkpoints are copied there" in caplog.text)
+    assert copies.finish(DEADLINE_S) == [4]
+    assert complete_steps(config) == [2]
+    thief.confirm()
