@@ -18,6 +18,7 @@ from rlhf.checkpoint.load.resume import restore
 from rlhf.checkpoint.remote.copies import RemoteCopies
 from rlhf.checkpoint.save.background import SaveInFlight
 from rlhf.checkpoint.save.draft import Draft, begin_checkpoint
+from rlhf.checkpoint.save.host_memory import check_memory
 from rlhf.checkpoint.save.snapshot import RunState, Snapshot, take_snapshot
 from rlhf.checkpoint.save.staging import Stager
 from rlhf.checkpoint.save.writer import SaveResult, write_checkpoint
@@ -102,6 +103,8 @@ class Checkpointer:
             self._coordinator,
             resume_source(self._trainer),
         )
+        if self._behind is not None and not self._stager.nbytes:
+            check_memory(self._state.live_bytes(self._settings.contents), self._coordinator)
         if self._copies is not None:
             self._copies.start()  # now that no checkpoint can be set aside under its hands
         if loaded is None:

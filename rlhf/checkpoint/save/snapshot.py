@@ -40,6 +40,14 @@ class RunState:
     def __post_init__(self) -> None:
         self.initial = {name: json.dumps(stateful.state_dict()) for name, stateful in self.stateful.items()}
 
+    def live_bytes(self, contents: Collection[str]) -> int:
+        """Bytes of the live tensors that this rank writes in a save of `contents` (see `checkpoint.contents`)."""
+        live = [role.model_shards() for role in self.roles.values() if "model" in contents]
+        live += [role.optimizer_shards() for role in self.roles.values() if "optimizer" in contents]
+        if self.reference is not None:
+            live.append(self.reference.shards())
+        return sum(shard.local.nbytes for shards in live for shard in shards.values() if shard.owner)
+
 
 @dataclass
 class Snapshot:

@@ -1,0 +1,89 @@
+"""Memory that is left for the copies of saves, as systems of several kinds describe it."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoint.save import host_memory
+from rlhf.checkpoint.save.host_memory import available_memory, check_memory
+from rlhf.errors import UserError
+from tests.support.checkpoints import PlainRole, make_checkpointer, make_config
+from tests.support.thread_ranks import make_coordinator, run_thread_ranks
+
+MIB = 1 << 20
+
+
+def system(folder: Path, files: dict[str, str]) -> int | None:
+    """What is available on a machine with such files, of 100 MiB by its kernel."""
+    for name, text in {"proc/meminfo": f"MemTotal: 9 kB\nMemAvailable: {100 * 1024} kB\n", **files}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return available_memory(folder / "proc", folder / "groups")
+
+
+def test_without_limits_it_is_what_the_kernel_says(tmp_path):
+    assert system(tmp_path, {}) == 100 * MIB
+    assert system(tmp_path, {"proc/self/cgroup": "0::/job\n", "groups/job/memory.max": "max\n"}) == 100 * MIB
+    assert available_memory(tmp_path / "nothing", tmp_path / "nothing") is None
+    assert 0 < (available_memory() or 0) < 1 << 50
+
+
+def test_a_limit_counts_less_what_is_used_and_cannot_be_dropped(tmp_path):
+    files = {
+        "proc/self/cgroup": "0::/slice/job\n",
+        "groups/slice/job/memory.max": f"{60 * MIB}\n",
+        "groups/slice/job/memory.current": f"{30 * MIB}\n",
+        "groups/slice/job/memory.stat": f"anon {20 * MIB}\ninactive_file {10 * MIB}\n",
+    }
+    assert system(tmp_path, files) == 40 * MIB
+    # A group around it has less left.
+    files |= {"groups/slice/memory.max": f"{90 * MIB}\n", "groups/slice/memory.current": f"{85 * MIB}\n"}
+    assert system(tmp_path, files) == 5 * MIB
+    files |= {"groups/slice/memory.current": f"{95 * MIB}\n"}
+    assert system(tmp_path, files) == 0
+
+
+def test_limits_of_the_first_version_and_of_a_container(tmp_path):
+    files = {
+        "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/host/path/of/it\n0::/\n",
+        "groups/memory/memory.limit_in_bytes": f"{50 * MIB}\n",
+        "groups/memory/memory.usage_in_bytes": f"{20 * MIB}\n",
+        "groups/memory/memory.stat": f"inactive_file 0\ntotal_inactive_file {MIB}\n",
+    }
+    assert system(tmp_path, files) == 31 * MIB
+
+
+def check_on_rank(rank: int, nbytes: int) -> str | None:
+    try:
+        check_memory(nbytes, make_coordinator())
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_of_one_machine_need_the_sum(monkeypatch):
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 15 * MIB)
+    assert run_thread_ranks(2, check_on_rank, 7 * MIB) == [None, None]
+    for told in run_thread_ranks(2, check_on_rank, 8 * MIB):
+        assert "(2) need 16.0 MiB of memory, and 15.0 MiB are available there" in str(told)
+        assert "checkpoint.async_save=false" in str(told)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: None)
+    assert run_thread_ranks(2, check_on_rank, 8 * MIB) == [None, None]
+
+
+def test_a_run_whose_copies_do_not_fit_ends_before_it_trains(tmp_path, monkeypatch):
+    config = make_config(tmp_path)
+    role = PlainRole(100_000)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 799_999)
+    assert not make_checkpointer(config, role).resume()  # each save is waited for, and needs no copy
+    config.checkpoint.async_save = True
+    with pytest.raises(UserError, match=r"need 0\.8 MiB of memory"):
+        make_checkpointer(config, role).resume()
+    config.checkpoint.contents = ["model"]
+    checkpointer = make_checkpointer(config, role)
+    assert not checkpointer.resume()
+    # A way back in the running process has its copy already.
+    assert checkpointer.save(1) is None
+    checkpointer.finish()
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 0)
+    assert checkpointer.resume()
