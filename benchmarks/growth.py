@@ -1,0 +1,140 @@
+"""python -m benchmarks.growth: start and resume of a run with few and with many rows and history lines, side by side.
+
+Real commands with the bundled policy, until rank 0 begins its first step. `start` is that of a new run whose prompts
+are cached, `resume` that of one with a checkpoint and a long metric history; `first` is the start that made the cache.
+CPU time and memory are those of the rank with the most of them then; RSS has all pages of shared files that it has
+touched, PSS its part of them. Figures are medians; exit code 1 when many rows and lines cost more than 2 s or 200 MB
+more than few. On a machine that is not quiet the CPU time says more than the clock.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rlhf.storage.layout import HISTORY
+
+FEW = 1000
+LIMIT_S, LIMIT_MB = 2.0, 200.0
+DEADLINE_S = 1800.0
+Figures = tuple[float, float, float, float]
+"""Seconds, seconds of CPU time, RSS and PSS in MB."""
+FOLDER_VARIABLE, LINES_VARIABLE = "RLHF_BENCHMARK_FOLDER", "RLHF_BENCHMARK_LINES"
+
+
+def on_event(event: str) -> None:
+    """The listener in every rank: notes time and memory of each step's begin, and makes the history of step 1 long."""
+    folder, rank = Path(os.environ[FOLDER_VARIABLE]), os.environ["RANK"]
+    if event == "step.begin":
+        memory = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+        entry = {"time": time.time(), "cpu": time.process_time()}
+        entry |= {"rss": int(memory["Rss:"]) / 1024, "pss": int(memory["Pss:"]) / 1024}
+        with (folder / f"steps-{rank}").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+    history = next(folder.glob(f"rlhf/*/{HISTORY}"), None)
+    if event == "metrics.after" and rank == "0" and history is not None and not (folder / "long").exists():
+        # Before the save: the checkpoint of step 1 has seen them all.
+        last = history.read_text().splitlines()[-1]
+        record = json.dumps(json.loads(last) | {"step": 0})
+        with history.open("w") as file:
+            file.writelines(f"{line}\n" for line in [record] * int(os.environ[LINES_VARIABLE]) + [last])
+        (folder / "long").touch()
+
+
+def launch(folder: Path, data: Path, size: int, ranks: int, steps: int) -> Figures:
+    """Run the command until each rank has begun so many steps, then kill it; returns the figures at the first."""
+    for note in folder.glob("steps-*"):
+        note.unlink()
+    command = [
+        *(sys.executable, "-m", "rlhf.train", f"trainer.default_local_dir={folder}", f"trainer.nproc={ranks}"),
+        *("trainer.total_training_steps=1000", "trainer.save_freq=1", "trainer.test_freq=0"),
+        *(f"data.train_files={data}/rows-{size}.jsonl", f"data.cache_dir={data}/cache", "reward=exact_match"),
+        *("data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.n=2", "data.max_response_length=8"),
+        *("checkpoint.async_save=false", "trainer.experiment_name=growth", "trainer.val_before_train=false"),
+    ]
+    listener = {"RLHF_EVENT_LISTENER": "benchmarks.growth:on_event", FOLDER_VARIABLE: str(folder)}
+    log = folder / "log"
+    began = time.time()
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            command, env=os.environ | listener | {LINES_VARIABLE: str(size)}, stdout=output, stderr=subprocess.STDOUT
+        ) as process,
+    ):
+        try:
+            while True:
+                notes = [note.read_text().splitlines() for note in sorted(folder.glob("steps-*"))]
+                if len(notes) == ranks and all(len(lines) >= steps for lines in notes):
+                    break
+                if process.poll() is not None or time.time() - began > DEADLINE_S:
+                    raise RuntimeError(f"the run did not come to step {steps}:\n{log.read_text()[-3000:]}")
+                time.sleep(0.05)
+        finally:
+            process.kill()  # the ranks die with it
+    first = [json.loads(lines[0]) for lines in notes]
+    wanted = "Resumed step 1 " if steps == 1 else ""
+    if not (folder / "long").exists() or wanted not in log.read_text():
+        raise RuntimeError(f"this was not the start that was to be measured:\n{log.read_text()[-3000:]}")
+    cpu, rss, pss = (max(entry[name] for entry in first) for name in ("cpu", "rss", "pss"))
+    return first[0]["time"] - began, cpu, rss, pss
+
+
+def write_rows(path: Path, size: int) -> None:
+    """So many problems with a solution of two hundred characters each."""
+    with path.open("w") as file:
+        for i in range(size):
+            row = {"prompt": f"What is {i} + {i % 97}?", "answer": str(i + i % 97)}
+            file.write(json.dumps(row | {"extra_info": {"index": i, "solution": "so " * 70}}) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.growth", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--many", type=int, default=1_000_000, help="rows, and lines of the history")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    sizes = (FEW, arguments.many)
+    sys.stdout.write(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start, {arguments.ranks} ranks\n\n")
+    figures: dict[tuple[str, int], list[Figures]] = {}
+    with tempfile.TemporaryDirectory(prefix="rlhf-growth-") as scratch:
+        data = Path(scratch)
+        for size in sizes:
+            write_rows(data / f"rows-{size}.jsonl", size)
+        time.sleep(3)  # a file that changed just now is hashed again at each start
+        for repeat in range(-1, arguments.repeats):
+            for size in sizes:
+                with tempfile.TemporaryDirectory(prefix="rlhf-growth-") as folder:
+                    start = launch(Path(folder), data, size, arguments.ranks, steps=2)
+                    figures.setdefault(("first" if repeat < 0 else "start", size), []).append(start)
+                    if repeat >= 0:
+                        resume = launch(Path(folder), data, size, arguments.ranks, steps=1)
+                        figures.setdefault(("resume", size), []).append(resume)
+    return report(figures, sizes)
+
+
+def report(figures: dict[tuple[str, int], list[Figures]], sizes: tuple[int, int]) -> int:
+    """Print the medians; 1 if many cost too much."""
+    failed = False
+    sys.stdout.write("| | rows and lines | seconds | CPU | RSS | PSS |\n|---|---|---|---|---|---|\n")
+    for kind in ("first", "start", "resume"):
+        medians = {
+            size: [statistics.median(column) for column in zip(*figures[kind, size], strict=True)] for size in sizes
+        }
+        for size, (seconds, cpu, rss, pss) in medians.items():
+            sys.stdout.write(f"| {kind} | {size:,} | {seconds:.2f} s | {cpu:.2f} s | {rss:.0f} MB | {pss:.0f} MB |\n")
+        more = [many - few for few, many in zip(*(medians[size] for size in sizes), strict=True)]
+        seconds, cpu, rss, pss = more
+        sys.stdout.write(f"| {kind} | more | {seconds:+.2f} s | {cpu:+.2f} s | {rss:+.0f} MB | {pss:+.0f} MB |\n")
+        failed |= kind != "first" and (seconds > LIMIT_S or max(rss, pss) > LIMIT_MB)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
