@@ -30,6 +30,7 @@ from rlhf.rollout import (
     build_embedded_engine,
     eos_token_ids,
 )
+from rlhf.storage.scratch import Scratch
 
 HEAD = 32
 """vLLM's kernels for CPUs know few sizes."""
@@ -66,9 +67,11 @@ def start_vllm(
 
     files = hf_files(model.config, tokenizer, model.generation_config)
     eos = eos_token_ids(model, tokenizer)
-    engine = build_vllm_engine(
-        config, files, eos, Coordinator(GlooTransport()), device, max_model_len=max_model_len, seed=0
-    )
+    coordinator = Coordinator(GlooTransport())
+    with Scratch() as scratch:
+        engine = build_vllm_engine(
+            config, files, scratch.folder / "model", eos, coordinator, device, max_model_len=max_model_len, seed=0
+        )
     engine.update_weights(model.named_parameters, 0)
     return engine
 

@@ -47,17 +47,20 @@ def build_engine(
     generation: Any = getattr(model, "generation_config", None)
     files = loading.hf_files(model.config, policy.tokenizer, generation)
     eos = eos_token_ids(model, policy.tokenizer)
+    folder = config.run_dir / "rollout_model"
     longest = config.data.max_prompt_length + config.data.max_response_length
     if config.rollout.name == "vllm":
         from rlhf.rollout.vllm.colocated import build_vllm_engine
 
         return build_vllm_engine(
-            config.rollout, files, eos, coordinator, device, max_model_len=longest, seed=config.trainer.seed
+            config.rollout, files, folder, eos, coordinator, device, max_model_len=longest, seed=config.trainer.seed
         )
     from rlhf.rollout.servers.server_engine import build_server_engine
 
     logs = config.run_dir / "rollout_servers"
-    return build_server_engine(config.rollout, files, eos, coordinator, device, max_model_len=longest, logs=logs)
+    return build_server_engine(
+        config.rollout, files, folder, eos, coordinator, device, max_model_len=longest, logs=logs
+    )
 
 
 def build_collector(

@@ -1,6 +1,5 @@
 """Every component of one rank, from the resolved configuration: data and settings are checked before weights load."""
 
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from rlhf.ranks.rng import seed_everything
 from rlhf.ranks.status import StatusWriter
 from rlhf.ranks.stop import PreemptionFlag
 from rlhf.rollout import check_lengths
+from rlhf.storage.scratch import Scratch
 from rlhf.storage.state import Stateful
 from rlhf.tracking import Progress, Tracker
 from rlhf.tracking.run_log import RunLog
@@ -45,8 +45,8 @@ AFTER_THE_STEP = ("evaluation.", "metrics.", "commit.", "end.")
 
 def build(config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter) -> Components:
     """Every component of this rank, brought to the newest checkpoint. Collective."""
-    with tempfile.TemporaryDirectory(prefix="rlhf-model-files-") as scratch:
-        return _build(config, device, coordinator, status, Path(scratch))
+    with Scratch() as scratch:
+        return _build(config, device, coordinator, status, scratch.folder)
 
 
 def _build(

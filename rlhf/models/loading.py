@@ -1,7 +1,6 @@
 """Loading of tokenizers and of policy, critic and reward models from a folder or Hub name; safetensors only."""
 
 import copy
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from transformers.utils import logging as library_logging
 
 from rlhf.errors import UserError
 from rlhf.models.token_values import HEADS, value_class
+from rlhf.storage.scratch import Scratch
 
 # Several models are loaded per rank; their bars would drown the run's own progress.
 library_logging.disable_progress_bar()
@@ -274,9 +274,9 @@ def hf_files(
     hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, generation_config: Any
 ) -> dict[str, bytes]:
     """The small files of a Hugging Face folder, by name, so that an exported model opens like any other."""
-    with tempfile.TemporaryDirectory() as scratch:
-        hf_config.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
+    with Scratch() as scratch:
+        hf_config.save_pretrained(scratch.folder)
+        tokenizer.save_pretrained(scratch.folder)
         if generation_config is not None:
-            generation_config.save_pretrained(scratch)
-        return {path.name: path.read_bytes() for path in sorted(Path(scratch).iterdir()) if path.is_file()}
+            generation_config.save_pretrained(scratch.folder)
+        return {path.name: path.read_bytes() for path in sorted(scratch.folder.iterdir()) if path.is_file()}

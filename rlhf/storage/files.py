@@ -6,7 +6,7 @@ What a power cut must not take back is `..._durably`; everything else is for fil
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -99,6 +99,15 @@ def write_small(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
+def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Make `folder` a directory of just these small files, by their names, which nobody needs after a crash."""
+    if folder.exists():
+        remove_dir(folder)
+    make_dir(folder)
+    for name, content in files.items():
+        write_small(folder / name, content)
+
+
 def write_private(path: Path, content: bytes) -> None:
     """Write a small file that only its owner may read; nobody ever sees a part of it under its name."""
     fresh = path.with_name(f"{TEMPORARY}{path.name}")
@@ -140,6 +149,11 @@ def create_empty(path: Path) -> Path:
 def make_dir(path: Path) -> None:
     """Make a directory and its parents, as far as they are not there."""
     path.mkdir(parents=True, exist_ok=True)
+
+
+def make_private_dir(path: Path) -> None:
+    """Make a directory that only its owner may enter; raises FileExistsError when it is there."""
+    path.mkdir(mode=0o700)
 
 
 def make_dir_durably(path: Path) -> None:

@@ -28,6 +28,7 @@ from rlhf.rollout.servers.client import Ask, ServerClient
 from rlhf.rollout.servers.secret import VARIABLE, Secret, run_secret
 from rlhf.rollout.servers.server_engine import ServerEngine, build_server_engine
 from rlhf.rollout.servers.server_process import ServerProcess, processes_of
+from rlhf.storage.scratch import SHARED_MEMORY
 from tests.support.launching import question
 from tests.support.numeric_ranks import run_ranks
 from tests.support.sampled import asking
@@ -75,7 +76,9 @@ class Behind(ServerProcess):
 
 
 def start(config: RolloutConfig, logs: Path, coordinator: Coordinator) -> ServerEngine:
-    return build_server_engine(config, files(), [1], coordinator, CPU, max_model_len=LONGEST, logs=logs)
+    return build_server_engine(
+        config, files(), logs.parent / "model", [1], coordinator, CPU, max_model_len=LONGEST, logs=logs
+    )
 
 
 def configuration() -> RolloutConfig:
@@ -146,16 +149,23 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         engine = start(config, logs, Coordinator(GlooTransport()))
     try:
         every = requests(14)
+        scratches = {server._scratch.folder for server in Behind.made if server._scratch}
         world = World(
             config, run_secret(logs / "secret"), engine, Behind.made, asking(every, SEEDED) + asking(every[:4], GREEDY)
         )
         assert sorted(path.name for path in logs.iterdir()) == ["secret", "server_0.log", "server_1.log"]
         events.subscribe(world.said.append)
+        for folder in scratches:  # or else all of the above would be empty
+            assert [path for path in folder.iterdir() if path.is_socket()]
+            assert list(SHARED_MEMORY.glob(f"{folder.name}.*"))
         world.everyone_serves()
         world.generate()  # the first time all sorts of things are done once
         yield world
     finally:
         engine.close()
+    scratches |= {server._scratch.folder for server in Behind.made if server._scratch}
+    assert len(scratches) > len(world.servers)  # those of servers that were started again, too
+    assert not [folder for folder in scratches if folder.exists() or list(SHARED_MEMORY.glob(f"*{folder.name}*"))]
     for server in world.servers:
         assert world.secret.value not in server._log.read_text()
         assert server._process is not None

@@ -23,6 +23,7 @@ def told(folder: Path) -> str:
         build_server_engine(
             config,
             files,
+            folder / "model",
             [1],
             Coordinator(GlooTransport()),
             torch.device("cpu"),

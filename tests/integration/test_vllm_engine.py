@@ -8,6 +8,7 @@ import signal
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import Request, Sample, SamplingParams, build_embedded_engine, eos_token_ids
+from rlhf.storage.scratch import SHARED_MEMORY, Scratch
 from tests.support.launching import TINY_POLICY, question
 from tests.support.numeric_ranks import run_ranks, single_rank
 from tests.support.sampled import sampled
@@ -64,13 +66,17 @@ def requests(tokenizer: Any, count: int = 12) -> list[Request]:
     return [Request(100 + i, tokens) for i, tokens in enumerate(ids)]
 
 
-def build(model: Any, tokenizer: Any, **rollout: Any) -> Any:
+def build(model: Any, tokenizer: Any, folder: Path | None = None, **rollout: Any) -> Any:
+    """An engine; several ranks need the same `folder`."""
     from rlhf.rollout.vllm.colocated import build_vllm_engine
 
     config = RolloutConfig(name="vllm", max_num_seqs=32, **rollout)
     files = hf_files(model.config, tokenizer, model.generation_config)
     eos = eos_token_ids(model, tokenizer)
-    return build_vllm_engine(config, files, eos, Coordinator(GlooTransport()), CPU, max_model_len=64 + 48, seed=1)
+    coordinator = Coordinator(GlooTransport())
+    with Scratch() as scratch:
+        here = folder or scratch.folder / "model"
+        return build_vllm_engine(config, files, here, eos, coordinator, CPU, max_model_len=64 + 48, seed=1)
 
 
 def process() -> dict[str, Any]:
@@ -299,10 +305,10 @@ def test_structure_arguments_of_vllm_and_weights_that_do_not_fit(rank: None):
     engine.close()
 
 
-def on_two_ranks(backend_name: str, tensor_parallel: int) -> dict[str, Any]:
+def on_two_ranks(backend_name: str, tensor_parallel: int, folder: Path) -> dict[str, Any]:
     """Samples from weights that are sharded over the ranks: all of them with work, then only the last one."""
     model, tokenizer = policy("own head"), AutoTokenizer.from_pretrained(TINY_POLICY)
-    engine = build(model, tokenizer, tensor_model_parallel_size=tensor_parallel)
+    engine = build(model, tokenizer, folder, tensor_model_parallel_size=tensor_parallel)
     backend = build_backend(
         model,
         BackendConfig(name="deepspeed", zero_stage=3) if backend_name == "zero3" else BackendConfig(),
@@ -316,27 +322,34 @@ def on_two_ranks(backend_name: str, tensor_parallel: int) -> dict[str, Any]:
     own = requests(tokenizer)[dist.get_rank() :: 2]
     both = sampled(engine, own, GREEDY, seed=1, step=1) + sampled(engine, own, RANDOM, seed=1, step=1)
     one = sampled(engine, own if dist.get_rank() else [], RANDOM, seed=1, step=1)
+    scratch = engine._scratch.folder
+    here = [path.name for path in scratch.iterdir()]
     engine.close()
     return {
+        "sockets": here,
+        "scratch": str(scratch),
         "both": [(s.uid, s.sample, s.token_ids) for s in both],
         "one": [(s.uid, s.sample, s.token_ids) for s in one],
     }
 
 
-def fsdp2_and_an_engine_each() -> dict[str, Any]:
-    return on_two_ranks("fsdp2", 1)
+def fsdp2_and_an_engine_each(folder: Path) -> dict[str, Any]:
+    return on_two_ranks("fsdp2", 1, folder)
 
 
-def zero3_and_an_engine_for_both() -> dict[str, Any]:
-    return on_two_ranks("zero3", 2)
+def zero3_and_an_engine_for_both(folder: Path) -> dict[str, Any]:
+    return on_two_ranks("zero3", 2, folder)
 
 
 @pytest.mark.parametrize("function", [fsdp2_and_an_engine_each, zero3_and_an_engine_for_both])
-def test_on_two_ranks_each_gets_its_own(function):
-    before = set(Path("/dev/shm").iterdir())
-    results = run_ranks(2, function)
+def test_on_two_ranks_each_gets_its_own(function, tmp_path):
+    before = set(SHARED_MEMORY.iterdir())
+    results = run_ranks(2, partial(function, tmp_path / "model"))
     # vLLM's is made anew in each start, and so must not be there after a kill.
-    assert [path for path in set(Path("/dev/shm").iterdir()) - before if "cpushm" in path.name] == []
+    assert [path for path in set(SHARED_MEMORY.iterdir()) - before if "cpushm" in path.name] == []
+    assert any(result["sockets"] for result in results) == (function is zero3_and_an_engine_for_both)
+    scratches = [Path(result["scratch"]) for result in results]
+    assert not [folder for folder in scratches if folder.exists() or list(SHARED_MEMORY.glob(f"*{folder.name}*"))]
     model, tokenizer = policy("own head"), tiny_tokenizer()
     embedded = build_embedded_engine(model, tokenizer, RolloutConfig())
     for rank, result in enumerate(results):

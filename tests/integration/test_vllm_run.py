@@ -34,6 +34,8 @@ def test_a_killed_run_ends_as_one_that_was_not(name, sums, tmp_path: Path, launc
     assert (tmp_path / "hit").exists()
     runs = tmp_path / "rlhf"
     assert differences(runs / "undisturbed", runs / "killed") == []
+    # Not in a folder with a new name at each start, on which vLLM's compile cache depends.
+    assert (runs / "killed" / "rollout_model" / "config.json").exists()
     history = records(runs / "killed")
     assert [record["step"] for record in history] == list(range(STEPS + 1))
     assert max(record["rollout/logprob_diff_max"] for record in history[1:]) < 1e-3

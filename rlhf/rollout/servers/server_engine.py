@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from rlhf.rollout.servers.fleet_loop import FleetState
 from rlhf.rollout.servers.secret import run_secret
 from rlhf.rollout.servers.server_process import ServerProcess
 from rlhf.rollout.servers.weights.push import WeightPush
-from rlhf.storage.files import make_dir, write_small
+from rlhf.storage.files import make_dir, write_folder
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -152,6 +151,7 @@ class ServerEngine:
 def build_server_engine(
     config: RolloutConfig,
     files: Mapping[str, bytes],
+    folder: Path,
     eos: Sequence[int],
     coordinator: Coordinator,
     device: torch.device,
@@ -163,6 +163,7 @@ def build_server_engine(
 
     Args:
         files: the small files of a Hugging Face folder, by name.
+        folder: where to write them; the same at every start, since vLLM's compile cache depends on its name.
         eos: the tokens that end a response.
         max_model_len: tokens of the longest prompt with its response.
         logs: the folder for the logs of servers that we start, and for the run's secret.
@@ -181,9 +182,7 @@ def build_server_engine(
             secret = run_secret(logs / "secret")
             if not config.servers.urls:
                 gpus = server_gpus(config, device, coordinator.world_size)
-                folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-rollout-")))
-                for name, content in files.items():
-                    write_small(folder / name, content)
+                write_folder(folder, files)
                 make_dir(logs)
                 for i, of_server in enumerate(gpus):
                     path = logs / f"server_{i}.log"

@@ -19,6 +19,8 @@ import torch
 from rlhf.config import RolloutConfig
 from rlhf.ranks.parent import PARENT_PID
 from rlhf.rollout.servers.secret import VARIABLE, Secret
+from rlhf.rollout.servers.weights.plugin import SCRATCH_NAME
+from rlhf.storage.scratch import Scratch
 
 # What torchrun and elastic tell a rank; vLLM would take them for its own.
 _OF_THE_RANK = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
@@ -54,6 +56,7 @@ class ServerProcess:
         """
         self._flags = flags(config, folder, max_model_len, device)
         self._environment = environment(os.environ, device, gpus, secret)
+        self._scratch: Scratch | None = None
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
@@ -64,14 +67,15 @@ class ServerProcess:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self._process = _starter.submit(self._start, port).result()
+        self._scratch = Scratch()
+        self._process = _starter.submit(self._start, port, self._scratch).result()
 
-    def _start(self, port: int) -> "subprocess.Popen[bytes]":
+    def _start(self, port: int, scratch: Scratch) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "rlhf.rollout.servers", *self._flags, "--port", str(port)]
         with self._log.open("ab") as output:
             return subprocess.Popen(
                 command,
-                env=self._environment,
+                env=self._environment | own_places(scratch),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -83,10 +87,14 @@ class ServerProcess:
         return self._process.poll() if self._process else None
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes; returns once they are gone. It can be started again."""
-        if self._process is None:
-            return
-        group, deadline = self._process.pid, time.monotonic() + _KILL_PATIENCE_S
+        """SIGKILL to all of its processes; returns once they and what they leave are gone. It can be started again."""
+        if self._process is not None:
+            self._end(self._process)
+        if self._scratch is not None:
+            self._scratch.close()
+
+    def _end(self, process: "subprocess.Popen[bytes]") -> None:
+        group, deadline = process.pid, time.monotonic() + _KILL_PATIENCE_S
         while running := processes_of(group):
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
@@ -95,7 +103,7 @@ class ServerProcess:
                 break
             time.sleep(0.02)
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.1)
+            process.wait(0.1)
 
 
 def flags(config: RolloutConfig, folder: Path, max_model_len: int, device: torch.device) -> list[str]:
@@ -140,6 +148,20 @@ def environment(
     if device.type == "cuda":
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return kept
+
+
+def own_places(scratch: Scratch) -> dict[str, str]:
+    """Environment in which a server's temporary files and sockets are in `scratch`, and shared memory has its name."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # seldom needed, and slow to import
+
+    folder = str(scratch.folder)
+    return {
+        "TMPDIR": folder,
+        "VLLM_RPC_BASE_PATH": folder,
+        SCRATCH_NAME: scratch.name,
+        # What was compiled once is for all servers.
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir(),
+    }
 
 
 def processes_of(group: int) -> list[int]:

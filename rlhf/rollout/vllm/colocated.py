@@ -3,8 +3,6 @@
 import logging
 import math
 import os
-import tempfile
-import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,7 +22,8 @@ from rlhf.rollout.engine import Request, Sample, Weights, places_by_params
 from rlhf.rollout.vllm.heads import repack_heads
 from rlhf.rollout.vllm.process_state import ProcessState
 from rlhf.rollout.vllm.requests import request_seed, sampling_kwargs
-from rlhf.storage.files import remove_file, write_small
+from rlhf.storage.files import remove_file, write_folder
+from rlhf.storage.scratch import SHARED_MEMORY, Scratch, name_shared_memory
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # all of it in this process
@@ -51,6 +50,7 @@ class VllmEngine:
         shapes: of the weights that an update must bring; for those that are tied, each of their names in one tuple.
         eos: the tokens that end a response.
         group: the ranks that this engine is spread over.
+        scratch: where vLLM has its sockets; closed with the engine.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class VllmEngine:
         coordinator: Coordinator,
         group: range,
         sleep_level: int,
+        scratch: Scratch,
     ) -> None:
         self.version = 0
         self._llm = llm
@@ -75,6 +76,7 @@ class VllmEngine:
         self._coordinator = coordinator
         self._group = group
         self._sleep_level = sleep_level
+        self._scratch = scratch
         self._asleep: set[str] = set()
 
     def update_weights(self, weights: Weights, version: int) -> None:
@@ -134,6 +136,7 @@ class VllmEngine:
             with self._process_state.entered():
                 self._llm.llm_engine.model_executor.shutdown()
             self._llm = None
+        self._scratch.close()
 
     def _wake(self, *parts: str) -> None:
         if parts := tuple(part for part in parts if part in self._asleep):
@@ -219,6 +222,7 @@ class VllmEngine:
 def build_vllm_engine(
     config: RolloutConfig,
     files: Mapping[str, bytes],
+    folder: Path,
     eos: Sequence[int],
     coordinator: Coordinator,
     device: torch.device,
@@ -230,6 +234,7 @@ def build_vllm_engine(
 
     Args:
         files: the small files of the policy's Hugging Face folder, by name.
+        folder: where to write them; the same at every start, since vLLM's compile cache depends on its name.
         eos: the tokens that end a response.
         max_model_len: tokens of the longest prompt with its response.
         seed: vLLM's own; that of a sample is the request's.
@@ -239,17 +244,23 @@ def build_vllm_engine(
     """
     tensor_parallel = config.tensor_model_parallel_size
     first = coordinator.rank // tensor_parallel * tensor_parallel
-    ranks = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(device.index or 0)}
+    scratch = Scratch()
+    here = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(device.index or 0)}
+    here["VLLM_RPC_BASE_PATH"] = str(scratch.folder)
     # For a CPU vLLM compiles two small functions, which takes longer than they ever save.
-    process_state = ProcessState(ENVIRONMENT | ranks, compiles=device.type == "cuda")
-    with tempfile.TemporaryDirectory(prefix="rlhf-vllm-") as scratch, process_state.entered():
-        folder = Path(scratch)
-        for name, content in files.items():
-            write_small(folder / name, content)
-        shapes, hf_config = _shapes(folder)
-        arguments = _arguments(config, folder, hf_config, device, max_model_len) | {"seed": seed}
-        arguments |= config.engine_kwargs.vllm
-        llm = _start(arguments, coordinator.broadcast(uuid.uuid4().hex), device)
+    process_state = ProcessState(ENVIRONMENT | here, compiles=device.type == "cuda")
+    try:
+        coordinator.on_domain_leaders(lambda: write_folder(folder, files))
+        # One name for the ranks of a group, which share memory.
+        shared = coordinator.gather(scratch.name)[first]
+        with process_state.entered():
+            shapes, hf_config = _shapes(folder)
+            arguments = _arguments(config, folder, hf_config, device, max_model_len) | {"seed": seed}
+            arguments |= config.engine_kwargs.vllm
+            llm = _start(arguments, shared, device)
+    except BaseException:
+        scratch.close()
+        raise
     engine = VllmEngine(
         llm,
         process_state,
@@ -260,12 +271,13 @@ def build_vllm_engine(
         coordinator,
         group=range(first, first + tensor_parallel),
         sleep_level=config.sleep_level if device.type == "cuda" else 0,
+        scratch=scratch,
     )
     engine.sleep()
     return engine
 
 
-def _start(arguments: dict[str, Any], token: str, device: torch.device) -> Any:
+def _start(arguments: dict[str, Any], shared: str, device: torch.device) -> Any:
     if "VLLM_LOGGING_LEVEL" not in os.environ:
         logging.getLogger("vllm").setLevel(logging.ERROR)
     try:
@@ -273,8 +285,12 @@ def _start(arguments: dict[str, Any], token: str, device: torch.device) -> Any:
             warnings.simplefilter("ignore", FutureWarning)
             from vllm import LLM
 
-            with _own_shared_memory(token) if device.type == "cpu" else nullcontext():
-                llm = LLM(**arguments)
+            name_shared_memory(f"{shared}.")
+            try:
+                with _own_groups(shared) if device.type == "cpu" else nullcontext():
+                    llm = LLM(**arguments)
+            finally:
+                name_shared_memory()
     except (ValueError, TypeError) as error:
         raise UserError(
             "rollout=vllm: vLLM does not take the model or the arguments (those of rollout.engine_kwargs.vllm among "
@@ -286,21 +302,21 @@ def _start(arguments: dict[str, Any], token: str, device: torch.device) -> Any:
 
 
 @contextmanager
-def _own_shared_memory(token: str) -> Iterator[None]:
-    """A name of this run's own for the shared memory through which the ranks of a group talk on a CPU.
+def _own_groups(shared: str) -> Iterator[None]:
+    """Names that begin with `shared` for the memory through which the ranks of a group talk on a CPU.
 
     vLLM names it alike in all runs, and a killed one leaves it behind.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     name = Shared.make_group_name
-    Shared.make_group_name = staticmethod(lambda communicator: f"rlhf-{token}{name(communicator).lstrip('/')}")
+    Shared.make_group_name = staticmethod(lambda communicator: f"{shared}-{name(communicator).lstrip('/')}")
     try:
         yield
     finally:
         Shared.make_group_name = staticmethod(name)
         # All ranks have it open by now.
-        for path in Path("/dev/shm").glob(f"*{token}*"):
+        for path in SHARED_MEMORY.glob(f"*{shared}-*"):
             remove_file(path, missing_ok=True)
 
 

@@ -3,9 +3,11 @@
 import os
 
 from rlhf.ranks.parent import die_with_parent
+from rlhf.storage.scratch import name_shared_memory
 
 BACKEND = "rlhf"
 SERVER_PID = "RLHF_ROLLOUT_SERVER_PID"
+SCRATCH_NAME = "RLHF_ROLLOUT_SCRATCH"
 
 
 def register() -> None:
@@ -15,6 +17,8 @@ def register() -> None:
     """
     if os.environ.get(SERVER_PID) == str(os.getppid()):
         die_with_parent(SERVER_PID)
+    if name := os.environ.get(SCRATCH_NAME):
+        name_shared_memory(f"{name}.")
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # a second registration is an error there
