@@ -142,7 +142,14 @@ def shard_of(tensor: Tensor) -> Shard:
     if not isinstance(tensor, DTensor):
         return Shard(tuple(tensor.shape), 0, tensor.detach(), owner=dist.get_rank() == 0)
     local = tensor.to_local().detach()
-    # fully_shard splits dimension 0 as torch.chunk does: equal parts, the last ones smaller or empty.
-    rows = math.ceil(tensor.shape[0] / dist.get_world_size())
-    start = min(dist.get_rank() * rows, tensor.shape[0]) * math.prod(tensor.shape[1:])
+    start, _ = row_range(tuple(tensor.shape), dist.get_rank(), dist.get_world_size())
     return Shard(tuple(tensor.shape), start, local)
+
+
+def row_range(shape: tuple[int, ...], rank: int, world_size: int) -> tuple[int, int]:
+    """Elements of a sharded tensor, flattened, that a rank has: from the first one on, up to the second one.
+
+    fully_shard splits dimension 0 as torch.chunk does: equal parts, the last ones smaller or empty.
+    """
+    rows, width = math.ceil(shape[0] / world_size), math.prod(shape[1:])
+    return min(rank * rows, shape[0]) * width, min((rank + 1) * rows, shape[0]) * width

@@ -19,8 +19,7 @@ from rlhf.checkpoint.driver_state import parse_driver_state
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.index import INDEX, read_index
-from rlhf.storage.layout import CONFIG, DRIVER_STATE, MANIFEST, POINTER, RESOLVED, scan, set_aside_dirs, step_of
+from rlhf.storage.layout import CONFIG, DRIVER_STATE, INDEX, MANIFEST, POINTER, RESOLVED, scan, set_aside_dirs, step_of
 from rlhf.storage.reading import CheckedFiles, read_regular
 
 T = TypeVar("T")
@@ -170,10 +169,12 @@ def inspect(path: Path, console: Console) -> int:
 
 def _details(checkpoint: Path) -> list[str]:
     """What `inspect` shows; raises DamagedCheckpoint unless all that it is read from is as committed."""
+    from rlhf.storage.shard_index import ShardIndex  # with NumPy, which only this needs
+
     manifest = read_manifest(checkpoint)
     files = CheckedFiles(checkpoint, manifest.files)
     here = manifest.expected_at(checkpoint)
-    if problems := verify_files(checkpoint, manifest, [name for name in here if name.endswith(".json")]):
+    if problems := verify_files(checkpoint, manifest, [name for name in here if name.endswith((".json", INDEX))]):
         raise DamagedCheckpoint(f"{checkpoint} is damaged: " + "; ".join(problems))
     facts = {
         "checkpoint": str(checkpoint),
@@ -192,10 +193,11 @@ def _details(checkpoint: Path) -> list[str]:
             if f"{folder}/{INDEX}" not in here:
                 lines.append(f"{folder}: {_size(size)}")
                 continue
-            tensors = read_index(files, folder)
-            lines.append(f"{folder}: {_size(size)}, {len(tensors)} tensors")
-            for name, entry in tensors.items():
-                lines.append(f"  {name}  {entry['dtype']} {entry['shape']}  in {len(entry['shards'])} shard(s)")
+            index = ShardIndex(files, folder)
+            counts = index.counts()
+            lines.append(f"{folder}: {_size(size)}, {len(counts)} tensors")
+            for name, (dtype, shape) in index.tensors.items():
+                lines.append(f"  {name}  {dtype} {list(shape)}  in {counts[name]} shard(s)")
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{checkpoint} is damaged: {error}") from None
     return lines

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class PeerError(RuntimeError):
@@ -109,6 +110,19 @@ class Coordinator:
         outcomes: list[Any] = self.everywhere(lambda: action() if self.leads_domain else None)
         return [outcomes[leader] for leader in self.domain_leaders]
 
+    def union(self, bits: bytes) -> bytes:
+        """The bits that are set on any rank; on every rank."""
+        return self._transport.union(bits)
+
+    def for_domain_leaders(self, action: Callable[[], T]) -> T | None:
+        """Run `action` on the leader; its result goes to the leader of each storage domain, None to all other ranks.
+        Every rank raises when it raised."""
+        results: list[T] = []
+        self.on_leader(lambda: results.append(action()))
+        if len(self.domain_leaders) > 1:
+            return self._transport.share(results[0] if results else None, 0, self.domain_leaders)
+        return results[0] if results else None
+
     def send(self, block: "Tensor", to: int) -> None:
         """Hand `block`, bytes in the memory of the CPU, to a rank that calls `receive` with as many. Only these two
         take part."""
@@ -119,17 +133,38 @@ class Coordinator:
         self._transport.receive(block, source)
 
     def everywhere(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` on every rank and return all results; when it raises anywhere, every rank raises."""
-        error: Exception | None = None
-        result: Any = None
-        try:
-            result = action()
-        except Exception as caught:
-            error = caught
+        """Run `action` on every rank and return all results; when it raises anywhere, every rank raises.
+
+        Every rank gets the results of all: for small ones only."""
+        result, error = _tried(action)
         outcomes = self.gather((result, error and _sendable(error)))
-        if error is not None:
-            raise error
-        for rank, (_, remote) in enumerate(outcomes):
-            if remote is not None:
-                raise remote from PeerError(f"on rank {rank}")
+        _raise_first(error, {rank: remote for rank, (_, remote) in enumerate(outcomes) if remote is not None})
         return [value for value, _ in outcomes]
+
+    def collect(self, action: Callable[[], T]) -> list[T] | None:
+        """Run `action` on every rank; the leader gets all results, other ranks None. When it raises anywhere, every
+        rank raises."""
+        result, error = _tried(action)
+        outcomes = self._transport.collect((result, error and _sendable(error)), 0)
+        failed = {rank: remote for rank, (_, remote) in enumerate(outcomes or []) if remote is not None}
+        _raise_first(error, self.broadcast(dict(list(failed.items())[:1])))
+        return None if outcomes is None else [value for value, _ in outcomes]
+
+    def combine(self, action: Callable[[], T], how: Callable[[list[T]], U]) -> U:
+        """Run `action` on every rank; every rank gets what `how` makes of all results, or raises when either raised."""
+        found = self.collect(action)
+        return self.on_leader(lambda: how(found or []))
+
+
+def _tried(action: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return action(), None
+    except Exception as caught:
+        return None, caught
+
+
+def _raise_first(own: Exception | None, failed: dict[int, Exception]) -> None:
+    if own is not None:
+        raise own
+    for rank, remote in failed.items():
+        raise remote from PeerError(f"on rank {rank}")

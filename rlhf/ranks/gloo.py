@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -44,6 +45,36 @@ class GlooTransport:
         with _collective():
             dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def collect(self, value: Any, to: int) -> list[Any] | None:
+        if self._group is None:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.rank == to else None
+        with _collective():
+            dist.gather_object(value, values, dst=to, group=self._group)
+        return values
+
+    def union(self, bits: bytes) -> bytes:
+        if self._group is None or not bits:
+            return bits
+        held = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
+        with _collective():
+            dist.all_reduce(held, op=dist.ReduceOp.BOR, group=self._group)
+        return held.numpy().tobytes()
+
+    def share(self, value: Any, source: int, to: Sequence[int]) -> Any:
+        if self._group is None or self.rank == source:
+            with _collective():
+                for rank in to if self._group is not None else ():
+                    if rank != source:
+                        dist.send_object_list([value], dst=rank, group=self._group)
+            return value
+        if self.rank not in to:
+            return None
+        received: list[Any] = [None]
+        with _collective():
+            dist.recv_object_list(received, src=source, group=self._group)
+        return received[0]
 
     def broadcast(self, value: Any, source: int) -> Any:
         if self._group is None:

@@ -29,8 +29,17 @@ class Transport(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, in rank order, on every rank."""
 
+    def collect(self, value: Any, to: int) -> list[Any] | None:
+        """`value` of every rank, in rank order, on the rank `to`; None on all others."""
+
+    def union(self, bits: bytes) -> bytes:
+        """The bits that are set on any rank, of as many on each; on every rank."""
+
     def broadcast(self, value: Any, source: int) -> Any:
         """The `value` of the rank `source` on every rank."""
+
+    def share(self, value: Any, source: int, to: Sequence[int]) -> Any:
+        """The `value` of the rank `source` on the ranks `to`; None on all others, which take no part."""
 
     def scatter(self, values: Sequence[Any] | None, source: int) -> Any:
         """This rank's of the `values` of the rank `source`, one for each rank; None on all others."""
@@ -54,7 +63,16 @@ class LoneTransport:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
+    def collect(self, value: Any, to: int) -> list[Any] | None:
+        return [value]
+
+    def union(self, bits: bytes) -> bytes:
+        return bits
+
     def broadcast(self, value: Any, source: int) -> Any:
+        return value
+
+    def share(self, value: Any, source: int, to: Sequence[int]) -> Any:
         return value
 
     def scatter(self, values: Sequence[Any] | None, source: int) -> Any:

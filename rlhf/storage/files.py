@@ -57,6 +57,13 @@ def write_file(root: Path, path: str, chunks: Iterable[bytes | memoryview]) -> W
     return WrittenFile(path, hashes.size, hashes.hexdigests())
 
 
+def described(path: str, content: bytes) -> WrittenFile:
+    """Entry that `write_file` will return for these bytes."""
+    hashes = BlockHashes()
+    hashes.update(memoryview(content))
+    return WrittenFile(path, hashes.size, hashes.hexdigests())
+
+
 def write_json(root: Path, path: str, document: object) -> WrittenFile:
     """Write `document` as JSON; floats keep every bit (Python writes the shortest text that reads back equal)."""
     return write_file(root, path, [(json.dumps(document, indent=1, sort_keys=True) + "\n").encode()])

@@ -63,6 +63,10 @@ class CheckedFiles:
         """The numbers of a file's blocks."""
         return range(-(-self._files[name]["size"] // BLOCK))
 
+    def size(self, name: str) -> int:
+        """The bytes of a file."""
+        return self._entry(name)["size"]
+
     def content(self, name: str) -> bytes:
         """A whole file."""
         return self.start(name, self._entry(name)["size"])

@@ -1,11 +1,12 @@
 """Tensors on disk as shards: a name, a global shape, and ranges of the flattened (row-major) tensor.
 
 FSDP2's rows, ZeRO's flat partitions and an unsharded tensor are all such ranges, so what one backend wrote at one world
-size any other reads at any other. Shards lie in safetensors files, one per rank, as 1-D tensors; `index.json` beside
-them says which range is where, down to the byte of the file.
+size any other reads at any other. Shards lie in safetensors files, one per rank, as 1-D tensors; an index beside them
+says which range is where, down to the byte of the file.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,17 @@ from torch import Tensor
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.hashing import BLOCK
-from rlhf.storage.index import INDEX, read_index, read_safetensors_header
 from rlhf.storage.reading import CheckedFiles
+from rlhf.storage.safetensors_header import read_safetensors_header
+from rlhf.storage.shard_index import (
+    ITEM_BYTES,
+    FileShards,
+    Piece,
+    ShardIndex,
+    Tensors,
+    hash_of_table,
+    rows_of,
+)
 
 # Page-locked memory through which tensors reach another device.
 LANDING_BYTES = 16 * BLOCK
@@ -35,7 +45,6 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -66,124 +75,110 @@ def safetensors_chunks(
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file, tensor by tensor, without a copy of CPU tensors: ready to be hashed and
     written."""
-    yield _header(tensors, metadata)[0]
+    yield _header(tensors, metadata)
     for tensor in tensors.values():
         if tensor.numel():
             yield as_bytes(tensor.cpu().contiguous())
 
 
-def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """What a safetensors file begins with, and where in the file each tensor begins."""
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """What a safetensors file begins with; the tensors follow in their order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    starts, end = {}, 0
+    end = 0
     for name, tensor in tensors.items():
-        starts[name], end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [starts[name], end],
-        }
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    content = len(text).to_bytes(8, "little") + text
-    return content, {name: len(content) + start for name, start in starts.items()}
+    return len(text).to_bytes(8, "little") + text
 
 
-def write_shards(root: Path, folder: str, file_name: str, shards: Shards) -> tuple[list[WrittenFile], dict[str, Any]]:
-    """Write the shards that this rank owns to `folder/file_name`; returns the file and this rank's share of the index.
+def tensor_table(shards: Shards) -> Tensors:
+    """Types and shapes of all tensors, which the ranks have in common."""
+    return {name: (DTYPE_NAMES[shard.local.dtype], tuple(shard.shape)) for name, shard in shards.items()}
 
-    The share names every shard, owned or not, so that the merge sees a tensor that no rank owns.
+
+def lay_out(file_name: str, shards: Shards) -> tuple[dict[str, Tensor], FileShards]:
+    """The shards that this rank owns, flattened, in the order in which they lie in its file, and its share of the
+    index.
+
+    The share has a hash of every tensor's name, owned or not, so that the merge sees a tensor that no rank owns.
     """
     flat = {name: p.local.detach().reshape(-1) for name, p in shards.items() if p.owner and p.local.numel()}
     # Step counts, which one rank writes and all read, next to each other: scattered, they would make all ranks read all
     # of its file.
     flat = dict(sorted(flat.items(), key=lambda item: item[1].numel() > 1))
-    offsets = _header(flat)[1]
-    index = {}
-    for name, shard in shards.items():
-        stored = {"file": file_name, "start": shard.start, "stop": shard.start + shard.local.numel()}
-        index[name] = {
-            "dtype": DTYPE_NAMES[shard.local.dtype],
-            "shape": list(shard.shape),
-            "shards": [stored | {"offset": offsets[name]}] if name in flat else [],
-        }
+    number = {name: i for i, name in enumerate(sorted(shards))}
+    starts = ((name, shards[name].start, tensor.numel()) for name, tensor in flat.items())
+    rows = rows_of((number[name], start, start + length) for name, start, length in starts)
+    return flat, FileShards(file_name, len(_header(flat)), rows, hash_of_table(tensor_table(shards)))
+
+
+def write_shards(root: Path, folder: str, file_name: str, shards: Shards) -> tuple[list[WrittenFile], FileShards]:
+    """Write the shards that this rank owns to `folder/file_name`; returns the file and this rank's share of the
+    index."""
+    flat, share = lay_out(file_name, shards)
     if not flat:
-        return [], index
-    return [write_file(root, f"{folder}/{file_name}", safetensors_chunks(flat))], index
+        return [], share
+    return [write_file(root, f"{folder}/{file_name}", safetensors_chunks(flat))], share
 
 
-def merge_indices(shares: list[dict[str, Any]]) -> dict[str, Any]:
-    """The component's index from the ranks' shares, shards in order.
+class WholeTensors:
+    """Places of the tensors in plain safetensors files of a folder, each tensor whole in one of them."""
 
-    Raises ValueError when shards overlap or leave a gap.
-    """
-    merged: dict[str, Any] = {}
-    for share in shares:
-        for name, entry in share.items():
-            known = merged.setdefault(name, {**entry, "shards": []})
-            if (known["dtype"], known["shape"]) != (entry["dtype"], entry["shape"]):
-                raise ValueError(
-                    f"ranks disagree about {name}: {known['dtype']}{known['shape']} and "
-                    f"{entry['dtype']}{entry['shape']}"
-                )
-            known["shards"].extend(entry["shards"])
-    for name, entry in merged.items():
-        entry["shards"].sort(key=lambda stored: stored["start"])
-        position = 0
-        for stored in entry["shards"]:
-            if stored["start"] != position:
-                raise ValueError(f"the shards of {name} do not cover it: {entry['shards']}")
-            position = stored["stop"]
-        if position != _numel(entry["shape"]):
-            raise ValueError(f"the shards of {name} end at {position} of {_numel(entry['shape'])}")
-    return merged
-
-
-def _numel(shape: list[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-class TensorReader:
-    """Reads ranges of the tensors in one folder of a checkpoint, whatever world size or backend wrote them."""
-
-    def __init__(self, files: CheckedFiles, folder: str, index: dict[str, Any]) -> None:
-        self._files, self._folder = files, folder
-        self.index = index
-
-    @classmethod
-    def of_component(cls, files: CheckedFiles, folder: str) -> "TensorReader":
-        """A reader of what `write_shards` wrote."""
-        return cls(files, folder, read_index(files, folder))
-
-    @classmethod
-    def of_whole_tensors(cls, files: CheckedFiles, folder: str, file_names: Iterable[str]) -> "TensorReader":
-        """A reader of plain safetensors files of `folder`, such as a Hugging Face folder's, each tensor whole in one
-        of them."""
-        index = {}
+    def __init__(self, files: CheckedFiles, folder: str, file_names: Iterable[str]) -> None:
+        self.path = folder
+        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._places: dict[str, tuple[str, int]] = {}
         for file_name in file_names:
             header, length = read_safetensors_header(files, f"{folder}/{file_name}")
             for name, entry in header.items():
-                size = _numel(entry["shape"])
-                stored = {"file": file_name, "start": 0, "stop": size}
                 begin, end = entry["data_offsets"]
-                if end - begin != ITEM_BYTES.get(entry["dtype"], 0) * size:
+                if end - begin != ITEM_BYTES.get(entry["dtype"], 0) * math.prod(entry["shape"]):
                     raise DamagedCheckpoint(f"{folder}/{file_name}: says that {name} has {end - begin} bytes")
-                offset = length + begin
-                index[name] = {
-                    "dtype": entry["dtype"],
-                    "shape": entry["shape"],
-                    "shards": [stored | {"offset": offset}],
-                }
-        return cls(files, folder, index)
+                self.tensors[name] = entry["dtype"], tuple(entry["shape"])
+                self._places[name] = file_name, length + begin
+
+    def find(self, wanted: Mapping[str, tuple[int, int]], rank: int, world_size: int) -> list[Piece]:
+        """As `ShardIndex.find`."""
+        return [
+            Piece(name, start, stop, file, first + start * ITEM_BYTES[self.tensors[name][0]])
+            for name, (start, stop) in wanted.items()
+            for file, first in [self._places[name]]
+        ]
+
+
+class TensorReader:
+    """Reads ranges of the tensors in one folder of a checkpoint, whatever world size or backend wrote them.
+
+    `rank` and `world_size` say where a rank's own shards probably are; every rank may read all.
+    """
+
+    def __init__(
+        self, files: CheckedFiles, folder: str, index: ShardIndex | WholeTensors, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self._files, self._folder, self._index = files, folder, index
+        self._rank, self._world_size = rank, world_size
+
+    @classmethod
+    def of_component(cls, files: CheckedFiles, folder: str, rank: int = 0, world_size: int = 1) -> "TensorReader":
+        """A reader of what `write_shards` wrote."""
+        return cls(files, folder, ShardIndex(files, folder), rank, world_size)
+
+    @classmethod
+    def of_whole_tensors(cls, files: CheckedFiles, folder: str, file_names: Iterable[str]) -> "TensorReader":
+        """A reader of plain safetensors files of `folder`, such as a Hugging Face folder's."""
+        return cls(files, folder, WholeTensors(files, folder, file_names))
+
+    @property
+    def tensors(self) -> Tensors:
+        """Types and shapes of what is there."""
+        return self._index.tensors
 
     def mismatches(self, shards: Shards) -> list[str]:
         """Differences of the stored names, shapes and types from those of `shards`; none when they are the same
         architecture."""
-        stored = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in self.index.items()}
-        wanted = {name: (DTYPE_NAMES[shard.local.dtype], shard.shape) for name, shard in shards.items()}
+        stored, wanted = self.tensors, tensor_table(shards)
         lines = [f"{name} is not in the checkpoint" for name in wanted.keys() - stored.keys()]
         lines += [f"{name} is only in the checkpoint" for name in stored.keys() - wanted.keys()]
         both = stored.keys() & wanted.keys()
@@ -196,49 +191,35 @@ class TensorReader:
 
     def blocks(self, shards: Shards) -> dict[str, set[int]]:
         """The blocks of each file that `read_into` reads, by path in the checkpoint. Call `mismatches` first."""
-        wanted: dict[str, list[tuple[int, Tensor]]] = {}
-        for name, shard in shards.items():
-            if shard.local.numel():
-                self._locate(name, shard.start, shard.local.detach().reshape(-1), wanted)
+        flat = {name: shard.local.detach().reshape(-1) for name, shard in shards.items()}
         return {
-            f"{self._folder}/{file_name}": {
+            file_name: {
                 block for start, part in parts for block in range(start // BLOCK, -(-(start + part.numel()) // BLOCK))
             }
-            for file_name, parts in wanted.items()
+            for file_name, parts in self._locate(shards, flat).items()
         }
 
     @torch.no_grad()
     # Promise 15.
     def read_into(self, shards: Shards) -> None:
         """Fill every shard's `local` with its range of the stored tensor. Call `mismatches` first."""
-        wanted: dict[str, list[tuple[int, Tensor]]] = {}
-        copies = []
+        flat = {name: shard.local.detach().reshape(-1) for name, shard in shards.items()}
+        for file_name, parts in self._locate(shards, flat).items():
+            self._read(file_name, parts)
         for name, shard in shards.items():
-            flat = shard.local.detach().reshape(-1)
-            if flat.numel():
-                self._locate(name, shard.start, flat, wanted)
-            if flat.data_ptr() != shard.local.data_ptr():  # not contiguous: the view is a copy
-                copies.append((shard.local, flat))
-        for file_name, parts in wanted.items():
-            self._read(f"{self._folder}/{file_name}", parts)
-        for local, flat in copies:
-            local.copy_(flat.view(local.shape))
+            if flat[name].data_ptr() != shard.local.data_ptr():  # not contiguous: the view is a copy
+                shard.local.copy_(flat[name].view(shard.local.shape))
 
-    def _locate(self, name: str, start: int, into: Tensor, wanted: dict[str, list[tuple[int, Tensor]]]) -> None:
-        """Add to `wanted` where in which files the elements of a tensor from `start` on lie, with the parts of `into`
-        for them."""
-        stop, filled = start + into.numel(), 0
-        for stored in self.index[name]["shards"]:
-            low, high = max(start, stored["start"]), min(stop, stored["stop"])
-            if low < high:
-                position = stored["offset"] + (low - stored["start"]) * into.element_size()
-                part = into[low - start : high - start].view(torch.uint8)
-                wanted.setdefault(stored["file"], []).append((position, part))
-                filled += high - low
-        if filled != into.numel():
-            raise DamagedCheckpoint(
-                f"{self._folder}/{INDEX}: has {filled} of {into.numel()} elements of {name}[{start}:{stop}]"
-            )
+    def _locate(self, shards: Shards, flat: Mapping[str, Tensor]) -> dict[str, list[tuple[int, Tensor]]]:
+        """Of each file the positions of what is wanted of it, with the bytes of `flat` for them."""
+        ranges = {name: (shard.start, shard.start + flat[name].numel()) for name, shard in shards.items()}
+        wanted = {name: (start, stop) for name, (start, stop) in ranges.items() if start < stop}
+        places: dict[str, list[tuple[int, Tensor]]] = {}
+        for piece in self._index.find(wanted, self._rank, self._world_size):
+            begin = ranges[piece.name][0]
+            part = flat[piece.name][piece.start - begin : piece.stop - begin].view(torch.uint8)
+            places.setdefault(f"{self._folder}/{piece.file}", []).append((piece.position, part))
+        return places
 
     def _read(self, name: str, wanted: list[tuple[int, Tensor]]) -> None:
         """Fill the bytes of `wanted` from their positions in a file."""

@@ -88,7 +88,7 @@ def test_every_flip_is_detected(config):
         "config.yaml",
         "rng/rank_00000.safetensors",
         "actor/model/rank_00000.safetensors",
-        "actor/optimizer/index.json",
+        "actor/optimizer/index.safetensors",
         "actor/huggingface/model.safetensors",
     ],
 )

@@ -127,7 +127,7 @@ def test_all_ranks_fall_back_together_whoever_reads_the_damage(tmp_path, saved, 
     damage = {
         5: ("actor/model/rank_00000.safetensors", 8 * 600),
         4: (f"actor/optimizer/rank_{writers - 1:05d}.safetensors", -1),
-        3: ("actor/optimizer/index.json", 40),
+        3: ("actor/optimizer/index.safetensors", 40),
         2: ("actor/huggingface/model.safetensors", -1),
     }
     for step, (name, bit) in damage.items():

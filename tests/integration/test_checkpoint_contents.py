@@ -37,8 +37,8 @@ from tests.support.checkpoints import (
 SUBSETS = [list(s) for n in range(1, 5) for s in itertools.combinations(CONTENTS, n)]
 ALWAYS = {"manifest.json", "config.yaml", "driver_state.json"}
 FILES = {
-    "model": {"actor/model/index.json", "actor/model/rank_00000.safetensors"},
-    "optimizer": {"actor/optimizer/index.json", "actor/optimizer/rank_00000.safetensors"},
+    "model": {"actor/model/index.safetensors", "actor/model/rank_00000.safetensors"},
+    "optimizer": {"actor/optimizer/index.safetensors", "actor/optimizer/rank_00000.safetensors"},
     "extra": {"actor/extra/lr_scheduler.json", "rng/rank_00000.safetensors"},
     "hf_model": {
         f"actor/huggingface/{name}"

@@ -117,7 +117,7 @@ def bytes_on_disk(config: Config) -> int:
 def test_each_change_is_written_once_and_linked_from_then_on(config, processes, world_size):
     processes(world_size, train, config, 14)
     linked = {4: 2, 8: 6, 12: 10, 14: 12}
-    names = {"index.json", *(f"rank_{rank:05d}.safetensors" for rank in range(world_size))}
+    names = {"index.safetensors", *(f"rank_{rank:05d}.safetensors" for rank in range(world_size))}
     for step in range(2, 15, 2):
         path = step_dir(config.run_dir, step)
         manifest = verify(path)

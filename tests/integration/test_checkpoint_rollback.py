@@ -97,7 +97,9 @@ def roll_back(rank: int, config: Config, at: int) -> list[str]:
     run.driver.step += 1
     result = run.checkpointer.save(at + 1)
     assert result is not None
-    same_file = (result.path / "ref/model/index.json").samefile(step_dir(config.run_dir, at) / "ref/model/index.json")
+    same_file = (result.path / "ref/model/index.safetensors").samefile(
+        step_dir(config.run_dir, at) / "ref/model/index.safetensors"
+    )
     return wrong + ([] if same_file else ["the reference was written again"])
 
 

@@ -64,6 +64,9 @@ def all_calls(rank: int, domains: list[int]) -> dict[str, Any]:
         "domains": (coordinator.domain, coordinator.domain_leaders, coordinator.leads_domain, other.domains),
         "gather": coordinator.gather({"rank": rank, "tensor": torch.arange(rank)}),
         "broadcast": [coordinator.broadcast(f"of {rank}", source) for source in range(coordinator.world_size)],
+        "share": [coordinator._transport.share(f"of {source}", source, [0, 2]) for source in (0, 2)],
+        "collect": coordinator.collect(lambda: f"of {rank}"),
+        "for_domain_leaders": coordinator.for_domain_leaders(lambda: f"from {rank}"),
         "scatter": coordinator.scatter([f"for {to}, from {rank}" for to in range(coordinator.world_size)]),
         "on_leader": coordinator.on_leader(lambda: ran.append("leader") or rank),
         "on_rank": coordinator.on_rank(1, lambda: ran.append("rank 1") or rank),
@@ -73,6 +76,8 @@ def all_calls(rank: int, domains: list[int]) -> dict[str, Any]:
         "wrong on the leader": outcome(lambda: coordinator.on_leader(lambda: fail(ValueError(rank)))),
         "wrong on rank 1": outcome(lambda: coordinator.on_rank(1, lambda: fail(OSError(28, "full", f"file {rank}")))),
         "wrong on rank 2": outcome(lambda: coordinator.everywhere(lambda: fail(KeyError(rank)) if rank == 2 else rank)),
+        "wrong collected": outcome(lambda: coordinator.collect(lambda: fail(KeyError(rank)) if rank == 2 else rank)),
+        "wrong for leaders": outcome(lambda: coordinator.for_domain_leaders(lambda: fail(ValueError(rank)))),
         "wrong everywhere": outcome(lambda: coordinator.everywhere(lambda: fail(ValueError(rank)))),
         "unsendable": outcome(lambda: coordinator.on_leader(lambda: fail(UnsendableError(1, rank)))),
         "after them": coordinator.gather(rank),
@@ -103,6 +108,9 @@ def expected(rank: int, domains: list[int]) -> dict[str, Any]:
         "own": (rank, 3, rank == 0),
         "domains": (domains[rank], leaders, rank in leaders, domains),
         "broadcast": ["of 0", "of 1", "of 2"],
+        "share": [None, None] if rank == 1 else ["of 0", "of 2"],
+        "collect": ["of 0", "of 1", "of 2"] if rank == 0 else None,
+        "for_domain_leaders": "from 0" if rank in leaders else None,
         "scatter": f"for {rank}, from 0",
         "on_leader": 0,
         "on_rank": 1,
@@ -112,6 +120,8 @@ def expected(rank: int, domains: list[int]) -> dict[str, Any]:
         "wrong on the leader": ["ValueError: 0"],
         "wrong on rank 1": ["OSError: [Errno 28] full: 'file 1'"],
         "wrong on rank 2": ["KeyError: 2"] if rank == 2 else ["KeyError: 2", "PeerError: on rank 2"],
+        "wrong collected": ["KeyError: 2"] if rank == 2 else ["KeyError: 2", "PeerError: on rank 2"],
+        "wrong for leaders": ["ValueError: 0"],
         "wrong everywhere": [f"ValueError: {rank}"],
         "unsendable": ["UnsendableError: 1 and 0" if rank == 0 else "RuntimeError: UnsendableError: 1 and 0"],
         "after them": [0, 1, 2],
@@ -148,9 +158,10 @@ def lose_rank_1(rank: int, how: str) -> tuple[list[Any], float]:
         lambda: coordinator.on_rank(1, lambda: 1),
         lambda: coordinator.everywhere(lambda: 1),
         lambda: coordinator.receive(block, 1),
+        lambda: coordinator.collect(lambda: 1),
     )
     caught = []
-    for call in calls[: 5 if how == "dies" else 1]:
+    for call in calls[: 6 if how == "dies" else 1]:
         with pytest.raises(LostPeer) as lost:
             call()
         caught.append(str(lost.value).partition(":")[0])
@@ -161,7 +172,7 @@ def lose_rank_1(rank: int, how: str) -> tuple[list[Any], float]:
 def test_a_lost_rank(start: Start, how):
     (told, seconds), other = start(2, lose_rank_1, how)
     assert set(told) == {"a rank is gone, or did not answer in time"}
-    assert len(told) == (5 if how == "dies" else 1)
+    assert len(told) == (6 if how == "dies" else 1)
     if how == "dies":
         assert other == "died"
         assert seconds < 30

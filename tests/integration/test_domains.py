@@ -75,7 +75,13 @@ def test_each_disk_has_its_part_and_nodes_may_be_swapped(tmp_path):
     assert all(len(names) == 5 for names in own)
     # What a resume needs on every node is on every node; each rank's own is on its own.
     everywhere = files[0] & files[1]
-    assert {MANIFEST, CONFIG, DRIVER_STATE, "actor/extra/lr_scheduler.json", "actor/model/index.json"} <= everywhere
+    assert {
+        MANIFEST,
+        CONFIG,
+        DRIVER_STATE,
+        "actor/extra/lr_scheduler.json",
+        "actor/model/index.safetensors",
+    } <= everywhere
     assert files[0] == everywhere | own[0]
     assert files[1] == everywhere | own[1]
     assert len({(step_dir(run_dir, 5) / MANIFEST).read_bytes() for run_dir in run_dirs}) == 1

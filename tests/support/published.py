@@ -23,7 +23,7 @@ def publish(
     written = [write_file(temporary, "actor/model/weights", [os.urandom(nbytes)])]
     written.append(write_file(temporary, CONFIG, [config.encode()]))
     manifest = _manifest(step, describe(written), metrics or {})
-    return publication.publish(run_dir, temporary, manifest, Coordinator(LoneTransport()))
+    return publication.publish(run_dir, temporary, step, manifest, Coordinator(LoneTransport()))
 
 
 def publish_part(run_dir: Path, step: int, coordinator: Coordinator, nbytes: int = 100) -> Path:
@@ -37,7 +37,7 @@ def publish_part(run_dir: Path, step: int, coordinator: Coordinator, nbytes: int
         for domain, part in zip(coordinator.domains, parts, strict=True)
         for name, entry in part.items()
     }
-    return publication.publish(run_dir, root, _manifest(step, files, {}, coordinator.world_size), coordinator)
+    return publication.publish(run_dir, root, step, _manifest(step, files, {}, coordinator.world_size), coordinator)
 
 
 def _manifest(step: int, files: dict[str, dict[str, Any]], metrics: dict[str, float], world_size: int = 1) -> Manifest:

@@ -17,6 +17,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import reduce
+from operator import or_
 from typing import Any, NoReturn
 
 import pytest
@@ -83,6 +85,23 @@ class ThreadTransport:
         if self.world_size == 1:
             return [value]
         return list(map(pickle.loads, self._meet("gather", pickle.dumps(value), range(self.world_size))))
+
+    def collect(self, value: Any, to: int) -> list[Any] | None:
+        if self.world_size == 1:
+            return [value]
+        received = self._meet("collect", pickle.dumps(value), range(self.world_size) if self.rank == to else [])
+        return list(map(pickle.loads, received)) if self.rank == to else None
+
+    def union(self, bits: bytes) -> bytes:
+        held = self._meet("union", bits, range(self.world_size))
+        assert len({len(each) for each in held}) == 1
+        return bytes(reduce(or_, column) for column in zip(*held, strict=True))
+
+    def share(self, value: Any, source: int, to: Sequence[int]) -> Any:
+        takes = self.rank in to and self.rank != source and self.world_size > 1
+        message = pickle.dumps(value) if self.rank == source and self.world_size > 1 else b""
+        received = self._meet("share", message, [source] if takes else [])
+        return pickle.loads(received[0]) if takes else value if self.rank == source else None
 
     def broadcast(self, value: Any, source: int) -> Any:
         message = pickle.dumps(value) if self.rank == source and self.world_size > 1 else b""

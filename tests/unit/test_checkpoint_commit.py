@@ -142,7 +142,7 @@ def test_a_published_step_is_never_overwritten(tmp_path):
     written = write_file(temporary, "driver_state.json", [b"{}"])
     manifest = replace(verify(step_dir(tmp_path, 2)), files=describe([written]))
     with pytest.raises(SaveFailed, match="never overwritten"):
-        publish(tmp_path, temporary, manifest, Coordinator(GlooTransport()))
+        publish(tmp_path, temporary, manifest.step, manifest, Coordinator(GlooTransport()))
     assert not temporary.exists()
     assert {name: (step_dir(tmp_path, 2) / name).read_bytes() for name in files_of(step_dir(tmp_path, 2))} == before
     with pytest.raises(FileExistsError):

@@ -21,7 +21,7 @@ from rlhf.checkpoint.commit import manifest as manifest_module
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import describe
 from rlhf.checkpoint.commit.retention import retire
-from rlhf.checkpoint.load.locations import newest_usable
+from rlhf.checkpoint.load.proofs import newest_usable
 from rlhf.checkpoint.run_file import read_run_file
 from rlhf.checkpoint.start.run_dir import driver_state_of, newest_run_id
 from rlhf.config.checkpoint import CheckpointConfig
@@ -211,9 +211,9 @@ WRONG_DOCUMENTS: dict[str, Callable[[Path], None]] = {
     "a driver state of nothing": proven(DRIVER_STATE, b"{}"),
     "a driver state in words": proven(DRIVER_STATE, json.dumps(DRIVER | {"step": "four"}).encode()),
     "a deep driver state": proven(DRIVER_STATE, b"[" * 100_000),
-    "an index that is a list": proven("actor/model/index.json", b"[]"),
-    "an index of numbers": proven("actor/model/index.json", b'{"weight": 5}'),
-    "an index without shards": proven("actor/model/index.json", b'{"weight": {"dtype": "F32", "shape": [4]}}'),
+    "an index that is a list": proven("actor/model/index.safetensors", weights(b"[]")),
+    "an index of numbers": proven("actor/model/index.safetensors", weights(b'{"__metadata__": 5}')),
+    "an index without shards": proven("actor/model/index.safetensors", weights(b'{"__metadata__": {"tensors": "{}"}}')),
 }
 LYING_WEIGHTS: dict[str, bytes] = {
     "nothing": b"",

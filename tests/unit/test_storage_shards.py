@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,18 +9,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import write_file, write_json
-from rlhf.storage.layout import rank_file
+from rlhf.storage.files import write_file
+from rlhf.storage.layout import INDEX, rank_file
 from rlhf.storage.reading import CheckedFiles
-from rlhf.storage.shards import (
-    DTYPE_NAMES,
-    INDEX,
-    Shard,
-    TensorReader,
-    merge_indices,
-    safetensors_chunks,
-    write_shards,
-)
+from rlhf.storage.shard_index import FileShards, Piece, ShardIndex, hash_of_table, merge_shares, rows_of
+from rlhf.storage.shards import DTYPE_NAMES, Shard, TensorReader, safetensors_chunks, tensor_table, write_shards
 from tests.support.checkpoints import equal_bits, files_of
 from tests.support.hashes import hash_file
 
@@ -45,8 +39,8 @@ def cuts(data: st.DataObject, count: int, parts: int) -> list[tuple[int, int]]:
 
 
 def write_all(folder, ranks: list[dict[str, Shard]]) -> None:
-    parts = [write_shards(folder, "model", rank_file(rank), shards)[1] for rank, shards in enumerate(ranks)]
-    write_json(folder, f"model/{INDEX}", merge_indices(parts))
+    shares = [write_shards(folder, "model", rank_file(rank), shards)[1] for rank, shards in enumerate(ranks)]
+    write_file(folder, f"model/{INDEX}", [merge_shares(tensor_table(ranks[0]), shares)])
 
 
 def files_below(folder) -> CheckedFiles:
@@ -67,10 +61,11 @@ def test_any_split_reads_back_as_any_other_split(tmp_path_factory, data, tensors
             ranks[rank][name] = Shard(tuple(tensor.shape), start, flat[start:stop])
     write_all(folder, ranks)
 
-    reader = TensorReader.of_component(files_below(folder), "model")
     for name, tensor in whole.items():
         flat = tensor.reshape(-1)
-        for start, stop in cuts(data, flat.numel(), data.draw(st.integers(1, 4))):
+        readers = data.draw(st.integers(1, 4))
+        for rank, (start, stop) in enumerate(cuts(data, flat.numel(), readers)):
+            reader = TensorReader.of_component(files_below(folder), "model", rank, readers)
             # Any dirt that is there before must be gone.
             shard = Shard(tuple(tensor.shape), start, random_tensor((stop - start,), tensor.dtype, 99))
             assert not [line for line in reader.mismatches({name: shard}) if "only in the checkpoint" not in line]
@@ -107,7 +102,7 @@ def test_files_are_valid_safetensors_and_hold_only_what_the_rank_owns(tmp_path):
 def test_a_rank_that_owns_nothing_writes_no_file(tmp_path):
     written, share = write_shards(tmp_path, "model", "rank_00001.safetensors", {"a": Shard((3,), 3, torch.empty(0))})
     assert written == []
-    assert share["a"]["shards"] == []
+    assert share.rows == b""
     assert not (tmp_path / "model").exists()
 
 
@@ -137,42 +132,144 @@ def test_whole_tensors_come_from_the_named_files_only(tmp_path):
             ),
         )
     reader = TensorReader.of_whole_tensors(files_below(tmp_path), "hf", ["a.safetensors", "b.safetensors"])
-    assert sorted(reader.index) == ["a", "b"]
+    assert sorted(reader.tensors) == ["a", "b"]
     a = torch.zeros(1)
     reader.read_into({"a": Shard((1,), 0, a)})
     assert a.item() == 1.0
 
 
-def share(start: int, stop: int, shape: tuple[int, ...] = (2, 5), dtype: str = "F32") -> dict:
-    return {"w": {"dtype": dtype, "shape": list(shape), "shards": [{"file": "f", "start": start, "stop": stop}]}}
+TABLE = {"v": ("F32", (3,)), "w": ("F32", (2, 5))}
+"""Two tensors, of which the first is one shard always."""
 
 
-def test_merged_shards_are_in_order_whatever_the_order_of_ranks():
-    merged = merge_indices([share(7, 10), share(0, 4), share(4, 7)])
-    assert [shard["start"] for shard in merged["w"]["shards"]] == [0, 4, 7]
+def shares(*ranges: tuple[int, int], table: dict = TABLE) -> list[FileShards]:
+    """The shares of ranks that have these ranges of `w`."""
+    rows = [[(1, start, stop)] for start, stop in ranges]
+    rows[0].insert(0, (0, 0, 3))
+    return [
+        FileShards(rank_file(rank), 100, rows_of(of_rank), hash_of_table(table)) for rank, of_rank in enumerate(rows)
+    ]
+
+
+def read_index(folder, content: bytes) -> ShardIndex:
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / INDEX).write_bytes(content)
+    return ShardIndex(files_below(folder), "model")
+
+
+def test_shards_are_found_whatever_the_order_of_ranks(tmp_path):
+    index = read_index(tmp_path, merge_shares(TABLE, shares((7, 10), (0, 4), (4, 7))))
+    assert index.tensors == TABLE
+    assert index.counts() == {"v": 1, "w": 3}
+    assert index.find({"w": (2, 8), "v": (1, 2)}, 0, 1) == [
+        Piece("v", 1, 2, rank_file(0), 104),
+        Piece("w", 7, 8, rank_file(0), 112),
+        Piece("w", 2, 4, rank_file(1), 108),
+        Piece("w", 4, 7, rank_file(2), 100),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    "ranges",
+    [[(0, 4), (5, 10)], [(1, 10)], [(0, 6), (5, 10)], [(0, 10), (0, 10)], [(0, 9)], [(0, 11)]],
+)
+def test_merge_refuses_gaps_and_overlaps(ranges):
+    with pytest.raises(ValueError, match="the shards of w do not cover its 10 elements"):
+        merge_shares(TABLE, shares(*ranges))
+
+
+@pytest.mark.parametrize("other", [("F16", (2, 5)), ("F32", (5, 2))])
+def test_merge_refuses_ranks_that_disagree(other):
+    of_0, of_1 = shares((0, 5), (5, 10))
+    of_1 = replace(of_1, table=hash_of_table(TABLE | {"w": other}))
+    with pytest.raises(ValueError, match="rank 1 has others than rank 0"):
+        merge_shares(TABLE, [of_0, of_1])
+
+
+def test_a_rank_reads_the_rows_of_few_files(tmp_path):
+    """Of an index of 800 ranks, a rank of the same number reads its own part, and one of another number its
+    neighbourhood; both are found, as is what lies elsewhere than expected."""
+    world, width = 800, 512
+    names = [f"t{number:03}" for number in range(width)]
+    table = dict.fromkeys(names, ("F32", (world,)))
+    shares = [
+        FileShards(rank_file(rank), 0, rows_of((n, rank, rank + 1) for n in range(width)), hash_of_table(table))
+        for rank in range(world)
+    ]
+    index = read_index(tmp_path, merge_shares(table, shares))
+    blocks = index._files.blocks(index.path)
+    assert len(blocks) == 3
+    for rank, of_ranks in ((10, 800), (790, 800), (395, 400), (2, 400)):
+        low, high = world * rank // of_ranks, world * (rank + 1) // of_ranks
+        index._files.checked.clear()
+        pieces = index.find(dict.fromkeys(names, (low, high)), rank, of_ranks)
+        assert len(pieces) == width * (high - low)
+        assert {piece.file for piece in pieces} == {rank_file(of_file) for of_file in range(low, high)}
+        if of_ranks == world:
+            assert len(index._files.checked[index.path]) < len(blocks)
+    [piece] = index.find({"t007": (400, 401)}, 10, 800)
+    assert (piece.file, piece.position) == (rank_file(400), 28)
+
+
+def hostile(change) -> bytes:
+    """An index with a change to its head, as JSON, or to its rows."""
+    content = merge_shares(TABLE, shares((0, 4), (4, 10)))
+    length = int.from_bytes(content[:8], "little")
+    head, rows = json.loads(content[8 : 8 + length]), bytearray(content[8 + length :])
+    metadata = {name: json.loads(text) for name, text in head["__metadata__"].items()}
+    changed = change(metadata, rows)
+    if isinstance(changed, bytes):
+        return changed
+    head["__metadata__"] = {name: json.dumps(part) for name, part in metadata.items()}
+    text = json.dumps(head).encode()
+    return len(text).to_bytes(8, "little") + text + rows
+
+
+def put(column: int, value: int):
+    return lambda _, rows: rows.__setitem__(
+        slice(24 + 8 * column, 32 + 8 * column), value.to_bytes(8, "little", signed=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
     [
-        ([share(0, 4), share(5, 10)], "the shards of w do not cover it"),
-        ([share(1, 10)], "the shards of w do not cover it"),
-        ([share(0, 6), share(5, 10)], "the shards of w do not cover it"),
-        ([share(0, 10), share(0, 10)], "the shards of w do not cover it"),
-        ([share(0, 9)], "the shards of w end at 9 of 10"),
-        ([share(0, 11)], "the shards of w end at 11 of 10"),
-        ([share(0, 5), share(5, 10, dtype="F16")], r"ranks disagree about w: F32\[2, 5\] and F16\[2, 5\]"),
-        ([share(0, 5), share(5, 10, shape=(5, 2))], r"ranks disagree about w: F32\[2, 5\] and F32\[5, 2\]"),
+        lambda *_: b"",
+        lambda *_: bytes(8),
+        lambda *_: b"\xff" * 40,
+        lambda *_: (2).to_bytes(8, "little") + b"[]",
+        lambda *_: (10000).to_bytes(8, "little") + b"[" * 10000,
+        lambda m, _: m.pop("files"),
+        lambda m, _: m["files"].append(["x", 0, 1]),
+        lambda m, _: m["files"].__setitem__(0, ["x", 0, 1 << 70]),
+        lambda m, _: m["files"].__setitem__(0, ["x", -1, 2]),
+        lambda m, _: m["files"].__setitem__(0, [None, 0, 2]),
+        lambda m, _: m["files"].__setitem__(0, ["x", True, 2]),
+        lambda m, _: m["files"].__setitem__(0, "x"),
+        lambda m, _: m["tensors"].__setitem__("w", ["F32", [1 << 40, 1 << 40]]),
+        lambda m, _: m["tensors"].__setitem__("w", ["F32", [-2, -5]]),
+        lambda m, _: m["tensors"].__setitem__("w", ["F32", 10]),
+        lambda m, _: m["tensors"].__setitem__("w", [["F32"], [10]]),
+        lambda m, _: m.__setitem__("tensors", []),
+        lambda _, rows: rows.extend(bytes(24)),
+        lambda _, rows: rows.pop(),
+        put(0, 2),
+        put(0, -1),
+        put(1, -1),
+        put(1, 4),
+        put(2, 11),
+        put(2, 3),
+        put(0, 0),
     ],
 )
-def test_merge_refuses_gaps_overlaps_and_disagreement(parts, message):
-    with pytest.raises(ValueError, match=message):
-        merge_indices(parts)
+def test_an_index_that_nobody_wrote_is_damage_and_nothing_else(tmp_path, change):
+    with pytest.raises(DamagedCheckpoint, match=INDEX):
+        read_index(tmp_path, hostile(change)).find({"w": (0, 10)}, 0, 1)
 
 
 def test_a_tensor_that_no_rank_owns_cannot_be_lost_silently(tmp_path):
     ranks = [{"step": Shard((), 0, torch.tensor(3.0), owner=False)} for _ in range(2)]
-    with pytest.raises(ValueError, match="the shards of step end at 0 of 1"):
+    with pytest.raises(ValueError, match="the shards of step do not cover its 1 elements"):
         write_all(tmp_path, ranks)
 
 
@@ -202,19 +299,19 @@ def test_a_file_or_an_index_that_is_too_short_is_an_error_not_garbage(tmp_path):
     with pytest.raises(DamagedCheckpoint, match=r"model/rank_00000.safetensors: ends before byte \d+"):
         TensorReader.of_component(files_below(tmp_path), "model").read_into({"w": Shard((8,), 0, torch.zeros(8))})
     file.write_bytes(whole)
-    document = json.loads(index.read_text())
-    document["w"]["shards"][0]["stop"] = 7
-    index.write_text(json.dumps(document))
-    with pytest.raises(DamagedCheckpoint, match=r"has 7 of 8 elements of w\[0:8\]"):
+    index.write_bytes(index.read_bytes()[:-24] + rows_of([(0, 0, 7)]))
+    with pytest.raises(DamagedCheckpoint, match=r"has not all elements of w\[0:8\]"):
         TensorReader.of_component(files_below(tmp_path), "model").read_into({"w": Shard((8,), 0, torch.zeros(8))})
 
 
 def test_an_index_that_points_elsewhere_reaches_only_what_the_manifest_has(tmp_path):
     write_all(tmp_path / "in", [{"w": Shard((8,), 0, torch.arange(8.0))}])
-    files = files_below(tmp_path / "in")
     (tmp_path / "in/model" / rank_file(0)).rename(tmp_path / "out")
-    reader = TensorReader.of_component(files, "model")
+    table = {"w": ("F32", (8,))}
     for name in ("../../out", str(tmp_path / "out"), "out"):
-        reader.index["w"]["shards"][0]["file"] = name
+        (tmp_path / "in/model" / INDEX).unlink()
+        share = FileShards(name, 72, rows_of([(0, 0, 8)]), hash_of_table(table))
+        write_file(tmp_path / "in", f"model/{INDEX}", [merge_shares(table, [share])])
+        reader = TensorReader.of_component(files_below(tmp_path / "in"), "model")
         with pytest.raises(DamagedCheckpoint, match="not in the manifest"):
             reader.read_into({"w": Shard((8,), 0, torch.zeros(8))})

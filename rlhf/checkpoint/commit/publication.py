@@ -36,22 +36,27 @@ def begin(run_dir: Path, step: int) -> Path:
     return temporary
 
 
-def publish(run_dir: Path, temporary: Path, manifest: Manifest, coordinator: Coordinator) -> Path:
-    """Commit `temporary`, a directory of this name in every storage domain, as the checkpoint that `manifest`
-    describes. Collective.
+def publish(run_dir: Path, temporary: Path, step: int, manifest: Manifest | None, coordinator: Coordinator) -> Path:
+    """Commit `temporary`, a directory of this name in every storage domain, as the checkpoint of `step`, which
+    `manifest` describes; only the leaders of the domains need that. Collective.
 
     Raises SaveFailed on every rank when it is published nowhere, because a file is missing, a disk refuses, or the step
     is published already: nothing is ever written into a published directory. Raises LostPeer when a rank is lost after
     the renames.
     """
     renamed: list[Path] = []
+
+    def seal() -> None:
+        assert manifest is not None
+        _seal(temporary, manifest, coordinator)
+
     try:
-        coordinator.on_domain_leaders(lambda: _seal(temporary, manifest, coordinator))
-        coordinator.on_domain_leaders(lambda: _give_name(run_dir, temporary, manifest.step, renamed))
+        coordinator.on_domain_leaders(seal)
+        coordinator.on_domain_leaders(lambda: _give_name(run_dir, temporary, step, renamed))
     except Exception as error:
-        raise give_up(run_dir, manifest.step, temporary, coordinator, error, renamed) from error
-    coordinator.on_domain_leaders(lambda: _point(run_dir, manifest.step, "commit.published"))
-    return step_dir(run_dir, manifest.step)
+        raise give_up(run_dir, step, temporary, coordinator, error, renamed) from error
+    coordinator.on_domain_leaders(lambda: _point(run_dir, step, "commit.published"))
+    return step_dir(run_dir, step)
 
 
 def give_up(

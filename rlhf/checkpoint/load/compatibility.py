@@ -9,8 +9,7 @@ from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.load.stored_config import changes_since
 from rlhf.config.compare import ResolvedConfig, log_changes, refuse_changes
 from rlhf.errors import UserError
-from rlhf.storage.index import INDEX
-from rlhf.storage.layout import REFERENCE
+from rlhf.storage.layout import INDEX, REFERENCE
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,5 @@
 """Locations of a checkpoint's files: which storage domain has which of them, and what is nowhere. Imports no torch."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +12,11 @@ from rlhf.checkpoint.commit.manifest import (
     manifest_bytes,
     parse_manifest,
     read_manifest,
-    verify_files,
 )
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import MANIFEST, scan, step_of
 from rlhf.storage.reading import CheckedFiles
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,29 +63,6 @@ def published(run_dir: Path, coordinator: Coordinator) -> list[Path]:
     """The checkpoints that any storage domain has files of, as paths in this rank's, newest first. Collective."""
     names = {name for names in coordinator.on_domain_leaders(lambda: [p.name for p in scan(run_dir)]) for name in names}
     return sorted((run_dir / name for name in names), key=lambda path: -(step_of(path) or 0))
-
-
-def newest_usable(run_dir: Path, coordinator: Coordinator) -> Path | None:
-    """The checkpoint that a resume would take now: the newest one of which all storage domains together have every
-    file, and each of them its part as it was committed. Collective; reads every byte up to there."""
-    for path in published(run_dir, coordinator):
-        try:
-            located = locate_files(path, coordinator)
-            problems = [located.missing()] if located.nowhere else _damage(located, coordinator)
-        except (DamagedCheckpoint, OSError) as error:
-            problems = [str(error)]
-        if not problems:
-            return path
-        if coordinator.is_leader:
-            log.warning("%s is passed over: %s", path, "; ".join(problems))
-    return None
-
-
-def _damage(located: FileLocations, coordinator: Coordinator) -> list[str]:
-    """One line per damaged file of any domain."""
-    mine = sorted(located.held.get(coordinator.domain, ()))
-    found = coordinator.on_domain_leaders(lambda: verify_files(located.path, located.manifest, mine))
-    return [line for lines in found for line in lines]
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.driver_state import parse_driver_state
 from rlhf.checkpoint.load.fetching import Fetched
 from rlhf.checkpoint.load.locations import FileLocations
+from rlhf.checkpoint.load.proofs import BlockNumbers, prove_share
 from rlhf.checkpoint.save.snapshot import HF_FOLDER, RunState
 from rlhf.checkpoint.throughput import Throughput, throughput_figures
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.rng import seed_everything, set_rng_state
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.index import INDEX
-from rlhf.storage.layout import CARRIED, DRIVER_STATE, REFERENCE, SCHEDULE, rank_file
+from rlhf.storage.layout import CARRIED, DRIVER_STATE, INDEX, REFERENCE, SCHEDULE, rank_file
 from rlhf.storage.reading import CheckedFiles, parse_json
 from rlhf.storage.shards import Shards, TensorReader
 
@@ -71,33 +71,40 @@ def load_state(
     try:
         if len(located.held) > 1:
             for ask in (loading.ask_for_indices, loading.ask_for_the_rest):
-                loading.raise_together(coordinator.everywhere(ask))
+                loading.raise_together(coordinator.combine(ask, _combined))
                 fetched.get(loading.files, loading.wanted)
-        loading.raise_together(found := coordinator.everywhere(loading.read))
-        proven = [outcome.checked for outcome in found]
-        loading.raise_together(found := coordinator.everywhere(lambda: loading.prove_rest(proven)))
-        coordinator.everywhere(lambda: loading.apply(seed))
+        loading.raise_together(coordinator.combine(loading.read, _combined))
+        numbers = BlockNumbers(located, loading.files)
+        proven = coordinator.union(numbers.bits(loading.files.checked))
+        found = coordinator.combine(lambda: loading.prove_rest(numbers, proven), _combined)
+        loading.raise_together(found)
+        coordinator.collect(lambda: loading.apply(seed))
         size = sum(coordinator.gather(fetched.bytes)) if len(located.held) > 1 else 0
         if size and coordinator.is_leader:
             log.info("Fetched %.1f MiB of %s from other nodes' disks.", size / 2**20, located.path.name)
     finally:
         fetched.remove()
-    ranks = [outcome.by_part for outcome in found]
-    by_part = {
-        part: Throughput(sum(rank[part].bytes for rank in ranks), max(rank[part].seconds for rank in ranks))
-        for part in loading.outcome.by_part
-    }
-    return LoadResult(located.path, located.manifest, by_part, time.monotonic() - started)
+    return LoadResult(located.path, located.manifest, found.by_part, time.monotonic() - started)
 
 
 @dataclass
 class _Outcome:
-    """What a rank tells the others: damage, one line each; the blocks that it has proven, by file; what it read so
-    far."""
+    """What a rank tells the others: damage, one line each, and what it read so far; or what all ranks tell."""
 
     damage: list[str] = field(default_factory=list)
-    checked: dict[str, set[int]] = field(default_factory=dict)
     by_part: dict[str, Throughput] = field(default_factory=dict)
+
+
+def _combined(ranks: list[_Outcome]) -> _Outcome:
+    """All lines once; the sum of the bytes, and the seconds of the slowest rank."""
+    parts = [rank.by_part for rank in ranks]
+    return _Outcome(
+        list(dict.fromkeys(line for rank in ranks for line in rank.damage)),
+        {
+            name: Throughput(sum(part[name].bytes for part in parts), max(part[name].seconds for part in parts))
+            for name in ranks[0].by_part
+        },
+    )
 
 
 class _Loading:
@@ -109,18 +116,18 @@ class _Loading:
     def __init__(self, located: FileLocations, state: RunState, contents: list[str], coordinator: Coordinator) -> None:
         self._located, self._path, self._manifest = located, located.path, located.manifest
         self._state, self._contents = state, contents
-        self._rank, self._world_size, self._domains = coordinator.rank, coordinator.world_size, coordinator.domains
+        self._coordinator, self._rank, self._world_size = coordinator, coordinator.rank, coordinator.world_size
         self.files = CheckedFiles(located.path, located.manifest.files)
-        self.outcome = _Outcome(checked=self.files.checked)
+        self.outcome = _Outcome()
         self.wanted: dict[str, Collection[int]] = {}
         """The blocks of each file that this rank asks for."""
         self._documents: dict[str, Any] = {}
 
-    def raise_together(self, outcomes: list[_Outcome]) -> None:
+    def raise_together(self, outcome: _Outcome) -> None:
         """Raise DamagedCheckpoint with what all ranks have noted, if any has."""
-        if lines := dict.fromkeys(line for outcome in outcomes for line in outcome.damage):
+        if outcome.damage:
             # Promise 4, promise 6: damage that one rank has met turns every rank away from this checkpoint.
-            raise DamagedCheckpoint(f"{self._path} is damaged: " + "; ".join(lines))
+            raise DamagedCheckpoint(f"{self._path} is damaged: " + "; ".join(outcome.damage))
 
     def ask_for_indices(self) -> _Outcome:
         """Want what must be there before `ask_for_the_rest` can tell more."""
@@ -150,31 +157,17 @@ class _Loading:
                     self._documents[name] = _parsed(name, self.files.content(name))
         return self.outcome
 
-    def prove_rest(self, proven: list[dict[str, set[int]]]) -> _Outcome:
-        """Prove this rank's share of what no rank had a use for, given the blocks that each has proven.
+    def prove_rest(self, numbers: BlockNumbers, proven: bytes) -> _Outcome:
+        """Prove this rank's share of what no rank had a use for, given the blocks that any has proven.
 
         A model that was saved for others to open is damaged if its file is, whatever the run itself reads.
         """
-        mine = self._domains[self._rank]
-        peers = [rank for rank, domain in enumerate(self._domains) if domain == mine]
         # Each file is left to one domain that has it, or to the driver's if it is gone.
-        names = [name for name in self._manifest.files if self._located.holder(name) == mine]
-        rest = []
-        for name in names:
-            done = set().union(*(blocks.get(name, ()) for blocks in proven))
-            rest += [(name, block) for block in self.files.blocks(name) if block not in done]
-        place = peers.index(self._rank)
-        begin, end = (len(rest) * n // len(peers) for n in (place, place + 1))
-        share: dict[str, list[int]] = {}
-        for name, block in rest[begin:end]:
-            share.setdefault(name, []).append(block)
+        domain = self._coordinator.domain
+        names = [name for name in self._manifest.files if self._located.holder(name) == domain]
         with self._counting(REST):
-            for name in names[place :: len(peers)]:
-                with self._noting():
-                    self.files.check_entry(name)
-            for name, blocks in share.items():
-                with self._noting():
-                    self.files.prove(name, blocks)
+            rest = numbers.not_in(proven, self.files, names)
+            self.outcome.damage += prove_share(self.files, names, rest, self._coordinator)
         return self.outcome
 
     def apply(self, seed: int) -> None:
@@ -223,7 +216,7 @@ class _Loading:
             weights = [f.name for f in files if f.suffix == ".safetensors"]
             reader = TensorReader.of_whole_tensors(self.files, folder, weights)
         else:
-            reader = TensorReader.of_component(self.files, folder)
+            reader = TensorReader.of_component(self.files, folder, self._rank, self._world_size)
         if mismatches := reader.mismatches(shards):
             shown = "; ".join(mismatches[:5]) + (f"; and {len(mismatches) - 5} more" if len(mismatches) > 5 else "")
             raise UserError(f"{what} in {self._path} are of another architecture than {setting}: {shown}.")

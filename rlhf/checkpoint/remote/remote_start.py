@@ -165,7 +165,7 @@ def download(store: RemoteStore, copy: Copy, run_dir: Path, retries: Retries) ->
             for name in fetched:
                 if name != RUN_FILE or not (run_dir / RUN_FILE).exists():
                     rename_durably(beside / RUN_FILES[name], run_dir / name)
-            return publish(run_dir, temporary, copy.manifest, Coordinator(LoneTransport()))
+            return publish(run_dir, temporary, copy.step, copy.manifest, Coordinator(LoneTransport()))
         except (OSError, SaveFailed) as error:
             raise LocalFault(str(error.__cause__ or error)) from error
     except BaseException:

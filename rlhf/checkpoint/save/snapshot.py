@@ -72,6 +72,11 @@ class Snapshot:
         whole = (t for tensors in self.whole_tensors.values() for t in tensors.values())
         return sum(t.numel() * t.element_size() for t in [*shards, *whole]) + sum(map(len, self.files.values()))
 
+    def shards(self, linked: Collection[str] = ()) -> int:
+        """Shards that this rank writes."""
+        written = (component for folder, component in self.components.items() if folder not in linked)
+        return sum(shard.owner for component in written for shard in component.values())
+
 
 def take_snapshot(
     step: int,

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from rlhf.checkpoint.commit import retention
 from rlhf.checkpoint.commit.deleter import Deleter
@@ -20,18 +19,18 @@ from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest, describe
 from rlhf.checkpoint.commit.publication import give_up, publish
 from rlhf.checkpoint.save.disk_space import make_room
-from rlhf.checkpoint.save.draft import Draft, begin_checkpoint, over_domains
+from rlhf.checkpoint.save.draft import Draft, Entries, begin_checkpoint, over_domains
 from rlhf.checkpoint.save.snapshot import Snapshot
 from rlhf.checkpoint.throughput import Throughput, throughput_figures
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.storage.files import WrittenFile, write_file, write_json
-from rlhf.storage.index import INDEX
-from rlhf.storage.layout import CONFIG, DRIVER_STATE, REFERENCE, SCHEDULE, rank_file
-from rlhf.storage.shards import merge_indices, safetensors_chunks, write_shards
+from rlhf.storage.files import WrittenFile, described, write_file
+from rlhf.storage.layout import CONFIG, DRIVER_STATE, INDEX, REFERENCE, SCHEDULE, rank_file
+from rlhf.storage.shard_index import ROW_BYTES, FileShards, merge_shares
+from rlhf.storage.shards import safetensors_chunks, tensor_table, write_shards
 
-# Room for manifest, indices and directory entries beside the counted bytes.
-SLACK_BYTES = 1 << 20
+# Room for the manifest, names and directory entries beside the counted bytes, and for each rank's part of them.
+SLACK_BYTES, RANK_BYTES = 1 << 20, 2 << 10
 
 
 @dataclass(frozen=True)
@@ -79,22 +78,30 @@ def write_checkpoint(
     root = draft.root
     try:
         snapshot = _with_shared_files(snapshot, coordinator)
-        sizes = zip(coordinator.domains, coordinator.gather(snapshot.nbytes(draft.linked)), strict=True)
-        needed = sum(size for domain, size in sizes if domain == coordinator.domain) + SLACK_BYTES
+        needed = _needed(snapshot, draft.linked, coordinator)
         may_go = partial(retention.victims, run_dir, settings, snapshot.step, coordinator, snapshot.metrics)
         make_room(run_dir, needed, may_go, deleter, settings.timeout_s / 2, coordinator, make_way)
-        ranks = coordinator.everywhere(lambda: _write_files(root, snapshot, draft.linked, coordinator.rank))
-        indices = coordinator.on_domain_leaders(lambda: _write_indices(root, ranks))
-        manifest = coordinator.on_leader(
-            lambda: _describe(run_dir, snapshot, identity, draft, ranks, indices, coordinator)
+        ranks = coordinator.collect(lambda: _write_files(root, snapshot, draft.linked, coordinator.rank))
+        commit = coordinator.for_domain_leaders(
+            lambda: complete(run_dir, snapshot, identity, draft, ranks or [], coordinator)
         )
+        coordinator.on_domain_leaders(lambda: _write_indices(root, commit))
+        total_bytes, by_part = coordinator.broadcast(None if commit is None else commit.figures)
     except Exception as error:
         # Promise 8.
         raise give_up(run_dir, snapshot.step, root, coordinator, error) from error
-    path = publish(run_dir, root, manifest, coordinator)
+    path = publish(run_dir, root, snapshot.step, None if commit is None else commit.manifest, coordinator)
     retention.retire(run_dir, settings, snapshot.step, deleter, coordinator)
-    seconds = time.monotonic() - started
-    return SaveResult(path, manifest.total_bytes, seconds, _by_part(manifest, ranks))
+    return SaveResult(path, total_bytes, time.monotonic() - started, by_part)
+
+
+def _needed(snapshot: Snapshot, linked: Collection[str], coordinator: Coordinator) -> int:
+    """Bytes that the save takes on the disk of this rank's storage domain. Collective."""
+    sizes = coordinator.gather((snapshot.nbytes(linked), snapshot.shards(linked)))
+    own = sum(
+        size for domain, (size, _) in zip(coordinator.domains, sizes, strict=True) if domain == coordinator.domain
+    )
+    return own + sum(shards for _, shards in sizes) * ROW_BYTES + len(sizes) * RANK_BYTES + SLACK_BYTES
 
 
 def _with_shared_files(snapshot: Snapshot, coordinator: Coordinator) -> Snapshot:
@@ -108,16 +115,27 @@ def _with_shared_files(snapshot: Snapshot, coordinator: Coordinator) -> Snapshot
 
 
 @dataclass
-class _RankFiles:
-    """What one rank has written, its share of the indices by folder, and the seconds of each part."""
+class RankFiles:
+    """Files that one rank has written, its share of the indices by folder, and the seconds of each part; it goes to the
+    leader."""
 
     files: list[WrittenFile] = field(default_factory=list)
-    indices: dict[str, dict[str, Any]] = field(default_factory=dict)
+    indices: dict[str, FileShards] = field(default_factory=dict)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
-def _write_files(root: Path, snapshot: Snapshot, linked: Collection[str], rank: int) -> _RankFiles:
-    written, since = _RankFiles(), time.monotonic()
+@dataclass(frozen=True)
+class Commit:
+    """Last files of a save, for the leaders of the storage domains: the indices, by path, and the manifest. `figures`:
+    the bytes that the save wrote, and by part."""
+
+    manifest: Manifest
+    indices: dict[str, bytes]
+    figures: tuple[int, dict[str, Throughput]]
+
+
+def _write_files(root: Path, snapshot: Snapshot, linked: Collection[str], rank: int) -> RankFiles:
+    written, since = RankFiles(), time.monotonic()
 
     def count(path: str) -> None:
         nonlocal since
@@ -144,7 +162,7 @@ def _part_of(path: str, roles: list[str]) -> str:
     return top if top in (*roles, REFERENCE.partition("/")[0]) else "other"
 
 
-def _by_part(manifest: Manifest, ranks: list[_RankFiles]) -> dict[str, Throughput]:
+def _by_part(manifest: Manifest, ranks: list[RankFiles]) -> dict[str, Throughput]:
     sizes: Counter[str] = Counter()
     linked = {name for folder in manifest.linked for name in manifest.in_folder(folder)}
     for name in manifest.files.keys() - linked:
@@ -152,23 +170,36 @@ def _by_part(manifest: Manifest, ranks: list[_RankFiles]) -> dict[str, Throughpu
     return {part: Throughput(size, max(rank.seconds[part] for rank in ranks)) for part, size in sorted(sizes.items())}
 
 
-def _describe(
+def complete(
     run_dir: Path,
     snapshot: Snapshot,
     identity: Identity,
     draft: Draft,
-    ranks: list[_RankFiles],
-    indices: list[list[WrittenFile]],
+    ranks: list[RankFiles],
     coordinator: Coordinator,
-) -> Manifest:
-    by_domain = dict(zip(coordinator.domain_leaders, map(list, indices), strict=True))
+) -> Commit:
+    """Indices and manifest from what all ranks have written; on the leader. Raises ValueError when it does not fit
+    together."""
+    indices = {
+        f"{folder}/{INDEX}": merge_shares(tensor_table(snapshot.components[folder]), [r.indices[folder] for r in ranks])
+        for folder in ranks[0].indices
+    }
+    everywhere = [described(path, content) for path, content in indices.items()]
+    by_domain = {domain: list(everywhere) for domain in coordinator.domain_leaders}
     for domain, written in zip(coordinator.domains, ranks, strict=True):
         by_domain[domain] += written.files
-    written_entries = over_domains([describe(files) for files in by_domain.values()], coordinator)
-    linked_entries = dict(chain(*(entries.items() for entries in draft.linked.values())))
+    entries = over_domains([describe(files) for files in by_domain.values()], coordinator)
+    manifest = _manifest(run_dir, snapshot, identity, draft, entries, len(ranks))
+    return Commit(manifest, indices, (manifest.total_bytes, _by_part(manifest, ranks)))
+
+
+def _manifest(
+    run_dir: Path, snapshot: Snapshot, identity: Identity, draft: Draft, written: Entries, world_size: int
+) -> Manifest:
+    linked = dict(chain(*(entries.items() for entries in draft.linked.values())))
     return Manifest(
         step=snapshot.step,
-        world_size=len(ranks),
+        world_size=world_size,
         backend=identity.backend,
         contents=snapshot.contents,
         roles=snapshot.roles,
@@ -177,17 +208,16 @@ def _describe(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=identity.versions,
         threads=identity.threads,
-        files=written_entries | linked_entries,
+        files=written | linked,
         linked={folder: _name_of(snapshot.unchanged[folder], run_dir) for folder in draft.linked},
         metrics=snapshot.metrics,
     )
 
 
-def _write_indices(root: Path, ranks: list[_RankFiles]) -> list[WrittenFile]:
-    return [
-        write_json(root, f"{folder}/{INDEX}", merge_indices([rank.indices[folder] for rank in ranks]))
-        for folder in ranks[0].indices
-    ]
+def _write_indices(root: Path, commit: Commit | None) -> None:
+    assert commit is not None
+    for path, content in commit.indices.items():
+        write_file(root, path, [content])
 
 
 def _name_of(source: Path, run_dir: Path) -> str:

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint.commit.manifest import verify_files
 from rlhf.checkpoint.commit.publication import roll_forward
 from rlhf.checkpoint.load.locations import locate_files, published
+from rlhf.checkpoint.load.proofs import damage_of
 from rlhf.checkpoint.remote.lease import hold
 from rlhf.checkpoint.remote.remote_start import claim_at_start, open_remote, restore
 from rlhf.checkpoint.remote.remote_store import RemoteStore
@@ -100,8 +100,7 @@ def finished_step(
             return None
         # All bytes are read only when that ends the run; otherwise the ranks verify them, each its share.
         mine = [name for name in located.manifest.files if located.holder(name) == coordinator.domain]
-        problems = coordinator.on_domain_leaders(lambda: verify_files(path, located.manifest, mine))  # noqa: B023
-        if any(problems):
+        if damage_of(located, mine, coordinator):
             return None
         compare = partial(compare_finished, path, located.manifest, config)
         for change in coordinator.on_rank(located.holder(CONFIG), compare):

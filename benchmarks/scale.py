@@ -1,0 +1,216 @@
+"""python -m benchmarks.scale: what each of many ranks sends, receives and computes for a save and a load, without the
+ranks.
+
+The trainer's own functions build, merge, read and search the messages, the manifest and the indices of a model under
+FSDP2 for each number of ranks in turn, in one process and without a byte of weights. Figures are per rank: of the
+leader what it does for all, divided by their number, and of the others one rank's. Seconds are of the processor.
+
+The manifest goes to every rank of a load; its figures, and those of the blocks that a rank has proven, are per file and
+block of the checkpoint.
+
+The exit code is 0 when none of the figures grows with the ranks: from the fewest to the most each is at most twice as
+large (seconds three times), or small: below 64 KiB, 20 ms, and 4 blocks of an index.
+"""
+
+import argparse
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from rlhf.backends.fsdp2 import row_range
+from rlhf.checkpoint.commit.identity import Identity
+from rlhf.checkpoint.commit.manifest import Manifest, parse_manifest, write_manifest
+from rlhf.checkpoint.load.locations import FileLocations
+from rlhf.checkpoint.load.proofs import BlockNumbers
+from rlhf.checkpoint.save.draft import Draft
+from rlhf.checkpoint.save.snapshot import Snapshot
+from rlhf.checkpoint.save.writer import RankFiles, complete
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.transport import LoneTransport
+from rlhf.storage.files import WrittenFile
+from rlhf.storage.hashing import BLOCK
+from rlhf.storage.layout import INDEX, MANIFEST, rank_file
+from rlhf.storage.reading import HASH_DIGITS, CheckedFiles
+from rlhf.storage.shard_index import ShardIndex
+from rlhf.storage.shards import Shard, Shards, lay_out
+
+MODELS = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "7b": {},
+    "70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+}
+"""What a LlamaConfig of each size has other than its defaults."""
+COMPONENTS = {"actor/model": ("",), "actor/optimizer": (".exp_avg", ".exp_avg_sq", ".step")}
+SMALL = {"bytes": 64 << 10, "seconds": 0.02, "blocks": 4}
+SMALL_PER_ENTRY = {"bytes": 128, "seconds": 1e-4}
+GROWTH = {"bytes": 2.0, "seconds": 3.0, "blocks": 2.0}
+Figures = dict[str, float]
+"""By name, which ends with the unit."""
+PER_ENTRY = "per file and block"
+T = TypeVar("T")
+
+
+def model_shapes(size: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's parameters, by name; it is made on the meta device."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**MODELS[size]))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def shards_of(shapes: dict[str, tuple[int, ...]], rank: int, world_size: int) -> dict[str, Shards]:
+    """Components of a rank as FSDP2 shards them, without memory."""
+    found: dict[str, dict[str, Shard]] = {folder: {} for folder in COMPONENTS}
+    scalar = Shard((), 0, torch.empty((), device="meta"), owner=rank == 0)
+    for name, shape in shapes.items():
+        start, stop = row_range(shape, rank, world_size)
+        shard = Shard(shape, start, torch.empty(stop - start, device="meta"))
+        for folder, suffixes in COMPONENTS.items():
+            for suffix in suffixes:
+                found[folder][f"{name}{suffix}"] = scalar if suffix == ".step" else shard
+    return found
+
+
+def written_by(components: dict[str, Shards], rank: int) -> RankFiles:
+    """Message of a rank to the leader once it has written its files."""
+    told = RankFiles()
+    for folder, shards in components.items():
+        flat, share = lay_out(rank_file(rank), shards)
+        told.indices[folder] = share
+        if flat:
+            size = share.first_byte + sum(tensor.nbytes for tensor in flat.values())
+            digests = "0" * HASH_DIGITS * -(-size // BLOCK)
+            told.files.append(WrittenFile(f"{folder}/{rank_file(rank)}", size, digests))
+        told.seconds["actor"] += 0.1
+    return told
+
+
+def timed(action: Callable[[], T]) -> tuple[T, float]:
+    """What `action` returns, and the seconds of the processor that it takes."""
+    started = time.process_time()
+    result = action()
+    return result, time.process_time() - started
+
+
+def save_figures(shapes: dict[str, tuple[int, ...]], world_size: int, folder: Path) -> tuple[Manifest, Figures]:
+    """Messages of a save, and what the leader makes of them; manifest and indices lie in `folder` afterwards."""
+    middle = world_size // 2
+    _, own_seconds = timed(lambda: pickle.dumps(written_by(shards_of(shapes, middle, world_size), middle)))
+    messages = [pickle.dumps(written_by(shards_of(shapes, rank, world_size), rank)) for rank in range(world_size)]
+    snapshot = Snapshot(1, ["model", "optimizer"], ["actor"], components=shards_of(shapes, 0, world_size))
+    coordinator = Coordinator(LoneTransport())
+    coordinator.domains = [0] * world_size
+    identity = Identity("fsdp2", "", {}, {}, [1])
+
+    def lead():
+        ranks = [pickle.loads(message) for message in messages]  # noqa: S301
+        return complete(folder, snapshot, identity, Draft(folder, {}), ranks, coordinator)
+
+    commit, seconds = timed(lead)
+    for path, content in commit.indices.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+    _, sealing_seconds = timed(lambda: write_manifest(folder, commit.manifest))
+    return commit.manifest, {
+        "save, a rank sends: bytes": len(messages[middle]),
+        "save, a rank receives: bytes": len(pickle.dumps(commit.figures)),
+        "save, a rank: seconds": own_seconds,
+        "save, the leader receives: bytes": sum(map(len, messages)) / world_size,
+        "save, the leader: seconds": seconds / world_size,
+        "save, the leader writes: bytes": (sum(map(len, commit.indices.values())) + (folder / MANIFEST).stat().st_size)
+        / world_size,
+        "save, the leader seals: seconds": sealing_seconds / world_size,
+    }
+
+
+def load_figures(
+    shapes: dict[str, tuple[int, ...]], world_size: int, folder: Path, manifest: Manifest
+) -> Iterator[tuple[str, float]]:
+    """What a rank reads and computes to find its own in the checkpoint in `folder`."""
+    raw = (folder / MANIFEST).read_bytes()
+    _, seconds = timed(lambda: parse_manifest(raw, folder / MANIFEST))
+    yield "load, the leader parses: seconds", seconds / world_size
+    message = pickle.dumps(manifest)
+    _, seconds = timed(lambda: pickle.loads(message))  # noqa: S301
+    yield f"load, a rank receives of the manifest, {PER_ENTRY}: bytes", len(message) / _entries(manifest)
+    yield f"load, a rank receives of the manifest, {PER_ENTRY}: seconds", seconds / _entries(manifest)
+    for what, of_ranks in (("the same ranks", world_size), ("half the ranks", max(1, world_size // 2))):
+        rank = of_ranks // 2
+        files = CheckedFiles(folder, manifest.files)
+        components = shards_of(shapes, rank, of_ranks)
+
+        def find(files: CheckedFiles = files, rank: int = rank, of_ranks: int = of_ranks, own=components) -> None:
+            for name, shards in own.items():
+                wanted = {n: (s.start, s.start + s.local.numel()) for n, s in shards.items() if s.local.numel()}
+                ShardIndex(files, name).find(wanted, rank, of_ranks)
+
+        _, seconds = timed(find)
+        yield f"load by {what}, a rank: seconds", seconds
+        for name in components:
+            yield f"load by {what}, {name}: blocks", len(files.checked[f"{name}/{INDEX}"])
+    numbers, seconds = timed(
+        lambda: BlockNumbers(FileLocations.whole(folder, manifest), CheckedFiles(folder, manifest.files))
+    )
+    bits, more = timed(lambda: numbers.bits({}))
+    yield f"load, a rank tells what is proven, {PER_ENTRY}: bytes", len(bits) / _entries(manifest)
+    yield f"load, a rank tells what is proven, {PER_ENTRY}: seconds", (seconds + more) / _entries(manifest)
+
+
+def _entries(manifest: Manifest) -> int:
+    return sum(1 + len(entry["xxh3_128"]) // HASH_DIGITS for entry in manifest.files.values())
+
+
+def figures(shapes: dict[str, tuple[int, ...]], world_size: int) -> Figures:
+    """All figures at one number of ranks."""
+    with tempfile.TemporaryDirectory() as name:
+        manifest, saved = save_figures(shapes, world_size, Path(name))
+        return saved | dict(load_figures(shapes, world_size, Path(name), manifest))
+
+
+def growing(table: dict[int, Figures]) -> list[str]:
+    """The figures that grow with the number of ranks."""
+    fewest, most = table[min(table)], table[max(table)]
+    grown = []
+    for name, value in fewest.items():
+        unit = name.rpartition(" ")[2]
+        small = SMALL_PER_ENTRY if PER_ENTRY in name else SMALL
+        if most[name] > max(small[unit], value * GROWTH[unit]):
+            grown.append(name)
+    return grown
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the figures; 0 when they are flat, 1 when one grows."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 4096])
+    parser.add_argument("--model", choices=MODELS, default="7b")
+    arguments = parser.parse_args(argv)
+    shapes = model_shapes(arguments.model)
+    table = {world_size: figures(shapes, world_size) for world_size in sorted(arguments.ranks)}
+    shown = Table(f"{arguments.model}, per rank", *(f"{world_size} ranks" for world_size in table))
+    for name in table[min(table)]:
+        shown.add_row(name, *(f"{of_ranks[name]:.3g}" for of_ranks in table.values()))
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    console.print(shown)
+    if grown := growing(table):
+        console.print(f"These grow with the ranks: {'; '.join(grown)}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Messages and indices of many ranks: the benchmark's figures stay flat, and it says when one does not."""
+
+import pytest
+import torch
+
+from benchmarks import scale
+from rlhf.storage.shards import Shard
+from tests.support import thread_ranks
+from tests.support.checkpoints import PlainRole, make_checkpointer, make_config
+from tests.support.thread_ranks import ThreadTransport, make_coordinator, run_thread_ranks
+
+
+def test_figures_of_a_small_model_are_flat(capsys):
+    assert scale.main(["--model", "tiny", "--ranks", "4", "32"]) == 0
+    assert "save, the leader receives: bytes" in capsys.readouterr().out
+
+
+def test_a_figure_that_grows_is_named():
+    assert scale.growing({4: {"a: bytes": 1e5, "b: seconds": 1.0}, 8: {"a: bytes": 3e5, "b: seconds": 2.0}}) == [
+        "a: bytes"
+    ]
+    assert scale.growing({4: {"a: bytes": 10.0}, 8: {"a: bytes": 1000.0}}) == []
+
+
+class ManyTensors(PlainRole):
+    """A role of many small tensors."""
+
+    def model_shards(self):
+        each = torch.zeros(2)
+        return {f"tensor number {n}": Shard((8,), 2 * self.rank, each) for n in range(300)}
+
+
+def save(rank: int, config) -> None:
+    coordinator = make_coordinator()
+    role = ManyTensors(8, rank, coordinator.world_size)
+    role.rank = rank
+    make_checkpointer(config, role, 1, coordinator).save(1)
+
+
+def test_indices_go_to_the_leader_only(tmp_path, monkeypatch):
+    """Each rank received those of all ranks."""
+    received = [0] * 4
+    meet = ThreadTransport._meet
+
+    def counted(transport, kind, message, sources):
+        messages = meet(transport, kind, message, sources)
+        received[transport.rank] += sum(map(len, messages))
+        return messages
+
+    monkeypatch.setattr(thread_ranks.ThreadTransport, "_meet", counted)
+    config = make_config(tmp_path)
+    run_thread_ranks(4, save, config)
+    assert received[0] > 4 * 300 * 24
+    assert max(received[1:]) < received[0] / 4
+    assert received[1:] == pytest.approx([received[1]] * 3, rel=0.2)
