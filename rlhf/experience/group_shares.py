@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from rlhf.experience.groups import Group
+from rlhf.experience.groups import Group, from_tensors, to_tensors
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.tensors import receive_tensors, send_tensors
 
 
 def owners(groups: Sequence[Group], coordinator: Coordinator) -> dict[int, int]:
@@ -13,7 +14,7 @@ def owners(groups: Sequence[Group], coordinator: Coordinator) -> dict[int, int]:
 
 
 def share(mine: Sequence[Group], chosen: dict[int, int], mini_batch_size: int, coordinator: Coordinator) -> list[Group]:
-    """This rank's part of a batch; only groups that change ranks are sent. Collective.
+    """This rank's part of a batch; only groups that change ranks are sent, as tensors, each to its taker. Collective.
 
     Args:
         mine: the groups that this rank has; those that are not chosen do not matter.
@@ -23,9 +24,15 @@ def share(mine: Sequence[Group], chosen: dict[int, int], mini_batch_size: int, c
         zip(chosen, equal_shares(list(chosen.values()), mini_batch_size, coordinator.world_size), strict=True)
     )
     rank, groups = coordinator.rank, {group.uid: group for group in mine}
-    if takers != chosen:
-        leaving = [groups[uid] for uid, owner in chosen.items() if owner == rank != takers[uid]]
-        groups |= {group.uid: group for part in coordinator.gather(leaving) for group in part}
+    moves: dict[tuple[int, int], list[int]] = {}
+    for uid, taker in takers.items():
+        if taker != chosen[uid]:
+            moves.setdefault((chosen[uid], taker), []).append(uid)
+    for (owner, taker), uids in sorted(moves.items()):  # one order on all ranks, so that nobody waits in vain
+        if rank == owner:
+            send_tensors(coordinator, to_tensors([groups[uid] for uid in uids]), taker)
+        elif rank == taker:
+            groups |= {group.uid: group for group in from_tensors(receive_tensors(coordinator, owner))}
     return [groups[uid] for uid, taker in takers.items() if taker == rank]
 
 

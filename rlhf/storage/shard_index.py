@@ -156,7 +156,7 @@ class ShardIndex:
         return dict(zip(self._names, found.tolist(), strict=True))
 
     def find(self, wanted: Mapping[str, tuple[int, int]], rank: int, world_size: int) -> list[Piece]:
-        """Where ranges of tensors lie, one range (start, stop) of each.
+        """Pieces of which ranges of tensors consist, one range (start, stop) of each.
 
         The rows of files are read in which a rank of this number probably finds its own, all others only if that was
         not enough.

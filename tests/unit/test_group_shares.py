@@ -4,7 +4,11 @@ import random
 
 import pytest
 
-from rlhf.experience.group_shares import equal_shares
+from rlhf.experience.group_shares import equal_shares, owners, share
+from rlhf.experience.groups import Group
+from rlhf.reward import RewardResult
+from rlhf.rollout import Sample
+from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -28,3 +32,44 @@ def test_a_rank_keeps_its_first_groups():
     assert equal_shares([0, 0, 0, 1, 1, 1, 1, 1], 4, 2) == [0, 0, 1, 1, 1, 1, 0, 0]
     assert equal_shares([2, 2, 2], 3, 3) == [2, 0, 1]
     assert equal_shares([0, 1, 1, 0], 2, 2) == [0, 1, 1, 0]
+
+
+def make_group(uid: int) -> Group:
+    """A group with odd values; that of uid 4 has an empty response."""
+    rng = random.Random(uid)
+    lengths = [0, 0] if uid == 4 else [rng.randrange(1, 5), rng.randrange(1, 5)]
+    samples = [
+        Sample(uid, n, [rng.randrange(1 << 40)] * length, [-rng.random() / 3] * length, "stop", uid)
+        for n, length in enumerate(lengths)
+    ]
+    results = [RewardResult(rng.random(), {"own": 0.1}), RewardResult(-0.0, {"own": 1e300})]
+    return Group(uid, [uid] * uid, samples, results, [0.0, -0.25], 0.1 if uid % 2 else None)
+
+
+def unpicklable(group: Group) -> None:
+    raise AssertionError(f"group {group.uid} was pickled")
+
+
+def move(rank: int, held: list[list[int]], batch: list[int], mini_batch_size: int) -> list[tuple[int, bool]]:
+    coordinator = make_coordinator()
+    mine = [make_group(uid) for uid in held[rank]]
+    every = owners(mine, coordinator)
+    taken = share(mine, {uid: every[uid] for uid in batch}, mini_batch_size, coordinator)
+    return [(group.uid, repr(group) == repr(make_group(group.uid))) for group in taken]
+
+
+@pytest.mark.parametrize(
+    ("held", "batch", "mini_batch_size"),
+    [
+        ([[0, 1, 2, 3, 4, 5], [], []], [0, 1, 2, 3, 4, 5], 3),
+        ([[0], [1, 4, 5], [2, 3, 6, 7]], [4, 5, 1, 2, 3, 7], 6),
+        ([[0, 3], [1, 4], [2, 5]], [0, 1, 2, 3, 4, 5], 3),
+    ],
+)
+def test_groups_move_whole_and_as_tensors(monkeypatch, held, batch, mini_batch_size):
+    """They were pickled, and those that any rank gave away went to all."""
+    monkeypatch.setattr(Group, "__reduce__", unpicklable)
+    taken = run_thread_ranks(3, move, held, batch, mini_batch_size)
+    assert sorted(uid for of_rank in taken for uid, _ in of_rank) == sorted(batch)
+    assert {len(of_rank) for of_rank in taken} == {len(batch) // 3}
+    assert all(same for of_rank in taken for _, same in of_rank)
