@@ -26,6 +26,7 @@ LONGEST_FIRST = (
     "test_deepspeed",
     "test_wandb",
     "test_settings_act",
+    "test_allowed_changes",
     "test_algorithm_entries",
     "test_domain_faults",
     "test_preemption",

@@ -60,12 +60,13 @@ class Advantages:
         return figures
 
     def state_dict(self) -> dict[str, Any]:
-        """The coefficient of the next batch."""
-        return {"kl_coef": self.kl_coef}
+        """The coefficient of the next batch, and where it started."""
+        return {"kl_coef": self.kl_coef, "started_at": self._config.kl_ctrl.kl_coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over `state_dict`; a fixed coefficient is the configuration's word."""
-        if self._config.kl_ctrl.type == "adaptive":
+        """Take over `state_dict`; a fixed coefficient, and a changed start, are the configuration's word."""
+        control = self._config.kl_ctrl
+        if control.type == "adaptive" and control.kl_coef == state["started_at"]:
             self.kl_coef = state["kl_coef"]
 
 

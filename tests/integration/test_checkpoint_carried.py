@@ -102,3 +102,18 @@ def test_a_run_that_carries_nothing_says_what_it_drops(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="rlhf"):
         assert resume(config, PlainRole()) == 3
     assert "has samples carried over to later steps" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("section", "setting", "kept"),
+    [("rollout", "temperature", False), ("reward", "failed_score", False), ("actor", "entropy_coeff", True)],
+)
+def test_samples_of_other_settings_are_dropped_when_a_change_is_allowed(tmp_path, caplog, section, setting, kept):
+    config = make_config(tmp_path)
+    make_checkpointer(config, PlainRole(), 2, carried=PlainCarried(some(0))).save(2)
+    setattr(getattr(config, section), setting, 0.25)
+    config.trainer.allow_config_change = True
+    carried = PlainCarried()
+    assert resume(config, PlainRole(), carried=carried) == 2
+    assert bool(carried.held) == kept
+    assert ("samples of other settings for later steps; they are dropped" in caplog.text) == (not kept)

@@ -149,6 +149,16 @@ def test_a_restart_reads_all_that_was_saved_whatever_load_contents_says(saved, c
     assert "load_contents" not in caplog.text
 
 
+def test_a_changed_seed_gives_other_generators(saved):
+    config, _, generators = saved
+    for seed, same in ((config.trainer.seed, True), (7, False)):
+        changed = make_config(config.run_dir.parents[1])
+        changed.checkpoint.contents = list(CONTENTS)
+        changed.trainer.seed, changed.trainer.allow_config_change = seed, True
+        assert resume(changed, make_backend(2)) == 3
+        assert equal_bits(rng_state(), generators) == same
+
+
 def test_a_run_that_began_with_a_part_restarts_from_its_own_saves_with_all(tmp_path, saved, trained, caplog):
     config = make_config(tmp_path)
     begin_at(config, step_dir(saved[0].run_dir, 3), ["model"])

@@ -23,9 +23,9 @@ def check_compatible(
     *,
     moving_reference: bool,
     allow_change: bool,
-) -> None:
-    """Raise UserError unless a run that is `identity`, with `config`, may continue from this checkpoint; harmless
-    differences are logged.
+) -> frozenset[str]:
+    """Raise UserError unless a run that is `identity`, with `config`, may continue from this checkpoint; differences
+    are logged. Returns the settings that change the run.
 
     `moving_reference`: whether the run's reference policy moves. `allow_change`: `trainer.allow_config_change`.
     """
@@ -57,6 +57,7 @@ def check_compatible(
                 f"{text}. Restore them, or accept that the run changes with trainer.allow_config_change=true."
             )
         log.warning("%s; going on because trainer.allow_config_change=true.", text)
+    return frozenset(change.key for change in changes.trajectory)
 
 
 def _other_files(path: Path, manifest: Manifest, config: ResolvedConfig, fingerprints: Mapping[str, str]) -> list[str]:

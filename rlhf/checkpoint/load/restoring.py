@@ -29,6 +29,8 @@ from rlhf.storage.shards import Shards, TensorReader
 
 log = logging.getLogger(__name__)
 REST = "other"
+OF_SAMPLES = ("trainer.seed", "model.", "data.", "rollout.", "reward.", "reward_model.", "algorithm.")
+"""Settings that samples and their rewards follow from, by the beginnings of their names."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,12 @@ class LoadResult:
 
 
 def load_state(
-    located: FileLocations, state: RunState, load_contents: list[str], seed: int, coordinator: Coordinator
+    located: FileLocations,
+    state: RunState,
+    load_contents: list[str],
+    seed: int,
+    coordinator: Coordinator,
+    changed: Collection[str] = (),
 ) -> LoadResult:
     """Put everything of `state` and this rank's generators where a checkpoint has them; in place, so that it can be
     repeated. Collective.
@@ -63,10 +70,11 @@ def load_state(
     What lies only on another node's disk is fetched from there first, as far as ranks here read it. Raises
     DamagedCheckpoint on every rank unless each byte of the checkpoint is as committed: tensors may be overwritten by
     then, all else is untouched. What belongs to the driver state and the checkpoint does not know starts at its
-    beginning, with a warning.
+    beginning, with a warning. What settings that are `changed` since the save make obsolete is left out: generators of
+    another seed, and samples that were kept for later steps.
     """
     started = time.monotonic()
-    loading = _Loading(located, state, load_contents, coordinator)
+    loading = _Loading(located, state, load_contents, coordinator, changed)
     fetched = Fetched(located, coordinator)
     try:
         if len(located.held) > 1:
@@ -113,7 +121,15 @@ class _Loading:
     Damage is noted and not raised, so that a rank that meets some makes the same calls as its peers.
     """
 
-    def __init__(self, located: FileLocations, state: RunState, contents: list[str], coordinator: Coordinator) -> None:
+    def __init__(
+        self,
+        located: FileLocations,
+        state: RunState,
+        contents: list[str],
+        coordinator: Coordinator,
+        changed: Collection[str],
+    ) -> None:
+        self._changed = changed
         self._located, self._path, self._manifest = located, located.path, located.manifest
         self._state, self._contents = state, contents
         self._coordinator, self._rank, self._world_size = coordinator, coordinator.rank, coordinator.world_size
@@ -178,7 +194,11 @@ class _Loading:
         if "extra" in self._contents:
             for name, role in state.roles.items():
                 role.load_extra_state(self._documents[f"{name}/{SCHEDULE}"])
-        if state.carried is not None:
+        if state.carried is not None and any(key.startswith(OF_SAMPLES) for key in self._changed):
+            state.carried.load_tensors([])
+            if self._manifest.in_folder(CARRIED) and self._rank == 0:
+                log.warning("%s has samples of other settings for later steps; they are dropped.", self._path)
+        elif state.carried is not None:
             state.carried.load_tensors([self._documents[name] for name in self._carried()])
         elif self._manifest.in_folder(CARRIED) and self._rank == 0:
             log.warning(
@@ -243,6 +263,9 @@ class _Loading:
         return f"rng/{rank_file(self._rank)}"
 
     def _set_rng(self, seed: int) -> None:
+        if "trainer.seed" in self._changed:
+            seed_everything(seed + self._manifest.step, self._rank)
+            return
         if self._rng_file in self._documents:
             # Promise 7: with the generators all is back that the next step depends on.
             set_rng_state(self._documents[self._rng_file])

@@ -63,12 +63,12 @@ def restore(
             moving_reference=state.reference is not None,
             allow_change=trainer.allow_config_change,
         )
-        coordinator.on_rank(located.holder(CONFIG), check)
+        changed = coordinator.on_rank(located.holder(CONFIG), check)
         left_out = [part for part in ("optimizer", "extra") if part not in wanted]
         if left_out and coordinator.is_leader:
             why = "as checkpoint.load_contents says" if begins else "which were not saved: a crash changes this run"
             log.warning("%s: the run goes on without its %s, %s.", located.path, " and ".join(left_out), why)
-        return load_state(located, state, wanted, trainer.seed, coordinator)
+        return load_state(located, state, wanted, trainer.seed, coordinator, changed)
 
     return _with_newest_intact(run_dir, source, coordinator, attempt)
 

@@ -1,0 +1,387 @@
+"""Every setting that `trainer.allow_config_change=true` lets through acts after a resume: the next step differs.
+
+The settings come from the rules that a resume compares by, so a new one without a case here fails. Each case continues
+the run of its scenario from step 1, once as it was saved and once with the change, in this process.
+"""
+
+import json
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf import events
+from rlhf.assemble.run import build
+from rlhf.checkpoint.commit.manifest import read_manifest
+from rlhf.compose import compose_config
+from rlhf.config.library import Library
+from rlhf.config.schema import SETTINGS
+from rlhf.errors import Preempted, UserError
+from rlhf.loop import train
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
+from rlhf.ranks.status import StatusWriter
+from rlhf.ranks.stop import STOP_SIGNALS
+from rlhf.reward.scores import RewardError
+from tests.support.checkpoints import world_of_one
+from tests.support.launching import TINY_POLICY, question
+from tests.support.sections import prepare
+
+BASE = [
+    "model=tiny",
+    "trainer.total_training_steps=9",
+    "trainer.save_freq=0",
+    "trainer.test_freq=0",
+    "trainer.val_before_train=false",
+    "trainer.device=cpu",
+    "checkpoint.async_save=false",
+    "tracking.progress=plain",
+    "data.train_batch_size=8",
+    "data.max_prompt_length=40",
+    "data.max_response_length=10",
+    "rollout.n=4",
+    "actor.ppo_mini_batch_size=4",
+    "actor.ppo_epochs=2",
+    "actor.optim.lr=2e-3",
+    "actor.optim.lr_scheduler_type=linear",
+    "actor.entropy_coeff=0.01",
+]
+FILES = ["data.train_files={folder}/sums.jsonl", "reward=exact_match"]
+KL = ["actor.use_kl_loss=true", "actor.kl_loss_coef=0.1"]
+SCENARIOS: dict[str, list[str]] = {
+    "grpo": [*FILES, *KL],
+    "epochs": [*FILES, "trainer.total_training_steps=null"],
+    "problems": [
+        "data=reasoning_gym",
+        "reward=reasoning_gym",
+        "data.reasoning_gym.train_size=60",
+        "data.reasoning_gym.val_size=20",
+        "data.reasoning_gym.config={{min_terms: 2, max_terms: 2, min_digits: 2, max_digits: 2}}",
+    ],
+    "ppo": [
+        *FILES,
+        "algorithm=ppo",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.horizon=100",
+        "critic.ppo_epochs=2",
+        "critic.optim.lr=2e-3",
+        "critic.optim.lr_scheduler_type=linear",
+    ],
+    "dapo": [
+        *FILES,
+        "algorithm.filter_groups.enable=true",
+        "data.gen_batch_size=12",
+        "reward.overlong_buffer.enable=true",
+        "reward.overlong_buffer.len=8",
+    ],
+    "two generations": [
+        *FILES,
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.max_num_gen_batches=1",
+        "rollout.temperature=0.3",
+    ],
+    "own reward": ["data.train_files={folder}/sums.jsonl", "reward.functions=[{folder}/rewards.py:short]"],
+    "failing reward": [
+        "data.train_files={folder}/sums.jsonl",
+        "reward.functions=[{folder}/rewards.py:fails]",
+        "reward.on_error=score",
+        "reward.num_workers=1",
+    ],
+    "moving reference": [*FILES, *KL, "ref.update_freq=1", "ref.alpha=0.5"],
+    "refused": [*FILES, "guards.max_loss=1e-9"],
+    "fixed length": [*FILES, "actor.loss_agg_mode=seq-mean-token-sum-norm"],
+    "corrected": [*FILES, "algorithm.rollout_correction.rollout_is=token"],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A change on top of a scenario; a part of the message of one that is refused as impossible; and what is changed in
+    the run that it is compared with as well."""
+
+    change: str | list[str]
+    scenario: str = "grpo"
+    refused: str | None = None
+    beside: str | None = None
+
+    @property
+    def overrides(self) -> list[str]:
+        return [self.change] if isinstance(self.change, str) else self.change
+
+
+def grpo(*keys_and_values: str) -> dict[str, Case]:
+    return {text.partition("=")[0]: Case(text) for text in keys_and_values}
+
+
+def of(scenario: str, *keys_and_values: str) -> dict[str, Case]:
+    return {text.partition("=")[0]: Case(text, scenario) for text in keys_and_values}
+
+
+CASES: dict[str, Case] = {
+    **grpo(
+        "trainer.seed=2",
+        "trainer.total_training_steps=3",
+        "model.chat_template={folder}/template.jinja",
+        "data.train_files={folder}/others.jsonl",
+        "data.prompt_key=other_prompt",
+        "data.answer_key=other_answer",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=60",
+        "data.max_response_length=3",
+        "data.overlong_prompts=left",
+        "data.shuffle=false",
+        "data.train_max_samples=11",
+        "rollout.n=2",
+        "rollout.temperature=0.5",
+        "rollout.top_p=0.5",
+        "rollout.top_k=2",
+        "rollout.stop=['1']",
+        "rollout.ignore_eos=true",
+        "rollout.dtype=bfloat16",
+        "reward.functions=[math_verify]",
+        "reward.weights=[2.0]",
+        "algorithm.adv_estimator=rloo",
+        "algorithm.norm_adv_by_std_in_grpo=false",
+        "actor.ppo_mini_batch_size=8",
+        "actor.ppo_epochs=1",
+        "actor.policy_loss.loss_mode=gspo",
+        "actor.clip_ratio_low=1e-5",
+        "actor.clip_ratio_high=1e-5",
+        "actor.clip_ratio_c=1.00001",
+        "actor.loss_agg_mode=seq-mean-token-mean",
+        "actor.use_kl_loss=false",
+        "actor.kl_loss_coef=0.5",
+        "actor.kl_loss_type=k1",
+        "actor.entropy_coeff=0.2",
+        "actor.grad_clip=1e-3",
+        "actor.optim.lr=1e-3",
+        "actor.optim.betas=[0.5,0.9]",
+        "actor.optim.eps=1e-2",
+        "actor.optim.weight_decay=0.5",
+        "actor.optim.lr_scheduler_type=cosine",
+        "actor.optim.lr_warmup_steps=9",
+        "actor.optim.min_lr_ratio=0.5",
+        "guards.max_loss=1e-9",
+        "guards.max_kl=1e-12",
+        "backend.autocast=bfloat16",
+    ),
+    **of("epochs", "trainer.total_epochs=2"),
+    **of(
+        "problems",
+        "data.reasoning_gym.config={{min_terms: 3, max_terms: 3}}",
+        "data.reasoning_gym.train_size=50",
+        "data.reasoning_gym.val_size=3000",
+    ),
+    "data.reasoning_gym.task": Case(
+        ["data.reasoning_gym.task=basic_arithmetic", "data.reasoning_gym.config={{}}"], "problems"
+    ),
+    **of(
+        "ppo",
+        "trainer.critic_warmup=4",
+        "algorithm.gamma=0.7",
+        "algorithm.lam=0.7",
+        "algorithm.use_kl_in_reward=false",
+        "algorithm.kl_penalty=k3",
+        "algorithm.kl_ctrl.kl_coef=0.5",
+        "algorithm.kl_ctrl.target_kl=1.0",
+        "algorithm.kl_ctrl.horizon=1000",
+        "critic.ppo_epochs=3",
+        "critic.cliprange_value=1e-4",
+        "critic.loss_agg_mode=seq-mean-token-mean",
+        "critic.grad_clip=1e-3",
+        "critic.optim.lr=1e-3",
+        "critic.optim.betas=[0.5,0.9]",
+        "critic.optim.eps=1e-2",
+        "critic.optim.weight_decay=0.5",
+        "critic.optim.lr_scheduler_type=cosine",
+        "critic.optim.lr_warmup_steps=9",
+        "critic.optim.min_lr_ratio=0.5",
+    ),
+    "algorithm.kl_ctrl.type": Case("algorithm.kl_ctrl.type=fixed", "ppo"),
+    "critic.enable": Case("critic.enable=true", "grpo", "has no critic"),
+    **of(
+        "dapo",
+        "data.gen_batch_size=16",
+        "reward.overlong_buffer.enable=false",
+        "reward.overlong_buffer.len=3",
+        "reward.overlong_buffer.penalty_factor=3",
+        "algorithm.filter_groups.enable=false",
+        "algorithm.filter_groups.metric=seq_reward",
+        "algorithm.filter_groups.max_staleness=0",
+    ),
+    **of(
+        "two generations",
+        "algorithm.filter_groups.max_num_gen_batches=4",
+        "algorithm.filter_groups.on_limit=stop",
+    ),
+    **of("own reward", "reward.timeout_s=0.2"),
+    **of("failing reward", "reward.on_error=stop", "reward.failed_score=-2", "reward.pass_env=[PATH_OF_A_TEST]"),
+    **of("moving reference", "ref.update_freq=3", "ref.alpha=0.9"),
+    **of("refused", "guards.action=stop", "guards.max_events=1"),
+    **of("fixed length", "actor.loss_scale_factor=3"),
+    **of("corrected", "algorithm.rollout_correction.rollout_is_threshold=0.5"),
+    "algorithm.rollout_correction.rollout_is": Case("algorithm.rollout_correction.rollout_is=token"),
+    "guards.max_reward_drop": Case("guards.max_reward_drop=1e-9", beside="reward.weights=[0.01]"),
+}
+ENGINE = "builds vLLM, of which a checkpoint holds nothing: tests/integration/test_vllm_engine.py"
+SANDBOX = "walls of reward processes, of which a checkpoint holds nothing: tests of the sandbox"
+ELSEWHERE: dict[str, str] = {
+    "trainer.deterministic": "set in the process before there is anything to restore: rlhf/ranks/collectives.py",
+    "model.trust_remote_code": "decides what is loaded before there is anything to restore",
+    "model.attn_implementation": "another kernel for the same numbers, in the model before it is filled",
+    "rollout.name": ENGINE,
+    "rollout.tensor_model_parallel_size": ENGINE,
+    "rollout.enforce_eager": ENGINE,
+    "rollout.structured_outputs": ENGINE,
+    "rollout.async_steps": ENGINE,
+    "rollout.engine_kwargs.vllm": ENGINE,
+    "reward.network": SANDBOX,
+    "reward.writable": SANDBOX,
+    "reward.memory_gb": SANDBOX,
+    "reward_model.max_length": "in a model that no checkpoint holds: tests/integration/test_reward_model.py",
+}
+ENDS_THE_RUN = {"reward.on_error", "guards.action", "guards.max_events", "algorithm.filter_groups.on_limit"}
+REWARDS = """
+import os, time
+
+def short(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.4 if len(solution_str) > 2 else 0)
+    return -float(len(solution_str))
+
+def fails(data_source, solution_str, ground_truth, extra_info):
+    if "PATH_OF_A_TEST" not in os.environ and len(solution_str) % 2:
+        raise ValueError("odd")
+    return float(len(solution_str))
+"""
+
+
+def test_every_setting_that_is_let_through_has_a_case():
+    let_through = {key for key, setting in SETTINGS.items() if setting.metadata["resume"] == "trajectory"}
+    assert CASES.keys() | ELSEWHERE.keys() == let_through
+    assert CASES.keys() & ELSEWHERE.keys() == set()
+    assert {case.scenario for case in CASES.values()} == set(SCENARIOS)
+
+
+class Runs:
+    """Runs of two steps; the first is made once per scenario, and the second of it as it was saved once, too."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known: dict[str, dict[str, Any]] = {}
+        rows = []
+        for i in range(40):
+            a, b = 10 + (7 * i) % 83, 10 + (11 * i) % 79
+            prompt = question(a, b) + " and take your time with it, please, as long as you want to" * (i % 10 == 0)
+            rows.append({"prompt": prompt, "answer": str(a + b), "other_prompt": question(b, b), "other_answer": "7"})
+        (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[20:]))
+        (folder / "rewards.py").write_text(REWARDS)
+        template = (TINY_POLICY / "chat_template.jinja").read_text()
+        (folder / "template.jinja").write_text("1 2 3 " + template)
+
+    def as_saved(self, scenario: str) -> dict[str, Any]:
+        if scenario not in self._known:
+            self._known[scenario] = self.step(scenario, [], "as_saved")
+        return self._known[scenario]
+
+    def step(self, scenario: str, overrides: list[str], name: str) -> dict[str, Any]:
+        """What the second step of the scenario comes to with `overrides`, or why it is refused."""
+        start = self.folder / scenario / "rlhf" / "run"
+        if not start.exists():
+            self._train(scenario, [], scenario)
+        home = self.folder / f"{scenario} {name}"
+        shutil.copytree(start, home / "rlhf" / "run")
+        try:
+            self._train(scenario, [*overrides, "trainer.allow_config_change=true"], home.name)
+        except (UserError, RewardError) as error:
+            return {"error": str(error)}
+        return figures(home / "rlhf" / "run")
+
+    def _train(self, scenario: str, overrides: list[str], name: str) -> None:
+        """One step more, and a save."""
+        texts = [*BASE, *SCENARIOS[scenario], *overrides]
+        # A file of the user's is named, and hashed, by its place.
+        texts = [text.format(folder=self.folder) if "{" in text else text for text in texts]
+        config = compose_config(
+            ["recipes=null", *texts, f"trainer.default_local_dir={self.folder / name}", "trainer.experiment_name=run"],
+            Library.find(None),
+        )
+        if not config.run_dir.exists():
+            prepare(config)
+        coordinator = Coordinator(GlooTransport())
+        components = build(config, torch.device("cpu"), coordinator, StatusWriter(config.run_dir, 0))
+        components.stop_requested = lambda: True
+        try:
+            with pytest.raises(Preempted):
+                train(components)
+        finally:
+            components.run_log.close()
+            components.reward.close()
+            components.engine.close()
+
+
+def figures(run_dir: Path) -> dict[str, Any]:
+    """All that step 2 came to, but for times."""
+    record = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert record["step"] == 2
+    checkpoint = run_dir / "global_step_2"
+    driver = json.loads((checkpoint / "driver_state.json").read_text())
+    hashes = {n: entry["xxh3_128"] for n, entry in read_manifest(checkpoint).files.items() if n.endswith("tensors")}
+    return {
+        "metrics": {name: value for name, value in record.items() if not name.startswith("perf/")},
+        "weights": {name: hash_ for name, hash_ in hashes.items() if "/model/" in name},
+        "kl_coef": driver["kl_control"]["kl_coef"],  # of the next step
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, own_process: None) -> Any:
+    folder = tmp_path_factory.mktemp("changes")
+    with world_of_one(folder):
+        yield Runs(folder)
+
+
+@pytest.fixture(scope="module")
+def own_process() -> Any:
+    """What a run changes in its process."""
+
+    listeners, handlers = list(events._listeners), {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "0")
+        patch.setenv("PATH_OF_A_TEST", "1")
+        yield
+    events._listeners[:] = listeners
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_without_a_change_the_step_is_the_same(runs, scenario):
+    """Or the other tests could not fail."""
+    again, as_saved = runs.step(scenario, [], "again"), runs.as_saved(scenario)
+    for part in as_saved:
+        assert again[part] == as_saved[part], part
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", CASES)
+def test_a_change_acts_in_the_first_step_after_a_resume(runs, key):
+    case = CASES[key]
+    beside = [] if case.beside is None else [case.beside]
+    as_saved = runs.step(case.scenario, beside, f"beside {key}") if beside else runs.as_saved(case.scenario)
+    assert "error" not in as_saved, as_saved
+    changed = runs.step(case.scenario, [*beside, *case.overrides], key)
+    if case.refused is not None:
+        assert case.refused in changed["error"]
+        return
+    if "error" in changed:
+        assert key in ("reward.on_error", "guards.action", "guards.max_events", "algorithm.filter_groups.on_limit"), (
+            changed
+        )
+    assert changed != as_saved
