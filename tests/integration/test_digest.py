@@ -23,7 +23,7 @@ KNOWN: dict[tuple[str, str, str], dict[str, str]] = {
     ("2.13.0+cpu", "GenuineIntel", "AVX512"): {
         "model": "2c5133581771da8aeb885fde46c05f00470dd5563d2505ff4adafa516c491362",
         "optimizer": "37513b4a6c505b777596cc3cc6668beebee6ae8ac729d176dbba25290202a54c",
-        "driver_state": "8c399160247733eb7f2ab648b929fcbb58d9175e5d358440c194ccc354be5837",
+        "driver_state": "88717713f2f347b62f761248fc2aace99526ad5cc7ad21bfabd4ded380efb69d",
     },
 }
 
