@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from rlhf.errors import UserError
-from rlhf.storage.files import make_dir, replace_durably
+from rlhf.storage.files import make_dir, write_small
 
 CHUNK = 4 << 20
 SETTLED_NS = 2_000_000_000
@@ -36,7 +36,7 @@ def file_hash(path: Path, folder: Path, *, again: bool = False) -> str:
     if started - max(identity[-2:]) > SETTLED_NS:
         with suppress(OSError):  # costs another reading at the next start
             make_dir(known.parent)
-            replace_durably(known, json.dumps({"identity": identity, "xxh3_128": digest.hexdigest()}))
+            write_small(known, json.dumps({"identity": identity, "xxh3_128": digest.hexdigest()}).encode())
     return digest.hexdigest()
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from rlhf.data.prompt_file import DamagedPrompts, MappedPrompts
 from rlhf.errors import UserError
 from rlhf.ranks.lock import lock_if_free
-from rlhf.storage.files import make_dir, remove_dir, rename_durably
+from rlhf.storage.files import make_dir, remove_dir, rename
 from rlhf.storage.layout import TEMPORARY, fresh_name
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def _made(entry: Path, make: Callable[[Path], None]) -> MappedPrompts:
     temporary = entry.with_name(fresh_name(TEMPORARY, entry.name))
     try:
         make(temporary)
-        rename_durably(temporary, entry)
+        rename(temporary, entry)  # not synced: what a power cut takes or tears is made again
     except BaseException:
         remove_dir(temporary, ignore_errors=True)
         raise
