@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,9 +30,10 @@ import torch
 from rlhf.checkpoint.start import domains
 from tests.support.power_cut_checks import wrong
 from tests.support.power_cut_kinds import KINDS, REMOTE, restarted
+from tests.support.power_cut_mutations import after_the_rename, calls_before_a_rename, sync_calls, without
 from tests.support.power_cut_runs import Book, Promises, Saved, promises_at
 from tests.support.power_cut_states import Disk, Shelf, Tree, states
-from tests.support.recorded_files import Op, Recorder, recording
+from tests.support.recorded_files import Op, Recorder, Site, recording
 
 SHOWN = 3
 """Failures of a kind that are reported; after them it ends."""
@@ -42,6 +44,9 @@ ALL_KINDS = [*KINDS, *(f"{KILLED_PREFIX}{kind}" for kind in KILLED)]
 KILLS = 8
 LEAST = 12
 """About as many states of a moment are looked at first; when they were all there are, of fewer moments."""
+TRIED = 2000
+"""States of a record in which a mutation is looked for."""
+MUTATIONS = {"left out": without, "after the rename": after_the_rename}
 GO_ON = 4
 """In every so many states the start takes a further step and saves it."""
 
@@ -140,15 +145,17 @@ def moments(made: Record, wanted: int, share: float, rng: random.Random) -> Iter
         if moment >= made.first and rng.random() < share:
             promises = promises_at(made.notes, moment)
             for tree in states(disk, wanted, rng):
-                yield moment, promises, tree
+                # The lease there names this process, which lives on; that of a machine that has died ends by itself.
+                yield moment, promises, {path: tree[path] for path in tree if not path.endswith("/lease.json")}
 
 
-def replay(made: Record, wanted: int, seed: int, *, at_most: int = SHOWN) -> Report:
-    """Check about `wanted` different states; ends with the failure number `at_most`."""
+def replay(made: Record, wanted: int, seed: int, *, at_most: int = SHOWN, dense: bool = False) -> Report:
+    """Check about `wanted` different states; ends with the failure number `at_most`. `dense`: of every moment some,
+    as far as they go."""
     report, started, rng = Report(made.kind, len(made.ops)), time.monotonic(), random.Random(f"{made.kind} {seed}")
     shelf = Shelf(made.root.parent / f"shelf-{seed}")
     seen: set[tuple[int, int]] = set()
-    each, share = 4, wanted / (LEAST * (len(made.ops) - made.first + 1))
+    each, share = 4, 1.0 if dense else wanted / (LEAST * (len(made.ops) - made.first + 1))
     while report.states < wanted and len(report.failures) < at_most:
         before = report.states
         for moment, promises, tree in moments(made, each, share, rng):
@@ -207,6 +214,59 @@ def records_of(kind: str, folder: Path, seed: int) -> list[Record]:
     return killed(replace(made, kind=kind), random.Random(f"{kind} {seed}"), KILLS)
 
 
+def calls_in(job: tuple[str, int, str]) -> tuple[str, Counter[Site]]:
+    """How often each call syncs in the records of a kind."""
+    kind, seed, folder = job
+    quiet()
+    records = records_of(kind, Path(folder) / "all", seed)
+    return kind, Counter(site for made in records for op in made.ops for site in set(op.sites))
+
+
+def caught(job: tuple[Site, str, list[str], int, str]) -> tuple[Site, str, str]:
+    """The first failure of a mutation, of the named kinds; with none the number of states that were all well."""
+    call, mutation, kinds, seed, folder = job
+    quiet()
+    tried = 0
+    for kind in kinds:
+        for made in records_of(kind, Path(folder) / f"{call[0].replace('/', '.')}-{call[1]}-{mutation}", seed):
+            ops = MUTATIONS[mutation](made.ops, call)
+            changed = [number for number, (one, other) in enumerate(zip(ops, made.ops, strict=True)) if one != other]
+            if not changed:
+                continue
+            mutant = replace(made, ops=ops, first=max(made.first, changed[0]))
+            report = replay(mutant, TRIED, seed, at_most=1, dense=True)
+            tried += report.states
+            if report.failures:
+                return call, mutation, report.failures[0]
+    return call, mutation, f"{tried} states of {', '.join(kinds) or 'no kind'} and no failure"
+
+
+def mutate(kinds: list[str], seed: int, jobs: int, folder: Path) -> bool:
+    """Leave out the syncs of each call in turn, then make them late; whether a promise breaks every time."""
+    started, seen = time.monotonic(), dict[str, Counter[Site]]()
+    with multiprocessing.Pool(jobs, maxtasksperchild=1) as pool:
+        for kind, counts in pool.imap_unordered(calls_in, [(kind, seed, str(folder)) for kind in kinds]):
+            seen[kind] = counts
+        wanted = []
+        for call in sync_calls():
+            # Those first that have little else in them.
+            having = sorted((kind for kind in seen if seen[kind][call]), key=lambda kind: sum(seen[kind].values()))
+            wanted += [(call, mutation, having, seed, str(folder)) for mutation in MUTATIONS if applies(call, mutation)]
+        survived = 0
+        for call, mutation, outcome in pool.imap_unordered(caught, wanted):
+            broken = not outcome.endswith("no failure")
+            survived += not broken
+            place, verdict = ":".join(map(str, call[:2])), "caught" if broken else "SURVIVED"
+            say(f"{verdict}: {place} {mutation}: {' '.join(outcome.splitlines()[:2])[:200]}")
+    say(f"{len(wanted) - survived} of {len(wanted)} mutations caught in {time.monotonic() - started:.0f} s")
+    return not survived
+
+
+def applies(call: Site, mutation: str) -> bool:
+    """Late syncs have a meaning where a file is renamed behind its sync: in one function of all."""
+    return mutation == "left out" or call in calls_before_a_rename()
+
+
 def quiet() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
@@ -241,12 +301,16 @@ def main() -> int:
     parser.add_argument("--states", type=int, default=2000, help="states in all, over all kinds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=ALL_KINDS, default=ALL_KINDS, metavar="KIND")
+    parser.add_argument("--mutations", action="store_true", help="leave out each sync of the code in turn")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="rlhf-power-cuts-", dir=memory if memory.is_dir() else None))
     try:
-        whole = campaign(arguments.kinds, arguments.states, arguments.seed, arguments.jobs, folder)
+        if arguments.mutations:
+            whole = mutate(arguments.kinds, arguments.seed, arguments.jobs, folder)
+        else:
+            whole = campaign(arguments.kinds, arguments.states, arguments.seed, arguments.jobs, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0 if whole else 1

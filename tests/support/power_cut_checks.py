@@ -5,9 +5,11 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf.checkpoint.commit.manifest import verify
+from rlhf.checkpoint.commit.manifest import read_manifest, verify
 from rlhf.config import Config
+from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import DRIVER_STATE, PIN, POINTER, TEMPORARY, TRASH, scan, step_dir, step_of
+from rlhf.storage.reading import CheckedFiles
 from tests.support.checkpoints import equal_bits
 from tests.support.power_cut_runs import Promises, Start, TinyRun, results_of, samples_of
 from tests.support.thread_ranks import run_thread_ranks
@@ -19,6 +21,8 @@ def wrong(promises: Promises, root: Path, *, go_on: bool = True) -> list[str]:
     With `go_on` the start takes a further step and saves it."""
     found = [line for config in promises.start.configs for line in wrong_pointer(config.run_dir)]
     found += _wrong_files(promises, root)
+    if len(promises.start.configs) == 1:
+        found += _halves(promises.start.config.run_dir)
     try:
         if promises.start.config.checkpoint.remote is not None and not go_on:
             return found + wrong_on_an_empty_disk(promises)
@@ -58,6 +62,20 @@ def wrong_pointer(run_dir: Path) -> list[str]:
     if not text.endswith("\n") or not text.strip().isdecimal() or not step_dir(run_dir, int(text)).is_dir():
         return [f"the pointer says {text!r}, and there are {[path.name for path in scan(run_dir)]}"]
     return []
+
+
+def _halves(run_dir: Path) -> list[str]:
+    """Published checkpoints that lack files: what is deleted has lost its name before."""
+    found = []
+    for path in scan(run_dir):
+        try:
+            entries = read_manifest(path).files
+            files = CheckedFiles(path, entries)
+            for name in entries:
+                files.check_entry(name)
+        except DamagedCheckpoint as problem:
+            found.append(f"{path.name} is not whole: {problem}")
+    return found
 
 
 def _wrong_files(promises: Promises, root: Path) -> list[str]:

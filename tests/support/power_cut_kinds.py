@@ -1,5 +1,6 @@
 """Kinds of saves, and of what goes with them, as small runs of real code below one folder, to be recorded."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from rlhf.checkpoint.commit import pointer
 from rlhf.checkpoint.save import disk_space
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_DONE
 from rlhf.launch import supervisor
+from rlhf.rollout.servers.secret import run_secret
 from rlhf.storage.layout import RESOLVED, scan, step_dir
 from tests.support.checkpoints import flip_bit
 from tests.support.power_cut_runs import Book, Saved, Start, TinyRun, tiny_config
@@ -158,6 +161,15 @@ def room(root: Path, book: Book) -> None:
         run.finish()
 
 
+def no_pointer(root: Path, book: Book) -> None:
+    """On a disk that refuses the pointer, which must not stay as it was."""
+    run = begin(book, start_of(root, checkpoint__max_to_keep=1))
+    run.train(1)
+    with mock.patch.object(pointer, "replace_durably", side_effect=OSError(errno.ENOSPC, "asked for by the test")):
+        run.train(1)
+    run.finish()
+
+
 def domains(root: Path, book: Book) -> None:
     """Two nodes with disks of their own."""
     start = on_nodes(root, (0, 1))
@@ -237,6 +249,16 @@ def supervised(root: Path, book: Book) -> None:
             book.note("there", f"{folder}/report/{name}")
 
 
+def secret(root: Path, book: Book) -> None:
+    """A file that only its owner may read, for rollout servers."""
+    run = begin(book, start_of(root))
+    name = "rlhf/default/secret"
+    book.note("whole", (name, lambda content: len(content) == 64))
+    run_secret(root / name)
+    run.train(1)
+    run.finish()
+
+
 def is_json(content: bytes) -> bool:
     try:
         return content.endswith(b"\n") and bool(json.loads(content))
@@ -295,10 +317,12 @@ KINDS: dict[str, Callable[[Path, Book], None]] = {
         first_start,
         damaged,
         room,
+        no_pointer,
         domains,
         swapped,
         remote,
         fetched,
         supervised,
+        secret,
     )
 }

@@ -25,11 +25,19 @@ EXHAUSTIVE = 64
 
 @dataclass(eq=False)
 class _Change:
-    """A change of a directory: a name that `node` gets, and one that it loses."""
+    """A change of a directory: a name that `node` gets, and one that it loses; of a rename to another directory one for
+    each of the two, which happen in one piece."""
 
     node: "Node"
     given: str | None
     taken: str | None
+    other: "tuple[Node, _Change] | None" = None
+    follows: bool = False
+    """Whether the other one decides for both."""
+
+    @property
+    def decides(self) -> "_Change":
+        return self.other[1] if self.follows and self.other is not None else self
 
 
 @dataclass(eq=False)
@@ -72,6 +80,8 @@ class Disk:
 
     def apply(self, op: Op) -> None:
         """Do `op`."""
+        if op.kind == "nothing":
+            return
         parent, name = self._parent(op.path)
         if op.kind in ("create", "mkdir"):
             self._change(parent, Node(op.kind == "mkdir"), name, None)
@@ -97,8 +107,12 @@ class Disk:
             self._change(target, parent.names[name], other, None)
         elif op.kind == "rename":
             target, other = self._parent(op.other)
-            assert target is parent, f"{op.path} to {op.other}: a rename to another directory has no model here"
-            self._change(parent, parent.names[name], other, name)
+            if target is parent:
+                self._change(parent, parent.names[name], other, name)
+            else:
+                node = parent.names[name]
+                there, here = self._change(target, node, other, None), self._change(parent, node, None, name)
+                there.other, here.other, here.follows = (parent, here), (target, there), True
         else:
             raise AssertionError(op.kind)
         if op.path.startswith(self._safe) and self._safe:
@@ -115,12 +129,17 @@ class Disk:
         node.synced, node.lengths = node.content, [len(node.content)]
 
     def _sync_names(self, node: Node) -> None:
+        for directory, change in [change.other for change in node.pending if change.other is not None]:
+            if change in directory.pending:
+                directory.pending.remove(change)
+                _make(directory.durable, change)
         node.durable, node.pending = dict(node.names), []
 
-    def _change(self, parent: Node, node: Node, given: str | None, taken: str | None) -> None:
+    def _change(self, parent: Node, node: Node, given: str | None, taken: str | None) -> _Change:
         change = _Change(node, given, taken)
         _make(parent.names, change)
         parent.pending.append(change)
+        return change
 
     def _at(self, path: str) -> Node:
         node = self.root
@@ -144,7 +163,7 @@ class Disk:
                 if node.dirty:
                     files.append(node)
                 continue
-            changes += node.pending
+            changes += [change for change in node.pending if not change.follows]
             todo += [*node.names.values(), *node.durable.values(), *(change.node for change in node.pending)]
         return changes, files
 
@@ -156,7 +175,7 @@ class Disk:
         def walk(node: Node, prefix: str) -> None:
             names = dict(node.durable)
             for change in node.pending:
-                if not lost(change):
+                if not lost(change.decides):
                     _make(names, change)
             for name in sorted(names):
                 path, child = prefix + name, names[name]

@@ -234,14 +234,15 @@ def _opener(recorder: Recorder) -> Callable[..., Any]:
         closefd: bool = True,
         opener: Any = None,
     ) -> Any:
-        relative = None if isinstance(file, int) or not set(mode) & set("wxa+") else recorder.below(file)
+        relative = recorder.below(file) if set(mode) & set("wxa+") else None
         if relative is None:
             return real(file, mode, buffering, encoding, errors, newline, closefd, opener)
         with recorder.one_call():
             fresh = not os.path.lexists(f"{recorder.root}/{relative}")
             raw = _RecordedRaw(file, mode.replace("b", "").replace("t", ""), closefd, opener)
             raw.recorder, raw._append = recorder, "a" in mode
-            _note_opened(recorder, relative, fresh, "w" in mode)
+            if not isinstance(file, int):  # that was noted when it was opened
+                _note_opened(recorder, relative, fresh, "w" in mode)
         if "b" in mode and buffering == 0:
             return raw
         buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)

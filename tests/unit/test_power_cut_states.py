@@ -100,6 +100,18 @@ def test_a_rename_happens_in_one_piece_and_takes_its_target_with_it():
     assert seen == {(b"old", None), (b"old", b"new"), (b"new", None)}
 
 
+def test_a_rename_to_another_directory_happens_in_both():
+    base = (Op("mkdir", "d"), Op("create", "d/t"), Op("sync_dir", "d"), Op("sync_dir", ""), Op("rename", "d/t", "t"))
+    assert {frozenset(tree) for tree in all_states(disk_after(*base))} == {
+        frozenset({"d", "d/t"}),
+        frozenset({"d", "t"}),
+    }
+    for synced in ("", "d"):
+        assert {frozenset(tree) for tree in all_states(disk_after(*base, Op("sync_dir", synced)))} == {
+            frozenset({"d", "t"})
+        }
+
+
 def test_what_lies_in_a_directory_goes_with_its_name():
     ops = (Op("mkdir", "d"), Op("create", "d/t"), Op("sync", "d/t"), Op("sync_dir", "d"))
     assert {frozenset(tree) for tree in all_states(disk_after(*ops))} == {frozenset(), frozenset({"d", "d/t"})}
