@@ -78,10 +78,6 @@ class Coordinator:
         """The `value` of the rank `source`, by default the leader, on every rank."""
         return self._transport.broadcast(value, source)
 
-    def scatter(self, values: Sequence[T]) -> T:
-        """This rank's of the leader's `values`, one for each rank; those of other ranks don't count."""
-        return self._transport.scatter(values if self.is_leader else None, 0)
-
     def on_leader(self, action: Callable[[], T]) -> T:
         """Run `action` on the leader only; every rank gets its result, or raises when it raised. No rank is left
         waiting."""

@@ -84,15 +84,6 @@ class GlooTransport:
             dist.broadcast_object_list(values, src=source, group=self._group)
         return values[0]
 
-    def scatter(self, values: Sequence[Any] | None, source: int) -> Any:
-        if self._group is None:
-            assert values is not None
-            return values[0]
-        received: list[Any] = [None]
-        with _collective():
-            dist.scatter_object_list(received, None if values is None else list(values), src=source, group=self._group)
-        return received[0]
-
     def send(self, block: Tensor, to: int) -> None:
         with _collective():
             dist.send(block, to, group=self._group)

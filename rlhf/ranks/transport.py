@@ -41,9 +41,6 @@ class Transport(Protocol):
     def share(self, value: Any, source: int, to: Sequence[int]) -> Any:
         """The `value` of the rank `source` on the ranks `to`; None on all others, which take no part."""
 
-    def scatter(self, values: Sequence[Any] | None, source: int) -> Any:
-        """This rank's of the `values` of the rank `source`, one for each rank; None on all others."""
-
     def send(self, block: "Tensor", to: int) -> None:
         """Hand `block`, bytes in the memory of the CPU, to a rank that calls `receive` with as many. Only these two
         take part."""
@@ -74,10 +71,6 @@ class LoneTransport:
 
     def share(self, value: Any, source: int, to: Sequence[int]) -> Any:
         return value
-
-    def scatter(self, values: Sequence[Any] | None, source: int) -> Any:
-        assert values is not None
-        return values[0]
 
     def send(self, block: "Tensor", to: int) -> None:
         raise ValueError("nobody is there to send to")

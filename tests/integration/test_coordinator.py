@@ -67,7 +67,6 @@ def all_calls(rank: int, domains: list[int]) -> dict[str, Any]:
         "share": [coordinator._transport.share(f"of {source}", source, [0, 2]) for source in (0, 2)],
         "collect": coordinator.collect(lambda: f"of {rank}"),
         "for_domain_leaders": coordinator.for_domain_leaders(lambda: f"from {rank}"),
-        "scatter": coordinator.scatter([f"for {to}, from {rank}" for to in range(coordinator.world_size)]),
         "on_leader": coordinator.on_leader(lambda: ran.append("leader") or rank),
         "on_rank": coordinator.on_rank(1, lambda: ran.append("rank 1") or rank),
         "on_domain_leaders": coordinator.on_domain_leaders(lambda: ran.append("domain") or rank),
@@ -111,7 +110,6 @@ def expected(rank: int, domains: list[int]) -> dict[str, Any]:
         "share": [None, None] if rank == 1 else ["of 0", "of 2"],
         "collect": ["of 0", "of 1", "of 2"] if rank == 0 else None,
         "for_domain_leaders": "from 0" if rank in leaders else None,
-        "scatter": f"for {rank}, from 0",
         "on_leader": 0,
         "on_rank": 1,
         "on_domain_leaders": leaders,
@@ -264,6 +262,5 @@ def test_a_world_of_one_needs_no_group():
     unsendable = object()
     assert coordinator.gather(unsendable) == [unsendable]
     assert coordinator.broadcast(unsendable) is unsendable
-    assert coordinator.scatter([unsendable]) is unsendable
     assert coordinator.another(timedelta(seconds=1)).everywhere(lambda: 3) == [3]
     assert PeerError is not LostPeer

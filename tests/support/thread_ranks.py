@@ -108,17 +108,6 @@ class ThreadTransport:
         [received] = self._meet("broadcast", message, [source])
         return value if self.rank == source else pickle.loads(received)
 
-    def scatter(self, values: Sequence[Any] | None, source: int) -> Any:
-        if self.world_size == 1:
-            assert values is not None
-            return values[0]
-        # One message for each, so that no rank sees another's.
-        messages = None if values is None else [pickle.dumps(value) for value in values]
-        assert (messages is None) == (self.rank != source)
-        assert messages is None or len(messages) == self.world_size
-        [received] = self._meet("scatter", pickle.dumps(messages), [source])
-        return pickle.loads(pickle.loads(received)[self.rank])
-
     def send(self, block: Tensor, to: int) -> None:
         with self._world.changed:
             self._raise_if_dead()

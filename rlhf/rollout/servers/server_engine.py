@@ -17,6 +17,7 @@ from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.engine import Request, Sample, Weights
+from rlhf.rollout.exchange import gather_requests, hand_out_samples
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import FleetState
@@ -44,7 +45,7 @@ class ServerEngine:
         self._name = uuid.uuid4().hex[:12]
         self._label = ""
         self._sizes: list[int] = []
-        """How many requests of the present generation each rank has."""
+        """On the leader: how many requests of the present generation each rank has."""
 
     def update_weights(self, weights: Weights, version: int) -> None:
         """Push to all servers that live; the others get them before they serve."""
@@ -65,7 +66,7 @@ class ServerEngine:
         """Start to generate in the background; `finish` ends it."""
         announce("rollout.begin")
         self._push(self._version)  # to servers that came up since the last update
-        of_ranks = self._coordinator.gather(list(requests))
+        of_ranks = gather_requests(requests, range(self._coordinator.world_size), [0], self._coordinator)
         self._sizes = [len(of_rank) for of_rank in of_ranks]
         every = [request for of_rank in of_ranks for request in of_rank]
         self._lead(lambda fleet: fleet.begin(every, seed=seed, step=step))
@@ -83,7 +84,7 @@ class ServerEngine:
             self._push(version)
         parts: list[list[list[Sample]]] = []
         self._lead(lambda fleet: parts.extend(self._parted(fleet.take())))
-        return self._coordinator.scatter(parts)
+        return hand_out_samples(parts, self._coordinator)
 
     def sleep(self) -> bool:
         """Servers have devices of their own."""

@@ -19,6 +19,7 @@ from rlhf.config import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.engine import Request, Sample, Weights, places_by_params
+from rlhf.rollout.exchange import gather_requests
 from rlhf.rollout.vllm.heads import repack_heads
 from rlhf.rollout.vllm.process_state import ProcessState
 from rlhf.rollout.vllm.requests import request_seed, sampling_kwargs
@@ -105,8 +106,7 @@ class VllmEngine:
             ValueError: an empty prompt.
             UserError: prompt and response are longer than the engine was started for.
         """
-        everyone = self._coordinator.gather(list(requests)) if len(self._group) > 1 else [list(requests)]
-        ranks = [everyone[rank] for rank in self._group] if len(self._group) > 1 else everyone
+        ranks = gather_requests(requests, self._group, self._group, self._coordinator)
         together = [request for rank in ranks for request in rank]
         self._check(together)
         outputs: dict[int, Any] = {}

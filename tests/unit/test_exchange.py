@@ -1,0 +1,156 @@
+"""Requests and samples travel between ranks as tensors, each only to the rank that needs it, and lose nothing."""
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+from torch import Tensor
+
+from rlhf.config.rollout import ServersConfig
+from rlhf.rollout import Request, Sample, SamplingParams
+from rlhf.rollout.exchange import gather_requests, hand_out_samples
+from rlhf.rollout.servers.client import Ask
+from rlhf.rollout.servers.fleet import Fleet
+from rlhf.rollout.servers.secret import Secret
+from rlhf.rollout.servers.server_engine import ServerEngine
+from tests.support.thread_ranks import make_coordinator, run_thread_ranks
+
+VOCAB, HERE = 1 << 40, "127.0.0.1"
+PARAMS = [
+    SamplingParams(n=2, top_p=1 / 3, stop=("\n", "ä")),
+    SamplingParams(n=1, temperature=0, max_tokens=9),
+    SamplingParams(n=3, top_k=4, ignore_eos=True),
+]
+
+
+def requests_of(rank: int) -> list[Request]:
+    """As many as the rank's number, but rank 2 has none; with odd values."""
+    count = 0 if rank == 2 else rank + 1
+    return [Request(10 * rank + i, [rank, VOCAB - 1 - i, *range(i)], PARAMS[(rank + i) % 3]) for i in range(count)]
+
+
+def answer_of(prompt: Sequence[int], number: int) -> tuple[list[int], list[float], str]:
+    """What the policy answers a prompt: token ids, log-probs and the finish reason."""
+    tokens = [sum(prompt) % VOCAB, *range(number)]
+    return tokens, [-(token % 7 + 1) / 3 for token in tokens], ["stop", "length"][number % 2]
+
+
+def samples_of(request: Request) -> list[Sample]:
+    return [Sample(request.uid, n, *answer_of(request.token_ids, n), 5) for n in range(request.params.n)]
+
+
+class Server(ThreadingHTTPServer):
+    """A rollout server whose weights are called `label`."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.label = ""
+        super().__init__((HERE, 0), Handler)
+        Thread(target=self.serve_forever, daemon=True).start()
+
+    def send(self, urls: Sequence[str], weights: Iterable[tuple[str, Tensor]], label: str) -> dict[str, str | None]:
+        self.label = label
+        return dict.fromkeys(urls)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        if self.path == "/metrics":
+            self.say("vllm:generation_tokens_total{} 7\n")
+        else:
+            versions = {"/version": {"version": "0.32.0"}, "/weight_info": {"weight_version": self.server.label}}
+            self.say(json.dumps(versions.get(self.path, {})))
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        choices = []
+        for number in range(asked["sampling_params"]["n"]):
+            tokens, log_probs, reason = answer_of(asked["token_ids"], number)
+            content = [{"token_id": t, "logprob": value} for t, value in zip(tokens, log_probs, strict=True)]
+            span = {"version": self.server.label, "start": 0, "end": len(tokens)}
+            choice = {"index": number, "token_ids": tokens, "finish_reason": reason, "weight_versions": [span]}
+            choices.append(choice | {"logprobs": {"content": content}})
+        self.say(json.dumps({"choices": choices}))
+
+    def say(self, text: str) -> None:
+        with suppress(OSError):  # nobody listens any more
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def unpicklable(travels: Request | Sample) -> None:
+    raise AssertionError(f"{travels} was pickled")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_pickled(monkeypatch):
+    for kind in (Request, Sample):
+        monkeypatch.setattr(kind, "__reduce__", unpicklable)
+
+
+def generate(rank: int) -> tuple[bool, list[int]]:
+    """Whether this rank gets what its requests are answered, twice; and how many requests the engine knows of whom."""
+    coordinator, resources = make_coordinator(), ExitStack()
+    fleet = server = None
+    if rank == 0:
+        server = Server()
+        settings = ServersConfig(urls=[f"http://{HERE}:{server.server_port}"], max_failures=0)
+        fleet = Fleet(settings, {}, Ask([1], {}, VOCAB), Secret("own", "RUN/secret"), capacity=4)
+        for close in (server.server_close, server.shutdown, fleet.close):
+            resources.callback(close)
+    engine = ServerEngine(coordinator, fleet, server, resources)  # type: ignore[arg-type]
+    try:
+        engine.wait_until_ready()
+        engine.update_weights(lambda: [], 5)
+        mine = requests_of(rank)
+        same = [repr(engine.generate(mine, seed=1, step=6)) == repr(list(map(samples_of, mine))) for _ in range(2)]
+        return all(same), engine._sizes
+    finally:
+        engine.close()
+
+
+def test_requests_go_to_the_leader_and_samples_to_their_rank():
+    """They were pickled, and the requests of all ranks went to every rank."""
+    told = run_thread_ranks(4, generate)
+    assert told == [(True, [1, 2, 0, 4]), (True, []), (True, []), (True, [])]
+
+
+def exchange_in_group(rank: int, size: int) -> list[int]:
+    """The uids that this rank gets from its group of `size` consecutive ranks."""
+    coordinator, first = make_coordinator(), rank // size * size
+    group = range(first, first + size)
+    gathered = gather_requests(requests_of(rank), group, group, coordinator)
+    assert repr(gathered) == repr([requests_of(other) for other in group])
+    return [request.uid for of_rank in gathered for request in of_rank]
+
+
+@pytest.mark.parametrize(
+    ("size", "uids"),
+    [(1, [[0], [10, 11], [], [30, 31, 32, 33]]), (2, [[0, 10, 11]] * 2 + [[30, 31, 32, 33]] * 2)],
+)
+def test_requests_stay_in_their_tensor_parallel_group(size, uids):
+    assert run_thread_ranks(4, exchange_in_group, size) == uids
+
+
+def hand_out(rank: int, parts: list[list[list[int]]]) -> list[list[str]]:
+    """What each request of this rank gets; the leader has the parts of all."""
+    coordinator = make_coordinator()
+    held = [[[Sample(n, n, [], [], "length") for n in of_request] for of_request in part] for part in parts]
+    got = hand_out_samples(held if rank == 0 else [], coordinator)
+    return [[repr(sample) for sample in of_request] for of_request in got]
+
+
+def test_requests_without_samples_and_empty_samples_keep_their_place():
+    parts = [[[1]], [], [[], [3, 4], []]]
+    samples = [[[repr(Sample(n, n, [], [], "length")) for n in ns] for ns in part] for part in parts]
+    assert run_thread_ranks(3, hand_out, parts) == samples
