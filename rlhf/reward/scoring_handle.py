@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import select
 import signal
@@ -111,6 +112,8 @@ class ScoringProcess:
         deadline = time.monotonic() + timeout_s
         self._output_left = MAX_OUTPUT_BYTES
         try:
+            if request and self._has_spoken(from_child):
+                raise ValueError
             while request:
                 try:
                     request = request[os.write(to_child, request) :]
@@ -139,6 +142,12 @@ class ScoringProcess:
             status = self.kill()
             raise ProcessDiedError(f"signal {-status}" if status < 0 else f"exit status {status}") from error
 
+    def _has_spoken(self, from_child: int) -> bool:
+        """Whether it has said more than it was asked, which would pass for the answer to the next question."""
+        poll = select.poll()
+        poll.register(from_child, select.POLLIN)
+        return bool(self._unread) or any(events & select.POLLIN for _, events in poll.poll(0))
+
     def _wait(self, fd: int, events: int, deadline: float) -> None:
         """Until `fd` is ready; what the process prints meanwhile is passed on."""
         assert self._popen is not None
@@ -153,6 +162,8 @@ class ScoringProcess:
                 poll.unregister(output)
             if fd in found:
                 return
+            if time.monotonic() > deadline:  # of output there may be no end
+                break
         raise TimeoutError
 
     def _pass_on(self, output: int) -> bool:
@@ -209,9 +220,17 @@ def _parsed(line: bytes) -> dict[str, Any]:
         raise ValueError
     if any(type(value) not in _KINDS[key] for key, value in reply.items()):
         raise ValueError
-    if any(type(number) not in _KINDS["score"] for number in reply.get("extra", {}).values()):
+    numbers = [*reply.get("extra", {}).values(), reply.get("score", 0.0)]
+    if any(type(number) not in _KINDS["score"] or not _is_finite(number) for number in numbers):
         raise ValueError
     return reply
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def _tell_missing(missing: list[str]) -> None:

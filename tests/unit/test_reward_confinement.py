@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from rlhf.config import RewardConfig
 from rlhf.reward import RewardError, RewardItem, RewardResult, build_reward
+from rlhf.reward.scoring_handle import ScoringProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines; elsewhere a warning says so")
 
@@ -233,6 +235,9 @@ def test_what_leaves_its_session_ends_with_the_sample(probe_of):
         "b'{}\\n'",
         'b\'{"score": "1"}\\n\'',
         'b\'{"score": 1, "path": 2}\\n\'',
+        'b\'{"score": 1%s, "extra": {}, "timed_out": false, "failed": false}\\n\' % (b"0" * 400)',
+        'b\'{"score": 1, "extra": {"a": 1%s}, "timed_out": false, "failed": false}\\n\' % (b"0" * 400)',
+        'b\'{"score": 1, "extra": {"a": NaN}, "timed_out": false, "failed": false}\\n\'',
         "b'[' * 200_000 + b'\\n'",
         "b'x' * 50_000_000",
     ],
@@ -242,6 +247,23 @@ def test_a_forged_answer_costs_the_sample_not_the_run(shared, answer):
     result = shared(code + "    except OSError: pass")
     assert (result.score, result.failures) == (-1.0, 1)
     assert shared("pass").score == 1.0
+
+
+def test_an_answer_that_nobody_asked_for_is_not_the_next_samples(shared):
+    answer = b'{"score": 7.0, "extra": {}, "timed_out": false, "failed": false}\n'
+    shared(f"for fd in range(3, 20):\n    try: os.write(fd, {answer})\n    except OSError: pass")
+    assert [shared(f"out['score'] = {score}").score for score in (0.25, 0.5)] == [0.25, 0.5]
+
+
+def test_output_without_end_does_not_put_off_the_deadline(tmp_path):
+    process = ScoringProcess("silent", RewardConfig())
+    process._popen = subprocess.Popen(["sleep", "60"], stdin=-1, stdout=-1, start_new_session=True)
+    process._popen.stderr = Path("/dev/zero").open("rb", buffering=0)  # noqa: SIM115
+    watch = threading.Timer(10, process._popen.kill)
+    watch.start()
+    with pytest.raises(TimeoutError):
+        process._exchange(b"", 0.3)
+    watch.cancel()
 
 
 def test_output_is_passed_on_and_bounded(shared, capsys):
