@@ -6,6 +6,7 @@ why not.
 """
 
 import dataclasses
+import errno
 import inspect
 import json
 import logging
@@ -28,6 +29,12 @@ from rlhf.user_functions import load_function
 
 _LONGEST = 50_000
 """Characters of an error that are told; a reply has at most 1 MiB."""
+
+_CONFINED = (
+    "(Reward processes write to HOME and TMPDIR only, and have no network and none of your environment variables: "
+    "reward.writable, reward.network and reward.pass_env give a function what it needs.)"
+)
+_REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS)
 
 Verifier = Callable[[RewardItem], Score]
 
@@ -79,12 +86,26 @@ def _send(replies: int, reply: dict[str, Any]) -> None:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
+    hint = f"\n{_CONFINED}" if _meets_confinement(error) else ""
     return {
-        "error": str(error)[-_LONGEST:],
+        "error": str(error)[-_LONGEST:] + hint,
         "user": isinstance(error, UserError),
         "limit": isinstance(error, MemoryError),
-        "traceback": traceback.format_exc()[-_LONGEST:],
+        "traceback": traceback.format_exc()[-_LONGEST:] + hint,
     }
+
+
+def _meets_confinement(error: BaseException | None) -> bool:
+    """Whether a right or an environment variable was missing, also as what another error was raised from."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _REFUSED:
+            return True
+        if isinstance(error, KeyError) and error.__traceback__ is not None:
+            *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+            if innermost.f_globals.get("__name__") == "os":  # os.environ
+                return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _load(verifier: str) -> Verifier:

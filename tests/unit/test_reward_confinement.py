@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.config import RewardConfig
+from rlhf.errors import UserError
 from rlhf.reward import RewardError, RewardItem, RewardResult, build_reward
 from rlhf.reward.scoring_handle import ScoringProcess
 
@@ -216,6 +217,32 @@ def test_what_functions_do_still_works(shared, tmp_path):
     code += "out['self'] = os.stat('/proc/self/status').st_size + os.path.exists(f'/proc/{os.getpid()}/task')"
     result = shared(code)
     assert result.extra == {"read": 2.0, "queue": 7.0, "sub": 5.0, "where": 1.0, "self": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("os.environ['MY_API_KEY']", True),
+        ("open('/of_a_function', 'w')", True),
+        ("import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')", True),
+        ("{}['MY_API_KEY']", False),
+        ("open('/of/nobody')", False),
+    ],
+)
+def test_a_function_that_needs_more_is_told_how_to_get_it(probe_of, monkeypatch, code, told):
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    with pytest.raises(RewardError) as raised:
+        probe_of(on_error="stop")(code)
+    for setting in ("reward.writable", "reward.network", "reward.pass_env"):
+        assert (setting in str(raised.value)) == told
+    assert SECRET not in str(raised.value)
+
+
+def test_a_file_that_needs_a_variable_is_told_how_to_get_it(tmp_path):
+    (tmp_path / "client.py").write_text("import os\nkey = os.environ['MY_API_KEY']\ndef score(**kwargs): return 1.0\n")
+    reward = build_reward(RewardConfig(functions=[f"{tmp_path}/client.py:score"], num_workers=1))
+    with contextlib.closing(reward), pytest.raises(UserError, match=r"reward\.pass_env"):
+        reward.score([item("")])
 
 
 def test_what_leaves_its_session_ends_with_the_sample(probe_of):
