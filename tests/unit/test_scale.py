@@ -1,12 +1,16 @@
 """Messages and indices of many ranks: the benchmark's figures stay flat, and it says when one does not."""
 
+import pickle
+
 import pytest
 import torch
 
 from benchmarks import scale
+from rlhf.checkpoint.commit.manifest import verify
+from rlhf.storage.layout import step_dir
 from rlhf.storage.shards import Shard
 from tests.support import thread_ranks
-from tests.support.checkpoints import PlainRole, make_checkpointer, make_config
+from tests.support.checkpoints import PlainReference, PlainRole, make_checkpointer, make_config
 from tests.support.thread_ranks import ThreadTransport, make_coordinator, run_thread_ranks
 
 
@@ -53,3 +57,34 @@ def test_indices_go_to_the_leader_only(tmp_path, monkeypatch):
     assert received[0] > 4 * 300 * 24
     assert max(received[1:]) < received[0] / 4
     assert received[1:] == pytest.approx([received[1]] * 3, rel=0.2)
+
+
+def save_twice(rank: int, config) -> None:
+    coordinator = make_coordinator()
+    role, reference = PlainRole(8, rank, 4), PlainReference(8, rank, 4)
+    checkpointer = make_checkpointer(config, role, 1, coordinator, reference=reference)
+    RECEIVED[rank].clear()
+    for step in (1, 2):
+        checkpointer.save(step)
+
+
+RECEIVED: list[list[tuple[str, bytes]]] = [[] for _ in range(4)]
+"""Kind and bytes of what each rank has received from others."""
+
+
+def test_room_and_linked_files_are_the_leaders_business(tmp_path, monkeypatch):
+    """Every rank received the sizes of all, and the entries of all files of a linked reference."""
+    meet = ThreadTransport._meet
+
+    def noted(transport, kind, message, sources):
+        messages = meet(transport, kind, message, sources)
+        RECEIVED[transport.rank] += [(kind, message) for message in messages]
+        return messages
+
+    monkeypatch.setattr(thread_ranks.ThreadTransport, "_meet", noted)
+    config = make_config(tmp_path)
+    run_thread_ranks(4, save_twice, config)
+    assert verify(step_dir(config.run_dir, 2)).linked == {"ref/model": "global_step_1"}
+    for received in RECEIVED[1:]:
+        assert not [pickle.loads(message) for kind, message in received if kind == "gather"]
+        assert not [message for _, message in received if b"xxh3_128" in message]

@@ -32,7 +32,7 @@ def make_room(
     coordinator: Coordinator,
     make_way: Callable[[], None] = lambda: None,
 ) -> None:
-    """See to `needed` free bytes on the disk of this rank's storage domain. Collective.
+    """See to `needed` free bytes on the disk of the storage domain that this rank leads. Collective.
 
     First it calls `make_way`, which gives up whatever else keeps bytes of removed checkpoints on the disk (a copy to
     the remote), and waits for the trash that `deleter` is deleting, at most `timeout_s` seconds. Then it removes as

@@ -23,7 +23,7 @@ Entries = dict[str, dict[str, Any]]
 @dataclass(frozen=True)
 class Draft:
     """A checkpoint that was begun: its temporary directory, and the folders whose files were linked, so that nobody
-    writes them."""
+    writes them; on the leader with the files' entries."""
 
     root: Path
     linked: dict[str, Entries]
@@ -42,17 +42,23 @@ def begin_checkpoint(snapshot: Snapshot, run_dir: Path, coordinator: Coordinator
         root = run_dir / coordinator.on_leader(lambda: temporary_name(snapshot.step))
         # The leaders try, and their outcome is everyone's: either no rank writes its shards of such a component, or all
         # do.
-        tried = coordinator.on_domain_leaders(begin)
-        linked = {
-            folder: over_domains([there[folder] for there in tried], coordinator) for folder in snapshot.unchanged
-        }
-        for folder, entries in linked.items():
-            if not entries or not _all_of(snapshot.unchanged[folder], folder, entries, coordinator):
+        tried = coordinator.collect(lambda: begin() if coordinator.leads_domain else {}) or []
+        entries: dict[str, Entries] = {}
+
+        def agree() -> list[str]:
+            for folder, source in snapshot.unchanged.items():
+                merged = over_domains([tried[leader][folder] for leader in coordinator.domain_leaders], coordinator)
+                if merged and _all_of(source, folder, merged, coordinator):
+                    entries[folder] = merged
+            return list(entries)
+
+        linked = coordinator.on_leader(agree)
+        for folder in snapshot.unchanged:
+            if folder not in linked:
                 coordinator.on_domain_leaders(partial(_unlink_folder, root, folder))
-                linked[folder] = {}
     except Exception as error:
         raise give_up(run_dir, snapshot.step, root, coordinator, error) from error
-    return Draft(root, {folder: entries for folder, entries in linked.items() if entries})
+    return Draft(root, {folder: entries.get(folder, {}) for folder in linked})
 
 
 def over_domains(by_domain: list[Entries], coordinator: Coordinator) -> Entries:
@@ -73,10 +79,9 @@ def over_domains(by_domain: list[Entries], coordinator: Coordinator) -> Entries:
 
 
 def _all_of(source: Path, folder: str, names: Collection[str], coordinator: Coordinator) -> bool:
-    """Whether `names`, of all storage domains together, are all that the checkpoint `source` has in `folder`."""
-    if len(coordinator.domain_leaders) == 1:
-        return True
-    return coordinator.on_leader(lambda: read_manifest(source).in_folder(folder).keys() == set(names))
+    """Whether `names`, of all storage domains together, are all that the checkpoint `source` has in `folder`; on the
+    leader."""
+    return len(coordinator.domain_leaders) == 1 or read_manifest(source).in_folder(folder).keys() == set(names)
 
 
 def _link_folder(root: Path, source: Path, folder: str) -> Entries | None:

@@ -96,12 +96,19 @@ def write_checkpoint(
 
 
 def _needed(snapshot: Snapshot, linked: Collection[str], coordinator: Coordinator) -> int:
-    """Bytes that the save takes on the disk of this rank's storage domain. Collective."""
-    sizes = coordinator.gather((snapshot.nbytes(linked), snapshot.shards(linked)))
-    own = sum(
-        size for domain, (size, _) in zip(coordinator.domains, sizes, strict=True) if domain == coordinator.domain
-    )
-    return own + sum(shards for _, shards in sizes) * ROW_BYTES + len(sizes) * RANK_BYTES + SLACK_BYTES
+    """Bytes that the save takes on the disk of the storage domain that this rank leads; 0 on other ranks.
+    Collective."""
+    sizes = coordinator.collect(lambda: (snapshot.nbytes(linked), snapshot.shards(linked))) or []
+
+    def by_domain() -> Counter[int]:
+        everywhere = sum(shards for _, shards in sizes) * ROW_BYTES + len(sizes) * RANK_BYTES + SLACK_BYTES
+        needed = Counter(dict.fromkeys(coordinator.domain_leaders, everywhere))
+        for domain, (size, _) in zip(coordinator.domains, sizes, strict=True):
+            needed[domain] += size
+        return needed
+
+    needed = coordinator.for_domain_leaders(by_domain)
+    return 0 if needed is None else needed[coordinator.domain]
 
 
 def _with_shared_files(snapshot: Snapshot, coordinator: Coordinator) -> Snapshot:
