@@ -30,6 +30,7 @@ EXPIRY_S = 0.6
 def quick(monkeypatch):
     for name, seconds in (("RENEW_S", 0.05), ("EXPIRY_S", EXPIRY_S), ("POLL_S", 0.02), ("SETTLE_S", 0.1)):
         monkeypatch.setattr(lease_module, name, seconds)
+    monkeypatch.setattr(lease_module, "LOOK_AGAIN_S", 0.02)
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(retries, "POLL_S", 0.02)
 
@@ -110,6 +111,45 @@ def test_a_dead_process_of_this_machine_keeps_nobody_waiting(store, tmp_path, le
     second._me["machine"] = "alpha"
     second.take()
     second.confirm()
+
+
+def test_processes_of_one_run_that_renew_at_the_same_time_keep_it(tmp_path, leases):
+    store = RemoteStore(f"file://{tmp_path}/remote")
+    supervisor, rank = (machine("alpha", store, tmp_path, leases) for _ in range(2))
+    supervisor.take()
+    rank.take()
+    over = threading.Event()
+
+    def renew() -> None:
+        while not over.wait(0.0005):
+            supervisor._renew()
+
+    renewing = threading.Thread(target=renew)
+    renewing.start()
+    try:
+        for _ in range(200):
+            rank.confirm()
+    finally:
+        over.set()
+        renewing.join(DEADLINE_S)
+    supervisor.check()
+
+
+def test_a_holder_killed_while_it_renewed_leaves_it_to_the_run(store, tmp_path, leases):
+    supervisor, rank = (machine("alpha", store, tmp_path, leases) for _ in range(2))
+    supervisor.take()
+    rank.take()
+    die(rank)
+    die(supervisor)
+    for holder in (supervisor, rank):
+        store.write(LEASE, [b'{"host": "al'])
+        holder.confirm()
+        assert b"alpha" in (store.read(LEASE) or b"")
+    supervisor._stop.clear()
+    store.write(LEASE, [b""])
+    supervisor._renew()
+    supervisor.check()
+    assert b"alpha" in (store.read(LEASE) or b"")
 
 
 def test_one_of_many_at_the_same_time_gets_it(store, tmp_path, leases, monkeypatch):

@@ -28,6 +28,8 @@ RENEW_S, EXPIRY_S = 20.0, 90.0
 POLL_S = 2.0
 SETTLE_S = 2.0
 """Wait before one looks whose the lease has become, where two may have taken it at the same time."""
+LOOKS, LOOK_AGAIN_S = 6, 0.1
+"""At a lease that is not whole: folders show one that is being written so."""
 STALLED_S = 30.0
 BOOT, PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
@@ -73,8 +75,8 @@ class Lease:
     def confirm(self) -> None:
         """Look at the lease before something is written or removed there; raises UserError when it is another's."""
         seen = self._read()
-        if seen is None:
-            self._write_over(None)
+        if not _parsed(seen):
+            self._write_over(seen)
         elif not self._is_mine(seen):
             self._lost = _in_use(self._store, seen)
         self.check()
@@ -86,8 +88,7 @@ class Lease:
         self._renewals.stop()
 
         def remove() -> None:
-            seen = self._store.read(LEASE)
-            if seen is not None and self._is_mine(seen):
+            if self._is_mine(self._look()):
                 self._store.remove_object(LEASE)
 
         try:
@@ -106,8 +107,8 @@ class Lease:
             pass
 
     def _renew(self) -> None:
-        seen = self._store.read(LEASE)
-        if seen is not None and not self._is_mine(seen):
+        seen = self._look()
+        if _parsed(seen) and not self._is_mine(seen):
             self._lost = _in_use(self._store, seen)
         elif not self._stop.is_set():
             self._store.write(LEASE, [self._text()])
@@ -132,22 +133,32 @@ class Lease:
     def _write_over(self, over: bytes | None) -> None:
         """Make the lease ours, where `over` is what it was when it was nobody's; and look whether it has stayed so."""
         before = self._read()
-        mine = before is not None and self._is_mine(before)
+        mine = self._is_mine(before)
         if before in (None, over) or mine:
             self._retries.call("writing the lease", lambda: self._store.write(LEASE, [self._text()]))
             if not mine:
                 time.sleep(SETTLE_S)
         seen = self._read()
-        if seen is None or not self._is_mine(seen):
-            raise UserError(_in_use(self._store, seen or b""))
+        if not self._is_mine(seen):
+            raise UserError(_in_use(self._store, seen))
 
     def _read(self) -> bytes | None:
-        return self._retries.call("reading the lease", lambda: self._store.read(LEASE))
+        return self._retries.call("reading the lease", self._look)
+
+    def _look(self) -> bytes | None:
+        """What is there; of what stays torn the writer is dead."""
+        for look in range(LOOKS):
+            if look:
+                time.sleep(LOOK_AGAIN_S)
+            seen = self._store.read(LEASE)
+            if seen is None or _parsed(seen):
+                break
+        return seen
 
     def _create(self) -> bool:
         return self._store.create(LEASE, self._text())
 
-    def _is_mine(self, seen: bytes) -> bool:
+    def _is_mine(self, seen: bytes | None) -> bool:
         return all(_parsed(seen).get(key) == self._me[key] for key in ("host", "directory", "machine"))
 
     def _text(self) -> bytes:
@@ -193,9 +204,9 @@ def _is_alive(pid: object) -> bool:
     return isinstance(pid, int) and Path(f"/proc/{pid}").exists()
 
 
-def _parsed(seen: bytes) -> dict[str, Any]:
+def _parsed(seen: bytes | None) -> dict[str, Any]:
     try:
-        found = json.loads(seen)
+        found = json.loads(seen or b"")
     except ValueError:  # cut short by a kill; whose it was is not known
         return {}
     return found if isinstance(found, dict) else {}
@@ -205,7 +216,7 @@ def _name(holder: dict[str, Any]) -> str:
     return f"{holder.get('host', 'an unknown host')} ({holder.get('run_dir', '?')}, process {holder.get('pid', '?')})"
 
 
-def _in_use(store: RemoteStore, seen: bytes) -> str:
+def _in_use(store: RemoteStore, seen: bytes | None) -> str:
     return (
         f"checkpoint.remote: {store.url} is in use by {_name(_parsed(seen))}; two runs would write over each other's "
         "copies. Stop that one, or set another trainer.experiment_name or checkpoint.remote. The lease of a machine "
