@@ -61,10 +61,18 @@ def supervise(config: Config, check: Callable[[], None]) -> int:
 
 def _compare(config: Config) -> None:
     """Refuse another run than the directory's at once; what `prepare` brings there is compared again."""
-    if config.run_dir.is_dir():  # a new run need not wait for the import
-        from rlhf.checkpoint.start.comparison import check_unprepared
+    try:
+        if config.run_dir.is_dir():  # a new run need not wait for the import
+            from rlhf.checkpoint.start.comparison import check_unprepared
 
-        check_unprepared(config.run_dir, config.trainer, ResolvedConfig.of(config), Coordinator(LoneTransport()))
+            check_unprepared(config.run_dir, config.trainer, ResolvedConfig.of(config), Coordinator(LoneTransport()))
+    except OSError as error:
+        if not is_unfixable(error):
+            raise
+        raise UserError(
+            f"Cannot read the run directory {config.run_dir}: {error}. Mend it, or set trainer.default_local_dir to a "
+            "folder of your own."
+        ) from error
 
 
 def _tells_finished(config: Config, problem: OSError) -> bool:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -287,3 +288,22 @@ def test_more_ranks_than_devices_and_an_unwritable_place_are_refused(config, tmp
     config.trainer.default_local_dir = str(tmp_path / "file")
     with pytest.raises(UserError, match=r"trainer\.default_local_dir"):
         supervise(config, lambda: None)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root becomes another user here, who may not read all")
+@pytest.mark.parametrize("config", [False], indirect=True)
+@pytest.mark.parametrize("closed", ["..", ".", "run.json", "global_step_1/manifest.json"])
+def test_a_directory_that_may_not_be_read_is_refused(config, closed):
+    with tempfile.TemporaryDirectory() as folder:  # pytest's are root's alone
+        Path(folder).chmod(0o755)
+        config.trainer.default_local_dir = folder
+        (config.run_dir / "global_step_1").mkdir(parents=True)
+        for name in ("run.json", "global_step_1/manifest.json"):
+            (config.run_dir / name).write_text('{"run_id": "x"}')
+        (config.run_dir / closed).chmod(0)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(UserError, match=rf"Cannot read.*{config.run_dir}.*trainer\.default_local_dir"):
+                supervise(config, lambda: None)
+        finally:
+            os.seteuid(0)
