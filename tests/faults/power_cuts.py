@@ -5,7 +5,8 @@ Records the file operations of real saves of every kind, builds states that a po
 told is saved, or a later one, whole, with its history and journal, and save from there. Exit code 0 only when all do.
 
 With --mutations, the syncs of one call in the code are left out of the records, for each such call in turn, and a state
-must be found that breaks a promise. Exit code 0 only when there is one for every call.
+must be found that breaks a promise. Says which kind has it, after how many states. Exit code 0 only when there is one
+for every call.
 """
 
 import argparse
@@ -13,178 +14,22 @@ import logging
 import multiprocessing
 import os
 import random
-import re
 import shutil
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rlhf.checkpoint.start import domains
-from tests.support.power_cut_checks import wrong
-from tests.support.power_cut_kinds import KINDS, REMOTE, restarted
-from tests.support.power_cut_mutations import after_the_rename, calls_before_a_rename, sync_calls, without
-from tests.support.power_cut_runs import Book, Promises, Saved, promises_at
-from tests.support.power_cut_states import Disk, Shelf, Tree, states
-from tests.support.recorded_files import Op, Recorder, Site, recording
-
-SHOWN = 3
-"""Failures of a kind that are reported; after them it ends."""
-
-KILLED_PREFIX = "killed_"
-KILLED = ("behind", "retention", "journal", "fork", "damaged", "domains")
-ALL_KINDS = [*KINDS, *(f"{KILLED_PREFIX}{kind}" for kind in KILLED)]
-KILLS = 8
-LEAST = 12
-"""About as many states of a moment are looked at first; when they were all there are, of fewer moments."""
-TRIED = 2000
-"""States of a record in which a mutation is looked for."""
-MUTATIONS = {"left out": without, "after the rename": after_the_rename}
-GO_ON = 4
-"""In every so many states the start takes a further step and saves it."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """The operations of a kind, and the notes of what was promised at which of them."""
-
-    kind: str
-    root: Path
-    ops: list[Op]
-    notes: list[tuple[int, str, Any]]
-    saves: dict[int, Saved]
-    first: int = 0
-    """The moments before it are of another record."""
-
-
-@dataclass
-class Report:
-    """How the states of a kind have fared."""
-
-    kind: str
-    operations: int = 0
-    states: int = 0
-    trees: int = 0
-    seconds: float = 0.0
-    failures: list[str] = field(default_factory=list)
-
-
-def record(kind: str, folder: Path) -> Record:
-    """Run `kind` in a new folder below `folder`, and note all that it does to files."""
-    root = folder / kind / "disk"
-    root.mkdir(parents=True)
-    with recording(root) as recorder:
-        book = Book(recorder)
-        KINDS[kind](root, book)
-    return proven(Record(kind, root, recorder.ops, book.notes, book.saves), recorder)
-
-
-def proven(made: Record, recorder: Recorder) -> Record:
-    """`made`, if nothing has gone past the recorder."""
-    assert not recorder.missed, f"{made.kind}: not recorded: {recorder.missed}"
-    differing = compare(after(made.ops), made.root)
-    assert not differing, f"{made.kind}: the record does not lead to what is there: {differing}"
-    return made
-
-
-def after(ops: list[Op]) -> Tree:
-    """What is there after `ops` while the power is on."""
-    disk = Disk([REMOTE])
-    for op in ops:
-        disk.apply(op)
-    return disk.tree(lambda change: False, lambda node: node.content)
-
-
-def killed(made: Record, rng: random.Random, points: int) -> list[Record]:
-    """The record up to a kill, followed by that of the start after it, for `points` kills before a sync.
-
-    What is not synced then is seen by that start and lost with the power after it.
-    """
-    starts = next(number for number, what, _ in made.notes if what == "begun")
-    before_syncs = [i for i, op in enumerate(made.ops) if op.kind.startswith("sync") and i >= starts]
-    named = [i for i in before_syncs if made.ops[i].kind == "sync_dir" and "/.tmp-" not in made.ops[i].path]
-    chosen = set(rng.sample(named, min(len(named), points // 2)))
-    chosen |= set(rng.sample([i for i in before_syncs if i not in chosen], points - len(chosen)))
-    records = []
-    for moment in sorted(chosen):
-        promises = promises_at(made.notes, moment)
-        shutil.rmtree(made.root)
-        Shelf(made.root.parent / f"shelf-{moment}").build(after(made.ops[:moment]), made.root, lambda path: False)
-        notes = [note for note in made.notes if note[0] <= moment]
-        with recording(made.root) as recorder:
-            book = Book(recorder, made.saves, earlier=moment)
-            restarted(promises.start, book, short_of_room=moment in named)
-        record = Record(made.kind, made.root, made.ops[:moment] + recorder.ops, notes + book.notes, book.saves)
-        records.append(proven(replace(record, first=moment), recorder))
-    return records
-
-
-def compare(tree: Tree, root: Path) -> list[str]:
-    """Paths at which the folder `root` is not `tree`."""
-    there = {str(path.relative_to(root)): path for path in root.rglob("*")}
-    return sorted(there.keys() ^ tree.keys()) + [
-        name
-        for name, path in there.items()
-        if name in tree and isinstance(tree[name], bytes) and path.read_bytes() != tree[name]
-    ]
-
-
-def moments(made: Record, wanted: int, share: float, rng: random.Random) -> Iterator[tuple[int, Promises, Tree]]:
-    """About `wanted` states of each moment of the record, or of a share of them, with what was promised by then."""
-    disk = Disk([REMOTE])
-    for moment in range(len(made.ops) + 1):
-        if moment:
-            disk.apply(made.ops[moment - 1])
-        if moment >= made.first and rng.random() < share:
-            promises = promises_at(made.notes, moment)
-            for tree in states(disk, wanted, rng):
-                # The lease there names this process, which lives on; that of a machine that has died ends by itself.
-                yield moment, promises, {path: tree[path] for path in tree if not path.endswith("/lease.json")}
-
-
-def replay(made: Record, wanted: int, seed: int, *, at_most: int = SHOWN, dense: bool = False) -> Report:
-    """Check about `wanted` different states; ends with the failure number `at_most`. `dense`: of every moment some,
-    as far as they go."""
-    report, started, rng = Report(made.kind, len(made.ops)), time.monotonic(), random.Random(f"{made.kind} {seed}")
-    shelf = Shelf(made.root.parent / f"shelf-{seed}")
-    seen: set[tuple[int, int]] = set()
-    each, share = 4, 1.0 if dense else wanted / (LEAST * (len(made.ops) - made.first + 1))
-    while report.states < wanted and len(report.failures) < at_most:
-        before = report.states
-        for moment, promises, tree in moments(made, each, share, rng):
-            key = hash(frozenset(tree.items())), sum(number <= moment for number, *_ in made.notes)
-            if key in seen:
-                continue
-            seen.add(key)
-            report.states += 1
-            shutil.rmtree(made.root, ignore_errors=True)
-            shelf.build(tree, made.root, lambda path: "global_step_" in path)
-            if found := wrong(promises, made.root, go_on=report.states % GO_ON == 1):
-                report.failures.append(describe(made, moment, tree, found))
-            if len(report.failures) == at_most or report.states == wanted:
-                break
-        if report.states == before and share >= 1:
-            break
-        each, share = 2 * each, 2 * share
-    report.trees, report.seconds = len({tree for tree, _ in seen}), time.monotonic() - started
-    report.failures += [f"{path} was written to" for path in shelf.changed()]
-    shutil.rmtree(shelf.folder)
-    return report
-
-
-def describe(made: Record, moment: int, tree: Tree, found: list[str]) -> str:
-    """A failure in lines."""
-    last = [f"{op.kind} {op.path} {op.other}" for op in made.ops[max(0, moment - 3) : moment]]
-    names = [f"{path} {len(content)}" if isinstance(content, bytes) else path for path, content in tree.items()]
-    shown = [name for name in names if not re.search(r"/(global_step_|\.t|\.u).*/", name)]
-    return "\n  ".join([f"{made.kind}, after operation {moment}: {'; '.join(last)}", *found, "in " + ", ".join(shown)])
+from tests.support.power_cut_mutations import MUTATIONS, calls_before_a_rename, hunt, sync_calls
+from tests.support.power_cut_records import ALL_KINDS, Record, records_of
+from tests.support.power_cut_replay import Report, replay
+from tests.support.recorded_files import Site
 
 
 def in_a_process(job: tuple[str, int, int, str]) -> Report:
@@ -206,58 +51,55 @@ def in_a_process(job: tuple[str, int, int, str]) -> Report:
     )
 
 
-def records_of(kind: str, folder: Path, seed: int) -> list[Record]:
-    """The record of a kind; for one that is killed, those of the starts after some kills."""
-    if kind in KINDS:
-        return [record(kind, folder)]
-    made = record(kind.removeprefix(KILLED_PREFIX), folder / "killed")
-    return killed(replace(made, kind=kind), random.Random(f"{kind} {seed}"), KILLS)
+@cache
+def own_folder() -> Path:
+    """The folder of this process; it lies in that of the campaign."""
+    return Path(tempfile.mkdtemp())
 
 
-def calls_in(job: tuple[str, int, str]) -> tuple[str, Counter[Site]]:
+@cache
+def own_records(kind: str, seed: int) -> list[Record]:
+    """The records of a kind, made once in each process, since configurations name the folder."""
+    quiet()
+    return records_of(kind, own_folder(), seed)
+
+
+def calls_in(job: tuple[str, int]) -> tuple[str, Counter[Site]]:
     """How often each call syncs in the records of a kind."""
-    kind, seed, folder = job
-    quiet()
-    records = records_of(kind, Path(folder) / "all", seed)
-    return kind, Counter(site for made in records for op in made.ops for site in set(op.sites))
+    return job[0], Counter(site for made in own_records(*job) for op in made.ops for site in set(op.sites))
 
 
-def caught(job: tuple[Site, str, list[str], int, str]) -> tuple[Site, str, str]:
-    """The first failure of a mutation, of the named kinds; with none the number of states that were all well."""
-    call, mutation, kinds, seed, folder = job
-    quiet()
-    tried = 0
-    for kind in kinds:
-        for made in records_of(kind, Path(folder) / f"{call[0].replace('/', '.')}-{call[1]}-{mutation}", seed):
-            ops = MUTATIONS[mutation](made.ops, call)
-            changed = [number for number, (one, other) in enumerate(zip(ops, made.ops, strict=True)) if one != other]
-            if not changed:
-                continue
-            mutant = replace(made, ops=ops, first=max(made.first, changed[0]))
-            report = replay(mutant, TRIED, seed, at_most=1, dense=True)
-            tried += report.states
-            if report.failures:
-                return call, mutation, report.failures[0]
-    return call, mutation, f"{tried} states of {', '.join(kinds) or 'no kind'} and no failure"
+def caught(job: tuple[Site, str, list[str], int]) -> tuple[Site, str, str | None, int]:
+    """The first failure of a mutation in the records of the named kinds, after how many states."""
+    call, mutation, kinds, seed = job
+    records = [made for kind in kinds for made in own_records(kind, seed)]
+    # Those first that have little else in them.
+    records.sort(key=lambda made: sum(call not in op.sites for op in made.ops))
+    failure, tried = hunt(records, call, mutation, random.Random(f"{call} {seed}"))
+    return call, mutation, failure, tried
 
 
-def mutate(kinds: list[str], seed: int, jobs: int, folder: Path) -> bool:
+def mutate(kinds: list[str], seed: int, jobs: int) -> bool:
     """Leave out the syncs of each call in turn, then make them late; whether a promise breaks every time."""
     started, seen = time.monotonic(), dict[str, Counter[Site]]()
-    with multiprocessing.Pool(jobs, maxtasksperchild=1) as pool:
-        for kind, counts in pool.imap_unordered(calls_in, [(kind, seed, str(folder)) for kind in kinds]):
+    with multiprocessing.Pool(jobs) as pool:
+        for kind, counts in pool.imap_unordered(calls_in, [(kind, seed) for kind in kinds]):
             seen[kind] = counts
+        say(f"{len(kinds)} kinds recorded in {time.monotonic() - started:.0f} s")
         wanted = []
         for call in sync_calls():
-            # Those first that have little else in them.
-            having = sorted((kind for kind in seen if seen[kind][call]), key=lambda kind: sum(seen[kind].values()))
-            wanted += [(call, mutation, having, seed, str(folder)) for mutation in MUTATIONS if applies(call, mutation)]
+            having = [kind for kind in kinds if seen[kind][call]]
+            wanted += [(call, mutation, having, seed) for mutation in MUTATIONS if applies(call, mutation)]
         survived = 0
-        for call, mutation, outcome in pool.imap_unordered(caught, wanted):
-            broken = not outcome.endswith("no failure")
-            survived += not broken
-            place, verdict = ":".join(map(str, call[:2])), "caught" if broken else "SURVIVED"
-            say(f"{verdict}: {place} {mutation}: {' '.join(outcome.splitlines()[:2])[:200]}")
+        for call, mutation, failure, tried in pool.imap_unordered(caught, wanted):
+            survived += failure is None
+            place = f"{call[0]}:{call[1]} {mutation}"
+            if failure is None:
+                having = [kind for kind in kinds if seen[kind][call]]
+                say(f"SURVIVED: {place}: {tried} states of {', '.join(having) or 'no kind'}")
+            else:
+                where, what, *_ = failure.splitlines()
+                say(f"caught: {place}: by {where.split(',')[0]} after {tried} states: {what.strip()[:150]}")
     say(f"{len(wanted) - survived} of {len(wanted)} mutations caught in {time.monotonic() - started:.0f} s")
     return not survived
 
@@ -306,9 +148,10 @@ def main() -> int:
     arguments = parser.parse_args()
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="rlhf-power-cuts-", dir=memory if memory.is_dir() else None))
+    tempfile.tempdir = str(folder)  # the processes' as well
     try:
         if arguments.mutations:
-            whole = mutate(arguments.kinds, arguments.seed, arguments.jobs, folder)
+            whole = mutate(arguments.kinds, arguments.seed, arguments.jobs)
         else:
             whole = campaign(arguments.kinds, arguments.states, arguments.seed, arguments.jobs, folder)
     finally:

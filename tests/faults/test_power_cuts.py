@@ -1,9 +1,13 @@
 """A few states of the power-cut campaign, whose command has many more: python -m tests.faults.power_cuts."""
 
+import random
+
 import pytest
 
 from tests.faults import power_cuts
-from tests.faults.power_cuts import records_of, replay
+from tests.support.power_cut_mutations import hunt, sync_calls
+from tests.support.power_cut_records import records_of
+from tests.support.power_cut_replay import replay
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +21,19 @@ def test_what_was_saved_is_found(tmp_path):
         [made] = records_of(kind, tmp_path, seed=1)
         report = replay(made, 40, seed=1)
         assert (report.states, report.failures) == (40, [])
+
+
+def test_a_sync_that_is_left_out_is_missed(tmp_path):
+    [made] = records_of("secret", tmp_path, seed=1)
+    in_the_record = {site for op in made.ops for site in op.sites}
+    calls = [call for call in sync_calls() if call[0] == "checkpoint/commit/publication.py" and call in in_the_record]
+    assert len(calls) == 2
+    for call in calls:
+        failure, tried = hunt([made], call, "left out", random.Random(1))
+        assert failure is not None
+        assert tried < 100
+
+
+def test_nothing_is_missed_of_a_sync_that_is_not_there(tmp_path):
+    [made] = records_of("secret", tmp_path, seed=1)
+    assert hunt([made], ("nowhere.py", 1, 0), "left out", random.Random(1)) == (None, 0)

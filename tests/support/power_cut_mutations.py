@@ -1,11 +1,25 @@
-"""Calls in the house that sync, found in the code itself, and records without the syncs of one of them."""
+"""Calls in the house that sync, found in the code itself; records without the syncs of one of them, and what a power
+cut may leave of these only."""
 
 import ast
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import rlhf
+from tests.support.power_cut_kinds import REMOTE
+from tests.support.power_cut_records import Record
+from tests.support.power_cut_replay import Bench
+from tests.support.power_cut_states import Change, Disk, Node, Tree, extremes, torn
 from tests.support.recorded_files import Op, Site
+
+TRIED = 2000
+"""States in which a promise that is broken without a call is looked for."""
+SINGLES = 4
+"""Things of a moment of which each is lost alone."""
+DRAWN = 4
+"""States of a moment that are drawn."""
 
 ROOT = Path(rlhf.__file__).parent
 
@@ -54,3 +68,81 @@ def after_the_rename(ops: list[Op], call: Site) -> list[Op]:
         if op.kind == "sync" and call in op.sites and rename.kind == "rename" and rename.path == op.path:
             moved[number : number + 2] = [rename, replace(op, path=rename.other)]
     return moved
+
+
+MUTATIONS = {"left out": without, "after the rename": after_the_rename}
+
+
+def hunt(records: list[Record], call: Site, mutation: str, rng: random.Random) -> tuple[str | None, int]:
+    """Look for a state of the mutated records that breaks a promise, in all of them at first the likeliest ones.
+
+    Returns the first failure or None, and the number of states looked at.
+    """
+    mutants = [replace(made, ops=MUTATIONS[mutation](made.ops, call)) for made in records]
+    benches = [Bench(mutant) for mutant in mutants]
+    try:
+        for depth in range(TRIED):
+            before = sum(bench.states for bench in benches)
+            for made, bench in zip(records, benches, strict=True):
+                for moment, tree in only_without(made, bench.made.ops, depth, rng):
+                    if not bench.check(moment, tree, every=2):
+                        return bench.failures[0], sum(bench.states for bench in benches)
+                    if sum(bench.states for bench in benches) >= TRIED:
+                        return None, TRIED
+            tried = sum(bench.states for bench in benches)
+            if tried == before and depth > 3:
+                break
+        return None, tried
+    finally:
+        for bench in benches:
+            bench.close()
+
+
+def only_without(made: Record, ops: list[Op], depth: int, rng: random.Random) -> Iterator[tuple[int, Tree]]:
+    """States that a power cut may leave of `ops` and not of the record, moment after moment.
+
+    At first all that is not durable there only is lost, then one thing after the other, then some of everything.
+    """
+    disk, mutant = Disk([REMOTE]), Disk([REMOTE])
+    for moment, (op, other) in enumerate(zip(made.ops, ops, strict=True), 1):
+        disk.apply(op)
+        mutant.apply(other)
+        if moment < made.first:
+            continue
+        anyway = [{each.number for each in group} for group in disk.uncertain()]
+        changes, files = mutant.uncertain()
+        lost = [change for change in changes if change.number not in anyway[0]]
+        dirty = [node for node in files if node.number not in anyway[1]]
+        if lost or dirty:
+            for tree in _trees(mutant, changes, files, lost, dirty, depth, rng):
+                yield moment, tree
+
+
+def _trees(
+    disk: Disk,
+    changes: list[Change],
+    files: list[Node],
+    lost: list[Change],
+    dirty: list[Node],
+    depth: int,
+    rng: random.Random,
+) -> Iterator[Tree]:
+    new = {id(node): node.content for node in files}
+
+    def tree(gone: set[int], contents: dict[int, bytes]) -> Tree:
+        return disk.tree(lambda change: id(change) in gone, lambda node: (new | contents)[id(node)])
+
+    if depth == 0:
+        yield tree({id(change) for change in lost}, {id(node): node.synced for node in dirty})
+        yield tree(set(), {id(node): extremes(node)[-2] for node in dirty})
+    elif depth == 1:
+        for change in rng.sample(lost, min(len(lost), SINGLES)):
+            yield tree({id(change)}, {})
+        for node in rng.sample(dirty, min(len(dirty), SINGLES)):
+            yield tree(set(), {id(node): rng.choice([node.synced, *extremes(node)])})
+    else:
+        for _ in range(DRAWN):
+            share = rng.choice((0.0, 0.1, 0.5, 0.9))
+            gone = {id(change) for change in changes if rng.random() < share}
+            gone |= {id(change) for change in lost if rng.random() < 0.5}
+            yield tree(gone, {id(node): torn(node, rng) for node in files if node in dirty or rng.random() < share})

@@ -24,19 +24,21 @@ EXHAUSTIVE = 64
 
 
 @dataclass(eq=False)
-class _Change:
+class Change:
     """A change of a directory: a name that `node` gets, and one that it loses; of a rename to another directory one for
     each of the two, which happen in one piece."""
 
     node: "Node"
     given: str | None
     taken: str | None
-    other: "tuple[Node, _Change] | None" = None
+    number: int
+    """Of the operation."""
+    other: "tuple[Node, Change] | None" = None
     follows: bool = False
     """Whether the other one decides for both."""
 
     @property
-    def decides(self) -> "_Change":
+    def decides(self) -> "Change":
         return self.other[1] if self.follows and self.other is not None else self
 
 
@@ -45,13 +47,15 @@ class Node:
     """A file or a directory: as it is, as it was synced, and what has happened since."""
 
     is_dir: bool
+    number: int = 0
+    """Of the operation that made it."""
     content: bytes = b""
     synced: bytes = b""
     lengths: list[int] = field(default_factory=lambda: [0])
     """Of a file since its last sync."""
     names: dict[str, "Node"] = field(default_factory=dict)
     durable: dict[str, "Node"] = field(default_factory=dict)
-    pending: list[_Change] = field(default_factory=list)
+    pending: list[Change] = field(default_factory=list)
 
     @property
     def dirty(self) -> bool:
@@ -76,15 +80,16 @@ class Disk:
     """
 
     def __init__(self, safe: Sequence[str] = ()) -> None:
-        self.root, self._safe = Node(is_dir=True), tuple(safe)
+        self.root, self._safe, self._number = Node(is_dir=True), tuple(safe), 0
 
     def apply(self, op: Op) -> None:
         """Do `op`."""
+        self._number += 1
         if op.kind == "nothing":
             return
         parent, name = self._parent(op.path)
         if op.kind in ("create", "mkdir"):
-            self._change(parent, Node(op.kind == "mkdir"), name, None)
+            self._change(parent, Node(op.kind == "mkdir", self._number), name, None)
         elif op.kind in ("write", "truncate"):
             node = parent.names.get(name)
             if node is None:  # its name was taken away while it was open
@@ -135,8 +140,8 @@ class Disk:
                 _make(directory.durable, change)
         node.durable, node.pending = dict(node.names), []
 
-    def _change(self, parent: Node, node: Node, given: str | None, taken: str | None) -> _Change:
-        change = _Change(node, given, taken)
+    def _change(self, parent: Node, node: Node, given: str | None, taken: str | None) -> Change:
+        change = Change(node, given, taken, self._number)
         _make(parent.names, change)
         parent.pending.append(change)
         return change
@@ -151,9 +156,9 @@ class Disk:
         pure = PurePosixPath(path)
         return self._at(str(pure.parent)), pure.name
 
-    def uncertain(self) -> tuple[list[_Change], list[Node]]:
+    def uncertain(self) -> tuple[list[Change], list[Node]]:
         """Changes of names that may be lost, and files whose bytes may, as far as anything may lead there."""
-        changes, files, seen, todo = list[_Change](), list[Node](), set[int](), [self.root]
+        changes, files, seen, todo = list[Change](), list[Node](), set[int](), [self.root]
         while todo:
             node = todo.pop()
             if id(node) in seen:
@@ -167,7 +172,7 @@ class Disk:
             todo += [*node.names.values(), *node.durable.values(), *(change.node for change in node.pending)]
         return changes, files
 
-    def tree(self, lost: Callable[[_Change], bool], bytes_of: Callable[[Node], bytes]) -> Tree:
+    def tree(self, lost: Callable[[Change], bool], bytes_of: Callable[[Node], bytes]) -> Tree:
         """What is there when `lost` changes are, and dirty files have `bytes_of` them."""
         tree: Tree = {}
         first: dict[int, str] = {}
@@ -195,7 +200,7 @@ class Disk:
         return tree
 
 
-def _make(names: dict[str, Node], change: _Change) -> None:
+def _make(names: dict[str, Node], change: Change) -> None:
     if change.taken is not None and names.get(change.taken) is change.node:
         del names[change.taken]
     if change.given is not None:
@@ -205,7 +210,7 @@ def _make(names: dict[str, Node], change: _Change) -> None:
         names[change.given] = change.node
 
 
-def _torn(node: Node, rng: random.Random) -> bytes:
+def torn(node: Node, rng: random.Random) -> bytes:
     """The bytes of a dirty file, drawn."""
     low, high = min([len(node.synced), *node.lengths]), max([len(node.synced), *node.lengths])
     cut = min(node.lengths)
@@ -222,7 +227,8 @@ def _torn(node: Node, rng: random.Random) -> bytes:
     return bytes(found[:size])
 
 
-def _extremes(node: Node) -> list[bytes]:
+def extremes(node: Node) -> list[bytes]:
+    """The old bytes of a dirty file, the new ones, zeros, and half of the new ones, as far as they differ."""
     zeros = node.synced[: min([*node.lengths, len(node.synced)])].ljust(len(node.content), b"\0")
     half = (len(node.synced) + len(node.content)) // 2
     return list(dict.fromkeys([node.synced, node.content, zeros, node.content[:half]]))
@@ -243,32 +249,32 @@ def states(disk: Disk, wanted: int, rng: random.Random) -> Iterator[Tree]:
     yield disk.tree(lambda change: False, lambda node: new[id(node)])
     yield disk.tree(lambda change: True, lambda node: old[id(node)])
     # Names are there and bytes are not, and the other way round.
-    zeros = {id(node): _extremes(node)[-2] for node in files}
+    zeros = {id(node): extremes(node)[-2] for node in files}
     yield disk.tree(lambda change: False, lambda node: old[id(node)])
     yield disk.tree(lambda change: False, lambda node: zeros[id(node)])
     yield disk.tree(lambda change: True, lambda node: new[id(node)])
-    singles: list[tuple[_Change, bool]] = [(change, alone) for change in changes for alone in (True, False)]
+    singles: list[tuple[Change, bool]] = [(change, alone) for change in changes for alone in (True, False)]
     rng.shuffle(singles)
     for change, alone in singles[: wanted // 2]:
         yield disk.tree(lambda other, c=change, a=alone: (other is c) == a, lambda node: new[id(node)])  # type: ignore[misc]
     for node in rng.sample(files, min(len(files), wanted // 4)):
-        torn = new | {id(node): rng.choice([*_extremes(node), _torn(node, rng)])}
-        yield disk.tree(lambda change: False, lambda node, t=torn: t[id(node)])  # type: ignore[misc]
+        one = new | {id(node): rng.choice([*extremes(node), torn(node, rng)])}
+        yield disk.tree(lambda change: False, lambda node, o=one: o[id(node)])  # type: ignore[misc]
     for _ in range(wanted):
         share = rng.choice((0.1, 0.5, 0.9))
         lost = {id(change) for change in changes if rng.random() < share}
-        drawn = {id(node): _torn(node, rng) if rng.random() < 0.5 else node.content for node in files}
+        drawn = {id(node): torn(node, rng) if rng.random() < 0.5 else node.content for node in files}
         yield disk.tree(lambda change, x=lost: id(change) in x, lambda node, d=drawn: d[id(node)])  # type: ignore[misc]
 
 
-def _all(disk: Disk, changes: list[_Change], files: list[Node]) -> Iterator[Tree]:
+def _all(disk: Disk, changes: list[Change], files: list[Node]) -> Iterator[Tree]:
     chosen: dict[int, bytes] = {}
 
     def over_files(rest: list[Node], lost: set[int]) -> Iterator[Tree]:
         if not rest:
             yield disk.tree(lambda change: id(change) in lost, lambda node: chosen[id(node)])
             return
-        for content in _extremes(rest[0]):
+        for content in extremes(rest[0]):
             chosen[id(rest[0])] = content
             yield from over_files(rest[1:], lost)
 

@@ -1,0 +1,98 @@
+"""Records of the kinds of saves, to their end or beyond a kill."""
+
+import random
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tests.support.power_cut_kinds import KINDS, REMOTE, restarted
+from tests.support.power_cut_runs import Book, Saved, promises_at
+from tests.support.power_cut_states import Disk, Shelf, Tree
+from tests.support.recorded_files import Op, Recorder, recording
+
+KILLED_PREFIX = "killed_"
+KILLED = ("behind", "retention", "journal", "fork", "damaged", "domains")
+ALL_KINDS = [*KINDS, *(f"{KILLED_PREFIX}{kind}" for kind in KILLED)]
+KILLS = 8
+
+
+@dataclass(frozen=True)
+class Record:
+    """The operations of a kind, and the notes of what was promised at which of them."""
+
+    kind: str
+    root: Path
+    ops: list[Op]
+    notes: list[tuple[int, str, Any]]
+    saves: dict[int, Saved]
+    first: int = 0
+    """The moments before it are of another record."""
+
+
+def record(kind: str, folder: Path) -> Record:
+    """Run `kind` in a new folder below `folder`, and note all that it does to files."""
+    root = folder / kind / "disk"
+    root.mkdir(parents=True)
+    with recording(root) as recorder:
+        book = Book(recorder)
+        KINDS[kind](root, book)
+    return proven(Record(kind, root, recorder.ops, book.notes, book.saves), recorder)
+
+
+def proven(made: Record, recorder: Recorder) -> Record:
+    """`made`, if nothing has gone past the recorder."""
+    assert not recorder.missed, f"{made.kind}: not recorded: {recorder.missed}"
+    differing = compare(after(made.ops), made.root)
+    assert not differing, f"{made.kind}: the record does not lead to what is there: {differing}"
+    return made
+
+
+def after(ops: list[Op]) -> Tree:
+    """What is there after `ops` while the power is on."""
+    disk = Disk([REMOTE])
+    for op in ops:
+        disk.apply(op)
+    return disk.tree(lambda change: False, lambda node: node.content)
+
+
+def killed(made: Record, rng: random.Random, points: int) -> list[Record]:
+    """The record up to a kill, followed by that of the start after it, for `points` kills before a sync.
+
+    What is not synced then is seen by that start and lost with the power after it.
+    """
+    starts = next(number for number, what, _ in made.notes if what == "begun")
+    before_syncs = [i for i, op in enumerate(made.ops) if op.kind.startswith("sync") and i >= starts]
+    named = [i for i in before_syncs if made.ops[i].kind == "sync_dir" and "/.tmp-" not in made.ops[i].path]
+    chosen = set(rng.sample(named, min(len(named), points // 2)))
+    chosen |= set(rng.sample([i for i in before_syncs if i not in chosen], points - len(chosen)))
+    records = []
+    for moment in sorted(chosen):
+        promises = promises_at(made.notes, moment)
+        shutil.rmtree(made.root)
+        Shelf(made.root.parent / f"shelf-{moment}").build(after(made.ops[:moment]), made.root, lambda path: False)
+        notes = [note for note in made.notes if note[0] <= moment]
+        with recording(made.root) as recorder:
+            book = Book(recorder, made.saves, earlier=moment)
+            restarted(promises.start, book, short_of_room=moment in named)
+        record = Record(made.kind, made.root, made.ops[:moment] + recorder.ops, notes + book.notes, book.saves)
+        records.append(proven(replace(record, first=moment), recorder))
+    return records
+
+
+def compare(tree: Tree, root: Path) -> list[str]:
+    """Paths at which the folder `root` is not `tree`."""
+    there = {str(path.relative_to(root)): path for path in root.rglob("*")}
+    return sorted(there.keys() ^ tree.keys()) + [
+        name
+        for name, path in there.items()
+        if name in tree and isinstance(tree[name], bytes) and path.read_bytes() != tree[name]
+    ]
+
+
+def records_of(kind: str, folder: Path, seed: int) -> list[Record]:
+    """The record of a kind; for one that is killed, those of the starts after some kills."""
+    if kind in KINDS:
+        return [record(kind, folder)]
+    made = record(kind.removeprefix(KILLED_PREFIX), folder / "killed")
+    return killed(replace(made, kind=kind), random.Random(f"{kind} {seed}"), KILLS)
