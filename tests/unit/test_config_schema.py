@@ -1,8 +1,10 @@
 from dataclasses import fields
+from typing import get_args
 
 import pytest
 
 from rlhf.config import Config
+from rlhf.config.fields import Resume
 from rlhf.config.resolved import from_yaml, to_yaml
 from rlhf.config.schema import SECTIONS, SETTINGS, nearest_setting, setting_of
 from rlhf.errors import nearest
@@ -12,7 +14,7 @@ def test_every_leaf_is_a_setting_with_rules():
     assert {f.name for f in fields(Config)} <= SECTIONS
     assert SETTINGS["actor.optim.lr"].metadata["gt"] == 0
     for setting in SETTINGS.values():
-        assert setting.metadata["resume"] in ("trajectory", "harmless"), setting.key
+        assert setting.metadata["resume"] in get_args(Resume), setting.key
 
 
 def test_value_reads_nested_settings():
