@@ -111,6 +111,66 @@ def test_a_call_that_hangs_has_failed_and_one_that_moves_has_not(moves, monkeypa
     assert there.failures == (0 if moves else 1)
 
 
+def test_a_call_that_hangs_has_failed_while_others_move(monkeypatch):
+    """The beats of one were taken for everyone's."""
+    monkeypatch.setattr(retries, "POLL_S", 0.01)
+    there, hung, release = Retries("there", stalled_s=0.3), threading.Event(), threading.Event()
+    calls = []
+
+    def hangs() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            release.wait(DEADLINE_S)
+        hung.set()
+
+    def moves() -> None:
+        end = time.monotonic() + DEADLINE_S
+        while not hung.wait(0.02):
+            there.beat()
+            assert time.monotonic() < end
+
+    in_threads([lambda: there.call("a", hangs), lambda: there.call("b", moves)], 2)
+    release.set()
+    assert (len(calls), there.failures) == (2, 1)
+
+
+def test_a_call_is_given_up_when_it_comes_no_further():
+    """One error in a file that took longer than the deadline ended it, since nothing had ended before."""
+    there, tries = Retries("there", stalled_s=DEADLINE_S, give_up_s=0.3), list[int]()
+
+    def action(furthest: int) -> str:
+        tries.append(0)
+        for _ in range(min(6 * len(tries), furthest)):
+            there.beat()
+            time.sleep(0.06)
+        if len(tries) < 3 or furthest < 12:
+            raise ConnectionError("no route to host")
+        return "done"
+
+    assert there.call("further each time", lambda: action(100)) == "done"
+    tries.clear()
+    with pytest.raises(ConnectionError):
+        there.call("no further", lambda: action(4))
+    assert 2 <= len(tries) < 10
+
+
+def test_others_that_end_do_not_keep_a_call_that_always_fails(monkeypatch):
+    there, given_up = Retries("there", stalled_s=DEADLINE_S, give_up_s=0.3), threading.Event()
+
+    def others() -> None:
+        end = time.monotonic() + DEADLINE_S
+        while not given_up.is_set():
+            there.call("b", failing(0))
+            assert time.monotonic() < end
+
+    def fails() -> None:
+        with pytest.raises(ConnectionError):
+            there.call("a", failing(10**9))
+        given_up.set()
+
+    in_threads([fails, others], 2)
+
+
 def test_stop_ends_a_call_that_hangs():
     there, begun, release = Retries("there", stalled_s=3600.0), threading.Event(), threading.Event()
     threading.Thread(target=lambda: begun.wait(DEADLINE_S) and there.stop(), daemon=True).start()

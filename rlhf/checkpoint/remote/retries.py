@@ -21,14 +21,21 @@ class Stopped(Exception):
     """The work was asked to end before it was done."""
 
 
+class _Try:
+    """One try of a call: how often it has beaten, and when last or begun."""
+
+    def __init__(self) -> None:
+        self.beats, self.last = 0, time.monotonic()
+
+
 class Retries:
     """Tries calls until they succeed. All threads that talk to one place share one: it is away for all of them or for
     none.
 
     The wait after a failure begins at FIRST_WAIT_S, doubles with each further one up to LONGEST_WAIT_S, and begins
-    again after a success; there is one line in the log for each wait. A call without a `beat` for `stalled_s` seconds
-    counts as failed; its thread, a daemon, is left behind. With `give_up_s` the error is raised once nothing has
-    succeeded for so many seconds.
+    again after a success; there is one line in the log for each wait. A call that does not `beat` for `stalled_s`
+    seconds, whatever others do, counts as failed; its thread, a daemon, is left behind. With `give_up_s` its error is
+    raised once the call has come no further for so many seconds: no try has had more beats than those before.
     """
 
     def __init__(self, place: str, *, stalled_s: float, give_up_s: float | None = None) -> None:
@@ -36,8 +43,9 @@ class Retries:
         """Failed calls so far."""
         self._place, self._stalled_s, self._give_up_s = place, stalled_s, give_up_s
         self._changed = threading.Condition()
-        self._in_a_row, self._next_try, self._worked = 0, 0.0, time.monotonic()
-        self._beats = 0
+        self._in_a_row, self._next_try = 0, 0.0
+        self._running = threading.local()
+        """In the thread of a call: its `_Try`."""
         self._stopped = False
 
     def call(self, what: str, action: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T:
@@ -45,22 +53,30 @@ class Retries:
 
         Raises Stopped after `stop`, and what is of a type in `final` at once.
         """
+        furthest = _Try()
         while True:
             self._wait()
+            this_try = _Try()
             try:
-                result = self._watch(what, action)
+                result = self._watch(what, action, this_try)
             except Exception as error:
                 if isinstance(error, (Stopped, *final)):
+                    raise
+                if this_try.beats > furthest.beats:
+                    furthest = this_try
+                if self._give_up_s is not None and time.monotonic() - furthest.last >= self._give_up_s:
                     raise
                 self._failed(what, error)
             else:
                 with self._changed:
-                    self._in_a_row, self._worked = 0, time.monotonic()
+                    self._in_a_row = 0
                 return result
 
     def beat(self) -> None:
-        """Sign of life of an action that moves on; raises Stopped after `stop`."""
-        self._beats += 1
+        """Sign of life of the action that runs in this thread, if any; raises Stopped after `stop`."""
+        this_try: _Try | None = getattr(self._running, "this_try", None)
+        if this_try is not None:
+            this_try.beats, this_try.last = this_try.beats + 1, time.monotonic()
         if self._stopped:
             raise Stopped
 
@@ -82,21 +98,25 @@ class Retries:
                 self._changed.wait(left)
         self.beat()
 
-    def _watch(self, what: str, action: Callable[[], T]) -> T:
+    def _watch(self, what: str, action: Callable[[], T], this_try: _Try) -> T:
         """Run `action` in a thread of its own, so that a connection that hangs takes no one along."""
         outcome: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        threading.Thread(target=_report, args=(action, outcome), name=f"remote: {what}", daemon=True).start()
-        seen, since = self._beats, time.monotonic()
+
+        def run() -> None:
+            self._running.this_try = this_try
+            try:
+                outcome.put((action(), None))
+            except BaseException as error:  # raised again by the one who waits
+                outcome.put((None, error))
+
+        threading.Thread(target=run, name=f"remote: {what}", daemon=True).start()
         while True:
             try:
                 result, error = outcome.get(timeout=min(POLL_S, self._stalled_s))
             except Empty:
-                now = time.monotonic()
                 if self._stopped:
                     raise Stopped from None
-                if self._beats != seen:
-                    seen, since = self._beats, now
-                elif now - since >= self._stalled_s:
+                if time.monotonic() - this_try.last >= self._stalled_s:
                     raise TimeoutError(f"nothing moved for {self._stalled_s:g} s") from None
                 continue
             if error is not None:
@@ -105,11 +125,8 @@ class Retries:
 
     def _failed(self, what: str, error: Exception) -> None:
         with self._changed:
-            self._beats += 1
             self.failures += 1
             now = time.monotonic()
-            if self._give_up_s is not None and now - self._worked >= self._give_up_s:
-                raise error
             if now < self._next_try:  # another thread has said so
                 return
             self._in_a_row += 1
@@ -123,13 +140,6 @@ class Retries:
 def one_line(error: Exception) -> str:
     """One line for a log: some clients' errors have pages."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def _report(action: Callable[[], Any], outcome: SimpleQueue) -> None:
-    try:
-        outcome.put((action(), None))
-    except BaseException as error:  # raised again by the one who waits
-        outcome.put((None, error))
 
 
 def in_threads(jobs: Iterable[Callable[[], None]], threads: int) -> None:
