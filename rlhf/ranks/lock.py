@@ -29,9 +29,10 @@ LOOKS, LOOK_AGAIN_S = 4, 0.25
 log = logging.getLogger(__name__)
 
 
-def _lock(path: Path, operation: int, setting: str = "trainer.default_local_dir") -> int | None:
-    """The locked file descriptor (not inherited by children that exec), or None when another process holds the lock."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def _lock(path: Path, operation: int, setting: str = "trainer.default_local_dir", fd: int | None = None) -> int | None:
+    """The locked file descriptor (not inherited by children that exec), or None when another process holds the lock.
+    `fd` has another kind of lock so far, which it loses in any case."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if fd is None else fd
     try:
         fcntl.flock(fd, operation)
     except OSError as error:
@@ -79,7 +80,9 @@ def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]
     """Hold the run directory, or each of them where nodes have disks of their own, for all ranks of one launch.
     Collective.
 
-    Of the ranks that see one directory the first to come holds its lock; the others find in it that it is one of them.
+    Of the ranks that see one directory the first to come takes its lock; the others find in it that it is one of them,
+    and share it then: it is free when the last of them has left or died.
+
     Raises UserError on every rank, with nothing written but the lock's own file, when another run holds one.
     """
     launch = coordinator.broadcast(uuid.uuid4().hex)
@@ -94,9 +97,18 @@ def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]
         if fd is None and not _is_of(launch, run_dir):
             raise _refusal(run_dir)
 
+    def share() -> None:
+        nonlocal fd
+        fd = _lock(run_dir / RUN_LOCK, fcntl.LOCK_SH | fcntl.LOCK_NB, fd=fd)
+        if fd is None:
+            raise _refusal(run_dir)
+
     try:
         coordinator.everywhere(take)
         coordinator.everywhere(look)
+        took = fd is not None
+        coordinator.everywhere(lambda: share() if took else None)
+        coordinator.everywhere(lambda: None if took else share())
         yield
     finally:
         if fd is not None:

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,28 @@ def test_ranks_of_one_launch_hold_every_directory_together_and_a_second_launch_g
             assert f"Another run is writing into {taken}: process {os.getpid()} on" in said
         assert (taken / "run.lock").read_bytes() == before
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"run.lock"}
+
+
+def _leave_before(rank: int, last: int, folder: Path) -> bool:
+    """A rank of a launch that all leave before the rank `last`; whether that one still has the directory then."""
+    coordinator = make_coordinator()
+    refused = False
+    with run_lock_together(folder, coordinator):
+        if coordinator.rank == last:
+            coordinator.gather(None)
+            with suppress(UserError), run_lock(folder):
+                return False
+            refused = True
+    if coordinator.rank != last:
+        coordinator.gather(None)
+    return refused
+
+
+@pytest.mark.parametrize("last", range(3))
+def test_a_launch_holds_the_directory_until_its_last_rank_leaves(tmp_path, last):
+    assert run_thread_ranks(3, _leave_before, last, tmp_path) == [rank == last for rank in range(3)]
+    with run_lock(tmp_path):  # free again
+        pass
 
 
 @pytest.fixture
