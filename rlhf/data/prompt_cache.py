@@ -67,6 +67,11 @@ def open_or_make(folder: Path, key: str, make: Callable[[Path], None]) -> Mapped
 def _opened(entry: Path) -> MappedPrompts | None:
     try:
         return MappedPrompts(entry)
+    except PermissionError as error:
+        raise UserError(
+            f"data.cache_dir={entry.parent}: {error.filename or entry} may not be read. Have its owner allow it, or set "
+            "data.cache_dir to a folder of your own."
+        ) from error
     except (FileNotFoundError, NotADirectoryError):
         return None
     except DamagedPrompts as error:

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import subprocess
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -292,6 +293,19 @@ def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):
         UserError, match=r"data\.cache_dir=.*cannot be kept there \(Not a directory\)\. Make room, or set"
     ):
         build(file, tmp_path / "file" / "cache")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root becomes another user here, who may not read all")
+def test_a_set_of_another_users_is_one_message():
+    with tempfile.TemporaryDirectory() as folder:  # pytest's are root's alone
+        Path(folder).chmod(0o755)
+        (Path(folder) / "key").mkdir(mode=0)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(UserError, match=rf"data\.cache_dir={folder}: .* may not be read"):
+                prompt_cache.open_or_make(Path(folder), "key", lambda _: None)
+        finally:
+            os.seteuid(0)
 
 
 def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
