@@ -69,7 +69,7 @@ def _opened(entry: Path) -> MappedPrompts | None:
         return MappedPrompts(entry)
     except PermissionError as error:
         raise UserError(
-            f"data.cache_dir={entry.parent}: {error.filename or entry} may not be read. Have its owner allow it, or set "
+            f"data.cache_dir={entry.parent}: {error.filename or entry} may not be read. Ask its owner, or set "
             "data.cache_dir to a folder of your own."
         ) from error
     except (FileNotFoundError, NotADirectoryError):
