@@ -98,16 +98,18 @@ class ResolvedConfig:
         return value
 
 
-def refuse_changes(diff: ConfigDiff, *, allow: bool) -> None:
+def refuse_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> None:
     """Raise UserError if a setting would change the run, unless they may (`trainer.allow_config_change`).
 
-    It names each of them with both values, and the ways out.
+    It names each of them with both values, and the ways out. A run that `begins` at the checkpoint
+    (`trainer.resume_mode=resume_path`) is a new one already: another directory would not help.
     """
     if diff.trajectory and not allow:
+        ways = "" if begins else f"; or {NEW_RUN}"
         raise UserError(
             f"the checkpoint was written with settings that give another run:\n{as_lines(diff.trajectory)}\n"
             "Restore these values to continue that run, or set trainer.allow_config_change=true to continue it with "
-            f"the new ones; or {NEW_RUN}."
+            f"the new ones{ways}."
         )
 
 

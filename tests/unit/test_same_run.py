@@ -110,11 +110,28 @@ def test_a_refused_fork_sets_nothing_aside(config, tmp_path):
     config.trainer.resume_mode = "resume_path"
     config.trainer.resume_from_path = str(step_dir(other.run_dir, 3))
     config.actor.optim.lr = 0.5
-    assert "actor.optim.lr: 1e-06 in the checkpoint, 0.5 now" in refusal(config)
+    said = refusal(config)
+    assert "actor.optim.lr: 1e-06 in the checkpoint, 0.5 now" in said
+    assert "trainer.allow_config_change=true" in said
+    assert "experiment_name" not in said, "it has a directory of its own"
+    assert "overwrite" not in said, "which is refused with resume_path"
     assert steps(config) == [4, 2]
     config.trainer.allow_config_change = True
     prepare(config)
     assert steps(config) == []
+
+
+def test_a_fork_with_nothing_left_to_train_is_refused(config, tmp_path):
+    """It once ended with "Done", 0 steps and no checkpoint."""
+    other = make_config(tmp_path / "other")
+    save_steps(other, PlainRole(), 10)
+    config.trainer.resume_mode = "resume_path"
+    config.trainer.resume_from_path = str(step_dir(other.run_dir, 10))
+    for config.trainer.total_training_steps in (10, 4):
+        assert "is at step 10, and nothing is left to train from there" in refusal(config)
+    config.trainer.total_training_steps = 11
+    prepare(config)
+    assert finished_step(config) is None
 
 
 def test_a_checkpoint_that_cannot_be_read_is_passed_over(config):

@@ -43,7 +43,7 @@ def check_same_run(
             located = locate_files(path, coordinator)
             if located.nowhere and located.divided:
                 continue
-            check = partial(_check, path, located.manifest, config, trainer)
+            check = partial(_check, path, located.manifest, config, trainer, begins=path == source)
             coordinator.on_rank(located.holder(CONFIG), check)
         except DamagedCheckpoint:
             continue  # a resume passes it over, too, and says so
@@ -60,15 +60,20 @@ def check_unprepared(run_dir: Path, trainer: TrainerConfig, config: ResolvedConf
     return True
 
 
-def _check(path: Path, manifest: Manifest, config: ResolvedConfig, trainer: TrainerConfig) -> None:
+def _check(path: Path, manifest: Manifest, config: ResolvedConfig, trainer: TrainerConfig, *, begins: bool) -> None:
     diff = changes_since(path, manifest, config)
     if (driver := driver_state_of(path)) is not None:
         step, planned = driver["step"], planned_steps(trainer, driver["steps_per_epoch"])
-        if step > planned and all(change.key in RUN_LENGTH for change in diff.trajectory):
+        if step > planned and not begins and all(change.key in RUN_LENGTH for change in diff.trajectory):
             asked = "total_epochs" if trainer.total_training_steps is None else "total_training_steps"
             raise UserError(
                 f"trainer.{asked}={getattr(trainer, asked)} asks for {planned} steps, and the run in {path.parent} has "
                 f"done {step}. Set trainer.total_training_steps={step} or more for that run; or {NEW_RUN}."
+            )
+        if at_end(trainer, driver) and begins:
+            raise UserError(
+                f"trainer.resume_from_path={path} is at step {step}, and nothing is left to train from there. Raise "
+                "trainer.total_training_steps (or trainer.total_epochs), or name an earlier checkpoint."
             )
         if at_end(trainer, driver) and diff.trajectory:
             raise UserError(
@@ -77,7 +82,7 @@ def _check(path: Path, manifest: Manifest, config: ResolvedConfig, trainer: Trai
                 f"To run with the new ones, {NEW_RUN}. To go on from its end with them, raise "
                 "trainer.total_training_steps and set trainer.allow_config_change=true."
             )
-    refuse_changes(diff, allow=trainer.allow_config_change)
+    refuse_changes(diff, allow=trainer.allow_config_change, begins=begins)
 
 
 def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> list[str]:
