@@ -198,6 +198,8 @@ def _data(config: Config) -> Iterator[str]:
             isinstance(names, list) and names and all(isinstance(n, str) and n for n in names)
         ):
             yield f"data.{key}={files!r}: set a file, a glob or a Hub name, or a list of these."
+    if config.data.cache_dir == "":
+        yield "data.cache_dir='': name a folder for tokenised prompts, or set null for the one of Hugging Face."
 
 
 def _backend(config: Config) -> Iterator[str]:

@@ -91,6 +91,7 @@ def _made(entry: Path, make: Callable[[Path], None]) -> MappedPrompts:
     for leftover in [*_in_the_making(entry.parent, entry.name), *([entry] if entry.exists() else [])]:
         remove_dir(leftover)
     temporary = entry.with_name(fresh_name(TEMPORARY, entry.name))
+    log.info("Tokenising the prompts into %s; later starts will find them there.", entry)
     try:
         make(temporary)
         rename(temporary, entry)  # not synced: what a power cut takes or tears is made again

@@ -301,6 +301,7 @@ REFUSED: list[tuple[dict, str]] = [
         "reasoning_gym).",
     ),
     ({"critic__path": ""}, "critic.path='': set a folder in Hugging Face format or a Hub name."),
+    ({"data__cache_dir": ""}, "data.cache_dir='': name a folder"),
     ({"data__train_files": []}, "data.train_files=[]: set a file, a glob or a Hub name"),
     ({"data__val_files": 3}, "data.val_files=3: set a file, a glob or a Hub name"),
     ({"model__path": ""}, "model.path='': set a folder in Hugging Face format or a Hub name."),

@@ -118,6 +118,15 @@ def test_cached_prompts_are_those_in_memory(tmp_path, cache, overlong, caplog, m
     assert streams[0].next(4300) == streams[1].next(4300) == streams[2].next(4300)
 
 
+def test_what_takes_long_is_told_before_it_is_done(tmp_path, cache, caplog):
+    file = numbered(tmp_path / "rows.jsonl", 2000)
+    with caplog.at_level(logging.INFO, logger="rlhf"):
+        build(file, cache)
+        build(file, cache)
+    told = [message for message in caplog.messages if "okenis" in message]
+    assert [message.split()[0] for message in told] == ["Tokenising", "Tokenised"]
+
+
 def test_a_later_start_neither_tokenises_nor_reads_the_rows(tmp_path, cache):
     long = {"answer": "1", "extra_info": {"solution": "so " * 200}}
     file = jsonl(tmp_path / "rows.jsonl", *({"prompt": f"{i} + 1"} | long for i in range(5000)))
