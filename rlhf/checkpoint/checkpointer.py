@@ -103,7 +103,7 @@ class Checkpointer:
             self._coordinator,
             resume_source(self._trainer),
         )
-        if self._behind is not None and not self._stager.nbytes:
+        if self._behind is not None and self._saved_step is None:  # later the copies have their memory
             check_memory(self._state.live_bytes(self._settings.contents), self._coordinator)
         if self._copies is not None:
             self._copies.start()  # now that no checkpoint can be set aside under its hands

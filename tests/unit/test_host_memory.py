@@ -87,3 +87,18 @@ def test_a_run_whose_copies_do_not_fit_ends_before_it_trains(tmp_path, monkeypat
     checkpointer.finish()
     monkeypatch.setattr(host_memory, "available_memory", lambda: 0)
     assert checkpointer.resume()
+
+
+def save_and_go_back(rank: int, folder: Path) -> bool:
+    """A rank of two, of which the second has nothing to write, and so no copies."""
+    config = make_config(folder)
+    config.checkpoint.async_save = True
+    checkpointer = make_checkpointer(config, PlainRole(1, rank, 2), coordinator=make_coordinator())
+    checkpointer.resume()
+    checkpointer.save(1)
+    checkpointer.finish()
+    return checkpointer.resume()
+
+
+def test_ranks_with_and_without_copies_go_back_together(tmp_path):
+    assert run_thread_ranks(2, save_and_go_back, tmp_path) == [True, True]

@@ -24,11 +24,6 @@ class Stager:
         self._memory = {pinned: torch.empty(0, dtype=torch.uint8) for pinned in (False, True)}
         self._stream: torch.cuda.Stream | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it has allocated so far."""
-        return sum(memory.nbytes for memory in self._memory.values())
-
     @torch.no_grad()
     def copy(self, snapshot: Snapshot, linked: Collection[str] = ()) -> Snapshot:
         """`snapshot` with copies in the place of every live tensor that this rank writes, good until the next call.
