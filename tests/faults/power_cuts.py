@@ -1,8 +1,11 @@
-"""python -m tests.faults.power_cuts --states N --seed S [--kinds KIND ...]: does a power cut ever cost what was saved?
+"""python -m tests.faults.power_cuts --states N --finish K --seed S: does a power cut ever cost what was saved?
 
 Records the file operations of real saves of every kind, builds states that a power cut may leave of them
 (`tests.support.power_cut_states`), and gives the command again in each: it must find the newest checkpoint that it was
 told is saved, or a later one, whole, with its history and journal, and save from there. Exit code 0 only when all do.
+
+K further states are of real training, with GRPO and with PPO, which goes on to its end in each and must end as the
+undisturbed run, bit for bit.
 
 With --mutations, the syncs of one call in the code are left out of the records, for each such call in turn, and a state
 must be found that breaks a promise. Says which kind has it, after how many states. Exit code 0 only when there is one
@@ -26,6 +29,7 @@ from pathlib import Path
 import torch
 
 from rlhf.checkpoint.start import domains
+from tests.support.power_cut_finishes import finishes
 from tests.support.power_cut_mutations import MUTATIONS, calls_before_a_rename, hunt, sync_calls
 from tests.support.power_cut_records import ALL_KINDS, Record, records_of
 from tests.support.power_cut_replay import Report, replay
@@ -52,44 +56,44 @@ def in_a_process(job: tuple[str, int, int, str]) -> Report:
 
 
 @cache
-def own_folder() -> Path:
-    """The folder of this process; it lies in that of the campaign."""
-    return Path(tempfile.mkdtemp())
+def own_folder(folder: str) -> Path:
+    """The folder of this process, in that of all."""
+    return Path(tempfile.mkdtemp(dir=folder))
 
 
 @cache
-def own_records(kind: str, seed: int) -> list[Record]:
+def own_records(kind: str, seed: int, folder: str) -> list[Record]:
     """The records of a kind, made once in each process, since configurations name the folder."""
     quiet()
-    return records_of(kind, own_folder(), seed)
+    return records_of(kind, own_folder(folder), seed)
 
 
-def calls_in(job: tuple[str, int]) -> tuple[str, Counter[Site]]:
+def calls_in(job: tuple[str, int, str]) -> tuple[str, Counter[Site]]:
     """How often each call syncs in the records of a kind."""
     return job[0], Counter(site for made in own_records(*job) for op in made.ops for site in set(op.sites))
 
 
-def caught(job: tuple[Site, str, list[str], int]) -> tuple[Site, str, str | None, int]:
+def caught(job: tuple[Site, str, list[str], int, str]) -> tuple[Site, str, str | None, int]:
     """The first failure of a mutation in the records of the named kinds, after how many states."""
-    call, mutation, kinds, seed = job
-    records = [made for kind in kinds for made in own_records(kind, seed)]
+    call, mutation, kinds, seed, folder = job
+    records = [made for kind in kinds for made in own_records(kind, seed, folder)]
     # Those first that have little else in them.
     records.sort(key=lambda made: sum(call not in op.sites for op in made.ops))
     failure, tried = hunt(records, call, mutation, random.Random(f"{call} {seed}"))
     return call, mutation, failure, tried
 
 
-def mutate(kinds: list[str], seed: int, jobs: int) -> bool:
+def mutate(kinds: list[str], seed: int, jobs: int, folder: Path) -> bool:
     """Leave out the syncs of each call in turn, then make them late; whether a promise breaks every time."""
     started, seen = time.monotonic(), dict[str, Counter[Site]]()
     with multiprocessing.Pool(jobs) as pool:
-        for kind, counts in pool.imap_unordered(calls_in, [(kind, seed) for kind in kinds]):
+        for kind, counts in pool.imap_unordered(calls_in, [(kind, seed, str(folder)) for kind in kinds]):
             seen[kind] = counts
         say(f"{len(kinds)} kinds recorded in {time.monotonic() - started:.0f} s")
         wanted = []
         for call in sync_calls():
             having = [kind for kind in kinds if seen[kind][call]]
-            wanted += [(call, mutation, having, seed) for mutation in MUTATIONS if applies(call, mutation)]
+            wanted += [(call, mutation, having, seed, str(folder)) for mutation in MUTATIONS if applies(call, mutation)]
         survived = 0
         for call, mutation, failure, tried in pool.imap_unordered(caught, wanted):
             survived += failure is None
@@ -138,22 +142,35 @@ def campaign(kinds: list[str], wanted: int, seed: int, jobs: int, folder: Path) 
     return not any(report.failures for report in reports)
 
 
+def finish(count: int, seed: int, jobs: int, folder: Path) -> bool:
+    """Train to the end in `count` states; whether it is the undisturbed one each time."""
+    started, wrong = time.monotonic(), 0
+    for text, found in finishes(count, seed, jobs, folder / "finish"):
+        wrong += bool(found)
+        for line in found:
+            say(f"FAILED: {text}: {line}")
+    say(f"{count - wrong} of {count} finished runs equal the undisturbed one, in {time.monotonic() - started:.0f} s")
+    return not wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.power_cuts", description=__doc__)
     parser.add_argument("--states", type=int, default=2000, help="states in all, over all kinds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=ALL_KINDS, default=ALL_KINDS, metavar="KIND")
+    parser.add_argument("--finish", type=int, default=10, help="states of real training, which goes on to its end")
     parser.add_argument("--mutations", action="store_true", help="leave out each sync of the code in turn")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="rlhf-power-cuts-", dir=memory if memory.is_dir() else None))
-    tempfile.tempdir = str(folder)  # the processes' as well
     try:
         if arguments.mutations:
-            whole = mutate(arguments.kinds, arguments.seed, arguments.jobs)
+            whole = mutate(arguments.kinds, arguments.seed, arguments.jobs, folder)
         else:
             whole = campaign(arguments.kinds, arguments.states, arguments.seed, arguments.jobs, folder)
+            if arguments.finish:
+                whole &= finish(arguments.finish, arguments.seed, arguments.jobs, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0 if whole else 1
