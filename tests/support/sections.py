@@ -38,8 +38,11 @@ def open_remote(config: Config) -> RemoteStore | None:
     return remote_start.open_remote(config.run_dir, config.trainer, config.checkpoint)
 
 
-def restore(store: RemoteStore, config: Config, source: Path | None) -> int | None:
-    return remote_start.restore(store, config.run_dir, config.trainer, source)
+def restore(
+    store: RemoteStore | None, config: Config, source: Path | None, coordinator: Coordinator | None = None
+) -> int | None:
+    alone = Coordinator(LoneTransport())
+    return remote_start.restore(store, config.run_dir, config.trainer, source, coordinator or alone)
 
 
 def claim(store: RemoteStore, config: Config, retries: Retries) -> None:

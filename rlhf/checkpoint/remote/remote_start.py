@@ -8,32 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint.commit.publication import begin, publish
-from rlhf.checkpoint.remote.remote_store import (
-    RUN_FILES,
-    THREADS,
-    Copy,
-    LocalFault,
-    RemoteStore,
-    object_name,
-    remote_url,
-)
-from rlhf.checkpoint.remote.retries import Retries, in_threads, one_line
+from rlhf.checkpoint.remote.download import CHECK_S, DOWNLOAD_S, download, unreadable
+from rlhf.checkpoint.remote.remote_store import Copy, RemoteStore, remote_url
+from rlhf.checkpoint.remote.retries import Retries, one_line
 from rlhf.checkpoint.run_file import read_run_file
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.transport import LoneTransport
-from rlhf.storage.disk_errors import DamagedCheckpoint, SaveFailed
-from rlhf.storage.files import make_dir, remove_dir, remove_file, rename_durably, write_file
-from rlhf.storage.layout import RUN_FILE, TEMPORARY, fresh_name, scan
+from rlhf.storage.layout import RUN_FILE, scan
 
 log = logging.getLogger(__name__)
-CHECK_S = 30.0
-"""How long a remote that does not answer is tried before training starts."""
-DOWNLOAD_S = 600.0
-"""How long it is tried again, without any success, in the middle of a download."""
 MENDED_BY_A_PERSON = (ImportError, ValueError, PermissionError, FileNotFoundError, NotADirectoryError)
 
 
@@ -82,52 +67,56 @@ def _keep_apart(run_dir: Path, trainer: TrainerConfig, remote: str) -> None:
         )
 
 
-def restore(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, source: Path | None) -> int | None:
+def restore(
+    store: RemoteStore | None, run_dir: Path, trainer: TrainerConfig, source: Path | None, coordinator: Coordinator
+) -> int | None:
     """Bring the newest intact remote checkpoint into a run directory that has none, with run.json and the history;
-    returns its step.
+    returns its step. Collective, of ranks that share the directory; `store` is the leader's.
 
     To be called before the run directory gets a run.json; `source` is the checkpoint that a fork begins from. None, and
     nothing changed, when the directory has checkpoints, when the run is to start anew, or when nothing there is this
     run's. Raises UserError when all that is there is damaged, when the remote falls silent, and when the disk refuses
     what is fetched.
     """
+    url = coordinator.on_leader(lambda: None if store is None else store.url)
+    if url is None:
+        return None
+    copies = iter(()) if store is None else _copies_to_try(store, run_dir, trainer, source)
+    while (copy := coordinator.on_leader(lambda: next(copies, None))) is not None:
+        if download(url, copy, run_dir, coordinator):
+            return copy.step
+    return None
+
+
+def _copies_to_try(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, source: Path | None) -> Iterator[Copy]:
+    """This run's copies, newest first; a further one is asked for when the last one is damaged. Raises UserError when
+    there is none left, and when the remote cannot be read."""
     own = read_run_file(run_dir)
     if scan(run_dir) or trainer.resume_mode == "disable" or (trainer.overwrite and not own):
-        return None
+        return
     retries = Retries(store.url, stalled_s=DOWNLOAD_S, give_up_s=DOWNLOAD_S)
+    damaged = 0
     try:
         owner = _owner(store, retries)
         if not owner or (own and own["run_id"] != owner["run_id"]):
-            return None
+            return
         if source is not None and owner.get("resumed_from") != str(source):
-            return None  # it is of another fork; this one begins at its source
-        damaged = 0
+            return  # it is of another fork; this one begins at its source
         for step in retries.call("listing", store.steps):
             copy = retries.call(f"reading step {step}", partial(store.copy, step))
-            try:
-                if copy is None and not retries.call(f"reading step {step}", partial(store.is_partial, step)):
-                    raise DamagedCheckpoint(f"{store.url}: step {step} has no valid manifest")
-                if copy is not None and copy.run_id == owner["run_id"]:
-                    download(store, copy, run_dir, retries)
-                    return step
-            except DamagedCheckpoint as error:
-                log.error("%s; falling back to the copy before it.", error)
+            if copy is None and not retries.call(f"reading step {step}", partial(store.is_partial, step)):
+                log.error("%s: step %d has no valid manifest; falling back to the copy before it.", store.url, step)
                 damaged += 1
-    except LocalFault as error:
-        raise UserError(
-            f"A checkpoint from {store.url} cannot be written: {error}. Mend it and start again."
-        ) from error
+            elif copy is not None and copy.run_id == owner["run_id"]:
+                yield copy
+                damaged += 1
     except Exception as error:
-        raise UserError(
-            f"checkpoint.remote: {store.url} may hold checkpoints of this run and cannot be read ({one_line(error)}). "
-            "Start again when it can."
-        ) from error
+        raise UserError(unreadable(store.url, one_line(error))) from error
     if damaged:
         raise UserError(
             f"Every checkpoint in {store.url} is damaged, and the run will not start again at step 0 by itself. Start "
             "anew with trainer.overwrite=true or another trainer.experiment_name."
         )
-    return None
 
 
 def _owner(store: RemoteStore, retries: Retries) -> dict[str, Any]:
@@ -144,73 +133,6 @@ def complete_copies(store: RemoteStore, retries: Retries) -> Iterator[Copy]:
         copy = retries.call(f"reading step {step}", partial(store.copy, step))
         if copy is not None:
             yield copy
-
-
-def download(store: RemoteStore, copy: Copy, run_dir: Path, retries: Retries) -> Path:
-    """Publish `copy` in `run_dir`, every file compared with its hash, after run.json and the history have their place.
-
-    Raises DamagedCheckpoint when a file is missing or not as committed, LocalFault when the disk refuses it.
-    """
-    log.info("Fetching step %d from %s.", copy.step, store.url)
-    make_dir(run_dir)
-    temporary, beside = begin(run_dir, copy.step), run_dir / fresh_name(TEMPORARY, "run")
-    try:
-        jobs = sorted(copy.manifest.files.items(), key=lambda item: -item[1]["size"])
-        in_threads(
-            [partial(_fetch, store, copy.step, temporary, name, entry, retries) for name, entry in jobs], THREADS
-        )
-        fetched = [name for name in RUN_FILES if _fetch_run_file(store, copy, beside, name, retries)]
-        try:
-            # Before the checkpoint: a kill in between finds no checkpoint and begins again.
-            for name in fetched:
-                if name != RUN_FILE or not (run_dir / RUN_FILE).exists():
-                    rename_durably(beside / RUN_FILES[name], run_dir / name)
-            return publish(run_dir, temporary, copy.step, copy.manifest, Coordinator(LoneTransport()))
-        except (OSError, SaveFailed) as error:
-            raise LocalFault(str(error.__cause__ or error)) from error
-    except BaseException:
-        remove_dir(temporary, ignore_errors=True)
-        raise
-    finally:
-        remove_dir(beside, ignore_errors=True)
-
-
-def _fetch(store: RemoteStore, step: int, root: Path, name: str, entry: dict[str, Any], retries: Retries) -> None:
-    def chunks() -> Iterator[bytes]:
-        try:
-            for chunk in store.chunks(object_name(step, name)):
-                retries.beat()
-                yield chunk
-        except FileNotFoundError:
-            raise DamagedCheckpoint(f"{store.url}: {name} of step {step} is missing") from None
-        except OSError as error:  # not to be taken for one of the disk
-            raise ConnectionError(f"{type(error).__name__}: {error}") from error
-
-    def attempt() -> None:
-        try:
-            remove_file(root / name, missing_ok=True)
-            written = write_file(root, name, chunks())
-        except ConnectionError:
-            raise
-        except OSError as error:
-            raise LocalFault(str(error)) from error
-        if (written.size, written.xxh3_128) != (entry["size"], entry["xxh3_128"]):
-            raise DamagedCheckpoint(f"{store.url}: {name} of step {step} differs from its hash")
-
-    retries.call(f"fetching {name} of step {step}", attempt, final=(DamagedCheckpoint, LocalFault))
-
-
-def _fetch_run_file(store: RemoteStore, copy: Copy, root: Path, name: str, retries: Retries) -> bool:
-    """Fetch a file of the run directory that went along with `copy`; False, with a warning, when it is not as it was
-    sent."""
-    try:
-        if name not in copy.run_files:
-            raise DamagedCheckpoint("remote.json does not know it")
-        _fetch(store, copy.step, root, RUN_FILES[name], copy.run_files[name], retries)
-    except DamagedCheckpoint:
-        log.warning("%s: %s of step %d is damaged or missing and is left out.", store.url, name, copy.step)
-        return False
-    return True
 
 
 def claim_at_start(store: RemoteStore, run_dir: Path, trainer: TrainerConfig) -> None:

@@ -137,7 +137,7 @@ class Retries:
         )
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """One line for a log: some clients' errors have pages."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 

@@ -56,18 +56,19 @@ def prepare(
     source = directory.resume_source(trainer)
     remote: RemoteStore | None = None
 
-    def fetch() -> None:
+    def reach() -> None:
         nonlocal remote
         remote = open_remote(run_dir, trainer, settings)
         if remote is not None:
             hold(remote, run_dir)
-            restore(remote, run_dir, trainer, source)
 
     launch = _launch(run_dir, coordinator)
     coordinator.on_domain_leaders(lambda: directory.make(run_dir, trainer, launch))
     roll_forward(run_dir, coordinator)
     coordinator.on_domain_leaders(lambda: directory.tidy(run_dir, trainer, launch))
-    coordinator.on_leader(fetch)
+    if settings.remote is not None:
+        coordinator.on_leader(reach)
+        restore(remote, run_dir, trainer, source, coordinator)
     run = _agreed_run(run_dir, coordinator)
     check_same_run(run_dir, trainer, config, run.get("resumed_from"), coordinator)
     _bring_history(run_dir, run["run_id"], coordinator)

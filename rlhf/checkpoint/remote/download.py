@@ -1,0 +1,181 @@
+"""Download of a remote checkpoint into a run directory: all ranks that share it and reach the remote fetch a part."""
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlhf.checkpoint.commit.publication import begin, publish
+from rlhf.checkpoint.remote.remote_store import (
+    RUN_FILES,
+    THREADS,
+    Copy,
+    LocalFault,
+    RemoteStore,
+    hash_of,
+    object_name,
+)
+from rlhf.checkpoint.remote.retries import Retries, Stopped, in_threads, one_line
+from rlhf.errors import UserError
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.patience import patiently
+from rlhf.ranks.transport import LoneTransport
+from rlhf.storage.disk_errors import DamagedCheckpoint, SaveFailed
+from rlhf.storage.files import make_dir, remove_dir, remove_file, rename_durably, write_file
+from rlhf.storage.layout import MANIFEST, RUN_FILE, TEMPORARY, fresh_name
+
+log = logging.getLogger(__name__)
+CHECK_S = 30.0
+"""How long a rank tries whether it reaches the remote."""
+DOWNLOAD_S = 600.0
+"""How long a file is tried again that comes no further."""
+DISK, NETWORK, DAMAGE, STOPPED = range(4)
+"""Reasons why a rank's part was not fetched, the one that counts for all ranks first."""
+Fault = tuple[int, str]
+"""A reason and its text."""
+
+
+def download(url: str, copy: Copy, run_dir: Path, coordinator: Coordinator) -> bool:
+    """Publish `copy` in `run_dir`, every file compared with its hash, after run.json and the history have their place.
+    Collective, of ranks that share the directory.
+
+    False on every rank, and nothing changed, when a file is missing or not as committed. Raises UserError on every rank
+    when the disk refuses a file or the remote falls silent.
+    """
+    retries = Retries(url, stalled_s=DOWNLOAD_S, give_up_s=DOWNLOAD_S)
+    stores: list[RemoteStore] = []
+
+    def make() -> tuple[Path, Path]:
+        log.info("Fetching step %d from %s.", copy.step, url)
+        try:
+            make_dir(run_dir)
+            return begin(run_dir, copy.step), run_dir / fresh_name(TEMPORARY, "run")
+        except OSError as error:
+            raise UserError(_refused(url, str(error))) from error
+
+    def reach() -> bool:
+        stores.extend(store for store in [_reach(url, copy, leads=coordinator.is_leader)] if store is not None)
+        return bool(stores)
+
+    temporary, beside = coordinator.on_leader(make)
+    able = [rank for rank, reaches in enumerate(coordinator.everywhere(reach)) if reaches]
+    files = sorted(copy.manifest.files.items(), key=lambda item: (-item[1]["size"], item[0]))
+    mine = files[able.index(coordinator.rank) :: len(able)] if stores else []
+    fetched: list[str] = []
+
+    def fetch() -> Fault | None:
+        try:
+            for store in stores:
+                jobs = [partial(_fetch, store, copy.step, temporary, name, entry, retries) for name, entry in mine]
+                in_threads(jobs, THREADS)
+                if coordinator.is_leader:
+                    fetched.extend(name for name in RUN_FILES if _fetch_run_file(store, copy, beside, name, retries))
+        except BaseException as error:  # the other ranks wait for this one's answer
+            return _fault(error)
+        return None
+
+    def end(faults: list[Fault | None]) -> Fault | None:
+        try:
+            worst = min((fault for fault in faults if fault is not None), default=None)
+            return worst or _publish(copy, run_dir, temporary, beside, fetched)
+        finally:
+            remove_dir(temporary, ignore_errors=True)
+            remove_dir(beside, ignore_errors=True)
+
+    own = patiently(fetch, lambda fault: fault is not None, retries.stop, coordinator)
+    fault = coordinator.combine(lambda: own, end)
+    if fault is None:
+        return True
+    reason, text = fault
+    if reason == DISK:
+        raise UserError(_refused(url, text))
+    if reason != DAMAGE:
+        raise UserError(unreadable(url, text))
+    if coordinator.is_leader:
+        log.error("%s; falling back to the copy before it.", text)
+    return False
+
+
+def _reach(url: str, copy: Copy, *, leads: bool) -> RemoteStore | None:
+    """The remote, if this rank can read `copy` there: other machines may lack the credentials, or the way."""
+    if leads:  # which has found it there
+        return RemoteStore(url)
+    retries = Retries(url, stalled_s=CHECK_S, give_up_s=CHECK_S)
+    try:
+        store = retries.call("opening", partial(RemoteStore, url), final=(Exception,))
+        found = retries.call("reading a manifest", partial(store.read, object_name(copy.step, MANIFEST)))
+    except Exception as error:
+        log.warning("%s cannot be read from here (%s); other ranks fetch what is there.", url, one_line(error))
+        return None
+    return store if found is not None and hash_of(found) == copy.manifest_hash else None
+
+
+def unreadable(url: str, text: str) -> str:
+    """Message to the user about a remote that cannot be read at the start."""
+    return (
+        f"checkpoint.remote: {url} may hold checkpoints of this run and cannot be read ({text}). "
+        "Start again when it can."
+    )
+
+
+def _refused(url: str, text: str) -> str:
+    return f"A checkpoint from {url} cannot be written: {text}. Mend it and start again."
+
+
+def _fault(error: BaseException) -> Fault:
+    if isinstance(error, LocalFault):
+        return DISK, str(error)
+    if isinstance(error, DamagedCheckpoint):
+        return DAMAGE, str(error)
+    return (STOPPED if isinstance(error, Stopped) else NETWORK), one_line(error)
+
+
+def _fetch(store: RemoteStore, step: int, root: Path, name: str, entry: dict[str, Any], retries: Retries) -> None:
+    def chunks() -> Iterator[bytes]:
+        try:
+            for chunk in store.chunks(object_name(step, name)):
+                retries.beat()
+                yield chunk
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{store.url}: {name} of step {step} is missing") from None
+        except OSError as error:  # not to be taken for one of the disk
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+
+    def attempt() -> None:
+        try:
+            remove_file(root / name, missing_ok=True)
+            written = write_file(root, name, chunks())
+        except ConnectionError:
+            raise
+        except OSError as error:
+            raise LocalFault(str(error)) from error
+        if (written.size, written.xxh3_128) != (entry["size"], entry["xxh3_128"]):
+            raise DamagedCheckpoint(f"{store.url}: {name} of step {step} differs from its hash")
+
+    retries.call(f"fetching {name} of step {step}", attempt, final=(DamagedCheckpoint, LocalFault))
+
+
+def _fetch_run_file(store: RemoteStore, copy: Copy, root: Path, name: str, retries: Retries) -> bool:
+    """Fetch a file of the run directory that went along with `copy`; False, with a warning, when it is not as it was
+    sent."""
+    try:
+        if name not in copy.run_files:
+            raise DamagedCheckpoint("remote.json does not know it")
+        _fetch(store, copy.step, root, RUN_FILES[name], copy.run_files[name], retries)
+    except DamagedCheckpoint:
+        log.warning("%s: %s of step %d is damaged or missing and is left out.", store.url, name, copy.step)
+        return False
+    return True
+
+
+def _publish(copy: Copy, run_dir: Path, temporary: Path, beside: Path, fetched: list[str]) -> Fault | None:
+    try:
+        # Before the checkpoint: a kill in between finds no checkpoint and begins again.
+        for name in fetched:
+            if name != RUN_FILE or not (run_dir / RUN_FILE).exists():
+                rename_durably(beside / RUN_FILES[name], run_dir / name)
+        publish(run_dir, temporary, copy.step, copy.manifest, Coordinator(LoneTransport()))
+    except (OSError, SaveFailed) as error:
+        return DISK, str(error.__cause__ or error)
+    return None

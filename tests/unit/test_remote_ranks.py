@@ -1,0 +1,112 @@
+"""Start of several ranks on an empty disk: they share the files of the remote checkpoint, with no deadline for all."""
+
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoint.commit.manifest import verify
+from rlhf.checkpoint.remote import download
+from rlhf.errors import UserError
+from rlhf.storage.layout import scan, step_dir
+from tests.support.remotes import WEATHER, assert_same_files, copy_all, make_run, on_empty_disk
+from tests.support.sections import remote_store, restore
+from tests.support.thread_ranks import make_coordinator, run_thread_ranks, this_rank
+
+
+@pytest.fixture(autouse=True)
+def weather():
+    WEATHER.__init__()
+    yield WEATHER
+    WEATHER.__init__()
+
+
+@pytest.fixture
+def url(tmp_path) -> str:
+    return f"faulty://{tmp_path}/remote"
+
+
+FETCHED: dict[int | None, set[str]] = {}
+"""Names of the files that each rank has opened in the remote."""
+LOCK = threading.Lock()
+
+
+def start(rank: int, config, timeout_s: float) -> object:
+    """The step that is restored, or what a user is told; and the files that this rank has asked the remote for."""
+    coordinator = make_coordinator().another(timedelta(seconds=timeout_s))
+    store = remote_store(config) if rank == 0 else None
+    try:
+        return restore(store, config, None, coordinator)
+    except UserError as error:
+        return str(error)
+
+
+def note(number: int, call: str, path: str) -> None:
+    """Called in the thread of a call, which belongs to a rank."""
+    if call == "open rb":
+        with LOCK:
+            FETCHED.setdefault(this_rank(), set()).add(Path(path).name)
+
+
+@pytest.fixture
+def config(tmp_path, url):
+    config = make_run(tmp_path / "a", 2, 4, remote=url)
+    copy_all(config)
+    FETCHED.clear()
+    return config
+
+
+def test_ranks_share_the_files_and_no_deadline_is_for_all_of_them(tmp_path, config):
+    """The leader fetched all of them, while the others waited for it in a call with a deadline."""
+    other = on_empty_disk(config, tmp_path / "b")
+
+    def slowly(number: int, call: str, path: str) -> None:
+        note(number, call, path)
+        if call == "open rb" and "/rng/" in path:
+            time.sleep(4.0)
+
+    WEATHER.before = slowly
+    assert run_thread_ranks(3, start, other, 2.5) == [4] * 3
+    assert_same_files(step_dir(config.run_dir, 4), step_dir(other.run_dir, 4))
+    files = [FETCHED[rank] - {"manifest.json"} for rank in range(3)]
+    assert all(len(names) >= 2 for names in files)
+
+
+def test_a_rank_that_cannot_reach_the_remote_leaves_its_part_to_others(tmp_path, config, monkeypatch):
+    other = on_empty_disk(config, tmp_path / "b")
+    monkeypatch.setattr(download, "CHECK_S", 0.2)
+
+    def refused(number: int, call: str, path: str) -> None:
+        note(number, call, path)
+        if this_rank() == 1:
+            raise PermissionError("no credentials")
+
+    WEATHER.before = refused
+    assert run_thread_ranks(3, start, other, 60.0) == [4] * 3
+    assert FETCHED[1] == {"manifest.json"}
+    verify(step_dir(other.run_dir, 4))
+
+
+@pytest.mark.parametrize("what", ["damage", "silence"])
+def test_what_one_rank_meets_is_told_to_all(tmp_path, config, monkeypatch, what):
+    monkeypatch.setattr(download, "DOWNLOAD_S", 0.5)
+    other = on_empty_disk(config, tmp_path / "b")
+    if what == "damage":
+        [path] = (tmp_path / "remote").rglob("global_step_4/rng/*.safetensors")
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        assert run_thread_ranks(3, start, other, 60.0) == [2] * 3
+        assert [path.name for path in scan(other.run_dir)] == ["global_step_2"]
+    else:
+
+        def silent(number: int, call: str, path: str) -> None:
+            if this_rank() == 2 and path.endswith(".safetensors"):
+                raise ConnectionError("no route to host")
+
+        WEATHER.before = silent
+        told = set(run_thread_ranks(3, start, other, 60.0))
+        assert len(told) == 1
+        assert "may hold checkpoints of this run and cannot be read" in told.pop()
+        assert scan(other.run_dir) == []
+    assert not list(other.run_dir.glob(".tmp-*"))
