@@ -88,8 +88,10 @@ def _lock(folder: Path, key: str) -> Iterator[bool]:
 
 def _made(entry: Path, make: Callable[[Path], None]) -> MappedPrompts:
     started = time.monotonic()
-    for leftover in [*_in_the_making(entry.parent, entry.name), *([entry] if entry.exists() else [])]:
-        remove_dir(leftover)
+    if entry.exists():
+        rename(entry, entry.with_name(fresh_name(TEMPORARY, entry.name)))
+    for leftover in _in_the_making(entry.parent, entry.name):
+        remove_dir(leftover, ignore_errors=True)  # a file that is still open over NFS stops nobody
     temporary = entry.with_name(fresh_name(TEMPORARY, entry.name))
     log.info("Tokenising the prompts into %s; later starts will find them there.", entry)
     try:

@@ -107,9 +107,10 @@ def write_small(path: Path, content: bytes) -> None:
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Make `folder` a directory of just these small files, by their names, which nobody needs after a crash."""
+    """Make `folder` a directory of just these small files, by their names, which nobody needs after a crash; what else
+    lies there and cannot be removed (a file that a dying process has open over NFS) stays."""
     if folder.exists():
-        remove_dir(folder)
+        remove_dir(folder, ignore_errors=True)
     make_dir(folder)
     for name, content in files.items():
         write_small(folder / name, content)

@@ -304,6 +304,16 @@ def test_a_folder_that_cannot_be_made_is_one_message(tmp_path):
         build(file, tmp_path / "file" / "cache")
 
 
+def test_leftovers_that_cannot_be_removed_stop_nobody(tmp_path, cache):
+    file = numbered(tmp_path / "rows.jsonl", 100)
+    first = build(file, cache)
+    made = cache / sets(cache)[0]
+    (made / "about.json").write_text("{}")
+    (killed := cache / f".tmp-{made.name}-killed").mkdir()
+    with small_disk(killed / "busy", 1):
+        assert build(file, cache).fingerprint == first.fingerprint
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="root becomes another user here, who may not read all")
 def test_a_set_of_another_users_is_one_message():
     with tempfile.TemporaryDirectory() as folder:  # pytest's are root's alone

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from rlhf.storage import scratch as scratch_module
+from rlhf.storage.files import write_folder
 from rlhf.storage.scratch import LONGEST, SHARED_MEMORY, Scratch, name_shared_memory, sweep
+from tests.support.small_disks import small_disk
 
 HOLDER = """
 import socket, sys
@@ -157,3 +159,12 @@ def test_names_of_shared_memory():
     assert memory.name.startswith("psm_")
     memory.close()
     memory.unlink()
+
+
+def test_a_folder_of_small_files_is_written_beside_what_cannot_be_removed(tmp_path):
+    folder = tmp_path / "rollout_model"
+    write_folder(folder, {"config.json": b"old", "gone.json": b"old"})
+    with small_disk(folder / "busy", 1):
+        write_folder(folder, {"config.json": b"new"})
+    assert (folder / "config.json").read_bytes() == b"new"
+    assert not (folder / "gone.json").exists()
