@@ -37,6 +37,7 @@ _CALLS = {
     "keyctl": (250, 219),
     "io_uring_setup": (425, 425),
     "pidfd_getfd": (438, 438),
+    "open_by_handle_at": (304, 265),
 }
 """System calls by number on x86_64 and on aarch64."""
 

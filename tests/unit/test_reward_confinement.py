@@ -120,6 +120,16 @@ def test_other_processes_environments_and_memory_stay_closed(shared, holder):
     assert holder.poll() is None
 
 
+def test_no_file_is_opened_behind_its_path(shared):
+    result = shared("""
+import ctypes, errno
+libc, some_inode = ctypes.CDLL(None, use_errno=True), (8).to_bytes(4, "little") + (1).to_bytes(12, "little")
+opened = libc.open_by_handle_at(os.open("/", os.O_RDONLY), some_inode, os.O_RDONLY)
+out["refused"] = opened == -1 and ctypes.get_errno() == errno.EPERM
+""")
+    assert (result.extra, result.failures) == ({"refused": 1.0}, 0)
+
+
 def test_no_file_of_the_trainers_is_open(shared):
     code = "import stat\nout['files'] = out['folders'] = 0\nfor fd in range(64):\n    try:\n"
     code += "        kind = os.fstat(fd).st_mode\n        out['files'] += stat.S_ISREG(kind) or stat.S_ISSOCK(kind)\n"
