@@ -29,9 +29,11 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 _ACCELERATORS = ("nvidia*", "kfd", "dri/render*")
 # Mapped by every user namespace, and set aside by systemd for users without a name.
 _FIRST_UID, _UIDS = 61184, 4096
-_NEVER = ("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "add_key", "request_key", "keyctl")
-# With the right to read as root does, it opens files beyond all mounts: the host's, from a container.
-_NEVER += ("open_by_handle_at",)
+_NEVER = (
+    *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "add_key", "request_key", "keyctl"),
+    # With the right to read as root does, it opens files beyond all mounts: the host's, from a container.
+    "open_by_handle_at",
+)
 _NETWORK = ("socket", "io_uring_setup")
 
 
