@@ -136,12 +136,14 @@ def _wrong_state(promises: Promises, run: TinyRun) -> list[str]:
 def _wrong_journal(promises: Promises, run: TinyRun) -> list[str]:
     assert run.journal is not None
     step = run.driver.step + 1
-    uids = sorted(uid for noted, uid in promises.journal if noted == step)
     run.journal.begin(step, step - 1, None)
-    known = run.journal.samples(uids), run.journal.results(uids)
-    if known != ([samples_of(uid, step) for uid in uids], [results_of(uid, step) for uid in uids]):
-        return [f"the journal of step {step} lacks something of the prompts {uids}"]
-    return []
+    found = []
+    for uid, what in sorted((uid, what) for noted, uid, what in promises.journal if noted == step):
+        samples = what == "samples"
+        known: list | None = run.journal.samples([uid]) if samples else run.journal.results([uid])
+        if known != [samples_of(uid, step) if samples else results_of(uid, step)]:
+            found.append(f"the journal of step {step} has not the {what} of prompt {uid}")
+    return found
 
 
 def _left_behind(config: Config) -> list[str]:

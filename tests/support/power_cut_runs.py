@@ -67,8 +67,8 @@ class Promises:
     kept: set[int] = field(default_factory=set)
     """Marks of saves that were set aside: still there, under whichever name."""
     damage: bool = False
-    journal: set[tuple[int, int]] = field(default_factory=set)
-    """Step and prompt of samples and rewards that were put down."""
+    journal: set[tuple[int, int, str]] = field(default_factory=set)
+    """Step, prompt, and whether its samples or its rewards were put down."""
     copied: Saved | None = None
     """The newest save that the remote has."""
     whole: dict[str, Callable[[bytes], bool]] = field(default_factory=dict)
@@ -228,9 +228,10 @@ class TinyRun:
         for uid in UIDS:
             if self.journal.samples([uid]) is None:
                 self.journal.add_samples({uid: samples_of(uid, step)})
+            self.note("journal", (step, uid, "samples"))
             if self.journal.results([uid]) is None:
                 self.journal.add_results({uid: results_of(uid, step)})
-            self.note("journal", (step, uid))
+            self.note("journal", (step, uid, "results"))
 
     def save(self) -> None:
         """Save this step; what has become of it and of the save before is noted."""
