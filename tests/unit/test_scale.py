@@ -1,6 +1,7 @@
 """Messages and indices of many ranks: the benchmark's figures stay flat, and it says when one does not."""
 
 import pickle
+import time
 
 import pytest
 import torch
@@ -24,6 +25,18 @@ def test_a_figure_that_grows_is_named():
         "a: bytes"
     ]
     assert scale.growing({4: {"a: bytes": 10.0}, 8: {"a: bytes": 1000.0}}) == []
+
+
+def test_a_busy_machine_makes_no_figure_grow():
+    """A load of 22 ms instead of 8 once ended the benchmark with 1."""
+    until = iter([0.05, 0.0, 0.0])
+
+    def busy_once() -> None:
+        end = time.process_time() + next(until)
+        while time.process_time() < end:
+            pass
+
+    assert scale.timed(busy_once, 3)[1] < 0.04
 
 
 class ManyTensors(PlainRole):
