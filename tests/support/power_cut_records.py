@@ -64,7 +64,9 @@ def killed(made: Record, rng: random.Random, points: int) -> list[Record]:
     starts = next(number for number, what, _ in made.notes if what == "begun")
     before_syncs = [i for i, op in enumerate(made.ops) if op.kind.startswith("sync") and i >= starts]
     named = [i for i in before_syncs if made.ops[i].kind == "sync_dir" and "/.tmp-" not in made.ops[i].path]
-    chosen = set(rng.sample(named, min(len(named), points // 2)))
+    # Of them one at least where a checkpoint has lost its name.
+    removed = [i for i in named if made.ops[i - 1].kind == "rename" and "/.trash-" in made.ops[i - 1].other]
+    chosen = set(rng.sample(removed, min(len(removed), 1)) + rng.sample(named, min(len(named), points // 2 - 1)))
     chosen |= set(rng.sample([i for i in before_syncs if i not in chosen], points - len(chosen)))
     records = []
     for moment in sorted(chosen):

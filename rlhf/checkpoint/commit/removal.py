@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit.pointer import point_elsewhere
 from rlhf.events import announce
-from rlhf.storage.files import remove, rename_durably
+from rlhf.storage.files import fsync_dir, remove, rename_durably
 from rlhf.storage.layout import TEMPORARY, TRASH, fresh_name
 
 log = logging.getLogger(__name__)
@@ -55,4 +55,11 @@ def clean_leftovers(run_dir: Path) -> list[str]:
     """
     # Promise 11.
     leftovers = [path for path in run_dir.iterdir() if path.name.startswith((TEMPORARY, TRASH))]
+    try:
+        if leftovers:
+            # A kill may have come before a checkpoint's loss of its name was durable: a power cut would give it back.
+            fsync_dir(run_dir)
+    except OSError as error:
+        log.error("%s could not be synced (%s); the next start tries again to remove leftovers.", run_dir, error)
+        return []
     return [path.name for path in leftovers if delete(path)]
