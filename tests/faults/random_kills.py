@@ -50,7 +50,7 @@ class Figures:
     def lines(self) -> Iterator[str]:
         """The report."""
         yield (
-            f"random: {self.kills.total()} kills in {self.runs} runs, {self.starts} starts of the command, "
+            f"random: {self.kills.total()} kills in {self.runs} run(s), {self.starts} starts of the command, "
             f"{self.restarts} restarts by the supervisor"
         )
         for kind in KINDS:
