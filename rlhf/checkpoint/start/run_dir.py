@@ -16,7 +16,7 @@ from rlhf.checkpoint.run_file import AGENTS, read_run_file
 from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import make_dir_durably, remove_file
+from rlhf.storage.files import fsync_dir, make_dir_durably, remove_file
 from rlhf.storage.layout import DRIVER_STATE, HISTORY, scan, step_of
 from rlhf.storage.reading import CheckedFiles
 
@@ -55,6 +55,8 @@ def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
     # A kill between a commit and its pointer has left one that names what retention will remove.
     newest = next((step_of(path) for path in scan(run_dir)), None)
     if pointed(run_dir) != newest:
+        # The kill may have come before the checkpoint's name was durable: a power cut would leave the pointer alone.
+        fsync_dir(run_dir)
         point_to(run_dir, newest)
 
 
