@@ -1,0 +1,93 @@
+"""Interface of a layout: a checkpoint of any tool as named tensors, of which ranges are read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape and type of a whole tensor, before it was split over ranks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Folder of some tool, and what the user says about it.
+
+    `model_files` is a Hugging Face folder with the model's config and tokenizer, for a layout that does not bring them
+    (`--hf_model_path`); `role` chooses among the models of a checkpoint that has several (`actor`, `critic`); `tag` is
+    the name of one save within the folder, for layouts that have such (DeepSpeed).
+    """
+
+    path: Path
+    model_files: Path | None = None
+    role: str = "actor"
+    tag: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainedSoFar:
+    """Progress of the run that wrote a checkpoint, as far as the checkpoint says so.
+
+    `step` counts what that tool calls a step, `optimizer_steps` updates of the weights; `schedule` is the state of its
+    learning rate schedule, with the names that torch gives (`last_epoch`, `base_lrs`).
+    """
+
+    step: int | None = None
+    optimizer_steps: int | None = None
+    schedule: Mapping[str, Any] | None = None
+
+
+@dataclass
+class Contents:
+    """Contents of a checkpoint: the model, the optimizer, and what it lacks.
+
+    `tensors` has the model's by their names in transformers, tied ones once. `moments` has the optimizer's:
+    `NAME.exp_avg`, `NAME.exp_avg_sq` (of NAME's shape) and `NAME.step` (a scalar) for the parameter NAME, and is empty
+    when they are not there. `model_files` is the folder with config.json, tokenizer and chat template, `None` when
+    nobody knows. `absent` says what a run of ours needs and this layout did not keep, a line each.
+    """
+
+    tensors: dict[str, TensorInfo]
+    moments: dict[str, TensorInfo] = field(default_factory=dict)
+    progress: TrainedSoFar = field(default_factory=TrainedSoFar)
+    model_files: Path | None = None
+    absent: list[str] = field(default_factory=list)
+
+
+class ModelSource(Protocol):
+    """One open checkpoint; holds at most one tensor, or one rank's mapped file, in memory."""
+
+    layout: str
+    """Its name as `--backend` takes it."""
+    contents: Contents
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened (row-major) tensor or moment `name`: 1-D, contiguous, on the CPU, in
+        the stored type. Raises DamagedCheckpoint when they cannot be had."""
+        ...
+
+    def close(self) -> None:
+        """Let go of its files."""
+        ...
+
+
+class Layout(Protocol):
+    """A module of this room that can read one layout; `rlhf.checkpoint.interop.layouts` lists them."""
+
+    NAME: str
+
+    def recognises(self, origin: Origin) -> bool:
+        """Whether the folder is of this layout, from names and small files alone."""
+        ...
+
+    def open_source(self, origin: Origin) -> ModelSource:
+        """Open it. Raises UserError, with the option to set or the file that is missing, when it cannot be read."""
+        ...
