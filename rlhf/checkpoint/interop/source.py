@@ -62,7 +62,7 @@ class Contents:
     absent: list[str] = field(default_factory=list)
 
 
-class ModelSource(Protocol):
+class TensorSource(Protocol):
     """One open checkpoint; holds at most one tensor, or one rank's mapped file, in memory."""
 
     layout: str
@@ -88,6 +88,6 @@ class Layout(Protocol):
         """Whether the folder is of this layout, from names and small files alone."""
         ...
 
-    def open_source(self, origin: Origin) -> ModelSource:
+    def open_source(self, origin: Origin) -> TensorSource:
         """Open it. Raises UserError, with the option to set or the file that is missing, when it cannot be read."""
         ...
