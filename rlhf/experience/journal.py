@@ -16,7 +16,7 @@ from rlhf.experience.groups import Group
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
-from rlhf.storage.files import append_durably, fsync_dir, make_dir_durably, remove_file, truncate
+from rlhf.storage.files import append_durably, fsync_dir, fsync_file, make_dir_durably, remove_file, truncate
 from rlhf.storage.layout import scan, step_of
 
 log = logging.getLogger(__name__)
@@ -164,6 +164,9 @@ class Journal:
                 )
             self._drop(other for other in self._files() if other.rank == file.rank and other.step >= file.step)
             return {}
+        if self._is_mine(file):
+            # A kill may have come between a record and its sync: what is read back here stays after a power cut.
+            fsync_file(file.path)
         known: dict[int, _Entry] = {}
         for document, tail in (records.from_payload(payload) for payload in payloads[1:] if payload is not None):
             uid = document["uid"]

@@ -179,6 +179,15 @@ def make_new_dir(path: Path) -> None:
     path.mkdir(parents=True)
 
 
+def fsync_file(path: Path) -> None:
+    """Make what any process has written to a file durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def fsync_dir(path: Path) -> None:
     """Make the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
