@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 from rlhf.checkpoint.commit import pointer
+from rlhf.checkpoint.remote.lease import release_held
 from rlhf.checkpoint.save import disk_space
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_DONE
@@ -217,11 +217,11 @@ def remote(root: Path, book: Book) -> None:
 
 
 def fetched(root: Path, book: Book) -> None:
-    """A start on an empty disk, which the newest copy is brought to."""
+    """A start on another machine, whose empty disk the newest copy is brought to."""
     remote(root, book)
-    shutil.rmtree(root / "rlhf")
+    release_held()
     book.note("only", [book.saves[4]])
-    run = begin(book, start_of(root, checkpoint__remote=f"file://{root}/{REMOTE}"), course=2)
+    run = begin(book, start_of(root / "another", checkpoint__remote=f"file://{root}/{REMOTE}"), course=2)
     run.train(1)
     run.finish()
 
