@@ -275,16 +275,22 @@ def test_a_busy_server_counts_its_tokens_before_it_answers(world):
     async def count() -> list[float]:
         async with aiohttp.ClientSession() as session:
             client = ServerClient(session, world.servers[0].url, Ask([1], {}, 512), ANSWER_S, world.secret)
-            answer = asyncio.create_task(client.generate(request, 1, await client.weight_label(), 1))
-            counts = [await client.tokens()]
+            label, before = await client.weight_label(), await client.tokens()
+            answer = asyncio.create_task(client.generate(request, 1, label, 1))
+            counts = [before]
             while not answer.done():
                 counts.append(await client.tokens())
             assert len((await answer)[0].token_ids) == long.max_tokens
             return counts
 
-    counts = asyncio.run(count())
-    assert counts == sorted(counts)
-    assert len(set(counts)) > 3
+    # A machine that is busy with other things may look at one answer at its beginning and its end only.
+    for _ in range(30):
+        counts = asyncio.run(count())
+        assert counts == sorted(counts)
+        prompt = counts[0] + len(request.token_ids)
+        if any(prompt < seen < prompt + long.max_tokens for seen in counts):
+            return
+    pytest.fail("in none of 30 answers a token was counted before the last one")
 
 
 def test_a_server_that_is_killed(world, undisturbed):
