@@ -1,0 +1,19 @@
+"""Texts for a terminal: sizes, and what other people's files say made harmless. Imports no torch."""
+
+from rlhf.checkpoint.commit.manifest import Manifest
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal, on which what names and texts of other people's files say must have no effect."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def sizes_of(manifest: Manifest) -> str:
+    """Bytes that a save wrote, and those that it linked."""
+    linked = f" and {size_text(manifest.linked_bytes)} linked" if manifest.linked else ""
+    return size_text(manifest.total_bytes) + linked
+
+
+def size_text(count: int) -> str:
+    """`count` bytes in MiB."""
+    return f"{count / 2**20:.2f} MiB"
