@@ -197,6 +197,18 @@ def fsync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_files(root: Path) -> None:
+    """Make the content of all files below a directory durable, their names not yet."""
+    for path in root.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                with _naming(path):
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
 def fsync_tree(root: Path) -> None:
     """Make the names in a directory and in all below it durable, the deepest first."""
     for directory in sorted({root, *root.rglob("*/")}, key=lambda path: -len(path.parts)):

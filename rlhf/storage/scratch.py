@@ -38,7 +38,7 @@ class Scratch:
             self.folder = where / f"rlhf.{secrets.token_hex(6)}"
             make_private_dir(self.folder)
             try:
-                self._lock = _locked(self.folder)
+                self._lock = lock_folder(self.folder)
             except OSError as error:
                 remove_dir(self.folder, ignore_errors=True)
                 raise OSError(f"No folder in {where} can be locked ({error}); set TMPDIR to another place.") from error
@@ -68,10 +68,23 @@ def sweep(where: Path) -> None:
         if not _NAME.fullmatch(folder.name) or not _is_ours(folder):
             continue
         with suppress(OSError):  # leftovers stop nobody
-            lock = _locked(folder)
+            lock = lock_folder(folder)
             if lock is not None:
                 _remove(folder)
                 os.close(lock)
+
+
+def lock_folder(folder: Path) -> int | None:
+    """A descriptor with the lock on `folder`, held until it is closed or the process ends; None where it is another's
+    or gone. Raises OSError on a file system without locks."""
+    with ExitStack() as stack, suppress(FileNotFoundError, BlockingIOError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        stack.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), folder.stat()):
+            stack.pop_all()
+            return descriptor
+    return None
 
 
 def name_shared_memory(beginning: str = "psm_") -> None:
@@ -86,18 +99,6 @@ def _is_ours(folder: Path) -> bool:
         return not folder.is_symlink() and folder.is_dir() and folder.stat().st_uid == os.geteuid()
     except OSError:
         return False
-
-
-def _locked(folder: Path) -> int | None:
-    """A descriptor with the lock on `folder`; None where it is another's or gone."""
-    with ExitStack() as stack, suppress(FileNotFoundError, BlockingIOError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        stack.callback(os.close, descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), folder.stat()):
-            stack.pop_all()
-            return descriptor
-    return None
 
 
 def _remove(folder: Path) -> None:

@@ -1,0 +1,128 @@
+"""Output folder of a verb: written beside its place, proven, and renamed, so that nobody ever sees half of it."""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlhf.checkpoint.commit.manifest import describe
+from rlhf.errors import UserError
+from rlhf.events import announce
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import (
+    WrittenFile,
+    fsync_dir,
+    fsync_files,
+    fsync_tree,
+    make_dir,
+    make_new_dir,
+    remove_dir,
+    rename,
+)
+from rlhf.storage.layout import MANIFEST, fresh_name
+from rlhf.storage.reading import CheckedFiles
+from rlhf.storage.scratch import lock_folder
+
+INCOMPLETE = ".incomplete-"
+"""Begins the name of a folder that is being written, or was when its writer was killed."""
+REPLACED = ".replaced-"
+"""Begins the name of a folder that has lost its place to a new one and is being removed."""
+
+
+@contextmanager
+def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Path] = ()) -> Iterator[Path]:
+    """An empty folder that becomes `target` when the block ends, with all that it holds on the disk.
+
+    When the block raises, it is removed; what a killed process left of one goes first. `overwrite` lets it take the
+    place of an earlier one. Raises UserError before anything is written when `target` is there, would lie in a
+    checkpoint or replace one of the `sources`, or is being written by another process.
+    """
+    target = target.absolute()
+    _check(target, overwrite, [path.resolve() for path in sources])
+    make_dir(target.parent)
+    _remove_leftovers(target)
+    folder, lock = _made(target)
+    try:
+        announce("target.begin")
+        yield folder
+        _publish(folder, target, overwrite)
+    except BaseException:
+        remove_dir(folder, ignore_errors=True)
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def prove(root: Path, written: Iterable[WrittenFile]) -> None:
+    """Read back what was written below `root`; raises DamagedCheckpoint, naming the file, unless each byte is the
+    same."""
+    described = describe(list(written))
+    files = CheckedFiles(root, described)
+    for name in described:
+        try:
+            files.check_entry(name)
+            files.prove(name, files.blocks(name))
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"{root / name} was not written as it should be, try again: {error}") from None
+
+
+def _check(target: Path, overwrite: bool, sources: list[Path]) -> None:
+    real = target.resolve()
+    for source in sources:
+        if real == source or real in source.parents:
+            raise UserError(f"{target} holds what is read ({source}). Give another target.")
+    for parent in real.parents:
+        if (parent / MANIFEST).is_file():
+            raise UserError(f"{target} lies in the checkpoint {parent}, which nothing is written into. Give another.")
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise UserError(f"{target} is no folder. Give another target.")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise UserError(f"{target} is there already. Give another target, or --overwrite to replace it.")
+    if real in (Path.cwd(), *Path.cwd().parents, Path.home()) or target.is_mount():
+        raise UserError(f"{target} is no folder that may be replaced. Give a new one in it.")
+
+
+def _remove_leftovers(target: Path) -> None:
+    name = re.compile(rf"({re.escape(INCOMPLETE)}|{re.escape(REPLACED)}){re.escape(target.name)}-[0-9a-f]{{12}}")
+    for leftover in [path for path in target.parent.iterdir() if name.fullmatch(path.name)]:
+        try:
+            lock = lock_folder(leftover)
+        except OSError:  # a file system without locks
+            remove_dir(leftover)
+            continue
+        if lock is None and leftover.exists():
+            raise UserError(f"{target} is being written by another process. Wait for it, or give another target.")
+        if lock is not None:
+            remove_dir(leftover)
+            os.close(lock)
+
+
+def _made(target: Path) -> tuple[Path, int | None]:
+    """A new folder beside `target`, and a descriptor with the lock by which others know that its writer is alive; None
+    on a file system without locks."""
+    while True:
+        folder = target.parent / fresh_name(INCOMPLETE, target.name)
+        make_new_dir(folder)
+        try:
+            lock = lock_folder(folder)
+        except OSError:
+            return folder, None
+        if lock is not None:  # else somebody took it for a leftover between the two
+            return folder, lock
+
+
+def _publish(folder: Path, target: Path, overwrite: bool) -> None:
+    fsync_files(folder)
+    fsync_tree(folder)
+    announce("target.synced")
+    replaced = None
+    if overwrite and target.is_dir():
+        replaced = rename(target, target.parent / fresh_name(REPLACED, target.name))
+        announce("target.replaced")
+    rename(folder, target)
+    fsync_dir(target.parent)
+    announce("target.published")
+    if replaced is not None:
+        remove_dir(replaced)
