@@ -1,0 +1,57 @@
+"""Table of the layouts that are known; a layout's module is imported when it is asked for."""
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlhf.errors import UserError, did_you_mean, nearest
+
+if TYPE_CHECKING:
+    from rlhf.checkpoint.interop.source import Layout, Origin, TensorSource
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class LayoutEntry:
+    """Layout in the table: the backend that a user asks for it by, its module, and the files it is known by."""
+
+    backend: str
+    module: str
+    known_by: str
+
+    def load(self) -> "Layout":
+        """Import its module."""
+        module: Any = importlib.import_module(f"rlhf.checkpoint.interop.{self.module}")
+        return module
+
+
+LAYOUTS: tuple[LayoutEntry, ...] = ()
+"""In the order in which they are asked whether a folder is theirs."""
+
+
+def backends() -> list[str]:
+    """Names that `--backend` takes."""
+    return [AUTO, *dict.fromkeys(entry.backend for entry in LAYOUTS)]
+
+
+def open_source(origin: "Origin", backend: str = AUTO) -> "TensorSource":
+    """Open a checkpoint of the layout `backend` or, with `auto`, of the first that recognises the folder.
+
+    Raises UserError for a folder that nobody recognises, for one that is not there, and for an unknown backend.
+    """
+    if backend not in backends():
+        found = did_you_mean(nearest(backend, backends()))
+        raise UserError(f"--backend={backend} is not known; it is one of {', '.join(backends())}.{found}")
+    if not origin.path.is_dir():
+        what = "is no folder" if origin.path.exists() else "does not exist"
+        raise UserError(f"{origin.path} {what}. Give the folder of a checkpoint.")
+    asked = [entry for entry in LAYOUTS if backend in (AUTO, entry.backend)]
+    # A layout that the user names says best itself what is missing.
+    if backend != AUTO and len(asked) == 1:
+        return asked[0].load().open_source(origin)
+    for entry in asked:
+        if (layout := entry.load()).recognises(origin):
+            return layout.open_source(origin)
+    looked_for = "; ".join(f"{entry.known_by} ({entry.backend})" for entry in asked)
+    raise UserError(f"{origin.path} holds no checkpoint that is known here. Looked for: {looked_for}.")

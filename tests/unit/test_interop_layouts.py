@@ -1,0 +1,45 @@
+"""Table of layouts: what is asked, and what a folder that nobody knows is told."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoint.interop.layouts import LAYOUTS, backends, open_source
+from rlhf.checkpoint.interop.source import Origin
+from rlhf.errors import UserError
+
+ROOM = Path(__file__).parents[2] / "rlhf" / "checkpoint" / "interop"
+
+
+def test_every_layout_is_in_the_table():
+    modules = {path.stem for path in ROOM.glob("layout_*.py") if "NAME" in names_of(path)}
+    assert {entry.module for entry in LAYOUTS} == modules
+
+
+def names_of(path: Path) -> set[str]:
+    """Names that a module gives at its top."""
+    body = ast.parse(path.read_text()).body
+    return {ast.unparse(target) for node in body if isinstance(node, ast.Assign) for target in node.targets}
+
+
+def test_each_has_what_a_layout_has():
+    for entry in LAYOUTS:
+        layout = entry.load()
+        assert layout.NAME
+        assert callable(layout.recognises)
+        assert callable(layout.open_source)
+
+
+def test_what_nobody_knows(tmp_path):
+    with pytest.raises(UserError, match=f"{tmp_path / 'x'} does not exist"):
+        open_source(Origin(tmp_path / "x"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is no folder"):
+        open_source(Origin(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"holds no checkpoint that is known here\. Looked for: ") as caught:
+        open_source(Origin(tmp_path))
+    assert all(entry.known_by in str(caught.value) for entry in LAYOUTS)
+    with pytest.raises(UserError, match="--backend=nativ is not known; it is one of auto"):
+        open_source(Origin(tmp_path), "nativ")
+    assert backends()[0] == "auto"
