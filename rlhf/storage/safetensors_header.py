@@ -1,9 +1,25 @@
-"""Header of a safetensors file, checked before anything is made of it. Imports no torch."""
+"""Header of a safetensors file: made, and checked before anything is made of it. Imports no torch."""
 
+import json
+import math
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.reading import CheckedFiles, parse_json
+from rlhf.storage.shard_index import ITEM_BYTES, Tensors
+
+
+def make_safetensors_header(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> bytes:
+    """Header of a file of `tensors`, which follow it in their order, without gaps."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + ITEM_BYTES[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_safetensors_header(files: CheckedFiles, name: str) -> tuple[dict[str, Any], int]:

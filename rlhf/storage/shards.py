@@ -5,12 +5,10 @@ size any other reads at any other. Shards lie in safetensors files, one per rank
 says which range is where, down to the byte of the file.
 """
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.hashing import BLOCK
 from rlhf.storage.reading import CheckedFiles
-from rlhf.storage.safetensors_header import read_safetensors_header
+from rlhf.storage.safetensors_header import make_safetensors_header, read_safetensors_header
 from rlhf.storage.shard_index import (
     ITEM_BYTES,
     FileShards,
@@ -83,14 +81,8 @@ def safetensors_chunks(
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
     """What a safetensors file begins with; the tensors follow in their order."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    table = {name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return make_safetensors_header(table, metadata)
 
 
 def tensor_table(shards: Shards) -> Tensors:

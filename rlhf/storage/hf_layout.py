@@ -1,0 +1,84 @@
+"""Layout of the weights of a Hugging Face folder: which tensor lies where in which safetensors file. Imports no torch.
+
+Like the Hub's: one file up to `SHARD_BYTES`, else numbered ones with an index.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rlhf.storage.safetensors_header import make_safetensors_header
+from rlhf.storage.shard_index import ITEM_BYTES, Tensors
+
+SHARD_BYTES = 5_000_000_000
+"""Most bytes of tensors in one file, unless one tensor has more."""
+WEIGHTS, WEIGHTS_INDEX, MODEL_CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+METADATA = {"format": "pt"}
+"""Metadata of each file: some tools open none that lacks it."""
+TYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Types of a model's weights as a configuration names them, by their names in safetensors."""
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """One file of weights: its name, the header that it begins with, and the first byte of each tensor in it, in the
+    order in which they lie there without gaps; `size` bytes in all."""
+
+    name: str
+    header: bytes
+    first_byte: dict[str, int]
+    size: int
+
+
+def lay_out_weights(tensors: Tensors) -> list[WeightsFile]:
+    """Files for `tensors` (name -> safetensors type and shape), filled in their order up to `SHARD_BYTES` each.
+
+    Within a file the wider types come first, as the specification asks, so that each tensor is aligned to its items.
+    """
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = ITEM_BYTES[dtype] * math.prod(shape)
+        if groups[-1] and filled + nbytes > SHARD_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += nbytes
+    count = len(groups)
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [WEIGHTS]
+    return [_file(name, {key: tensors[key] for key in group}) for name, group in zip(names, groups, strict=True)]
+
+
+def _file(name: str, tensors: Tensors) -> WeightsFile:
+    ordered = dict(sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1][0]]))
+    header = make_safetensors_header(ordered, METADATA)
+    places, end = {}, len(header)
+    for key, (dtype, shape) in ordered.items():
+        places[key], end = end, end + ITEM_BYTES[dtype] * math.prod(shape)
+    return WeightsFile(name, header, places, end)
+
+
+def index_of_weights(files: Iterable[WeightsFile]) -> dict[str, bytes]:
+    """The index of numbered files, by its name; nothing for a single file, which needs none."""
+    files = list(files)
+    if len(files) == 1:
+        return {}
+    weight_map = {tensor: file.name for file in files for tensor in file.first_byte}
+    total = sum(file.size - len(file.header) for file in files)
+    document = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return {WEIGHTS_INDEX: (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()}
+
+
+def saying_dtype(small_files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:
+    """`small_files` of a folder, whose config.json says that the weights are of the type `dtype` (float32, ...); as it
+    is for None."""
+    if dtype is None or MODEL_CONFIG not in small_files:
+        return dict(small_files)
+    config = json.loads(small_files[MODEL_CONFIG])
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    for part in config.values():  # of models that consist of several, each with a configuration
+        if isinstance(part, dict) and isinstance(part.get("dtype"), str):
+            part["dtype"] = dtype
+    return dict(small_files) | {MODEL_CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
