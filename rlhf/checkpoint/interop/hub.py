@@ -1,0 +1,229 @@
+"""Upload of a model folder to the Hugging Face Hub: one commit, and a second try sends only what is missing."""
+
+import logging
+import os
+import re
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+CARD = "README.md"
+SILENCE_S = 300.0
+"""Longest wait for an answer, or for the next bytes to be taken, before a request counts as failed."""
+WAITS_S = (1.0, 5.0, 20.0)
+"""Waits before the further tries of what may pass; the client has tries of its own within each."""
+FILES_AT_A_TIME = 4
+"""Weights that are sent together: what a kill leaves of such a group may have to be sent again."""
+PASSING = {408, 409, 412, 429, 500, 502, 503, 504}
+"""Answers after which another try may do: too busy, or somebody else's commit came between."""
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""Names of which a repository must not keep any that are not of the model in it."""
+
+
+def prepare_repository(repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
+    """Make the model repository `repo_id` and its branch `revision` unless they are there; returns its full name.
+
+    To be called before the work whose result is uploaded. Raises UserError when the Hub cannot be used: no token, no
+    permission, a name that is none, no connection; and for `private` when the repository is there and public, so that
+    nothing is shown by mistake.
+    """
+    with _client(repo_id) as api:
+        # Nothing is asked for without `private`: an organization may have a default of its own.
+        url = _patiently(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True))
+        if private and not _patiently(lambda: api.repo_info(url.repo_id)).private:
+            raise UserError(
+                f"--private: {repo_id} exists on the Hub and is public, and nothing was sent. Make it private in its "
+                "settings there, give another name, or leave --private out."
+            )
+        if revision is not None and not revision.startswith("refs/"):
+            _patiently(lambda: api.create_branch(url.repo_id, branch=revision, exist_ok=True))
+        return url.repo_id
+
+
+def upload_folder(
+    folder: Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    card: str | None = None,
+) -> str:
+    """Upload the Hugging Face folder `folder` as the model repository `repo_id`, made if need be; returns the address
+    of the commit.
+
+    Files go first, and one commit then shows all of them at once; weights of a model that was there before go with it.
+    Whatever the Hub has already is not sent again, whether from an upload that was killed or from another commit.
+    `card` is the model card (README.md), if the folder has none. Raises UserError as `prepare_repository`, and when the
+    upload fails for good.
+    """
+    files = files_to_send(folder)
+    repo_id = prepare_repository(repo_id, private=private, revision=revision)
+    message = message or f"Upload {folder.name}"
+    with _client(repo_id) as api:
+        return _patiently(lambda: _send(api, files, repo_id, revision, message, card))
+
+
+def files_to_send(folder: Path) -> dict[str, Path]:
+    """The files of a Hugging Face folder by their names in it, hidden ones left out.
+
+    Raises UserError for a folder that is none, and for what is no file of it: a link that leads out of it could send
+    anything.
+    """
+    root, files = folder.resolve(), {}
+    try:
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder)
+            if any(part.startswith(".") for part in name.parts) or path.is_dir():
+                continue
+            if not path.resolve().is_relative_to(root):
+                raise UserError(f"{path} is a link that leads out of the folder. Copy what it leads to, or remove it.")
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise UserError(f"{path} is no file. Remove it: a repository holds files only.")
+            files[name.as_posix()] = path
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{folder} cannot be read ({error}), and nothing was sent.") from None
+    if "config.json" not in files:
+        raise UserError(
+            f"{folder} is no Hugging Face folder: it has no config.json. `merge` makes one of a checkpoint."
+        )
+    return files
+
+
+def _send(
+    api: "HfApi", files: dict[str, Path], repo_id: str, revision: str | None, message: str, card: str | None
+) -> str:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    additions = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
+    if card is not None and CARD not in files:
+        additions.append(CommitOperationAdd(CARD, card.encode()))
+    _send_weights(api, [a for a in additions if a.path_in_repo.endswith(".safetensors")], repo_id, revision)
+    gone: list[CommitOperationDelete] = []
+    if any(map(_WEIGHTS.fullmatch, files)):
+        there = api.list_repo_files(repo_id, revision=revision)
+        gone = [CommitOperationDelete(name) for name in there if _WEIGHTS.fullmatch(name) and name not in files]
+    commit = api.create_commit(repo_id, [*additions, *gone], commit_message=message, revision=revision)
+    return commit.commit_url
+
+
+def _send_weights(api: "HfApi", additions: "Sequence[CommitOperationAdd]", repo_id: str, revision: str | None) -> None:
+    """Send what is large, a few files at a time, so that it is there for good before the next ones begin."""
+    todo, sent = iter(additions), 0
+    while group := list(islice(todo, FILES_AT_A_TIME)):
+        api.preupload_lfs_files(repo_id, group, revision=revision, free_memory=False)
+        sent += len(group)
+        log.info("%d of %d files of weights are on the Hub.", sent, len(additions))
+
+
+def _patiently(action: Callable[[], T]) -> T:
+    """The result of `action`, tried again as long as what it met may pass."""
+    for wait_s in WAITS_S:
+        try:
+            return action()
+        except Exception as error:
+            if not _may_pass(_root(error)):
+                raise
+            log.warning("The Hub: %s. Next try in %g s.", _told(_root(error)), wait_s)
+            time.sleep(wait_s)
+    return action()
+
+
+@contextmanager
+def _client(repo_id: str) -> "Iterator[HfApi]":
+    """The Hub's client with a deadline for each request; what it raises becomes one UserError, in which no token is."""
+    import huggingface_hub
+    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import logging as hub_logging
+
+    if (token := huggingface_hub.get_token()) is None:
+        raise UserError(
+            f"{repo_id}: there is no token for the Hub. Log in with `hf auth login`, or set HF_TOKEN to one that may "
+            "write."
+        )
+    verbosity, bars = hub_logging.get_verbosity(), sys.stderr.isatty()
+    # Its lines show addresses, which may be signed; what matters of them is said here.
+    hub_logging.set_verbosity_error()
+    huggingface_hub.set_client_factory(_with_deadline)
+    if not bars:
+        disable_progress_bars()
+    try:
+        yield huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token, library_name="rlhf")
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
+        text = f"{repo_id}: {_told(_root(error))}. {_remedy(_root(error))}"
+        raise UserError(text.replace(token, "(the token)")) from None
+    finally:
+        huggingface_hub.set_client_factory(_default_client)
+        hub_logging.set_verbosity(verbosity)
+        if not bars:
+            enable_progress_bars()
+
+
+def _with_deadline() -> Any:
+    client = _default_client()
+    client.timeout = SILENCE_S
+    return client
+
+
+def _default_client() -> Any:
+    from huggingface_hub.utils._http import default_client_factory
+
+    return default_client_factory()
+
+
+def _root(error: BaseException) -> BaseException:
+    """What a transfer in a thread has failed with, if `error` only says which file."""
+    return error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ is not None else error
+
+
+def _status(error: BaseException) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _may_pass(error: BaseException) -> bool:
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+
+    if (status := _status(error)) is not None:
+        return status in PASSING
+    return isinstance(error, (HTTPError, ConnectionError)) and not isinstance(error, OfflineModeIsEnabled)
+
+
+def _told(error: BaseException) -> str:
+    """What happened, in one line."""
+    status, said = _status(error), getattr(error, "server_message", None)
+    text = str(said or (error if status is None else "") or type(error).__name__)
+    line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__).rstrip(".")
+    if status is not None:
+        return f"the Hub answered {status}" + (f" ({line})" if said else "")
+    return f"{line} ({type(error).__name__})"
+
+
+def _remedy(error: BaseException) -> str:
+    """What to do about it."""
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+
+    again = "Run the same command again: what the Hub has by then is not sent again."
+    if isinstance(error, HFValidationError):
+        return "Give the repository as NAMESPACE/NAME."
+    if isinstance(error, OfflineModeIsEnabled):
+        return "Unset HF_HUB_OFFLINE."
+    remedies = {
+        400: "It does not take what was sent.",
+        401: "The token is not valid: log in with `hf auth login`, or set HF_TOKEN to one that may write.",
+        403: "The token may not do this: give a repository of your own, or a token that may write there.",
+        404: "Check the name and --revision; a token that may not see a repository gets the same answer.",
+    }
+    return remedies.get(_status(error) or 0, again)

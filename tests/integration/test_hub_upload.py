@@ -1,0 +1,196 @@
+"""Uploads by the Hub's real client to a server on this machine that speaks its protocol."""
+
+import hashlib
+import os
+import threading
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import _http
+
+from rlhf.checkpoint.interop import hub
+from rlhf.checkpoint.interop.hub import prepare_repository, upload_folder
+from rlhf.errors import UserError
+from tests.support.hub_server import TOKEN, Cut, Refused, Server, serve
+
+CARD = "---\nlibrary_name: transformers\n---\n# Card\n"
+REPOSITORY = "somebody/model"
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    with serve() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        # Not the way that a real upload goes where hf_xet is installed, of which no server can be had here.
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(hub, "WAITS_S", (0.0, 0.0))
+        monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)
+        yield server
+        huggingface_hub.close_session()
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Looks like a model in three files of weights."""
+    folder = tmp_path / "merged"
+    (folder / "sub").mkdir(parents=True)
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "not sent").write_text("x")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "empty.txt").write_text("")
+    (folder / "sub" / "chat_template.jinja").write_text("{{ messages }}")
+    for number in (1, 2, 3):
+        (folder / f"model-0000{number}-of-00003.safetensors").write_bytes(os.urandom(5000))
+    (folder / "model.safetensors.index.json").write_text("{}")
+    return folder
+
+
+def local(folder: Path) -> dict[str, bytes]:
+    return {name: path.read_bytes() for name, path in hub.files_to_send(folder).items()}
+
+
+def test_an_upload_shows_all_files_by_one_commit(server, folder):
+    url = upload_folder(folder, REPOSITORY, private=True, message="First", card=CARD)
+    assert url.startswith(f"{server.url}/{REPOSITORY}/commit/")
+    assert server.files(REPOSITORY) == local(folder) | {"README.md": CARD.encode()}
+    assert "sub/chat_template.jinja" in server.files(REPOSITORY)
+    assert server.repositories[REPOSITORY].private
+    assert server.repositories[REPOSITORY].commits == ["First"]
+    assert len(server.received) == 3
+
+
+def test_the_folders_own_card_wins(server, folder):
+    (folder / "README.md").write_text(CARD + "mine\n")
+    upload_folder(folder, REPOSITORY, card=CARD)
+    assert server.files(REPOSITORY)["README.md"] == (CARD + "mine\n").encode()
+
+
+def test_a_second_upload_sends_nothing_and_makes_no_commit(server, folder):
+    for _ in range(2):
+        upload_folder(folder, REPOSITORY)
+    assert len(server.received) == 3
+    assert server.repositories[REPOSITORY].commits == ["Upload merged"]
+
+
+def test_a_smaller_model_takes_the_place_of_a_larger_one(server, folder):
+    upload_folder(folder, REPOSITORY)
+    server.repositories[REPOSITORY].branches["main"] |= {"notes.md": b"kept", "data/model.safetensors": b"kept"}
+    for path in folder.glob("model*"):
+        path.unlink()
+    (folder / "model.safetensors").write_bytes(os.urandom(3000))
+    upload_folder(folder, REPOSITORY)
+    kept = {"notes.md": b"kept", "data/model.safetensors": b"kept"}
+    assert server.files(REPOSITORY) == local(folder) | kept
+
+
+def test_a_revision_is_a_branch_that_is_made(server, folder):
+    for _ in range(2):
+        upload_folder(folder, REPOSITORY, revision="step/80")
+    assert server.files(REPOSITORY, "step/80") == local(folder)
+    assert server.files(REPOSITORY) == {}
+
+
+@pytest.mark.parametrize("what", ["create", "preupload", "batch", "lfs/", "tree", "/commit/"])
+@pytest.mark.parametrize("error", [Refused(500, "Internal Error"), Cut()], ids=["500", "cut"])
+def test_what_passes_is_tried_again(server, folder, what, error):
+    server.fail(what, error)
+    upload_folder(folder, REPOSITORY)
+    assert server.files(REPOSITORY) == local(folder)
+    assert len(server.received) == 3
+
+
+def test_a_commit_whose_answer_is_lost_is_not_made_twice(server, folder):
+    server.lose_answer("/commit/")
+    upload_folder(folder, REPOSITORY)
+    assert sum("/commit/" in request for request in server.requests) == 1
+    assert len(server.repositories[REPOSITORY].commits) == 1
+
+
+def test_an_upload_that_ended_early_is_continued(server, folder, monkeypatch):
+    """Each group of weights is there for good before the next begins, as after a kill in between."""
+    monkeypatch.setattr(hub, "FILES_AT_A_TIME", 1)
+    last = hashlib.sha256((folder / "model-00003-of-00003.safetensors").read_bytes()).hexdigest()
+    server.fail(last, Cut(), times=1000)
+    with pytest.raises(UserError, match="Run the same command again") as caught:
+        upload_folder(folder, REPOSITORY)
+    assert "\n" not in str(caught.value)
+    assert server.files(REPOSITORY) == {}
+    assert len(server.received) == 2
+    server.fail("nothing", Cut())
+    upload_folder(folder, REPOSITORY)
+    assert len(server.received) == 3
+    assert server.files(REPOSITORY) == local(folder)
+
+
+def refused(server: Server, *arguments, **settings) -> str:
+    with pytest.raises(UserError) as caught:
+        prepare_repository(*arguments, **settings)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert TOKEN not in text
+    return text
+
+
+def test_mistakes_are_told_before_anything_is_sent(server, monkeypatch):
+    assert "Give the repository as NAMESPACE/NAME" in refused(server, "a/b/c")
+    text = refused(server, "others/model")
+    assert "answered 403 (You don't have the rights to create a model under the namespace others)" in text
+    assert "a token that may write there" in text
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "answered 401" in (text := refused(server, REPOSITORY))
+    assert "hf auth login" in text
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "Unset HF_HUB_OFFLINE" in refused(server, REPOSITORY)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
+    assert "there is no token" in refused(server, REPOSITORY)
+    assert server.repositories == {}
+
+
+def test_private_is_never_public(server, folder):
+    prepare_repository(REPOSITORY)
+    assert "exists on the Hub and is public" in refused(server, REPOSITORY, private=True)
+    with pytest.raises(UserError, match="is public, and nothing was sent"):
+        upload_folder(folder, REPOSITORY, private=True)
+    assert server.received == []
+
+
+def test_a_token_that_is_sent_back_is_not_shown(server):
+    server.fail("create", Refused(400, f"No user has {TOKEN}"))
+    assert "(the token)" in refused(server, REPOSITORY)
+
+
+def test_a_hub_that_is_not_there(server, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert "Run the same command again" in refused(server, REPOSITORY)
+
+
+def test_a_hub_that_says_nothing(server, monkeypatch):
+    monkeypatch.setattr(hub, "SILENCE_S", 0.2)
+    over = threading.Event()
+    server.before = lambda number, request: over.wait(20) and None
+    try:
+        assert "timed out" in refused(server, REPOSITORY)
+    finally:
+        over.set()
+
+
+def test_what_is_no_file_of_the_folder_is_not_sent(server, folder, tmp_path):
+    (tmp_path / "key").write_text("private")
+    (folder / "notes.txt").symlink_to(tmp_path / "key")
+    with pytest.raises(UserError, match="leads out of the folder"):
+        upload_folder(folder, REPOSITORY)
+    (folder / "notes.txt").unlink()
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(UserError, match="is no file"):
+        upload_folder(folder, REPOSITORY)
+    (folder / "pipe").unlink()
+    (folder / "config.json").unlink()
+    with pytest.raises(UserError, match="is no Hugging Face folder"):
+        upload_folder(folder, REPOSITORY)
+    assert server.requests == []

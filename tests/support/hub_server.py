@@ -1,0 +1,290 @@
+"""Server of the Hub's HTTP protocol, as far as its real client needs it to make repositories, upload and download.
+
+Uploads go the way of git LFS (no xet). What is sent is proven: an object's bytes by its SHA-256, a commit's files by
+the objects that are there.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_" + "t" * 34
+LARGE = 1000
+"""Bytes from which a file is an object of LFS; the real one asks for 10 MB or a binary ending."""
+
+
+@dataclass
+class Repository:
+    """One model repository: the files of each branch, `sha256:...` for an object of LFS, and its commits' messages."""
+
+    private: bool
+    branches: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"main": {}})
+    commits: list[str] = field(default_factory=list)
+
+
+class Refused(Exception):
+    """An answer that is none of success: its status, and the message in it."""
+
+    def __init__(self, status: int, message: str = "", code: str = "") -> None:
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+
+
+class Cut(Exception):
+    """The connection ends here, without an answer."""
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.repositories: dict[str, Repository] = {}
+        self.objects: dict[str, bytes] = {}
+        self.requests: list[str] = []
+        """Every request so far: method and path."""
+        self.received: list[str] = []
+        """SHA-256 of each object whose bytes came, once for each time."""
+        self.before: Callable[[int, str], None] = lambda number, request: None
+        """Called with the number (from 1) and the text of a request before it; what it raises is the answer."""
+        self.after: Callable[[str], None] = lambda request: None
+        """The same once it was done; what it raises takes the answer's place."""
+        self.lock = threading.Lock()
+
+    def fail(self, pattern: str, error: Exception, times: int = 1) -> None:
+        """Answer the next so many requests that match `pattern` with `error`."""
+        fail = _failing(pattern, error, times)
+        self.before = lambda number, request: fail(request)
+
+    def lose_answer(self, pattern: str) -> None:
+        """Do what the next request that matches `pattern` asks for, and cut the connection instead of the answer."""
+        self.after = _failing(pattern, Cut(), 1)
+
+    def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
+        """The files of a branch with their content."""
+        return {name: self.content(raw) for name, raw in self.repositories[repo_id].branches[revision].items()}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that left."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+    def content(self, raw: bytes) -> bytes:
+        return self.objects[raw.decode().removeprefix("sha256:")] if raw.startswith(b"sha256:") else raw
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # an answer is one packet
+
+    def do(self) -> None:
+        request = f"{self.command} {self.path}"
+        with self.server.lock:
+            self.server.requests.append(request)
+            number = len(self.server.requests)
+        try:
+            self.server.before(number, request)
+            body = self.read()
+            with self.server.lock:
+                answer = self.answer(urlsplit(self.path).path, body)
+            self.server.after(request)
+        except Cut:
+            self.close_connection = True
+            return
+        except Refused as refused:
+            headers = {"X-Error-Message": refused.message, "X-Error-Code": refused.code}
+            self.close_connection = True  # what was sent may not have been read
+            self.send(refused.status, json.dumps({"error": refused.message}).encode(), headers)
+            return
+        if isinstance(answer, bytes):
+            headers = {"ETag": f'"{hashlib.sha256(answer).hexdigest()}"', "X-Repo-Commit": "c" * 40}
+            self.send(200, answer, headers)
+        else:
+            self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+    do_GET = do_POST = do_PUT = do_HEAD = do
+
+    def read(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def answer(self, path: str, body: bytes) -> Any:
+        for pattern, action in ROUTES.items():
+            if match := re.fullmatch(pattern, f"{self.command} {path}"):
+                if action is not Handler.put:  # whose address is signed
+                    self.check_token()
+                return action(self, *map(unquote, match.groups()), body)
+        raise Refused(404, f"{self.command} {path}")
+
+    def check_token(self) -> None:
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            raise Refused(401, "Invalid username or password.")
+
+    def repository(self, repo_id: str) -> Repository:
+        if repo_id not in self.server.repositories:
+            raise Refused(404, "Repository not found", "RepoNotFound")
+        return self.server.repositories[repo_id]
+
+    def branch(self, repo_id: str, revision: str) -> dict[str, bytes]:
+        branches = self.repository(repo_id).branches
+        if revision not in branches:
+            raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return branches[revision]
+
+    def create(self, body: bytes) -> Any:
+        asked = json.loads(body)
+        repo_id = f"{asked['organization'] or 'somebody'}/{asked['name']}"
+        if repo_id.startswith("others/"):
+            raise Refused(403, "You don't have the rights to create a model under the namespace others")
+        url = {"url": f"{self.server.url}/{repo_id}", "name": repo_id}
+        if repo_id in self.server.repositories:
+            self.send(409, json.dumps(url | {"error": "You already created this model repo"}).encode(), {})
+            raise Cut
+        self.server.repositories[repo_id] = Repository(asked.get("visibility") == "private")
+        return url
+
+    def info(self, repo_id: str, body: bytes) -> Any:
+        there = self.repository(repo_id)
+        files = [{"rfilename": name} for name in there.branches["main"]]
+        return {"id": repo_id, "private": there.private, "sha": "c" * 40, "tags": [], "siblings": files}
+
+    def make_branch(self, repo_id: str, name: str, body: bytes) -> Any:
+        there = self.repository(repo_id)
+        if name in there.branches:
+            raise Refused(409, "Reference already exists")
+        there.branches[name] = dict(there.branches["main"])
+        return {}
+
+    def tree(self, repo_id: str, revision: str, body: bytes) -> Any:
+        files = self.branch(repo_id, revision)
+        return [{"type": "file", "path": name, "size": 1, "oid": _git_oid(raw)} for name, raw in files.items()]
+
+    def preupload(self, repo_id: str, revision: str, body: bytes) -> Any:
+        files, answers = self.branch(repo_id, revision), []
+        for asked in json.loads(body)["files"]:
+            large = asked["size"] >= LARGE and asked["path"] != "README.md"
+            there = files.get(asked["path"])
+            oid = None if there is None else there.decode()[7:] if there.startswith(b"sha256:") else _git_oid(there)
+            mode = "lfs" if large else "regular"
+            answers.append({"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        return {"files": answers}
+
+    def batch(self, repo_id: str, body: bytes) -> Any:
+        answers = []
+        for asked in json.loads(body)["objects"]:
+            actions = {"upload": {"href": f"{self.server.url}/lfs/{asked['oid']}?signature=s3cret"}}
+            answers.append(asked | ({} if asked["oid"] in self.server.objects else {"actions": actions}))
+        return {"transfer": "basic", "objects": answers}
+
+    def put(self, oid: str, body: bytes) -> Any:
+        if "signature=s3cret" not in self.path:
+            raise Refused(403, "SignatureDoesNotMatch")
+        if hashlib.sha256(body).hexdigest() != oid:
+            raise Refused(400, "The bytes are not those of the object")
+        self.server.objects[oid] = body
+        self.server.received.append(oid)
+        return {}
+
+    def commit(self, repo_id: str, revision: str, body: bytes) -> Any:
+        files, message = dict(self.branch(repo_id, revision)), ""
+        for line in body.splitlines():
+            item = json.loads(line)
+            value = item["value"]
+            if item["key"] == "header":
+                message = value["summary"]
+            elif item["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif item["key"] == "lfsFile":
+                if len(self.server.objects.get(value["oid"], b"")) != value["size"]:
+                    raise Refused(400, f"LFS object {value['oid']} of {value['path']} is not there")
+                files[value["path"]] = f"sha256:{value['oid']}".encode()
+            elif item["key"] == "deletedFile":
+                del files[value["path"]]
+        there = self.repository(repo_id)
+        there.branches[revision] = files
+        there.commits.append(message)
+        oid = f"{len(there.commits):040x}"
+        return {"commitUrl": f"{self.server.url}/{repo_id}/commit/{oid}", "commitOid": oid, "hookOutput": ""}
+
+    def check_card(self, body: bytes) -> Any:
+        content = json.loads(body)["content"]
+        if not re.match(r"---\n.*\n---\n", content, re.DOTALL):
+            raise Refused(400, "Invalid metadata in README.md")
+        return {"errors": [], "warnings": []}
+
+    def resolve(self, repo_id: str, revision: str, name: str, body: bytes) -> Any:
+        files = self.branch(repo_id, "main" if revision == "c" * 40 else revision)
+        if name not in files:
+            raise Refused(404, "Entry not found", "EntryNotFound")
+        return self.server.content(files[name])
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing on stderr."""
+
+
+REPOSITORY = r"([\w.-]+/[\w.-]+)"
+ROUTES: dict[str, Callable[..., Any]] = {
+    r"POST /api/repos/create": Handler.create,
+    r"POST /api/validate-yaml": Handler.check_card,
+    rf"GET /api/models/{REPOSITORY}(?:/revision/[^/]+)?": Handler.info,
+    rf"POST /api/models/{REPOSITORY}/branch/(.+)": Handler.make_branch,
+    rf"GET /api/models/{REPOSITORY}/tree/([^/]+)": Handler.tree,
+    rf"POST /api/models/{REPOSITORY}/preupload/(.+)": Handler.preupload,
+    rf"POST /api/models/{REPOSITORY}/commit/(.+)": Handler.commit,
+    rf"POST /{REPOSITORY}\.git/info/lfs/objects/batch": Handler.batch,
+    r"PUT /lfs/([0-9a-f]{64})": Handler.put,
+    rf"(?:GET|HEAD) /{REPOSITORY}/resolve/([^/]+)/(.+)": Handler.resolve,
+}
+
+
+def _failing(pattern: str, error: Exception, times: int) -> Callable[[str], None]:
+    left = [error] * times
+
+    def fail(request: str) -> None:
+        if left and re.search(pattern, request):
+            raise left.pop()
+
+    return fail
+
+
+def _git_oid(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+@contextmanager
+def serve() -> Iterator[Server]:
+    """A Hub without repositories, of whose users `TOKEN` is one."""
+    server = Server()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
