@@ -23,13 +23,15 @@ class Origin:
 
     `model_files` is a Hugging Face folder with the model's config and tokenizer, for a layout that does not bring them
     (`--hf_model_path`); `role` chooses among the models of a checkpoint that has several (`actor`, `critic`); `tag` is
-    the name of one save within the folder, for layouts that have such (DeepSpeed).
+    the name of one save within the folder, for layouts that have such (DeepSpeed). `adapter` is what to do with a peft
+    adapter (`--adapter`): `keep` it as one, or `merge` it into its base; a checkpoint with one is refused without it.
     """
 
     path: Path
     model_files: Path | None = None
     role: str = "actor"
     tag: str | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,15 @@ class Contents:
     `tensors` has the model's by their names in transformers, tied ones once. `moments` has the optimizer's:
     `NAME.exp_avg`, `NAME.exp_avg_sq` (of NAME's shape) and `NAME.step` (a scalar) for the parameter NAME, and is empty
     when they are not there. `model_files` is the folder with config.json, tokenizer and chat template, `None` when
-    nobody knows. `absent` says what a run of ours needs and this layout did not keep, a line each.
+    nobody knows. `adapter` is the content of adapter_config.json when `tensors` are no model's but an adapter's, by their
+    names in peft's files. `absent` says what a run of ours needs and this layout did not keep, a line each.
     """
 
     tensors: dict[str, TensorInfo]
     moments: dict[str, TensorInfo] = field(default_factory=dict)
     progress: TrainedSoFar = field(default_factory=TrainedSoFar)
     model_files: Path | None = None
+    adapter: Mapping[str, Any] | None = None
     absent: list[str] = field(default_factory=list)
 
 
