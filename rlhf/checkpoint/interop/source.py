@@ -54,8 +54,8 @@ class Contents:
     `tensors` has the model's by their names in transformers, tied ones once. `moments` has the optimizer's:
     `NAME.exp_avg`, `NAME.exp_avg_sq` (of NAME's shape) and `NAME.step` (a scalar) for the parameter NAME, and is empty
     when they are not there. `model_files` is the folder with config.json, tokenizer and chat template, `None` when
-    nobody knows. `adapter` is the content of adapter_config.json when `tensors` are an adapter's instead, by their names
-    in peft's files. `absent` says what a run of ours needs and this layout did not keep, a line each.
+    nobody knows. `adapter` is the content of adapter_config.json when `tensors` are an adapter's instead, by the names
+    that peft gives. `absent` says what a run of ours needs and this layout did not keep, a line each.
     """
 
     tensors: dict[str, TensorInfo]
