@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+NUMBER = "number"
+"""Field that a question to a reward process has in common with its answer, and with no other."""
+
 
 @dataclass(frozen=True)
 class RewardItem:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from rlhf.config.reward import RewardConfig
 from rlhf.errors import UserError
 from rlhf.reward.confinement import Confinement
 from rlhf.reward.environment import reward_environment
-from rlhf.reward.scores import RewardError
+from rlhf.reward.scores import NUMBER, RewardError
 from rlhf.storage.files import remove_dir
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,10 @@ class ScoringProcess:
         if self.stopped:
             self.kill()
             raise ProcessDiedError("closed")
-        return self._exchange(json.dumps(request, default=str).encode() + b"\n", self._config.timeout_s)
+        # Not a count: text of the policy's may have written an answer to the next question beforehand.
+        number = secrets.token_hex(8)
+        question = json.dumps({NUMBER: number, **request}, default=str).encode() + b"\n"
+        return self._exchange(question, self._config.timeout_s, number)
 
     def _start(self) -> None:
         config = self._config
@@ -103,8 +107,8 @@ class ScoringProcess:
             raise
         _tell_missing(ready["missing"])
 
-    def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send `request` and read one line, both before the deadline."""
+    def _exchange(self, request: bytes, timeout_s: float, number: str | None = None) -> dict[str, Any]:
+        """Send `request` and read one line that bears its number, both before the deadline."""
         assert self._popen is not None
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
@@ -128,7 +132,7 @@ class ScoringProcess:
                 if len(self._unread) > MAX_REPLY_BYTES:
                     raise ValueError
             line, self._unread = self._unread.split(b"\n", 1)
-            return _parsed(line)
+            return _parsed(line, number)
         except TimeoutError:
             self.kill()
             raise
@@ -213,10 +217,11 @@ def _kill_group(popen: subprocess.Popen[bytes]) -> None:
         os.killpg(popen.pid, signal.SIGKILL)
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
-    """The reply as JSON. ValueError for another shape: text of the policy's may have written it."""
+def _parsed(line: bytes, number: str | None) -> dict[str, Any]:
+    """The reply as JSON. ValueError for another shape, or one to another question: text of the policy's may have
+    written it."""
     reply = json.loads(line)
-    if type(reply) is not dict or reply.keys() not in _REPLIES:
+    if type(reply) is not dict or reply.pop(NUMBER, None) != number or reply.keys() not in _REPLIES:
         raise ValueError
     if any(type(value) not in _KINDS[key] for key, value in reply.items()):
         raise ValueError

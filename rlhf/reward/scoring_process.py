@@ -24,7 +24,7 @@ from rlhf.reward import verifiers
 from rlhf.reward.confinement import Confinement, CpuTime, confine
 from rlhf.reward.function import KEYWORDS, SETTING
 from rlhf.reward.kernel import PR_SET_PDEATHSIG, prctl
-from rlhf.reward.scores import RewardItem, Score
+from rlhf.reward.scores import NUMBER, RewardItem, Score
 from rlhf.user_functions import load_function
 
 _LONGEST = 50_000
@@ -54,11 +54,13 @@ def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: fl
     cpu_time = CpuTime(timeout_s)
     for line in requests:
         cpu_time.renew()
+        question = json.loads(line)
+        number = question.pop(NUMBER)
         try:
-            reply = dataclasses.asdict(score(RewardItem(**json.loads(line), messages=[])))
+            reply = dataclasses.asdict(score(RewardItem(**question, messages=[])))
         except BaseException as error:
             reply = _failure(error)
-        _send(replies, reply)
+        _send(replies, reply | {NUMBER: number})
 
 
 def _die_with(parent_pid: int) -> None:

@@ -17,6 +17,7 @@ from rlhf.config import RewardConfig
 from rlhf.errors import UserError
 from rlhf.reward import RewardError, RewardItem, RewardResult, build_reward
 from rlhf.reward.scoring_handle import ScoringProcess
+from tests.support.running import wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines; elsewhere a warning says so")
 
@@ -78,23 +79,6 @@ def holder():
     yield process
     process.kill()
     process.wait()
-
-
-def running(text: str) -> list[str]:
-    """The processes that have `text` in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if text.encode() in path.read_bytes():
-                found.append(path.parent.name)
-    return found
-
-
-def wait_until_gone(text: str) -> None:
-    deadline = time.monotonic() + 10
-    while running(text) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not running(text)
 
 
 def namespaces_allowed() -> bool:
@@ -286,9 +270,15 @@ def test_a_forged_answer_costs_the_sample_not_the_run(shared, answer):
     assert shared("pass").score == 1.0
 
 
-def test_an_answer_that_nobody_asked_for_is_not_the_next_samples(shared):
-    answer = b'{"score": 7.0, "extra": {}, "timed_out": false, "failed": false}\n'
-    shared(f"for fd in range(3, 20):\n    try: os.write(fd, {answer})\n    except OSError: pass")
+@pytest.mark.parametrize("numbered", [False, True])
+def test_an_answer_that_nobody_asked_for_is_not_the_next_samples(shared, numbered):
+    """Also not one that comes when the next question has been asked: to the first one, after a forged answer to it."""
+    code = "import json, sys\nframe = sys._getframe()\nwhile 'question' not in frame.f_locals: frame = frame.f_back\n"
+    code += "answer = {'score': 7.0, 'extra': {}, 'timed_out': False, 'failed': False}\n"
+    code += "answer['number'] = frame.f_locals['number']\n" if numbered else ""
+    code += "answer = json.dumps(answer).encode() + b'\\n'\nfor fd in range(3, 20):\n"
+    code += "    try: os.write(fd, answer)\n    except OSError: pass\ntime.sleep(0.3)"
+    assert shared(code).score == (7.0 if numbered else -1.0)
     assert [shared(f"out['score'] = {score}").score for score in (0.25, 0.5)] == [0.25, 0.5]
 
 

@@ -1,19 +1,18 @@
 """User functions: real files, real processes, killed, crashed and misbehaving in every way that we know of."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from rlhf.config import RewardConfig, RewardModelConfig
 from rlhf.errors import UserError
 from rlhf.reward import RewardError, RewardItem, build_reward, check_reward
+from tests.support.running import running, wait_until_gone
 
 FUNCTION = "def score(data_source, solution_str, ground_truth, extra_info):\n"
 
@@ -35,23 +34,6 @@ def reward_of(tmp_path):
 
 def items(*responses: str) -> list[RewardItem]:
     return [RewardItem("src", response, "gold", {"i": i}, []) for i, response in enumerate(responses)]
-
-
-def running(text: str) -> list[str]:
-    """The processes that have `text` in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if text.encode() in path.read_bytes():
-                found.append(path.parent.name)
-    return found
-
-
-def wait_until_gone(text: str) -> None:
-    deadline = time.monotonic() + 10
-    while running(text) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not running(text)
 
 
 def test_order_is_kept_while_processes_work_at_once(reward_of):

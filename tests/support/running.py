@@ -1,0 +1,22 @@
+"""Processes by what their command lines say."""
+
+import contextlib
+import time
+from pathlib import Path
+
+
+def running(text: str) -> list[str]:
+    """The processes that have `text` in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if text.encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
+
+
+def wait_until_gone(text: str) -> None:
+    deadline = time.monotonic() + 10
+    while running(text) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not running(text)
