@@ -43,6 +43,7 @@ LONGEST_FIRST = (
     "test_tensorboard",
     "test_two_nodes",
     "test_remote",
+    "test_remote_start",
     "test_torchrun",
 )
 
@@ -89,3 +90,22 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, sums: Path) -> Undisturbed:
     return Undisturbed(session_folder(tmp_path_factory), sums)
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short waits between the calls of a remote that fails, and fair weather over it."""
+    # Here, since both import torch, before which the number of threads must be set.
+    from rlhf.checkpoint.remote import retries
+    from tests.support.remotes import WEATHER
+
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(retries, "LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr(retries, "POLL_S", 0.02)
+    WEATHER.__init__()  # type: ignore[misc]
+
+
+@pytest.fixture
+def folder_url(tmp_path: Path) -> str:
+    """A remote that is a folder."""
+    return f"file://{tmp_path}/remote"

@@ -13,7 +13,7 @@ import pytest
 
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.remote import copies as copies_module
-from rlhf.checkpoint.remote import remote_start, retries
+from rlhf.checkpoint.remote import remote_start
 from rlhf.checkpoint.remote.lease import LEASE
 from rlhf.config import Config
 from rlhf.errors import UserError
@@ -33,13 +33,7 @@ from tests.support.remotes import (
 )
 from tests.support.sections import open_remote, remote_copies, remote_store, restore
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(retries, "LONGEST_WAIT_S", 0.05)
-    monkeypatch.setattr(retries, "POLL_S", 0.02)
-    WEATHER.__init__()
+pytestmark = pytest.mark.usefixtures("quick_retries")
 
 
 @pytest.fixture

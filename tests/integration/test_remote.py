@@ -1,21 +1,17 @@
-"""Copies of checkpoints in a remote folder, and the way back from there onto an empty disk."""
+"""Copies of checkpoints in a remote folder."""
 
 import json
 import logging
 import shutil
 import tracemalloc
 import uuid
-from dataclasses import replace
-from pathlib import Path
 
 import fsspec
 import pytest
 
-from rlhf.checkpoint.commit.manifest import read_manifest, verify, write_manifest
-from rlhf.checkpoint.remote import retries
+from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.remote.remote_store import COPY
 from rlhf.errors import UserError
-from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import HISTORY, MANIFEST, PIN, RUN_FILE, scan, step_dir
 from tests.support.checkpoints import PlainReference, PlainRole, equal_bits, files_of, make_checkpointer, resume
 from tests.support.compare_runs import differences
@@ -26,37 +22,22 @@ from tests.support.remotes import (
     assert_same_files,
     complete_steps,
     copy_all,
-    identify,
     kill_once_copied,
     make_run,
     on_empty_disk,
-    patient,
+    remote_dir,
     save,
     start_there,
 )
-from tests.support.sections import claim, open_remote, remote_copies, remote_store, restore
+from tests.support.sections import open_remote, remote_copies, remote_store
 from tests.support.undisturbed import EXPORT
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(retries, "LONGEST_WAIT_S", 0.05)
-    WEATHER.__init__()
+pytestmark = pytest.mark.usefixtures("quick_retries")
 
 
 @pytest.fixture(params=["memory", "file"])
 def url(request, tmp_path) -> str:
     return f"memory://{uuid.uuid4().hex}" if request.param == "memory" else f"file://{tmp_path}/remote"
-
-
-@pytest.fixture
-def folder_url(tmp_path) -> str:
-    return f"file://{tmp_path}/remote"
-
-
-def remote_dir(tmp_path: Path, step: int) -> Path:
-    return tmp_path / "remote" / "rlhf" / "default" / f"global_step_{step}"
 
 
 def test_a_copy_comes_back_as_it_was(tmp_path, url):
@@ -304,151 +285,6 @@ def test_the_same_step_of_another_course_is_replaced(tmp_path, folder_url):
     assert (there / MANIFEST).read_bytes() == (here / MANIFEST).read_bytes()
     assert files_of(there) - files_of(here) == {"run/run.json", "run/metrics.jsonl", COPY}
     verify(there)
-
-
-def torn(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-DAMAGES = {
-    "a flipped bit": lambda there: flip_a_byte(there / "actor/optimizer/rank_00000.safetensors"),
-    "a missing file": lambda there: (there / "driver_state.json").unlink(),
-    "a torn file": lambda there: torn(there / "actor/model/rank_00000.safetensors"),
-    "a torn manifest": lambda there: torn(there / MANIFEST),
-    "no manifest": lambda there: (there / MANIFEST).unlink(),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_copy_is_passed_over_for_the_one_before(tmp_path, folder_url, damage):
-    config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
-    copy_all(config)
-    damage(remote_dir(tmp_path, 4))
-    other = on_empty_disk(config, tmp_path / "b")
-    assert start_there(other) == 2
-    assert_same_files(step_dir(config.run_dir, 2), step_dir(other.run_dir, 2))
-    assert [json.loads(line)["step"] for line in (other.run_dir / HISTORY).read_text().splitlines()] == [1, 2]
-    assert [path.name for path in other.run_dir.iterdir() if path.name.startswith(".")] == []
-
-
-def test_a_run_does_not_start_at_zero_when_all_copies_are_damaged(tmp_path, folder_url):
-    config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
-    copy_all(config)
-    for step in (2, 4):
-        DAMAGES["a flipped bit"](remote_dir(tmp_path, step))
-    with pytest.raises(UserError, match="will not start again at step 0 by itself"):
-        start_there(on_empty_disk(config, tmp_path / "b"))
-
-
-def test_copies_of_another_format_are_neither_used_nor_removed(tmp_path, folder_url, caplog):
-    """After a change of version nothing that an older one committed is lost."""
-    config = make_run(tmp_path / "a", 2, remote=folder_url)
-    copy_all(config)
-    manifest = read_manifest(remote_dir(tmp_path, 2))
-    (remote_dir(tmp_path, 2) / MANIFEST).unlink()
-    write_manifest(remote_dir(tmp_path, 2), replace(manifest, format=1))
-    with pytest.raises(UserError, match="Every checkpoint in"):
-        start_there(on_empty_disk(config, tmp_path / "b"))
-    shutil.rmtree(step_dir(config.run_dir, 2))
-    save(config, 4)
-    assert copy_all(config) == []
-    assert remote_store(config).steps() == [4, 2]
-    assert "holds 1 checkpoints of other runs or versions" in caplog.text
-
-
-def test_a_lost_run_file_there_does_not_hide_the_copies(tmp_path, folder_url):
-    config = make_run(tmp_path / "a", 2, remote=folder_url)
-    copy_all(config)
-    (remote_dir(tmp_path, 2).parent / RUN_FILE).write_text("{")
-    other = on_empty_disk(config, tmp_path / "b")
-    assert start_there(other) == 2
-    assert json.loads((remote_dir(tmp_path, 2).parent / RUN_FILE).read_text()) == {"run_id": "run-a"}
-
-
-def test_a_damaged_history_costs_the_history_only(tmp_path, folder_url, caplog):
-    config = make_run(tmp_path / "a", 2, remote=folder_url)
-    copy_all(config)
-    flip_a_byte(remote_dir(tmp_path, 2) / "run" / HISTORY)
-    other = on_empty_disk(config, tmp_path / "b")
-    assert start_there(other) == 2
-    assert not (other.run_dir / HISTORY).exists()
-    assert "metrics.jsonl of step 2 is damaged or missing" in caplog.text
-
-
-def test_a_manifest_that_points_outside_is_no_copy(tmp_path, folder_url):
-    config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
-    copy_all(config)
-    evil = read_manifest(remote_dir(tmp_path, 4))
-    (remote_dir(tmp_path, 4) / MANIFEST).unlink()
-    write_manifest(
-        remote_dir(tmp_path, 4), replace(evil, files=evil.files | {"../../escaped": {"size": 1, "xxh3_128": "0"}})
-    )
-    assert start_there(on_empty_disk(config, tmp_path / "b")) == 2
-    with pytest.raises(DamagedCheckpoint):
-        verify(remote_dir(tmp_path, 4))
-
-
-def test_a_directory_with_checkpoints_is_left_alone(tmp_path, folder_url):
-    config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
-    copy_all(config)
-    shutil.rmtree(step_dir(config.run_dir, 4))
-    assert start_there(config) is None
-    assert [path.name for path in scan(config.run_dir)] == ["global_step_2"]
-
-
-def test_another_runs_folder_is_refused(tmp_path, folder_url):
-    copy_all(make_run(tmp_path / "a", 2, 4, remote=folder_url))
-    config = make_run(tmp_path / "b", 2, remote=folder_url, run_id="run-b")
-    before = (remote_dir(tmp_path, 2) / MANIFEST).read_bytes()
-    with pytest.raises(UserError, match=r"another run, up to step 4(.|\n)*experiment_name(.|\n)*overwrite=true"):
-        start_there(config)
-    # A start whose check could not be made comes to the same end behind the training.
-    assert copy_all(config) == [2]
-    assert (remote_dir(tmp_path, 2) / MANIFEST).read_bytes() == before
-
-
-@pytest.mark.parametrize("way", ["overwrite", "fork"])
-def test_another_runs_folder_is_taken_over_when_asked_for(tmp_path, folder_url, way, caplog):
-    first = make_run(tmp_path / "a", 2, 9, remote=folder_url)
-    copy_all(first)
-    config = on_empty_disk(first, tmp_path / "b")
-    source = None
-    if way == "overwrite":
-        config.trainer.overwrite = True
-        assert start_there(config) is None
-    else:
-        source = tmp_path / "elsewhere" / "global_step_1"
-        config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", str(source)
-        store = remote_store(config)
-        assert restore(store, config, source) is None
-        identify(config, "run-new", resumed_from=str(source))
-        claim(store, config, patient())
-    config.checkpoint.remote_max_to_keep = 1
-    save(config, 2, 4)
-    assert copy_all(config) == []
-    assert complete_steps(config) == [9, 4, 2]
-    assert "holds 2 checkpoints of other runs or versions" in caplog.text
-
-    # On an empty disk the new run counts, though the old one got further.
-    again = on_empty_disk(config, tmp_path / "c")
-    again.trainer.resume_mode = config.trainer.resume_mode
-    assert start_there(again, source) == 4
-    assert json.loads((again.run_dir / RUN_FILE).read_text())["run_id"] == "run-new"
-
-
-@pytest.mark.parametrize("setting", ["disable", "overwrite"])
-def test_a_run_that_is_to_start_anew_fetches_nothing(tmp_path, folder_url, setting):
-    config = make_run(tmp_path / "a", 2, remote=folder_url)
-    copy_all(config)
-    other = on_empty_disk(config, tmp_path / "b")
-    if setting == "disable":
-        other.trainer.resume_mode = "disable"
-        with pytest.raises(UserError, match="holds checkpoints of another run"):
-            start_there(other)
-    else:
-        other.trainer.overwrite = True
-        assert start_there(other) is None
-    assert scan(other.run_dir) == []
 
 
 def test_the_check_leaves_nothing_behind(tmp_path, folder_url):

@@ -226,3 +226,7 @@ def assert_same_files(one: Path, other: Path) -> None:
     assert files_of(one) == files_of(other)
     for name in files_of(one):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def remote_dir(tmp_path: Path, step: int) -> Path:
+    return tmp_path / "remote" / "rlhf" / "default" / f"global_step_{step}"
