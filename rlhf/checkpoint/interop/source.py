@@ -1,5 +1,6 @@
 """Interface of a layout: a checkpoint of any tool as named tensors, of which ranges are read."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,16 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.numel * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -25,6 +36,8 @@ class Origin:
     (`--hf_model_path`); `role` chooses among the models of a checkpoint that has several (`actor`, `critic`); `tag` is
     the name of one save within the folder, for layouts that have such (DeepSpeed). `adapter` is what to do with a peft
     adapter (`--adapter`): `keep` it as one, or `merge` it into its base; a checkpoint with one is refused without it.
+    `parts` are further folders with files of the same checkpoint, from disks of other nodes, for layouts that allow
+    such.
     """
 
     path: Path
@@ -32,6 +45,7 @@ class Origin:
     role: str = "actor"
     tag: str | None = None
     adapter: str | None = None
+    parts: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
