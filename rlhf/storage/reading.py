@@ -129,6 +129,21 @@ class CheckedFiles:
             raise DamagedCheckpoint(f"{name}: content differs from its hash")
 
 
+class UnprovenFiles(CheckedFiles):
+    """The files `names` below `root`, of which there are no hashes: read as they are, to the last byte that they have
+    now.
+
+    Raises DamagedCheckpoint, naming the file, for one that is not there.
+    """
+
+    def __init__(self, root: Path, names: Iterable[str]) -> None:
+        super().__init__(root, {name: {"size": _size_of(root / name, name)} for name in names})
+
+    def _read_block(self, descriptor: int, name: str, number: int, wanted: list[Range]) -> None:
+        for start, into in wanted:
+            _fill(descriptor, [into], start, name)
+
+
 def parse_json(content: bytes, name: str) -> Any:
     """The bytes `content` of the file `name`, parsed as JSON; raises DamagedCheckpoint when they are none."""
     try:
@@ -172,6 +187,11 @@ def _regular(path: Path, name: str) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _size_of(path: Path, name: str) -> int:
+    with _damage(name), _regular(path, f"{name}:") as descriptor:
+        return os.fstat(descriptor).st_size
 
 
 @contextmanager

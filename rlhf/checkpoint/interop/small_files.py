@@ -1,0 +1,60 @@
+"""Small files of a Hugging Face folder: config, generation config, tokenizer, chat template. Imports no torch."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.hf_layout import MODEL_CONFIG
+from rlhf.storage.reading import read_regular
+
+SUFFIXES = (".json", ".jinja", ".model", ".txt", ".py")
+"""Of the files that belong to a model beside its weights; code is copied and never run."""
+TEMPLATES = "additional_chat_templates"
+TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+LARGEST = 1 << 30
+NOT_OF_A_MODEL = ("adapter_config.json", "trainer_state.json", "fsdp_config.json", "README.txt")
+"""Files with these endings that tell of something else than the model."""
+
+
+def is_small_file(name: str) -> bool:
+    """Whether a file of a model's folder, by its path in it, is one that goes with the weights."""
+    path = Path(name)
+    belongs = path.suffix in SUFFIXES and not name.endswith(".index.json") and path.name not in NOT_OF_A_MODEL
+    return belongs and path.parent in (Path(), Path(TEMPLATES))
+
+
+def read_small_files(folder: Path) -> dict[str, bytes]:
+    """The small files of `folder` by name; raises UserError when it is no model's."""
+    try:
+        names = [str(p.relative_to(folder)) for p in sorted([*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")])]
+        found = {name: read_regular(folder / name, LARGEST) for name in names if is_small_file(name)}
+    except (OSError, DamagedCheckpoint) as error:
+        raise UserError(f"{folder} cannot be read: {error}. Name the model's folder with --hf_model_path.") from None
+    parse_model_config(found, folder)
+    return found
+
+
+def parse_model_config(files: Mapping[str, bytes], folder: Path) -> dict[str, Any]:
+    """config.json of `files`, which come from `folder`; raises UserError when there is none."""
+    if MODEL_CONFIG not in files:
+        raise UserError(f"{folder} has no {MODEL_CONFIG}. Name the model's folder with --hf_model_path.")
+    try:
+        config = json.loads(files[MODEL_CONFIG])
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{folder / MODEL_CONFIG} is no JSON: {error}. Restore it.") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise UserError(f"{folder / MODEL_CONFIG} does not say its model_type. Name another folder: --hf_model_path.")
+    return config
+
+
+def with_chat_template(files: Mapping[str, bytes], template: bytes) -> dict[str, bytes]:
+    """`files` with another chat template, in the file of its own that it has today."""
+    result = dict(files) | {TEMPLATE: template}
+    if TOKENIZER_CONFIG in result:
+        settings = json.loads(result[TOKENIZER_CONFIG])
+        settings.pop("chat_template", None)
+        result[TOKENIZER_CONFIG] = (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
+    return result
