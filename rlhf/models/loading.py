@@ -30,7 +30,8 @@ from rlhf.storage.scratch import Scratch
 # Several models are loaded per rank; their bars would drown the run's own progress.
 library_logging.disable_progress_bar()
 # Pickled weights (.bin, .pt) are never fetched or read.
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+HUB_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja"]
+HUB_WEIGHTS = "*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class ModelSource:
         return f"{self.setting}={self.path}"
 
 
-def resolve_path(source: ModelSource) -> Path:
-    """The local folder that `source` means; a Hub name is downloaded into the Hub's cache. Raises UserError when it
-    can't be had."""
+def resolve_path(source: ModelSource, weights: bool = True) -> Path:
+    """The local folder that `source` means; a Hub name is downloaded into the Hub's cache, with or without `weights`.
+    Raises UserError when it can't be had."""
     local = Path(source.path).expanduser()
     if local.is_dir():
         return local
@@ -64,9 +65,8 @@ def resolve_path(source: ModelSource) -> Path:
     )
 
     try:
-        return Path(
-            snapshot_download(source.path, revision=source.revision, allow_patterns=HUB_PATTERNS, etag_timeout=10)
-        )
+        wanted = [*HUB_PATTERNS, HUB_WEIGHTS] if weights else HUB_PATTERNS
+        return Path(snapshot_download(source.path, revision=source.revision, allow_patterns=wanted, etag_timeout=10))
     except HFValidationError:
         raise UserError(f"{source} is neither a folder nor a Hub name of the form org/name.") from None
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:

@@ -26,7 +26,10 @@ class LayoutEntry:
         return module
 
 
-LAYOUTS: tuple[LayoutEntry, ...] = ()
+LAYOUTS: tuple[LayoutEntry, ...] = (
+    LayoutEntry("native", "layout_native", "manifest.json, or global_step_N with one"),
+    LayoutEntry("huggingface", "layout_huggingface", "model.safetensors or pytorch_model.bin, or their index.json"),
+)
 """In the order in which they are asked whether a folder is theirs."""
 
 
