@@ -64,7 +64,9 @@ def _compare(config: Config) -> None:
     try:
         if config.run_dir.is_dir():  # a new run need not wait for the import
             from rlhf.checkpoint.start.comparison import check_unprepared
+            from rlhf.checkpoint.start.run_dir import refuse_earlier
 
+            refuse_earlier(config.run_dir, config.trainer)
             check_unprepared(config.run_dir, config.trainer, ResolvedConfig.of(config), Coordinator(LoneTransport()))
     except OSError as error:
         if not is_unfixable(error):

@@ -152,13 +152,22 @@ print(code, sorted({"torch", "transformers", "datasets", "reasoning_gym"} & set(
 """
 
 
-def test_the_command_answers_before_anything_slow_is_imported_and_changes_nothing(tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            ("algorithm=rloo", "actor.optim.lr=5e-5", "trainer.seed=2"),
+            "algorithm.adv_estimator: 'grpo' in the checkpoint, 'rloo' now",
+        ),
+        (("trainer.resume_mode=disable",), "holds checkpoints up to step 80"),
+    ],
+)
+def test_the_command_answers_before_anything_slow_is_imported_and_changes_nothing(tmp_path, settings, said):
     same = [f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu"]
     config = compose_config([*same, "checkpoint.async_save=false"], Library.find(None))
     save_steps(config, PlainRole(), 80)
     before = sorted(tmp_path.rglob("*"))
-    other = [*same, "algorithm=rloo", "actor.optim.lr=5e-5", "trainer.seed=2"]
-    done = subprocess.run([sys.executable, "-c", ANSWER, *other], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", ANSWER, *same, *settings], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{EXIT_USER_ERROR} []\n", done.stderr
-    assert "algorithm.adv_estimator: 'grpo' in the checkpoint, 'rloo' now" in done.stderr
+    assert said in done.stderr
     assert sorted(tmp_path.rglob("*")) == before

@@ -45,12 +45,7 @@ def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
     `resume_mode=disable` on a directory with checkpoints that are not of this `launch`."""
     if removed := clean_leftovers(run_dir):
         log.info("Removed what an interrupted save left behind: %s", ", ".join(removed))
-    if trainer.resume_mode == "disable" and not is_of(launch, run_dir) and (existing := scan(run_dir)):
-        raise UserError(
-            f"trainer.resume_mode=disable, but {run_dir} holds checkpoints up to step {step_of(existing[0])}. Set "
-            "trainer.overwrite=true to delete them, trainer.experiment_name to something new, or "
-            "trainer.resume_mode=auto to continue."
-        )
+    refuse_earlier(run_dir, trainer, launch)
     remove_pins(run_dir)
     # A kill between a commit and its pointer has left one that names what retention will remove.
     newest = next((step_of(path) for path in scan(run_dir)), None)
@@ -58,6 +53,17 @@ def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
         # The kill may have come before the checkpoint's name was durable: a power cut would leave the pointer alone.
         fsync_dir(run_dir)
         point_to(run_dir, newest)
+
+
+def refuse_earlier(run_dir: Path, trainer: TrainerConfig, launch: Collection[str] = ()) -> None:
+    """Raise UserError for `resume_mode=disable` on a directory with checkpoints that are not of this `launch`."""
+    asked = trainer.resume_mode == "disable" and not trainer.overwrite
+    if asked and not is_of(launch, run_dir) and (existing := scan(run_dir)):
+        raise UserError(
+            f"trainer.resume_mode=disable, but {run_dir} holds checkpoints up to step {step_of(existing[0])}. Set "
+            "trainer.overwrite=true to delete them, trainer.experiment_name to something new, or "
+            "trainer.resume_mode=auto to continue."
+        )
 
 
 def is_of(launch: Collection[str], run_dir: Path) -> bool:
