@@ -1,0 +1,189 @@
+"""Pickles of other tools: what is read, and what is refused in one line that says why, and never run."""
+
+import io
+import os
+import pickle
+import zipfile
+from collections import OrderedDict
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.checkpoint.interop.pickles import StandIn, open_archive, read_pickle, stand_in
+from rlhf.checkpoint.interop.stored_tensor import StoredTensor, open_torch_file
+from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+
+READERS = (read_pickle, open_torch_file)
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+class Subtle(Evil):
+    """Runs code by a function that torch blocks only because nobody has listed it."""
+
+    def __reduce__(self):
+        return eval, (f"open({str(self.marker)!r}, 'w')",)
+
+
+def saved(path: Path, content: object) -> Path:
+    torch.save(content, path)
+    return path
+
+
+def zipped(path: Path, entries: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> Path:
+    """An archive that looks like one of `torch.save`."""
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in {"version": b"3\n", "byteorder": b"little", **entries}.items():
+            archive.writestr(f"archive/{name}", content)
+    return path
+
+
+def with_pickle(path: Path, original: Path, change: tuple[bytes, bytes]) -> Path:
+    """A copy of an archive with other bytes in its pickle."""
+    with zipfile.ZipFile(original) as old, zipfile.ZipFile(path, "w") as new:
+        for entry in old.infolist():
+            content = old.read(entry)
+            if entry.filename.endswith("data.pkl"):
+                assert change[0] in content
+                content = content.replace(*change)
+            new.writestr(entry.filename, content)
+    return path
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    weight = torch.arange(24.0).view(4, 6)
+    return {"weight": weight, "turned": weight.T, "part": weight[1:3, 2:4], "half": torch.ones(3).bfloat16()}
+
+
+def test_tensors_are_read_by_ranges_from_where_they_lie(tensors, tmp_path):
+    content = OrderedDict(tensors=tensors, rest=[1, ("two", None), {3}])
+    found = open_torch_file(saved(tmp_path / "f.pt", content))
+    assert found["rest"] == content["rest"]
+    for name, tensor in tensors.items():
+        place = found["tensors"][name]
+        assert isinstance(place, StoredTensor)
+        assert (place.shape, place.dtype) == (tuple(tensor.shape), tensor.dtype)
+        assert torch.equal(place.read(0, place.numel), tensor.reshape(-1))
+        assert torch.equal(place.read(1, 3), tensor.reshape(-1)[1:3])
+    assert torch.equal(read_pickle(tmp_path / "f.pt")["tensors"]["turned"], tensors["turned"])
+
+
+def test_a_file_within_a_file(tensors, tmp_path):
+    buffer = io.BytesIO()
+    torch.save(tensors, buffer)
+    (tmp_path / "f").write_bytes(b"before" + buffer.getvalue() + b"after")
+    found = open_torch_file(tmp_path / "f", start=6, size=len(buffer.getvalue()))
+    assert torch.equal(found["weight"].read(5, 9), torch.arange(5.0, 9.0))
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(("evil", "name"), [(Evil, "posix.system"), (Subtle, "eval")])
+def test_what_wants_to_run_code_is_refused_with_its_name(read, evil, name, tmp_path):
+    marker = tmp_path / "ran"
+    written = {
+        "as_torch_does": saved(tmp_path / "a.pt", {"model": evil(marker)}),
+        "newer_pickle": zipped(tmp_path / "b.pt", {"data.pkl": pickle.dumps([evil(marker)], protocol=4)}),
+        "bare_pickle": tmp_path / "c.pt",
+        "bare_old_pickle": tmp_path / "d.pt",
+    }
+    written["bare_pickle"].write_bytes(pickle.dumps(evil(marker)))
+    written["bare_old_pickle"].write_bytes(pickle.dumps({"x": evil(marker)}, protocol=0))
+    for how, path in written.items():
+        with pytest.raises(UserError, match=rf"{path.name} asks for .*{name}, which is not on the list") as caught:
+            read(path)
+        assert "\n" not in str(caught.value), how
+        assert "weights_only" not in str(caught.value), how
+    assert not marker.exists()
+    pickle.loads(written["bare_pickle"].read_bytes())  # that each of them would have
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_the_list_of_this_reader_is_the_only_one(read, tmp_path):
+    path = saved(tmp_path / "f.pt", {"x": Fraction(1, 3)})
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals([Fraction])  # as some library may
+    try:
+        with pytest.raises(UserError, match=r"asks for fractions\.Fraction"):
+            read(path)
+        assert Fraction in torch.serialization.get_safe_globals()
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def test_a_stand_in_keeps_what_an_object_is_made_of(tmp_path):
+    path = saved(tmp_path / "f.pt", {"path": Path("/a/b"), "x": torch.ones(2)})
+    found = read_pickle(path, [stand_in("pathlib.PosixPath")])
+    assert isinstance(found["path"], StandIn)
+    assert found["path"].arguments == ("/", "a", "b")
+    assert type(found["path"]).__name__ == "PosixPath"
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_what_is_no_whole_file_is_one_line(read, tensors, tmp_path):
+    whole = saved(tmp_path / "whole.pt", tensors | {"many": torch.arange(5000.0)})
+    content = whole.read_bytes()
+    torch.save(tensors, tmp_path / "old", _use_new_zipfile_serialization=False)
+    entries = {"data.pkl": b"\x80\x02]q\x00.", "data/0": bytes(1 << 20)}
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    bad = {
+        "empty": b"",
+        "cut": content[: len(content) // 2],
+        "cut_at_the_end": content[:-5],
+        "without_its_beginning": content[100:],
+        "noise": os.urandom(5000),
+        "text": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        "html": b"<!DOCTYPE html><html></html>" * 9,
+    }
+    for name, damaged in bad.items():
+        (tmp_path / name).write_bytes(damaged)
+    expected = dict.fromkeys(bad, "no whole file of torch.save") | {
+        "old": "in the format of torch before 1.6",
+        "pipe": "is no file",
+        "folder": "is no file",
+        "nowhere": "is missing",
+        "bomb": "has compressed entries",
+        "no_pickle": "no whole file of torch.save",
+        "broken_pickle": "EOFError",
+        "huge": "",
+        "negative": "",
+    }
+    zipped(tmp_path / "bomb", entries, zipfile.ZIP_DEFLATED)
+    zipped(tmp_path / "no_pickle", {"x": b"1"})
+    zipped(tmp_path / "broken_pickle", {"data.pkl": b"\x80\x02}q\x00X\xff\xff\xff\x7fabc"})
+    # The 5000 elements of one tensor become 2 ** 31 - 1, or lie before the file.
+    with_pickle(tmp_path / "huge", whole, (b"M\x88\x13\x85", b"J\xff\xff\xff\x7f\x85"))
+    with_pickle(tmp_path / "negative", whole, (b"QK\x00M\x88\x13\x85", b"QJ\x00\x00\x00\xf0M\x88\x13\x85"))
+    for name, message in expected.items():
+        with pytest.raises((DamagedCheckpoint, UserError), match=message or None) as caught:
+            read(tmp_path / name)
+        text = str(caught.value)
+        assert text.startswith(str(tmp_path / name)), text
+        assert "\n" not in text, text
+        assert len(text) < 400, text
+        assert "weights_only" not in text, text
+
+
+def test_an_archive_that_claims_more_than_it_has(tmp_path):
+    path = zipped(tmp_path / "f.pt", {"data.pkl": b"\x80\x02N.", "data/0": bytes(64)})
+    content = bytearray(path.read_bytes())
+    # The sizes of the last entry, in the directory at the end.
+    at = content.rfind(b"PK\x01\x02")
+    content[at + 20 : at + 28] = (1 << 30).to_bytes(4, "little") * 2
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match="claims more bytes than it has"), open_archive(path):
+        pass
