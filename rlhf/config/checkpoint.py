@@ -15,8 +15,8 @@ class CheckpointConfig:
     """Parts that a save writes: any of `model`, `optimizer`, `extra` (LR schedule and RNG), `hf_model` (a Hugging Face
     folder)."""
     load_contents: list[str] | None = setting(None, resume="start")
-    """Parts that a run which begins at `trainer.resume_from_path` reads there; null means `contents`. From checkpoints
-    of its own a run takes all that they hold."""
+    """Parts that a run which begins at `trainer.resume_from_path` reads there; null means `contents`, or all that is
+    there of one that was imported from another tool. From checkpoints of its own a run takes all that they hold."""
     async_save: bool = setting(True, resume="harmless")
     """Train on while a checkpoint is written, from a copy in memory; false waits for each save. The numbers of the run
     are the same."""

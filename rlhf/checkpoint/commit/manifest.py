@@ -17,7 +17,7 @@ from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.layout import MANIFEST, step_of
 from rlhf.storage.reading import CheckedFiles, read_regular
 
-FORMAT = 4
+FORMAT = 5
 LARGEST_BYTES = 256 << 20
 """More than any manifest has: enough for the hashes of 30 TB."""
 DOMAINS = "domains"
@@ -39,6 +39,9 @@ class Manifest:
 
     `fingerprints` are of the files that settings name (`model.path` and so on). `linked` maps each folder whose files
     this save did not write to the checkpoint that it shares them with. `metrics` are the figures of the step.
+
+    `imported` says of a checkpoint that no run has saved where it came from: `layout` and `path`; empty of all others.
+    Such a one holds what was there, and no configuration.
     """
 
     step: int
@@ -54,6 +57,7 @@ class Manifest:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     linked: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    imported: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
 
     @property

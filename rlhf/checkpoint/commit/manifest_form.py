@@ -26,7 +26,7 @@ def problems_of(payload: dict[str, Any]) -> Iterator[str]:
             yield f"its {name} are no list of texts"
     if not _is_list(payload["threads"], int):
         yield "its threads are no list of numbers"
-    for name in ("fingerprints", "versions", "linked"):
+    for name in ("fingerprints", "versions", "linked", "imported"):
         if not _is_mapping(payload[name], str):
             yield f"its {name} are no texts by name"
     if not _is_mapping(payload["metrics"], int | float):

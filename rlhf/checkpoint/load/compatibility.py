@@ -27,7 +27,8 @@ def check_compatible(
     """Raise UserError unless a run that is `identity`, with `config`, may continue from this checkpoint; differences
     are logged. Returns the settings that change the run.
 
-    `moving_reference`: whether the run's reference policy moves. `allow_change`: `trainer.allow_config_change`.
+    `moving_reference`: whether the run's reference policy moves. `allow_change`: `trainer.allow_config_change`. Of an
+    imported checkpoint only the contents are looked at: it is of no run.
     """
     if not {"model", "hf_model"} & set(load_contents):
         raise UserError(
@@ -40,6 +41,8 @@ def check_compatible(
             f"{', '.join(missing)}, but {path} holds {', '.join(manifest.contents)}. Set checkpoint.load_contents to a "
             "subset of that."
         )
+    if manifest.imported:
+        return frozenset()
     changes = changes_since(path, manifest, config)
     # Promise 13.
     refuse_changes(changes, allow=allow_change)
@@ -75,7 +78,9 @@ def _other_files(path: Path, manifest: Manifest, config: ResolvedConfig, fingerp
 
 def same_bits_problems(manifest: Manifest, identity: Identity, world_size: int) -> list[str]:
     """Differences of the run that is `identity`, on so many ranks, from the one that saved a checkpoint, for which the
-    same settings may give other bits; one line each."""
+    same settings may give other bits; one line each. None for an imported checkpoint, of which nobody expects them."""
+    if manifest.imported:
+        return []
     lines = []
     if manifest.world_size != world_size:
         lines.append(f"It was saved by {manifest.world_size} ranks and goes on with {world_size}")

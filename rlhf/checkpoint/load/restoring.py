@@ -193,7 +193,8 @@ class _Loading:
             role.after_load()
         if "extra" in self._contents:
             for name, role in state.roles.items():
-                role.load_extra_state(self._documents[f"{name}/{SCHEDULE}"])
+                if self._reads(f"{name}/{SCHEDULE}"):
+                    role.load_extra_state(self._documents[f"{name}/{SCHEDULE}"])
         if state.carried is not None and any(key.startswith(OF_SAMPLES) for key in self._changed):
             state.carried.load_tensors([])
             if self._manifest.in_folder(CARRIED) and self._rank == 0:
@@ -207,7 +208,7 @@ class _Loading:
         saved = self._documents[DRIVER_STATE]
         state.driver.load_state_dict(saved)
         for name, stateful in state.stateful.items():
-            if name not in saved and self._rank == 0:
+            if name not in saved and self._rank == 0 and not self._manifest.imported:
                 log.warning("%s has no state of %s, which starts at its beginning.", self._path, name)
             stateful.load_state_dict(saved[name] if name in saved else json.loads(state.initial[name]))
         # Last: nothing that is loaded may move the generators.
@@ -219,15 +220,22 @@ class _Loading:
         which setting."""
         for name, role in self._state.roles.items():
             if name not in self._manifest.roles:
+                if self._manifest.imported:
+                    continue
                 raise UserError(f"{self._path} has no {name}; it holds {', '.join(self._manifest.roles)}.")
             setting = "critic.path" if name == "critic" else "model.path"
             if {"model", "hf_model"} & set(self._contents):
                 folder = "model" if "model" in self._contents else HF_FOLDER
                 yield name, f"{name}/{folder}", role.model_shards(), f"{name}'s weights", setting
-            if "optimizer" in self._contents:
+            if "optimizer" in self._contents and self._reads(f"{name}/optimizer/{INDEX}"):
                 yield name, f"{name}/optimizer", role.optimizer_shards(), f"{name}'s optimizer", setting
-        if self._state.reference is not None:
+        if self._state.reference is not None and self._reads(f"{REFERENCE}/{INDEX}"):
             yield "ref", REFERENCE, self._state.reference.shards(), "reference weights", "model.path"
+
+    def _reads(self, name: str) -> bool:
+        """Whether a file that the present run has a use for must be there: an imported checkpoint has what its source
+        had."""
+        return not self._manifest.imported or name in self._manifest.files
 
     def _reader(self, folder: str, shards: Shards, what: str, setting: str) -> TensorReader:
         if PurePosixPath(folder).name == HF_FOLDER:
@@ -248,7 +256,7 @@ class _Loading:
         if self._state.carried is not None:
             names += self._carried()
         if "extra" in self._contents:
-            names += [f"{role}/{SCHEDULE}" for role in self._state.roles]
+            names += [name for role in self._state.roles if self._reads(name := f"{role}/{SCHEDULE}")]
             names += [name for name in [self._rng_file] if name in self._manifest.files]
         return names
 
@@ -270,12 +278,13 @@ class _Loading:
             # Promise 7: with the generators all is back that the next step depends on.
             set_rng_state(self._documents[self._rng_file])
             return
-        log.warning(
-            "%s was saved by %d ranks and has no RNG state for rank %d; seeded afresh.",
-            self._path,
-            self._manifest.world_size,
-            self._rank,
-        )
+        if not self._manifest.imported:
+            log.warning(
+                "%s was saved by %d ranks and has no RNG state for rank %d; seeded afresh.",
+                self._path,
+                self._manifest.world_size,
+                self._rank,
+            )
         seed_everything(seed + self._manifest.step, self._rank)
 
     @contextmanager

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlhf.checkpoint.commit.identity import Identity
+from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.commit.removal import set_aside
 from rlhf.checkpoint.load.compatibility import check_compatible
+from rlhf.checkpoint.load.imported_start import refuse_an_end, start_told
 from rlhf.checkpoint.load.locations import FileLocations, locate_files, published
 from rlhf.checkpoint.load.restoring import LoadResult, load_state
 from rlhf.checkpoint.save.snapshot import RunState
@@ -51,8 +53,9 @@ def restore(
 
     def attempt(located: FileLocations) -> LoadResult:
         begins = source is not None and located.path.parent.resolve() / located.path.name == source
-        # A restart must not change a run: it goes on with all that was saved.
-        wanted = (settings.load_contents or settings.contents) if begins else located.manifest.contents
+        wanted = _wanted(located.manifest, settings, begins=begins)
+        if located.manifest.imported:
+            refuse_an_end(located, state)
         check = partial(
             check_compatible,
             located.path,
@@ -65,12 +68,23 @@ def restore(
         )
         changed = coordinator.on_rank(located.holder(CONFIG), check)
         left_out = [part for part in ("optimizer", "extra") if part not in wanted]
-        if left_out and coordinator.is_leader:
+        if located.manifest.imported and coordinator.is_leader:
+            log.warning("%s", start_told(located, state, wanted))
+        elif left_out and coordinator.is_leader:
             why = "as checkpoint.load_contents says" if begins else "which were not saved: a crash changes this run"
             log.warning("%s: the run goes on without its %s, %s.", located.path, " and ".join(left_out), why)
         return load_state(located, state, wanted, trainer.seed, coordinator, changed)
 
     return _with_newest_intact(run_dir, source, coordinator, attempt)
+
+
+def _wanted(manifest: Manifest, settings: CheckpointConfig, *, begins: bool) -> list[str]:
+    """The parts of `checkpoint.contents` that are read."""
+    if begins and settings.load_contents is not None:
+        return settings.load_contents
+    # An imported checkpoint has what its source had, whatever this run is going to save; and a restart must not change
+    # a run: it goes on with all that was saved.
+    return settings.contents if begins and not manifest.imported else manifest.contents
 
 
 def _with_newest_intact(

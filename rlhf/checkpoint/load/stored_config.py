@@ -12,11 +12,12 @@ from rlhf.storage.reading import CheckedFiles
 
 
 def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> ConfigDiff:
-    """Differences of `config` from what the checkpoint at `path` was saved with.
+    """Differences of `config` from what the checkpoint at `path` was saved with; none from an imported one.
 
     Raises DamagedCheckpoint when its bytes are not as committed.
     """
-    if manifest.config_hash == config.hash:  # reading a configuration takes longer than a small model
+    # Reading a configuration takes longer than a small model.
+    if manifest.imported or manifest.config_hash == config.hash:
         return ConfigDiff([], [])
     try:
         stored = CheckedFiles(path, manifest.files).content(CONFIG)

@@ -61,6 +61,8 @@ def check_unprepared(run_dir: Path, trainer: TrainerConfig, config: ResolvedConf
 
 
 def _check(path: Path, manifest: Manifest, config: ResolvedConfig, trainer: TrainerConfig, *, begins: bool) -> None:
+    if manifest.imported:  # of no run of ours: it has neither settings nor a length
+        return
     diff = changes_since(path, manifest, config)
     if (driver := driver_state_of(path)) is not None:
         step, planned = driver["step"], planned_steps(trainer, driver["steps_per_epoch"])

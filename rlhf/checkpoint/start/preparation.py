@@ -97,7 +97,7 @@ def finished_step(
             continue
         drivers = coordinator.on_domain_leaders(lambda: directory.driver_state_of(path))  # noqa: B023
         driver = next((driver for driver in drivers if driver is not None), None)
-        if driver is None or not directory.at_end(trainer, driver):
+        if located.manifest.imported or driver is None or not directory.at_end(trainer, driver):
             return None
         # All bytes are read only when that ends the run; otherwise the ranks verify them, each its share.
         mine = [name for name in located.manifest.files if located.holder(name) == coordinator.domain]

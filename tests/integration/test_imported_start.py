@@ -1,0 +1,230 @@
+"""Start of a run at a checkpoint that was written from another tool's tensors: what arrives, and what begins anew."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.backends.fsdp2 import Fsdp2Backend
+from rlhf.checkpoint.commit.manifest import read_manifest, verify
+from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.interop import native_component
+from rlhf.checkpoint.interop.native_folder import OpenRole, write_native_folder
+from rlhf.checkpoint.interop.source import TrainedSoFar
+from rlhf.errors import UserError
+from rlhf.storage.files import write_folder
+from rlhf.storage.layout import step_dir
+from tests.support.checkpoints import (
+    PlainPart,
+    PlainReference,
+    begin_at,
+    equal_bits,
+    make_backend,
+    make_checkpointer,
+    make_config,
+    make_driver,
+    resume,
+    whole_state,
+    world_of_one,
+)
+from tests.support.held_source import HeldSource
+from tests.support.sections import finished_step, prepare
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory):
+    with world_of_one(tmp_path_factory.mktemp("group")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained() -> Fsdp2Backend:
+    return make_backend(1, train_steps=3)
+
+
+@pytest.fixture(scope="module")
+def model_files(tmp_path_factory, trained) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_folder(folder, trained.hf_files())
+    return folder
+
+
+@pytest.fixture
+def source(trained, model_files) -> HeldSource:
+    """All of `trained`, as another tool may have kept it."""
+    state = whole_state(trained)
+    return HeldSource(state["model"], state["optimizer"], TrainedSoFar(step=4, optimizer_steps=3), model_files)
+
+
+def imported(source: HeldSource, folder: Path, step: int = 4, **options) -> Path:
+    target = folder / f"global_step_{step}"
+    write_native_folder({"actor": OpenRole(folder / "theirs", source)}, target, **options)
+    return target
+
+
+def start(config, target: Path, role: Fsdp2Backend, **options) -> DriverState:
+    """What precedes the ranks, and what they do first."""
+    begin_at(config, target)
+    prepare(config)
+    driver = make_driver()
+    assert make_checkpointer(config, role, driver=driver, **options).resume()
+    return driver
+
+
+def test_weights_moments_and_place_in_the_schedule_arrive_bit_for_bit(tmp_path, trained, source, monkeypatch):
+    monkeypatch.setattr(native_component, "CHUNK", 50)
+    target = imported(source, tmp_path)
+    assert source.largest == 50, "it is read in parts"
+    assert verify(target).imported == {"layout": "held", "path": str(tmp_path / "theirs")}
+    backend = make_backend(2, train_steps=1)
+    driver = start(make_config(tmp_path), target, backend)
+    expected, found = whole_state(trained), whole_state(backend)
+    assert equal_bits(found["model"], expected["model"])
+    assert equal_bits(found["optimizer"], expected["optimizer"])
+    assert found["extra"]["rates"] == expected["extra"]["rates"]
+    assert found["extra"]["lr_scheduler"]["last_epoch"] == 3
+    assert (driver.step, driver.epochs, driver.tokens) == (4, 0.0, 0)
+
+
+def test_a_start_says_where_it_is_from_and_what_begins_anew(tmp_path, trained, source, caplog):
+    config, stream = make_config(tmp_path), PlainPart(7)
+    target = imported(source, tmp_path)
+    with caplog.at_level("INFO", logger="rlhf"):
+        start(config, target, make_backend(2), parts={"data": stream}, reference=PlainReference())
+    (line,) = [text for text in caplog.messages if "was imported" in text]
+    assert f"{target} was imported from {tmp_path / 'theirs'} (held). A new run begins there, after step 4" in line
+    assert "with actor's weights, actor's moments, actor's schedule" in line
+    assert "not that run continued to the bit: reference, generators, data begin anew." in line
+    assert stream.state == {"count": 7}, "as it was at the start"
+    assert "bits of further steps" not in caplog.text
+    assert "RNG state" not in caplog.text
+    run = json.loads((config.run_dir / "run.json").read_text())
+    driver = json.loads((target / "driver_state.json").read_text())
+    assert run["run_id"] != driver["run_id"], "a run of its own"
+    assert run["resumed_from"] == str(target)
+
+
+def test_other_settings_and_model_files_than_those_of_a_run_are_no_question(tmp_path, source):
+    """An imported checkpoint has neither; a checkpoint that the run has saved itself has both (promise 13)."""
+    config = make_config(tmp_path)
+    target = imported(source, tmp_path)
+    backend = make_backend(2)
+    start(config, target, backend, fingerprints={"model.path": "another"})
+    make_checkpointer(config, backend, 5, fingerprints={"model.path": "another"}).save(5)
+    assert resume(config, make_backend(3), None, {"model.path": "another"}) == 5
+    with pytest.raises(UserError, match="holds other files than"):
+        resume(config, make_backend(3), None, {"model.path": "a third"})
+    config.actor.optim.lr = 0.5
+    with pytest.raises(UserError, match="settings that give another run"):
+        prepare(config)
+
+
+def test_what_a_source_lacks_begins_anew_without_a_setting(tmp_path, trained, model_files):
+    """Weights alone, as of a Hugging Face folder: with the default `checkpoint.contents` no line in the command says
+    that there is no more."""
+    weights = HeldSource(whole_state(trained)["model"], model_files=model_files)
+    target = imported(weights, tmp_path, 0)
+    assert read_manifest(target).contents == ["model"]
+    backend = make_backend(2)
+    before = whole_state(backend)
+    start(make_config(tmp_path), target, backend)
+    assert equal_bits(whole_state(backend)["model"], whole_state(trained)["model"])
+    assert equal_bits(whole_state(backend)["optimizer"], before["optimizer"])
+    config = make_config(tmp_path / "asked")
+    begin_at(config, target, ["model", "optimizer"])
+    with pytest.raises(UserError, match=r"asks for optimizer, but .* holds model"):
+        resume(config, make_backend(2))
+
+
+def test_load_contents_leaves_out_what_is_there(tmp_path, trained, source):
+    config, target = make_config(tmp_path), imported(source, tmp_path)
+    begin_at(config, target, ["model"])
+    backend = make_backend(2)
+    before = whole_state(backend)
+    assert resume(config, backend) == 4
+    assert equal_bits(whole_state(backend)["model"], whole_state(trained)["model"])
+    assert equal_bits(whole_state(backend)["optimizer"], before["optimizer"])
+    assert whole_state(backend)["extra"] == before["extra"]
+
+
+def test_a_critic_that_was_not_imported_starts_from_its_own_files(tmp_path, trained, source):
+    config, target = make_config(tmp_path), imported(source, tmp_path)
+    begin_at(config, target)
+    critic, actor = make_backend(5), make_backend(2)
+    before = whole_state(critic)
+    assert resume(config, {"actor": actor, "critic": critic}) == 4
+    assert equal_bits(whole_state(critic), before)
+    assert equal_bits(whole_state(actor)["model"], whole_state(trained)["model"])
+
+
+def test_moments_that_are_missing_are_zero_and_named(tmp_path, trained, model_files):
+    state = whole_state(trained)
+    frozen = "model.norm.weight"
+    kept = {name: tensor for name, tensor in state["optimizer"].items() if not name.startswith(frozen)}
+    source = HeldSource(state["model"], kept, TrainedSoFar(step=4), model_files)
+    done = write_native_folder({"actor": OpenRole(tmp_path, source)}, tmp_path / "global_step_4")
+    assert done.absent == [f"actor: moments of 1 weights, which begin at zero, such as {frozen}"]
+    assert "actor: place in the learning-rate schedule, 3 optimizer steps" in done.taken, "which the moments tell"
+    backend = make_backend(2, train_steps=1)
+    start(make_config(tmp_path), tmp_path / "global_step_4", backend)
+    found = whole_state(backend)["optimizer"]
+    for name, tensor in state["optimizer"].items():
+        assert equal_bits(found[name], torch.zeros_like(tensor) if name.startswith(frozen) else tensor), name
+
+
+def test_the_run_goes_on_from_its_own_checkpoints_once_it_has_any(tmp_path, source):
+    config = make_config(tmp_path)
+    target = imported(source, tmp_path)
+    start(config, target, backend := make_backend(2))
+    make_checkpointer(config, backend, 5).save(5)
+    shutil.rmtree(target)
+    prepare(config)
+    assert resume(config, make_backend(3)) == 5
+
+
+def test_nothing_left_to_train_is_refused(tmp_path, source):
+    config = make_config(tmp_path)
+    target = imported(source, tmp_path, 10)
+    begin_at(config, target)
+    prepare(config)
+    assert finished_step(config) is None
+    with pytest.raises(UserError, match="at step 10, and nothing is left to train from there: the run has 10 steps"):
+        resume(config, make_backend(2))
+
+
+def test_an_imported_checkpoint_in_the_run_directory_is_no_finished_run(tmp_path, source):
+    config = make_config(tmp_path)
+    config.trainer.total_training_steps = None
+    imported(source, config.run_dir, 4)
+    prepare(config)
+    assert finished_step(config) is None
+    assert resume(config, make_backend(2)) == 4
+
+
+def test_another_architecture_is_refused_at_the_import_and_at_the_start(tmp_path, trained, source, model_files):
+    lacking = {name: tensor for name, tensor in whole_state(trained)["model"].items() if "norm" not in name}
+    with pytest.raises(UserError, match=r"3 weights that its config.json asks for are missing"):
+        imported(HeldSource(lacking, model_files=model_files), tmp_path)
+    assert not any(tmp_path.iterdir())
+    config = make_config(tmp_path)
+    begin_at(config, imported(source, tmp_path))
+    with pytest.raises(UserError, match=r"actor's weights in .* are of another architecture than model\.path"):
+        resume(config, make_backend(2, tied=True))
+
+
+def test_mistakes_are_told_before_anything_is_written(tmp_path, trained, source):
+    roles = {"actor": OpenRole(tmp_path / "theirs", source)}
+    with pytest.raises(UserError, match=r"must be named global_step_N, .* the source is at step 4: .*/x/global_step_4"):
+        write_native_folder(roles, tmp_path / "x")
+    nameless = HeldSource(whole_state(trained)["model"])
+    with pytest.raises(UserError, match=r"does not say what model it is of\. Add --hf_model_path"):
+        imported(nameless, tmp_path)
+    assert not any(tmp_path.iterdir())
+    assert step_dir(tmp_path, 4) == imported(source, tmp_path)
+    with pytest.raises(UserError, match="is there already"):
+        imported(source, tmp_path)
+    imported(source, tmp_path, overwrite=True)
+    with pytest.raises(UserError, match="no critic's"):
+        write_native_folder({"critic": OpenRole(tmp_path, source)}, tmp_path / "global_step_1")

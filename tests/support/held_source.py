@@ -1,0 +1,41 @@
+"""Open checkpoint of no tool: tensors and moments that a test holds in memory, as a layout hands them out."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from rlhf.checkpoint.interop.source import Contents, TensorInfo, TrainedSoFar
+
+
+class HeldSource:
+    """Hands out `tensors` and `moments` in ranges; `largest` is the most elements that were asked for at once."""
+
+    layout = "held"
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        moments: Mapping[str, Tensor] | None = None,
+        progress: TrainedSoFar | None = None,
+        model_files: Path | None = None,
+        absent: list[str] | None = None,
+    ) -> None:
+        self._held = {
+            name: tensor.detach().reshape(-1) for name, tensor in (dict(tensors) | (dict(moments or {}))).items()
+        }
+        self.largest, self.closed = 0, False
+        self.contents = Contents(
+            _infos(tensors), _infos(moments or {}), progress or TrainedSoFar(), model_files, absent=absent or []
+        )
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        self.largest = max(self.largest, stop - start)
+        return self._held[name][start:stop]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _infos(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
+    return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
