@@ -29,6 +29,7 @@ class LayoutEntry:
 LAYOUTS: tuple[LayoutEntry, ...] = (
     LayoutEntry("native", "layout_native", "manifest.json, or global_step_N with one"),
     LayoutEntry("huggingface", "layout_huggingface", "model.safetensors or pytorch_model.bin, or their index.json"),
+    LayoutEntry("megatron", "layout_megatron", "mp_rank_XX_YYY/model_states.pt"),
 )
 """In the order in which they are asked whether a folder is theirs."""
 

@@ -1,0 +1,138 @@
+"""Tensors put together from excerpts of others, of which ranges are read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rlhf.checkpoint.interop.source import Contents, TensorInfo, TensorSource
+
+
+class Readable(Protocol):
+    """Tensor whose flattened (row-major) elements are read in ranges, 1-D."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the elements."""
+        ...
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop)."""
+        ...
+
+
+class Excerpt(NamedTuple):
+    """Elements [start, stop) of a tensor."""
+
+    tensor: Readable
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class OfSource:
+    """Tensor of an open checkpoint."""
+
+    source: TensorSource
+    name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Readable`."""
+        return self.source.contents.tensors[self.name].dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """See `Readable`."""
+        return self.source.read(self.name, start, stop)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Matrices of `columns` columns each side by side, as column parallel ranks hold one."""
+
+    matrices: Sequence[Readable]
+    columns: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Readable`."""
+        return self.matrices[0].dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """See `Readable`."""
+        width = self.columns * len(self.matrices)
+        first, last = start // width, -(-stop // width)
+        parts = [matrix.read(first * self.columns, last * self.columns) for matrix in self.matrices]
+        rows = torch.cat([part.view(-1, self.columns) for part in parts], dim=1).view(-1)
+        return rows[start - first * width : stop - first * width]
+
+
+@dataclass(frozen=True)
+class SomeColumns:
+    """Columns [first, first + columns) of a matrix of `width` columns."""
+
+    matrix: Readable
+    width: int
+    first: int
+    columns: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Readable`."""
+        return self.matrix.dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """See `Readable`."""
+        first, last = start // self.columns, -(-stop // self.columns)
+        rows = self.matrix.read(first * self.width, last * self.width).view(-1, self.width)
+        chosen = rows[:, self.first : self.first + self.columns].reshape(-1)
+        return chosen[start - first * self.columns : stop - first * self.columns]
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Zeros without end."""
+
+    dtype: torch.dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """See `Readable`."""
+        return torch.zeros(stop - start, dtype=self.dtype)
+
+
+class ExcerptSource:
+    """Checkpoint whose tensors are excerpts of others, one after the other; `opened` is closed with it."""
+
+    def __init__(
+        self,
+        layout: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        excerpts: Mapping[str, Sequence[Excerpt]],
+        *,
+        model_files: Path | None = None,
+        absent: Sequence[str] = (),
+        opened: TensorSource | None = None,
+    ) -> None:
+        self.layout, self._excerpts, self._opened = layout, excerpts, opened
+        tensors = {name: TensorInfo(shape, excerpts[name][0].tensor.dtype) for name, shape in shapes.items()}
+        self.contents = Contents(tensors, model_files=model_files, absent=list(absent))
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `TensorSource.read`."""
+        found, at = [], 0
+        for tensor, first, last in self._excerpts[name]:
+            begin, end = max(start, at), min(stop, at + last - first)
+            if begin < end:
+                found.append(tensor.read(first + begin - at, first + end - at))
+            at += last - first
+        if len(found) == 1:
+            return found[0]
+        return torch.cat([torch.empty(0, dtype=self.contents.tensors[name].dtype), *found])
+
+    def close(self) -> None:
+        """See `TensorSource.close`."""
+        if self._opened is not None:
+            self._opened.close()

@@ -1,0 +1,145 @@
+"""Layout `megatron`: a folder `mp_rank_XX_YYY` of each tensor parallel rank XX and pipeline rank YYY.
+
+In each lies a file of `torch.save` with the rank's weights under `model`, or under `model0`, `model1` and so on with
+virtual pipeline stages; layers count from zero in each of these. Only ranges of the files are read.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf.checkpoint.interop.excerpts import ExcerptSource
+from rlhf.checkpoint.interop.megatron_model import LAYERS
+from rlhf.checkpoint.interop.megatron_names import Held, as_transformers, find_model, holds_values
+from rlhf.checkpoint.interop.megatron_places import find_folder
+from rlhf.checkpoint.interop.pickles import stand_in
+from rlhf.checkpoint.interop.source import Origin
+from rlhf.checkpoint.interop.stored_tensor import StoredTensor, open_torch_file
+from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+
+NAME = "megatron"
+RANK = re.compile(r"mp_rank_(\d\d+)(?:_(\d\d\d+))?")
+FILES = ("model_states.pt", "model_optim_rng.pt", "model.pt")
+"""The documented name, Megatron-LM's, and that of verl's first releases."""
+LAYER = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
+
+
+UNREAD = (
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "signal.Signals",
+    "pathlib.PosixPath",
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.dtypes.UInt32DType",
+    "megatron.core.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+)
+"""Classes of what Megatron-LM saves beside the weights: arguments and states of random numbers. Nobody looks at it."""
+ALLOWED = [stand_in(name) for name in UNREAD]
+
+Chunk = dict[str, list[Held]]
+"""Tensors of one (virtual) pipeline stage: of each tensor parallel rank, by name."""
+
+
+def recognises(origin: Origin) -> bool:
+    """Whether the folder, or the one in it that holds the actor's or critic's model, has folders of ranks."""
+    return find_folder(origin, _has_ranks) is not None
+
+
+def open_source(origin: Origin) -> ExcerptSource:
+    """The model of all ranks; raises UserError naming a rank whose folder or file is missing."""
+    folder = find_folder(origin, _has_ranks)
+    if folder is None:
+        raise UserError(f"{origin.path} has no folders mp_rank_XX_YYY. Give the folder that they lie in.")
+    files = _rank_files(folder)
+    stages = [_stage(folder, files, stage) for stage in range(1 + max(stage for _, stage in files))]
+    if len({len(chunks) for chunks in stages}) > 1:
+        raise UserError(f"{folder}: the pipeline ranks hold different numbers of virtual stages. Restore them.")
+    # The first chunks of all stages come before the second ones.
+    held = _of_whole_model([stage[chunk] for chunk in range(len(stages[0])) for stage in stages])
+    model, model_files = find_model(origin, folder, values=holds_values(held))
+    model.check_tensor_ranks(1 + max(rank for rank, _ in files), f"{folder}: the number of tensor parallel ranks")
+    return as_transformers(model, held, folder, model_files)
+
+
+def _has_ranks(folder: Path) -> bool:
+    return any(RANK.fullmatch(path.name) for path in folder.glob("mp_rank_*"))
+
+
+def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
+    """The file of each tensor parallel and pipeline rank."""
+    found = {}
+    for path in folder.glob("mp_rank_*"):
+        if (match := RANK.fullmatch(path.name)) is None:
+            raise UserError(f"{path}: checkpoints with expert parallel ranks are not read here.")
+        file = next((path / name for name in FILES if (path / name).is_file()), None)
+        if file is None:
+            raise UserError(f"{path} has no {FILES[0]} (nor {' or '.join(FILES[1:])}). Restore it.")
+        found[int(match[1]), int(match[2] or 0)] = file
+    ranks, stages = (1 + max(numbers) for numbers in zip(*found, strict=True))
+    for stage in range(stages):
+        for rank in range(ranks):
+            if (rank, stage) not in found:
+                name = f"mp_rank_{rank:02d}_{stage:03d}"
+                raise UserError(f"{folder} lacks {name} of {ranks} x {stages} ranks (tensor x pipeline). Restore it.")
+    return found
+
+
+def _stage(folder: Path, files: Mapping[tuple[int, int], Path], stage: int) -> list[Chunk]:
+    """The chunks of one pipeline rank, with all tensor parallel ranks."""
+    paths = [path for (_, number), path in sorted(files.items()) if number == stage]
+    ranks = [_chunks(open_torch_file(path, ALLOWED), path) for path in paths]
+    result: list[Chunk] = []
+    for number, first in enumerate(ranks[0]):
+        result.append({name: [] for name in first})
+        for chunks, path in zip(ranks, paths, strict=True):
+            if len(chunks) != len(ranks[0]) or chunks[number].keys() != first.keys():
+                raise UserError(f"{path} does not hold the tensors that {paths[0]} holds. Restore both of one save.")
+            for name, tensor in chunks[number].items():
+                result[-1][name].append(Held(tensor, tensor.shape))
+    return result
+
+
+def _chunks(content: Any, path: Path) -> list[dict[str, StoredTensor]]:
+    """The weights in a rank's file, of each virtual pipeline stage."""
+    if isinstance(content, dict) and "model" in content:
+        content = [content["model"]]
+    elif isinstance(content, dict) and "model0" in content:
+        content = [content[f"model{number}"] for number in range(sum(key[5:].isdigit() for key in content))]
+    elif isinstance(content, dict):
+        content = [content]
+    if not isinstance(content, list) or not all(isinstance(chunk, dict) for chunk in content):
+        raise DamagedCheckpoint(f"{path} holds no weights of Megatron's (`model`, or `model0` and so on)")
+    found = []
+    for chunk in content:
+        tensors = {key: value for key, value in chunk.items() if isinstance(value, StoredTensor)}
+        if not tensors:
+            raise UserError(f"{path} holds no named tensors. Only models of megatron-core are read (not legacy ones).")
+        found.append({str(key).removeprefix("module."): value for key, value in tensors.items()})
+    return found
+
+
+def _of_whole_model(chunks: list[Chunk]) -> Chunk:
+    """The tensors of all chunks, their layers counted through the whole model."""
+    held: Chunk = {}
+    before = 0
+    for chunk in chunks:
+        layers = 0
+        for name, tensors in chunk.items():
+            if (match := LAYER.fullmatch(name)) is not None:
+                layers = max(layers, 1 + int(match[1]))
+                name = f"{LAYERS}{before + int(match[1])}.{match[2]}"
+            # Of what several stages have (tied embeddings) the first one's.
+            held.setdefault(name, tensors)
+        before += layers
+    return held

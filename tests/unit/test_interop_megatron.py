@@ -1,0 +1,208 @@
+"""Megatron's folders of ranks as a model of transformers, and back."""
+
+import json
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForTokenClassification, PreTrainedModel
+
+from rlhf.checkpoint.interop.megatron_folder import write_rank_folders
+from rlhf.checkpoint.interop.source import TensorSource
+from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from tests.support.megatron_states import rank_weights, save_ranks
+from tests.support.sources import opened, whole
+from tests.support.tiny_models import causal_lm, save, tiny_config
+
+SPLITS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)]
+SIZES = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PreTrainedModel, Path]]:
+    """A model of an architecture and its folder, made once."""
+    root = tmp_path_factory.mktemp("models")
+    made: dict[str, PreTrainedModel] = {}
+
+    def get(architecture: str) -> tuple[PreTrainedModel, Path]:
+        if architecture not in made:
+            made[architecture] = causal_lm(architecture, root / architecture, **SIZES)
+        return made[architecture], root / architecture
+
+    return get
+
+
+def assert_is(source: TensorSource, model: PreTrainedModel, chunk: int | None = None) -> None:
+    """The source has just the model's tensors, bit for bit."""
+    expected = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        expected.pop("lm_head.weight", None)
+    found = whole(source, chunk)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(("ranks", "stages", "chunks"), SPLITS)
+def test_every_split_of_ranks_gives_the_whole_model(
+    models: Any, tmp_path: Path, ranks: int, stages: int, chunks: int
+) -> None:
+    """Tensor, pipeline and virtual pipeline parallel."""
+    model, folder = models("qwen2")
+    save_ranks(model, tmp_path, ranks=ranks, stages=stages, chunks=chunks)
+    with opened(tmp_path, model_files=folder) as source:
+        assert source.layout == "megatron"
+        assert_is(source, model, chunk=101)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+def test_written_folders_of_ranks_hold_what_whole_tensor_operations_make(
+    models: Any, tmp_path: Path, architecture: str
+) -> None:
+    """What is written equals the reference split of the model rank by rank, and is read back."""
+    model, folder = models(architecture)
+    with opened(folder) as source:
+        write_rank_folders(source, tmp_path / "new", tensor_ranks=2, pipeline_ranks=2)
+    for rank in range(2):
+        for stage in range(2):
+            path = tmp_path / "new" / f"mp_rank_{rank:02d}_{stage:03d}" / "model_states.pt"
+            found = torch.load(path, weights_only=True)["model"]
+            (expected,) = rank_weights(model, rank, 2, stage, 2)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    with opened(tmp_path / "new") as source:
+        assert_is(source, model)
+
+
+def test_a_critics_folder_gives_its_value_head(tmp_path: Path) -> None:
+    """verl puts a layer of one value in the output layer's place."""
+    config = tiny_config("llama", num_labels=1)
+    model = AutoModelForTokenClassification.from_config(config)
+    folder = tmp_path / "global_step_5" / "critic"
+    save(model, folder / "huggingface")
+    save_ranks(model, folder / "model", ranks=2, stages=2)
+    with opened(tmp_path / "global_step_5", role="critic") as source:
+        assert_is(source, model)
+
+
+def test_what_megatron_keeps_beside_the_weights_does_no_harm(models: Any, tmp_path: Path) -> None:
+    """Megatron-LM's newest iteration, with its arguments and the state of random numbers."""
+    model, folder = models("llama")
+    beside: dict[str, Any] = {
+        "iteration": 20,
+        "args": Namespace(lr=0.1),
+        "rng_state": [{"np_rng_state": np.random.get_state()}],
+    }
+    save_ranks(model, tmp_path / "iter_0000020", **beside)
+    (tmp_path / "iter_0000010").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    with opened(tmp_path, model_files=folder) as source:
+        assert_is(source, model)
+    with pytest.raises(UserError, match=r"--tag=iter_0000030: .* has no folder of that name"):
+        opened(tmp_path, tag="iter_0000030", model_files=folder).__enter__()
+
+
+class _Runs:
+    """Runs a command where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/ran",)
+
+
+def lose_file(root: Path, _: Path) -> None:
+    (root / "mp_rank_01_001" / "model_states.pt").unlink()
+
+
+def lose_rank(root: Path, _: Path) -> None:
+    shutil.rmtree(root / "mp_rank_01_000")
+
+
+def lose_tensor_ranks(root: Path, _: Path) -> None:
+    for name in ("mp_rank_01_000", "mp_rank_01_001"):
+        shutil.rmtree(root / name)
+
+
+def lose_stage(root: Path, _: Path) -> None:
+    for name in ("mp_rank_00_001", "mp_rank_01_001"):
+        shutil.rmtree(root / name)
+
+
+def cut_off(root: Path, _: Path) -> None:
+    path = root / "mp_rank_01_000" / "model_states.pt"
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def run_code(root: Path, _: Path) -> None:
+    torch.save({"model": _Runs()}, root / "mp_rank_01_000" / "model_states.pt")
+
+
+def drop_tensor(root: Path, _: Path) -> None:
+    path = root / "mp_rank_01_000" / "model_states.pt"
+    content = torch.load(path, weights_only=True)
+    del content["model"]["decoder.layers.1.mlp.linear_fc2.weight"]
+    torch.save(content, path)
+
+
+def add_tensor(root: Path, _: Path) -> None:
+    for rank in range(2):
+        path = root / f"mp_rank_{rank:02d}_000" / "model_states.pt"
+        content = torch.load(path, weights_only=True)
+        content["model"]["decoder.layers.1.mlp.router.weight"] = torch.ones(2)
+        torch.save(content, path)
+
+
+def change_config(**settings: Any) -> Callable[[Path, Path], None]:
+    def change(_: Path, files: Path) -> None:
+        config = json.loads((files / "config.json").read_text()) | settings
+        (files / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lose_file, "mp_rank_01_001 has no model_states.pt"),
+        (lose_rank, "lacks mp_rank_01_000 of 2 x 2 ranks"),
+        (lose_tensor_ranks, r"expected of 1 tensor parallel rank: another rank's folder is missing"),
+        (lose_stage, r"has no decoder.layers.2.self_attention.linear_qkv.layer_norm_weight\. Restore"),
+        (cut_off, "mp_rank_01_000/model_states.pt is no whole file of torch.save"),
+        (run_code, "asks for posix.system"),
+        (drop_tensor, "does not hold the tensors that .*mp_rank_00_000/model_states.pt holds"),
+        (add_tensor, r"holds decoder.layers.1.mlp.router.weight, which llama of transformers has no place for"),
+        (change_config(model_type="gemma"), "model_type=gemma .* llama, mistral, qwen2 and qwen3 are"),
+        (change_config(num_hidden_layers=3), "decoder.layers.3.* has no place for"),
+        (change_config(vocab_size=100_000), r"word_embeddings.weight has the shape \[256, 16\] where \[50000, 16\]"),
+        (change_config(intermediate_size=25), "tensor parallel ranks=2 does not divide the model's 25 intermediate"),
+        (change_config(attention_bias=True), "attention_bias=true"),
+    ],
+)
+def test_a_broken_folder_gets_one_line(models: Any, tmp_path: Path, spoil: Any, message: str) -> None:
+    """What is wrong, where, and what to do."""
+    model, folder = models("llama")
+    root, files = tmp_path / "ranks", tmp_path / "files"
+    save_ranks(model, root, ranks=2, stages=2)
+    shutil.copytree(folder, files)
+    spoil(root, files)
+    with pytest.raises((UserError, DamagedCheckpoint), match=message) as error:
+        opened(root, model_files=files).__enter__()
+    assert "\n" not in str(error.value)
+    assert not Path("/tmp/ran").exists()
+
+
+def test_what_cannot_be_split_is_refused_before_anything_is_written(models: Any, tmp_path: Path) -> None:
+    """The flag, its value, and what it does not divide."""
+    _, folder = models("llama")
+    with opened(folder) as source:
+        with pytest.raises(UserError, match="--tp=4 does not divide the model's 2 key-value heads"):
+            write_rank_folders(source, tmp_path / "new", tensor_ranks=4)
+        with pytest.raises(UserError, match="--pp=3 does not divide the model's 4 layers"):
+            write_rank_folders(source, tmp_path / "new", pipeline_ranks=3)
+    assert not list(tmp_path.iterdir())
