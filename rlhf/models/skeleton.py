@@ -24,9 +24,9 @@ def skeleton(
     small tensor, and a weight that still is one of these views came through unchanged. Their strides differ in every
     dimension, so that a transposed one is told from its original.
     """
-    stand_ins = _stand_ins(headers)
-    origins = {_identity(tensor): name for name, tensor in stand_ins.items()}
-    model = load_from(stand_ins)
+    tensors = stand_ins(headers)
+    origins = {_identity(tensor): name for name, tensor in tensors.items()}
+    model = load_from(tensors)
     named = dict(model.named_parameters())
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
@@ -57,7 +57,7 @@ def materialise(model: PreTrainedModel) -> None:
     _replace(model, lambda _, p: nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad) if p.is_meta else p)
 
 
-def _stand_ins(headers: Mapping[str, FileTensor]) -> dict[str, Tensor]:
+def stand_ins(headers: Mapping[str, FileTensor]) -> dict[str, Tensor]:
     """Tensors of those shapes in almost no memory, each at another place of one that is shared by all of a type."""
     extent = len(headers) + max(
         (sum((i + 1) * size for i, size in enumerate(t.shape)) for t in headers.values()), default=0

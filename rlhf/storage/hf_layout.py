@@ -14,6 +14,8 @@ from rlhf.storage.shard_index import ITEM_BYTES, Tensors
 SHARD_BYTES = 5_000_000_000
 """Most bytes of tensors in one file, unless one tensor has more."""
 WEIGHTS, WEIGHTS_INDEX, MODEL_CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+STEM = "model"
+"""Beginning of the names of the files."""
 METADATA = {"format": "pt"}
 """Metadata of each file: some tools open none that lacks it."""
 TYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -31,22 +33,25 @@ class WeightsFile:
     size: int
 
 
-def lay_out_weights(tensors: Tensors) -> list[WeightsFile]:
-    """Files for `tensors` (name -> safetensors type and shape), filled in their order up to `SHARD_BYTES` each.
+def lay_out_weights(tensors: Tensors, shard_bytes: int | None = None, stem: str = STEM) -> list[WeightsFile]:
+    """Files for `tensors` (name -> safetensors type and shape), filled in their order up to `shard_bytes` each
+    (None: `SHARD_BYTES`).
 
     Within a file the wider types come first, as the specification asks, so that each tensor is aligned to its items.
     """
+    most = SHARD_BYTES if shard_bytes is None else shard_bytes
     groups: list[list[str]] = [[]]
     filled = 0
     for name, (dtype, shape) in tensors.items():
         nbytes = ITEM_BYTES[dtype] * math.prod(shape)
-        if groups[-1] and filled + nbytes > SHARD_BYTES:
+        if groups[-1] and filled + nbytes > most:
             groups.append([])
             filled = 0
         groups[-1].append(name)
         filled += nbytes
     count = len(groups)
-    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [WEIGHTS]
+    numbers = [f"-{i + 1:05d}-of-{count:05d}" for i in range(count)] if count > 1 else [""]
+    names = [f"{stem}{number}.safetensors" for number in numbers]
     return [_file(name, {key: tensors[key] for key in group}) for name, group in zip(names, groups, strict=True)]
 
 
