@@ -15,6 +15,8 @@ VERBS = {
     "list": "list",
     "inspect": "inspect",
     "verify": "verify",
+    "merge": "merge",
+    "export": "export",
 }
 """Verb -> its module in `rlhf.checkpoint.verbs`, with `NAME`, `HELP`, `add_arguments(parser)` and `run(arguments,
 console) -> int`. A module imports what is heavy (torch) within `run`, so that `--help` and mistakes cost nothing."""

@@ -1,0 +1,56 @@
+"""Verb `merge`: a training checkpoint of any known layout as a Hugging Face folder."""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from rlhf.checkpoint.verbs.hf_output import add_output_options, tell, to_hf_folder
+from rlhf.checkpoint.verbs.origins import add_origin_options, origin_of
+from rlhf.errors import UserError
+
+NAME = "merge"
+HELP = "make a Hugging Face folder of a training checkpoint, ours or another tool's"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `rlhf.checkpoint.__main__.VERBS`. The options are named as verl names them."""
+    add_origin_options(parser)
+    parser.add_argument(
+        "--target_dir", "--target-dir", type=Path, required=True, metavar="DIR", help="the folder to write"
+    )
+    parser.add_argument(
+        "--tie-word-embedding",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="whether input and output embeddings are one (default: as config.json says)",
+    )
+    parser.add_argument("--is-value-model", action="store_true", help="the model has a head of one number per token")
+    add_output_options(parser)
+    parser.add_argument(
+        "--hf_upload_path", "--hf-upload-path", metavar="NAME", help="upload it to the Hub as NAME, too"
+    )
+    parser.add_argument("--private", action="store_true", help="as a private repository")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Write the folder and, if asked, upload it."""
+    from rlhf.checkpoint.interop.hf_folder import HfOptions
+
+    if arguments.private and arguments.hf_upload_path is None:
+        raise UserError("--private is for an upload. Give --hf_upload_path NAME, or leave it out.")
+    if arguments.hf_upload_path is not None:
+        from rlhf.checkpoint.interop.hub import prepare_repository, upload_folder
+
+        prepare_repository(arguments.hf_upload_path, private=arguments.private)
+    options = HfOptions(
+        dtype=arguments.dtype,
+        shard_bytes=arguments.max_shard_size,
+        tied=arguments.tie_word_embedding,
+        value_model=arguments.is_value_model,
+    )
+    target = arguments.target_dir
+    result = to_hf_folder(origin_of(arguments), arguments.backend, options, target, arguments.overwrite)
+    if arguments.hf_upload_path is not None:
+        result["uploaded"] = upload_folder(target, arguments.hf_upload_path, private=arguments.private)
+    return tell(result, arguments.json, console)

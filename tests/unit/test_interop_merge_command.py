@@ -1,0 +1,178 @@
+"""Verbs `merge` and `export`: what they write, and one line for every mistake."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from rlhf.checkpoint.__main__ import main
+from rlhf.storage.layout import step_dir
+from tests.support import tiny_models
+from tests.support.checkpoints import PlainRole, equal_bits, flip_bit, make_checkpointer, make_config, save_steps
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for architecture in ("qwen2", "llama"):
+        tiny_models.causal_lm(architecture, folder / architecture)
+    tiny_models.classifier("llama", folder / "classifier")
+    return folder
+
+
+@pytest.fixture
+def command(capsys):
+    def run(*arguments) -> tuple[int, str, str]:
+        code = main([str(a) for a in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def merged(command, source: Path, target: Path, *options) -> dict[str, torch.Tensor]:
+    code, out, err = command("merge", "--local_dir", source, "--target_dir", target, "--json", *options)
+    assert (code, err) == (0, "")
+    assert set(json.loads(out)["files"]) == {path.name for path in target.iterdir()}
+    return {name: t for path in sorted(target.glob("*.safetensors")) for name, t in load_file(path).items()}
+
+
+def test_a_copy_is_the_same(models, tmp_path, command):
+    for name in ("qwen2", "llama"):
+        found = merged(command, models / name, tmp_path / name)
+        assert equal_bits(found, load_file(models / name / "model.safetensors"))
+        kept = {path.name: path.read_bytes() for path in (models / name).iterdir() if "model.safe" not in path.name}
+        written = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        assert {name: written[name] for name in kept if name != "config.json"} == {
+            name: text for name, text in kept.items() if name != "config.json"
+        }
+        assert json.loads(written["config.json"]) == json.loads(kept["config.json"])
+
+
+def test_types_and_shards(models, tmp_path, command):
+    whole = load_file(models / "llama" / "model.safetensors")
+    found = merged(command, models / "llama", tmp_path / "b", "--dtype", "bfloat16", "--max-shard-size", "4KB")
+    assert equal_bits(found, {name: tensor.bfloat16() for name, tensor in whole.items()})
+    files = sorted((tmp_path / "b").glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype="auto", output_loading_info=True)
+    assert model.dtype == torch.bfloat16
+    assert not any(info.values())
+    # The type of a checkpoint is kept, also when nobody says it.
+    assert equal_bits(merged(command, tmp_path / "b", tmp_path / "again"), found)
+
+
+def test_tied_embeddings(models, tmp_path, command):
+    source = shutil.copytree(models / "qwen2", tmp_path / "both")
+    whole = load_file(source / "model.safetensors")
+    embeddings = whole["model.embed_tokens.weight"]
+    save_file(whole | {"lm_head.weight": embeddings.clone()}, source / "model.safetensors")
+    assert equal_bits(merged(command, source, tmp_path / "one"), whole)
+    save_file(whole | {"lm_head.weight": embeddings + 1}, source / "model.safetensors")
+    options = ("merge", "--local_dir", source, "--target_dir", tmp_path / "kept")
+    code, _, err = command(*options)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "lm_head.weight and model.embed_tokens.weight differ" in err
+    found = merged(command, source, tmp_path / "kept", "--no-tie-word-embedding")
+    assert equal_bits(found["lm_head.weight"], embeddings + 1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "kept")
+    assert equal_bits(model.lm_head.weight.detach(), embeddings + 1)
+    # A model whose config.json forgets that they are one.
+    source = shutil.copytree(models / "qwen2", tmp_path / "forgets")
+    config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (source / "config.json").write_text(json.dumps(config))
+    code, _, err = command("merge", "--local_dir", source, "--target_dir", tmp_path / "x")
+    assert code == 2
+    assert "lacks tensors" in err
+    assert "such as lm_head.weight" in err
+    merged(command, source, tmp_path / "x", "--tie-word-embedding")
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_value_models(models, tmp_path, command):
+    def refused(source: Path, what: str, *options) -> None:
+        code, _, err = command("merge", "--local_dir", source, "--target_dir", tmp_path / "x", *options)
+        assert (code, err.count("\n")) == (2, 1)
+        assert what in err
+
+    refused(models / "llama", "does not know, such as lm_head.weight", "--is-value-model")
+    refused(models / "classifier", "such as score.bias (1 in all)", "--is-value-model")
+    merged(command, models / "classifier", tmp_path / "kept")
+    assert json.loads((tmp_path / "kept/config.json").read_text())["architectures"] == [
+        "LlamaForSequenceClassification"
+    ]
+    AutoModelForTokenClassification.from_pretrained(models / "llama", num_labels=1).save_pretrained(tmp_path / "saved")
+    refused(tmp_path / "saved", "does not know, such as score.bias", "--hf_model_path", models / "llama")
+    # As a tool that saves tensors and knows no head leaves it.
+    merged(command, tmp_path / "saved", tmp_path / "value", "--hf_model_path", models / "llama", "--is-value-model")
+    written = json.loads((tmp_path / "value/config.json").read_text())
+    assert (written["architectures"], list(written["id2label"])) == (["LlamaForTokenClassification"], ["0"])
+    model, info = AutoModelForTokenClassification.from_pretrained(tmp_path / "value", output_loading_info=True)
+    assert (any(info.values()), model.config.num_labels) == (False, 1)
+
+
+def test_export_takes_the_newest_of_a_run(tmp_path, command):
+    config = make_config(tmp_path)
+    save_steps(config, PlainRole(), 1)
+    make_checkpointer(config, PlainRole(seed=3), 2).save(2)
+    code, out, err = command("export", config.run_dir, tmp_path / "out", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["target"] == str(tmp_path / "out")
+    assert equal_bits(load_file(tmp_path / "out/model.safetensors"), {"weight": PlainRole(seed=3).weight})
+    code, _, err = command("export", config.run_dir, tmp_path / "out")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "is there already" in err
+    flip_bit(step_dir(config.run_dir, 2) / "actor/model/rank_00000.safetensors", 9000)
+    code, _, err = command("export", config.run_dir, tmp_path / "out", "--overwrite")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "global_step_2 is damaged: actor/model/rank_00000.safetensors" in err
+    assert equal_bits(load_file(tmp_path / "out/model.safetensors"), {"weight": PlainRole(seed=3).weight})
+    assert not list(tmp_path.glob(".incomplete*"))
+    assert command("export", step_dir(config.run_dir, 1), tmp_path / "out", "--overwrite")[0] == 0
+    assert equal_bits(load_file(tmp_path / "out/model.safetensors"), {"weight": PlainRole().weight})
+
+
+def test_mistakes_get_one_line(models, tmp_path, command):
+    run_dir = make_config(tmp_path).run_dir
+    save_steps(make_config(tmp_path), PlainRole(), 1)
+    (tmp_path / "empty").mkdir()
+    other = shutil.copytree(models / "llama", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    wide = shutil.copytree(models / "llama", tmp_path / "wide")
+    (wide / "config.json").write_text(json.dumps(config | {"intermediate_size": 25}))
+    no_config = shutil.copytree(models / "llama", tmp_path / "no_config")
+    (no_config / "config.json").unlink()
+    for options, message in (
+        (["--local_dir", tmp_path / "nothing"], "does not exist"),
+        (["--local_dir", tmp_path / "empty"], "holds no checkpoint that is known here"),
+        (["--local_dir", tmp_path / "empty", "--backend", "native"], "holds no checkpoint of this trainer"),
+        (["--local_dir", tmp_path / "empty", "--backend", "huggingface"], "has no weights of a Hugging Face model"),
+        (["--local_dir", run_dir, "--role", "critic"], "has no role critic"),
+        (["--local_dir", run_dir, "--hf_model_path", models / "llama"], "does not know, such as weight"),
+        (["--local_dir", models / "llama", "--hf_model_path", models], "has no config.json"),
+        (["--local_dir", models / "llama", "--hf_model_path", other], "such as model.layers.2."),
+        (
+            ["--local_dir", models / "llama", "--hf_model_path", wide],
+            "mlp.down_proj.weight has the shape [16, 24]; config.json",
+        ),
+        (["--local_dir", no_config], "has no config.json. Name the model's folder with --hf_model_path"),
+        (["--local_dir", models / "llama", "--private"], "--private is for an upload"),
+    ):
+        code, out, err = command("merge", "--target_dir", tmp_path / "out", *options)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert message in err
+        assert not (tmp_path / "out").exists()
+        assert not list(tmp_path.glob(".incomplete*"))
+
+
+def test_wrong_words_are_usage_errors(tmp_path, capsys):
+    for options in (["--max-shard-size", "much"], ["--max-shard-size", "0"], ["--dtype", "int8"], ["--backend", "x"]):
+        with pytest.raises(SystemExit) as caught:
+            main(["merge", "--local_dir", str(tmp_path), "--target_dir", str(tmp_path / "out"), *options])
+        assert caught.value.code == 2
+        assert options[1] in capsys.readouterr().err
