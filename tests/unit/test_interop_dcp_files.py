@@ -1,0 +1,155 @@
+"""Tensors in folders of torch.distributed.checkpoint, read in ranges."""
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+from rlhf.checkpoint.interop.dcp_files import DcpFolder
+from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+
+TENSORS = {
+    "cube": torch.arange(2 * 4 * 6.0).view(2, 4, 6),
+    "matrix": torch.arange(4 * 6.0).view(4, 6).bfloat16(),
+    "vector": torch.arange(5),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.empty(0, 3),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What torch saves of `TENSORS`, and of an object beside them."""
+    dcp.save({**TENSORS, "step": 3}, checkpoint_id=tmp_path, no_dist=True)
+    return tmp_path
+
+
+def change(folder: Path, edit: Callable[[Metadata], None]) -> None:
+    """Edit `.metadata`."""
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    edit(found)
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+
+def in_chunks(folder: Path, name: str, pieces: list[tuple[tuple[int, ...], Tensor]]) -> None:
+    """Make a tensor lie in chunks, as several ranks save it: the place of each, and its content."""
+    for number, (_, tensor) in enumerate(pieces):
+        torch.save(tensor, folder / f"{name}_{number}.distcp")
+
+    def edit(found: Metadata) -> None:
+        chunks = [ChunkStorageMetadata(torch.Size(place), tensor.shape) for place, tensor in pieces]
+        found.state_dict_metadata[name].chunks = chunks
+        for index in [index for index in found.storage_data if index.fqn == name]:
+            info = found.storage_data.pop(index)
+        for number, (place, _) in enumerate(pieces):
+            file = f"{name}_{number}.distcp"
+            made = type(info)(file, 0, (folder / file).stat().st_size)
+            found.storage_data[MetadataIndex(name, place)] = made
+
+    change(folder, edit)
+
+
+def assert_read(folder: Path) -> None:
+    """Every tensor, whole and in ranges that meet no borders."""
+    found = DcpFolder(folder)
+    assert found.objects == ["step"]
+    assert found.tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        flat = tensor.reshape(-1)
+        assert torch.equal(found.read(name, 0, len(flat)), flat)
+        for start in range(len(flat)):
+            assert torch.equal(found.read(name, start, min(start + 7, len(flat))), flat[start : start + 7]), name
+
+
+def test_whole_tensors_are_read_in_ranges(folder: Path) -> None:
+    """As one rank saves them."""
+    assert_read(folder)
+
+
+def test_chunks_of_rows_columns_and_blocks_are_put_together(folder: Path) -> None:
+    """As ranks of fully sharded, tensor and pipeline parallel runs save them."""
+    cube, matrix, vector = TENSORS["cube"], TENSORS["matrix"], TENSORS["vector"]
+    blocks = [(a, b, c) for a in (0, 1) for b in (0, 2) for c in (0, 3)]
+    in_chunks(folder, "cube", [((a, b, c), cube[a : a + 1, b : b + 2, c : c + 3].clone()) for a, b, c in blocks])
+    in_chunks(folder, "matrix", [((0, 4), matrix[:, 4:].clone()), ((0, 0), matrix[:, :4].clone())])
+    in_chunks(folder, "vector", [((0,), vector[:3].clone()), ((3,), vector[3:].clone())])
+    assert_read(folder)
+    in_chunks(folder, "cube", [((0, 0, 3), cube[:, :, 3:].clone()), ((0, 0, 0), cube[:, :, :3].clone())])
+    assert_read(folder)
+
+
+def any_info(found: Metadata) -> Any:
+    """Some entry of the storage."""
+    return next(iter(found.storage_data.values()))
+
+
+class _Runs:
+    """Runs a command where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch ran",)
+
+
+def remove_file(folder: Path) -> None:
+    (folder / "__0_0.distcp").unlink()
+
+
+def remove_metadata(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+
+
+def cut_metadata(folder: Path) -> None:
+    os.truncate(folder / ".metadata", 200)
+
+
+def cut_file(folder: Path) -> None:
+    os.truncate(folder / "__0_0.distcp", 2000)
+
+
+def run_code(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(_Runs()))
+
+
+def lead_elsewhere(folder: Path) -> None:
+    change(folder, lambda found: setattr(any_info(found), "relative_path", "../other"))
+
+
+def compress(folder: Path) -> None:
+    change(folder, lambda found: setattr(any_info(found), "transform_descriptors", ["zstd"]))
+
+
+def lose_chunk(folder: Path) -> None:
+    in_chunks(folder, "cube", [((0, 0, 0), TENSORS["cube"][:1].clone())])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (remove_file, "lacks __0_0.distcp, which .metadata names"),
+        (remove_metadata, ".metadata cannot be read .*: the save did not end"),
+        (cut_metadata, ".metadata is cut off"),
+        (cut_file, "__0_0.distcp"),
+        (run_code, r"\.metadata asks for posix.system"),
+        (lead_elsewhere, r"speaks of a file elsewhere: \.\./other"),
+        (compress, "is compressed"),
+        (lose_chunk, "does not say where all of cube is"),
+    ],
+)
+def test_a_broken_folder_gets_one_line(
+    folder: Path, spoil: Callable[[Path], None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong, and where."""
+    monkeypatch.chdir(folder)
+    spoil(folder)
+    with pytest.raises((UserError, DamagedCheckpoint), match=message) as error:
+        DcpFolder(folder).read("cube", 0, 48)
+    assert "\n" not in str(error.value)
+    assert not (folder / "ran").exists()
