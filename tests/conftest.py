@@ -24,6 +24,7 @@ LONGEST_FIRST = (
     "test_hung_rank",
     "test_deepspeed_run",
     "test_deepspeed",
+    "test_interop_deepspeed",
     "test_wandb",
     "test_settings_act",
     "test_allowed_changes",

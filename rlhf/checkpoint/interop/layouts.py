@@ -28,6 +28,8 @@ class LayoutEntry:
 
 LAYOUTS: tuple[LayoutEntry, ...] = (
     LayoutEntry("native", "layout_native", "manifest.json, or global_step_N with one"),
+    # Before what else lies in a folder of the Trainer's: it has the float32 weights and the moments.
+    LayoutEntry("deepspeed", "layout_deepspeed", "TAG/*_model_states.pt"),
     LayoutEntry("huggingface", "layout_huggingface", "model.safetensors or pytorch_model.bin, or their index.json"),
     LayoutEntry("megatron", "layout_megatron", "mp_rank_XX_YYY/model_states.pt"),
 )

@@ -1,0 +1,255 @@
+"""DeepSpeed's folders, saved by its own engine on real ranks, against its own `zero_to_fp32`, the weights that lie in
+them whole, and training without it."""
+
+import contextlib
+import importlib
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.checkpoint.interop import layout_deepspeed
+from rlhf.checkpoint.interop.layouts import open_source
+from rlhf.checkpoint.interop.source import Origin, TensorSource
+from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from tests.support.checkpoints import run_ranks
+from tests.support.deepspeed_saves import FROZEN, SAVES, STEPS, Saved, save_all, train_plainly
+from tests.support.engines import NEEDS_DEEPSPEED
+
+pytestmark = NEEDS_DEEPSPEED
+
+QUICK = ["zero1-bfloat16", "zero2-grouped", "zero3-bfloat16-frozen"]
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory) -> Path:
+    return save_on(2, tmp_path_factory.mktemp("deepspeed"), QUICK)
+
+
+def save_on(world_size: int, folder: Path, kinds: list[str]) -> Path:
+    run_ranks(world_size, save_all, str(folder), kinds, deadline_s=300, join=folder / "join")
+    return folder
+
+
+@pytest.fixture
+def copied(saves, tmp_path) -> Path:
+    """A copy of what stage 3 saved, to be damaged."""
+    return shutil.copytree(saves / "zero3-bfloat16-frozen", tmp_path / "copied")
+
+
+def everything(source: TensorSource) -> dict[str, Tensor]:
+    infos = source.contents.tensors | source.contents.moments
+    return {name: source.read(name, 0, info.numel).view(info.shape) for name, info in infos.items()}
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_weights_and_moments(saves, kind):
+    check(saves / kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_stage_and_precision(tmp_path, world_size):
+    save_on(world_size, tmp_path, list(SAVES))
+    for kind in SAVES:
+        check(tmp_path / kind)
+
+
+def check(folder: Path) -> None:
+    source = open_source(Origin(folder))
+    assert source.layout == "deepspeed"
+    assert not source.contents.absent
+    ours, kind = everything(source), folder.name
+    check_against_training(ours, source, kind)
+    if SAVES[kind].stage < 3:
+        check_against_module(ours, folder)
+    # It cannot read what stage 0 saves, nor stage 1 in bfloat16.
+    if kind not in ("zero0", "zero0-bfloat16", "zero1-bfloat16"):
+        check_against_zero_to_fp32(ours, source, folder)
+
+
+def check_against_zero_to_fp32(ours: dict[str, Tensor], source: TensorSource, folder: Path) -> None:
+    """Weights are those that DeepSpeed's own tool finds, and those that it does not find."""
+    zero_to_fp32: Any = importlib.import_module("deepspeed.utils.zero_to_fp32")
+    with contextlib.redirect_stdout(io.StringIO()):
+        theirs = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder))
+    saved = SAVES[folder.name]
+    unfound = set(FROZEN) if folder.name == "zero1-frozen" else set()
+    assert source.contents.tensors.keys() == theirs.keys() - tied(saved) | unfound
+    for name in source.contents.tensors.keys() - unfound:
+        # Frozen ones stay in the type that they have.
+        assert ours[name].dtype == (torch.bfloat16 if saved.bfloat16 and name in FROZEN else torch.float32)
+        assert torch.equal(ours[name].float(), theirs[name].float()), name
+
+
+def check_against_module(ours: dict[str, Tensor], folder: Path) -> None:
+    """Weights are those that lie in the folder whole."""
+    [file] = folder.glob("*/mp_rank_00_model_states.pt")
+    whole = torch.load(file, weights_only=False)["module"]
+    assert whole.keys() - tied(SAVES[folder.name]) == {name for name in ours if name.endswith(("weight", "bias"))}
+    for name in whole.keys() - tied(SAVES[folder.name]):
+        assert torch.equal(ours[name].to(whole[name].dtype), whole[name]), name
+
+
+def check_against_training(ours: dict[str, Tensor], source: TensorSource, kind: str) -> None:
+    """Weights and moments are those that torch alone comes to."""
+    theirs = train_plainly(SAVES[kind])
+    assert ours.keys() == theirs.keys()
+    names = [name for name in source.contents.tensors if not (SAVES[kind].frozen and name in FROZEN)]
+    moments = {f"{name}.{key}" for name in names for key in ("exp_avg", "exp_avg_sq", "step")}
+    assert source.contents.moments.keys() == moments
+    # At stage 0 in bfloat16 DeepSpeed takes a step on no gradient first.
+    rounding = 0.6 if kind == "zero0-bfloat16" else 0.1 if SAVES[kind].bfloat16 else 1e-4
+    for name, tensor in ours.items():
+        assert (tensor.float() - theirs[name]).norm() <= rounding * theirs[name].norm(), name
+
+
+def tied(saved: Saved) -> set[str]:
+    """Names that are the same tensor as another."""
+    return {"lm_head.weight"} if saved.architecture == "qwen2" else set()
+
+
+def test_progress(saves):
+    progress = open_source(Origin(saves / "zero2-grouped")).contents.progress
+    assert (progress.step, progress.optimizer_steps) == (STEPS, STEPS)
+    assert progress.schedule is not None
+    assert progress.schedule["last_epoch"] == STEPS
+    assert progress.schedule["base_lrs"] == [0.01, 0.01]
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_any_range_is_that_of_the_whole(saves, kind):
+    source = open_source(Origin(saves / kind))
+    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
+        size = source.contents.tensors[name].numel
+        whole = source.read(name, 0, size)
+        for start, stop in [(0, 1), (size // 2 - 1, size // 2 + 1), (size - 1, size), (3, 3), (1, size - 1)]:
+            part = source.read(name, start, stop)
+            assert torch.equal(part, whole[start:stop])
+            assert part.is_contiguous()
+
+
+def test_a_range_reads_no_more_than_it_has(saves):
+    source = open_source(Origin(saves / "zero3-bfloat16-frozen"))
+    before = bytes_read()
+    source.read("model.embed_tokens.weight", 4090, 4100)
+    assert bytes_read() - before < 2000
+
+
+def bytes_read() -> int:
+    """What this process has read from files."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_the_save_itself_its_tag_or_the_latest(saves, tmp_path):
+    folder = shutil.copytree(saves / "zero1-bfloat16", tmp_path / "run")
+    shutil.copytree(folder / "global_step2", folder / "global_step4")
+    for origin in (Origin(folder), Origin(folder / "global_step2"), Origin(folder, tag="global_step4")):
+        assert layout_deepspeed.recognises(origin)
+        assert layout_deepspeed.open_source(origin).contents.progress.step == STEPS
+    with pytest.raises(
+        UserError, match=r"--tag=global_step5 is not in .*There are global_step2, global_step4\. Did you"
+    ):
+        open_source(Origin(folder, tag="global_step5"))
+    (folder / "latest").write_text("global_step6")
+    with pytest.raises(UserError, match="latest names 'global_step6', which is not there or has no file: set --tag"):
+        open_source(Origin(folder))
+    (folder / "latest").unlink()
+    with pytest.raises(UserError, match="has no file `latest` that says which save is meant: set --tag"):
+        open_source(Origin(folder))
+    assert not layout_deepspeed.recognises(Origin(tmp_path))
+    with pytest.raises(UserError, match="has no save of DeepSpeed's"):
+        layout_deepspeed.open_source(Origin(tmp_path / "run" / ".."))
+
+
+@pytest.mark.parametrize("what", ["optim", "model"])
+def test_a_missing_rank_is_named(saves, copied, what):
+    files = sorted(copied.glob(f"*/*{what}_states.pt"))
+    files[1].unlink()
+    with pytest.raises(UserError, match=f"was saved by 2 ranks and lacks .*pp_rank_1_mp_rank_00_{what}_states.pt"):
+        open_source(Origin(copied))
+    shutil.copy(files[0], files[1])
+    files[0].unlink()
+    with pytest.raises(UserError, match=r"lacks .*pp_rank_0|no file .* of rank 0"):
+        open_source(Origin(copied))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("zero_pp_rank_7_mp_rank_00_optim_states.pt", "has zero_pp_rank_7.* of an earlier save: remove that"),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "of two saves: remove the older one"),
+        ("mp_rank_01_model_states.pt", "split over tensor parallel ranks .mp_rank_01_model_states.pt."),
+        ("layer_00-model_00-model_states.pt", "split over pipeline stages or experts"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture of experts"),
+    ],
+)
+def test_what_does_not_belong_there(copied, name, message):
+    save = copied / "global_step2"
+    shutil.copy(next(save.glob("*pp_rank_0*optim_states.pt")), save / name)
+    with pytest.raises(UserError, match=message):
+        open_source(Origin(copied))
+
+
+def test_a_file_that_is_cut_off_is_named(copied):
+    file = next(copied.glob("*/*pp_rank_0*optim_states.pt"))
+    whole = file.read_bytes()
+    for size in (0, 1, len(whole) // 2, len(whole) - 100):
+        file.write_bytes(whole[:size])
+        with pytest.raises(DamagedCheckpoint, match=f"{file.name} .*no (whole )?file of torch.save"):
+            open_source(Origin(copied))
+
+
+def test_partitions_of_another_save(saves, copied):
+    file = next(copied.glob("*/*pp_rank_0*optim_states.pt"))
+    content = torch.load(file, weights_only=False)
+    flats = content["optimizer_state_dict"]["fp32_flat_groups"]
+    flats[0] = flats[0][:-1].clone()
+    torch.save(content, file)
+    with pytest.raises(DamagedCheckpoint, match=r"flat partition 0 has .* the files are not all of one save"):
+        open_source(Origin(copied))
+    shutil.copy(next(saves.glob("zero2-grouped/*/zero_pp_rank_0*optim_states.pt")), file)
+    with pytest.raises(DamagedCheckpoint, match=r"not laid out as DeepSpeed saves|not all of one save"):
+        open_source(Origin(copied))
+
+
+class Surprise:
+    def __reduce__(self) -> Any:
+        return print, ("surprise",)
+
+
+def test_a_pickle_that_wants_to_run_code_is_refused(copied, capsys):
+    file = next(copied.glob("*/*pp_rank_0*model_states.pt"))
+    torch.save(torch.load(file, weights_only=False) | {"client": Surprise()}, file)
+    with pytest.raises(UserError, match=f"{file.name} asks for .*print"):
+        open_source(Origin(copied))
+    assert not capsys.readouterr().out
+
+
+def test_what_other_programs_call_alike(copied):
+    file = next(copied.glob("*/*pp_rank_0*model_states.pt"))
+    torch.save({"model": torch.ones(3)}, file)
+    with pytest.raises(DamagedCheckpoint, match="that no engine of DeepSpeed's saved"):
+        open_source(Origin(copied))
+    torch.save([torch.ones(3)], file)
+    with pytest.raises(DamagedCheckpoint, match="it holds a list"):
+        open_source(Origin(copied))
+
+
+def test_a_save_that_lacks_a_part(copied):
+    for pattern, part in [
+        ("*/*pp_rank_1*model_states.pt", "frozen_param_fragments"),
+        ("*/*pp_rank_0*optim_states.pt", ""),
+    ]:
+        [file] = copied.glob(pattern)
+        content = torch.load(file, weights_only=False)
+        content.pop(part, None)
+        content.get("optimizer_state_dict", {}).pop("fp32_flat_groups", None)
+        torch.save(content, file)
+        with pytest.raises(DamagedCheckpoint, match=r"not laid out as DeepSpeed saves|no float32"):
+            open_source(Origin(copied))
