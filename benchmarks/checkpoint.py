@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -101,13 +101,13 @@ def make_work() -> Callable[[], None]:
     return work
 
 
-def asynchronous(root: Path, nbytes: int, repeats: int) -> Times:
+def asynchronous(root: Path, nbytes: int, repeats: int, contents: Sequence[str] = ()) -> Times:
     """Seconds of a copy, of the stall, until the commit; steps meanwhile, and how much slower. The first round is not
-    counted."""
+    counted. Saves have `contents` beside the usual."""
     state, coordinator = State(nbytes), Coordinator(GlooTransport())
     live = state.tensors
     copies = [torch.zeros_like(tensor) for tensor in live]
-    checkpointer = make_checkpointer(root, state, coordinator, async_save=True)
+    checkpointer = make_checkpointer(root, state, coordinator, async_save=True, contents=contents)
     work = make_work()
     names = ("copy", "stall", "commit", "steps", "slower")
     times: Times = {name: [] for name in names}
@@ -159,6 +159,8 @@ def measure(rank: int, world_size: int, join: str, folders: dict[str, Path], arg
             dist.barrier()
             say(*table_of_ways(where, save_and_load(root, nbytes, arguments.repeats, arguments.skip)))
             behind += table_of_async(where, asynchronous(root, nbytes, arguments.repeats))
+            exported = asynchronous(root / "exported", nbytes, arguments.repeats, ["hf_model"])
+            behind += table_of_async(f"{where} and hf_model", exported)
             if rank == 0:
                 shutil.rmtree(root)
     say(

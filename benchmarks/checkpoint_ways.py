@@ -1,7 +1,7 @@
 """Ways to save and load the same state, each on every rank: raw files, this package's, and those of other libraries."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -79,11 +79,8 @@ class State:
     def after_load(self) -> None:
         pass
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        raise NotImplementedError("hf_model is not among the contents")
-
     def hf_files(self) -> Mapping[str, bytes]:
-        return {}
+        return {"config.json": b"{}"}
 
 
 class Way:
@@ -271,12 +268,15 @@ def ways(state: State, skipped: Sequence[str]) -> dict[str, Way]:
     return {name: kind(state) for name, kind in kinds.items() if not name.lower().startswith(tuple(skipped))}
 
 
-def make_checkpointer(folder: Path, state: State, coordinator: Coordinator, *, async_save: bool) -> Checkpointer:
-    """The checkpointer of a run in `folder` whose only role is `state`."""
+def make_checkpointer(
+    folder: Path, state: State, coordinator: Coordinator, *, async_save: bool, contents: Sequence[str] = ()
+) -> Checkpointer:
+    """The checkpointer of a run in `folder` whose only role is `state`; saves have `contents` beside the usual."""
     config = Config()
     config.model.path = "none"
     config.trainer.default_local_dir = str(folder)
     config.checkpoint.async_save = async_save
+    config.checkpoint.contents += contents
     config.run_dir.mkdir(parents=True, exist_ok=True)
     driver = DriverState("benchmark", 10, 1.0, step=1)
     resolved = ResolvedConfig(to_yaml(config), lambda stored: ConfigDiff([], []))

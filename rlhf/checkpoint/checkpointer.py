@@ -148,8 +148,10 @@ class Checkpointer:
         reference, settings = self._state.reference, self._settings
         updated_at = None if reference is None else reference.updated_at
         unchanged = None if updated_at is None else self._reference_at.get(updated_at)
-        rank = self._coordinator.rank
-        snapshot = take_snapshot(step, settings.contents, self._state, self._config.text, rank, unchanged, metrics)
+        rank, text = self._coordinator.rank, self._config.text
+        snapshot = take_snapshot(
+            step, settings.contents, self._state, text, rank, unchanged, metrics, settings.hf_dtype
+        )
         save = SaveInFlight(step, updated_at, settings.timeout_s, last)
         if self._behind is None:
             save.run(lambda: self._write(snapshot, self._coordinator, asked, started))

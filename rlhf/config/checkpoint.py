@@ -14,6 +14,8 @@ class CheckpointConfig:
     contents: list[str] = setting(["model", "optimizer", "extra"], resume="harmless")
     """Parts that a save writes: any of `model`, `optimizer`, `extra` (LR schedule and RNG), `hf_model` (a Hugging Face
     folder)."""
+    hf_dtype: str | None = setting(None, choices=("float32", "bfloat16", "float16"), resume="harmless")
+    """Type of the weights in `hf_model`; null keeps that of the training, float32, from which alone a run can go on."""
     load_contents: list[str] | None = setting(None, resume="start")
     """Parts that a run which begins at `trainer.resume_from_path` reads there; null means `contents`, or all that is
     there of one that was imported from another tool. From checkpoints of its own a run takes all that they hold."""

@@ -33,6 +33,7 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
             f"checkpoint.contents={saved}: without {' and '.join(lacking)} a resume goes on with other weights than "
             "those that checkpoint.journal=true kept samples of; add them, or set checkpoint.journal=false."
         )
+    yield from _export(config, resumes=resumes)
     yield from _retention(config)
     yield from _remote(config)
     if loaded is None:
@@ -43,6 +44,17 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
         yield (
             f"checkpoint.load_contents={loaded}: has effect only with trainer.resume_mode=resume_path (it is "
             f"{config.trainer.resume_mode}): a run takes all that checkpoints of its own hold."
+        )
+
+
+def _export(config: Config, *, resumes: bool) -> Iterator[str]:
+    saved, dtype = config.checkpoint.contents, config.checkpoint.hf_dtype
+    if dtype is not None and "hf_model" not in saved:
+        yield f"checkpoint.hf_dtype={dtype}: has effect only with hf_model in checkpoint.contents (it is {saved})."
+    elif dtype in ("bfloat16", "float16") and resumes and "model" not in saved:
+        yield (
+            f"checkpoint.hf_dtype={dtype}: without model in checkpoint.contents a resume would go on from rounded "
+            "weights; add model, or set checkpoint.hf_dtype=null or trainer.resume_mode=disable."
         )
 
 

@@ -20,7 +20,7 @@ from rlhf.models.fingerprint import fingerprint
 from rlhf.models.loading import ModelSource, resolve_path
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.files import make_new_dir, write_small
-from rlhf.storage.shards import DTYPE_NAMES
+from rlhf.storage.shards import DTYPES
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -30,7 +30,6 @@ SMALL = (".json", ".jinja", ".model", ".txt")
 CODE = ".py"
 HEADERS = "headers"
 SEEN_BYTES = 1 << 16
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.models.model_files import DTYPES, FileTensor
+from rlhf.models.model_files import FileTensor
 from rlhf.models.token_values import HEADS
+from rlhf.storage.shards import DTYPES
 
 
 def skeleton(

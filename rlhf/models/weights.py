@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf.errors import UserError
-from rlhf.models.model_files import DTYPES, ModelFiles, on_every_rank
+from rlhf.models.model_files import ModelFiles, on_every_rank
 from rlhf.models.skeleton import skeleton
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.storage.shards import Shards
+from rlhf.storage.shards import DTYPES, Shards
 
 BUCKET_BYTES = 1 << 26
 """Bytes that are read, and sent, at a time; a row of a tensor is never divided."""

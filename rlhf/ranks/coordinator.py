@@ -119,6 +119,18 @@ class Coordinator:
             return self._transport.share(results[0] if results else None, 0, self.domain_leaders)
         return results[0] if results else None
 
+    def hand_out(self, action: Callable[[], Sequence[T]]) -> T:
+        """Run `action` on the leader; every rank gets its own entry of the result, in rank order. Every rank raises
+        when it raised."""
+        results: list[Sequence[T]] = []
+        self.on_leader(lambda: results.append(action()))
+        own: list[T] = [results[0][0]] if results else []
+        for rank in range(1, self.world_size):
+            value = self._transport.share(results[0][rank] if results else None, 0, [rank])
+            if rank == self.rank:
+                own.append(value)
+        return own[0]
+
     def send(self, block: "Tensor", to: int) -> None:
         """Hand `block`, bytes in the memory of the CPU, to a rank that calls `receive` with as many. Only these two
         take part."""

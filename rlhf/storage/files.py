@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.events import announce
-from rlhf.storage.hashing import BLOCK, BlockHashes
+from rlhf.storage.hashing import BLOCK, BlockHashes, hash_block
 from rlhf.storage.layout import TEMPORARY
 
 
@@ -142,6 +142,44 @@ def write_range(path: Path, size: int, offset: int, content: memoryview) -> None
                 written += os.pwrite(descriptor, content[written:], offset + written)
     finally:
         os.close(descriptor)
+
+
+class SharedFile:
+    """The file `root/path`, which several processes write together, each block by one of them; made if it is not there.
+
+    Nothing is synced but by `sync`. A block begins at a multiple of 4 MiB, so that no page has two writers, of whom a
+    network file system may forget one.
+    """
+
+    def __init__(self, root: Path, path: str) -> None:
+        self._path, self._begun = root / path, False
+        make_dir(self._path.parent)
+        self._beside = ThreadPoolExecutor(1)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def write(self, number: int, content: memoryview) -> str:
+        """Write all bytes of a block; returns their hash."""
+        hashing = self._beside.submit(hash_block, content)
+        view, position = content, number * BLOCK
+        with _naming(self._path):
+            while view:
+                count = os.pwrite(self._descriptor, view, position)
+                view, position = view[count:], position + count
+        if not self._begun:
+            announce("commit.file_write")
+            self._begun = True
+        return hashing.result()
+
+    def sync(self) -> None:
+        """Make durable what this process has written."""
+        announce("commit.fsync")
+        with _naming(self._path):
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._beside.shutdown()
+        os.close(self._descriptor)
 
 
 def create_empty(path: Path) -> Path:

@@ -30,3 +30,8 @@ class BlockHashes:
     def hexdigests(self) -> str:
         """One hash per started block, one after the other; empty for no bytes."""
         return "".join(self._done) + (self._digest.hexdigest() if self.size % BLOCK else "")
+
+
+def hash_block(content: memoryview) -> str:
+    """The hash of one block's bytes."""
+    return xxhash.xxh3_128_hexdigest(content)

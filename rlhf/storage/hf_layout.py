@@ -18,8 +18,8 @@ STEM = "model"
 """Beginning of the names of the files."""
 METADATA = {"format": "pt"}
 """Metadata of each file: some tools open none that lacks it."""
-TYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Types of a model's weights as a configuration names them, by their names in safetensors."""
+FLOAT_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""Types that weights are exported in: as a configuration names them, and as safetensors does."""
 
 
 @dataclass(frozen=True)

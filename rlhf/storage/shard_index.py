@@ -64,8 +64,8 @@ def rows_of(numbered: Iterable[tuple[int, int, int]]) -> bytes:
     return np.array(list(numbered), dtype=_ROW).tobytes()
 
 
-def merge_shares(tensors: Tensors, shares: Sequence[FileShards]) -> bytes:
-    """The index file, from the shares of all ranks.
+def rows_of_ranks(tensors: Tensors, shares: Sequence[FileShards]) -> list[Rows]:
+    """The rows of each rank's share, which together cover all tensors, each element once.
 
     Raises ValueError when ranks disagree about the tensors, when shards overlap, or when they leave a gap.
     """
@@ -73,13 +73,20 @@ def merge_shares(tensors: Tensors, shares: Sequence[FileShards]) -> bytes:
     for rank, share in enumerate(shares):
         if share.table != expected:
             raise ValueError(f"ranks disagree about the tensors: rank {rank} has others than rank 0")
-    written = [share for share in shares if share.rows]
-    rows = _as_rows(b"".join(share.rows for share in written))
+    by_rank = [_as_rows(share.rows) for share in shares]
+    rows = np.concatenate(by_rank)
     names = sorted(tensors)
     if (wrong := _not_covered(rows, _sizes(tensors))) is not None:
         name = names[wrong]
         found = sorted((start, stop) for number, start, stop in rows.tolist() if number == wrong)
         raise ValueError(f"the shards of {name} do not cover its {math.prod(tensors[name][1])} elements: {found[:10]}")
+    return by_rank
+
+
+def merge_shares(tensors: Tensors, shares: Sequence[FileShards]) -> bytes:
+    """The index file, from the shares of all ranks. Raises ValueError as `rows_of_ranks`."""
+    rows = np.concatenate(rows_of_ranks(tensors, shares))
+    written, names = [share for share in shares if share.rows], sorted(tensors)
     files = [(share.file, share.first_byte, len(share.rows) // ROW_BYTES) for share in written]
     metadata = {"tensors": json.dumps({name: tensors[name] for name in names}), "files": json.dumps(files)}
     entry = {"dtype": "I64", "shape": list(rows.shape), "data_offsets": [0, rows.nbytes]}

@@ -7,7 +7,7 @@ says which range is where, down to the byte of the file.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,6 +43,8 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+FLOATS = {name for name, dtype in DTYPES.items() if dtype.is_floating_point}
 
 
 @dataclass(frozen=True)
@@ -167,10 +169,20 @@ class TensorReader:
         """Types and shapes of what is there."""
         return self._index.tensors
 
+    def rounded(self, shards: Shards) -> dict[str, str]:
+        """The weights of a Hugging Face folder that are stored in another floating-point type than `shards` have, with
+        that type."""
+        if not isinstance(self._index, WholeTensors):
+            return {}
+        stored, wanted = self.tensors, tensor_table(shards)
+        both = ((name, stored[name][0], wanted[name][0]) for name in stored.keys() & wanted.keys())
+        return {name: dtype for name, dtype, other in both if dtype != other and {dtype, other} <= FLOATS}
+
     def mismatches(self, shards: Shards) -> list[str]:
         """Differences of the stored names, shapes and types from those of `shards`; none when they are the same
-        architecture."""
-        stored, wanted = self.tensors, tensor_table(shards)
+        architecture. Weights that are `rounded` are the same."""
+        stored, wanted = dict(self.tensors), tensor_table(shards)
+        stored |= {name: (wanted[name][0], stored[name][1]) for name in self.rounded(shards)}
         lines = [f"{name} is not in the checkpoint" for name in wanted.keys() - stored.keys()]
         lines += [f"{name} is only in the checkpoint" for name in stored.keys() - wanted.keys()]
         both = stored.keys() & wanted.keys()
@@ -194,7 +206,14 @@ class TensorReader:
     @torch.no_grad()
     # Promise 15.
     def read_into(self, shards: Shards) -> None:
-        """Fill every shard's `local` with its range of the stored tensor. Call `mismatches` first."""
+        """Fill every shard's `local` with its range of the stored tensor, one of another type after the other. Call
+        `mismatches` first."""
+        rounded = self.rounded(shards)
+        for name, dtype in rounded.items():
+            stored = torch.empty(shards[name].local.shape, dtype=DTYPES[dtype])
+            self.read_into({name: replace(shards[name], local=stored)})
+            shards[name].local.copy_(stored)
+        shards = {name: shard for name, shard in shards.items() if name not in rounded}
         flat = {name: shard.local.detach().reshape(-1) for name, shard in shards.items()}
         for file_name, parts in self._locate(shards, flat).items():
             self._read(file_name, parts)

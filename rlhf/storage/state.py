@@ -1,6 +1,6 @@
 """State that a checkpoint stores, as protocols that its owners fulfil: shards, plain values, tensors of one rank."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -25,9 +25,6 @@ class TrainState(Protocol):
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Take over `extra_state`."""
-
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model, whole; collective: all ranks iterate together."""
 
     def hf_files(self) -> Mapping[str, bytes]:
         """The small files of a Hugging Face folder: config, generation config, tokenizer, chat template."""

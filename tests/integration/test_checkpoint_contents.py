@@ -294,7 +294,7 @@ def test_the_export_opens_as_any_hugging_face_folder(tmp_path, tied):
 
 
 def test_a_large_export_is_split_and_still_opens(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlhf.checkpoint.save.snapshot.HF_SHARD_BYTES", 30_000)
+    monkeypatch.setattr("rlhf.storage.hf_layout.SHARD_BYTES", 30_000)
     config = make_config(tmp_path)
     config.checkpoint.contents = ["hf_model"]
     backend = make_backend(3, train_steps=1)
@@ -306,6 +306,27 @@ def test_a_large_export_is_split_and_still_opens(tmp_path, monkeypatch):
     other = make_backend(4)
     make_checkpointer(config, other).resume()
     assert equal_bits(whole_state(other)["model"], whole_state(backend)["model"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_export_is_in_the_type_that_is_asked_for_and_training_goes_on_in_its_own(tmp_path, trained, caplog, dtype):
+    config = make_config(tmp_path)
+    config.checkpoint.contents, config.checkpoint.hf_dtype = ["model", "hf_model"], dtype
+    path = make_checkpointer(config, trained, 3).save(3).path
+    model = AutoModelForCausalLM.from_pretrained(path / "actor/huggingface")
+    kind, state = getattr(torch, dtype), whole_state(trained)["model"]
+    rounded = {name: tensor.to(kind) for name, tensor in state.items()}
+    assert equal_bits(dict(model.state_dict()), rounded)
+    other = make_backend(2)
+    assert resume(config, other) == 3
+    assert equal_bits(whole_state(other)["model"], state)
+    assert "rounded" not in caplog.text
+    # Only who asks for the export gets its weights, and is told.
+    begin_at(config, path, ["hf_model"])
+    config.trainer.default_local_dir = str(tmp_path / "fork")
+    assert resume(config, other) == 3
+    assert equal_bits(whole_state(other)["model"], {name: tensor.float() for name, tensor in rounded.items()})
+    assert ("weights in" in caplog.text and "were rounded to" in caplog.text) == (dtype != "float32")
 
 
 def test_a_file_that_was_put_beside_the_export_is_not_read(tmp_path, trained):

@@ -2,11 +2,10 @@
 
 import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.load.locations import FileLocations
@@ -24,16 +23,9 @@ SIZE = 3 << 20
 CONTENTS = ["model", "optimizer", "extra", "hf_model"]
 
 
-class WholeRole(PlainRole):
-    """A plain role whose Hugging Face folder has the whole weight, as a backend's has."""
-
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield "weight", PlainRole(SIZE).weight
-
-
 def save(rank: int, config: Config) -> None:
     coordinator = make_coordinator()
-    role = WholeRole(SIZE, rank, coordinator.world_size)
+    role = PlainRole(SIZE, rank, coordinator.world_size)
     reference = PlainReference(SIZE, rank, coordinator.world_size)
     make_checkpointer(config, role, 1, coordinator, reference=reference).save(1)
 

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rlhf.checkpoint.commit.manifest import read_manifest, verify
 from rlhf.checkpoint.start import domains as storage_domains
@@ -153,6 +155,30 @@ def test_parts_in_one_folder_are_a_whole_checkpoint(tmp_path):
         run_thread_ranks(1, resume, tmp_path, [1])
     assert scan(parts[1].parent)
     assert not set_aside_dirs(parts[1].parent, "damaged")
+
+
+def save_for_others(rank: int, tmp_path: Path, nodes: list[int], contents: list[str]) -> tuple[bool, dict]:
+    """A start that resumes if it can, else saves a step whose weights are in a Hugging Face folder only."""
+    config = on_node(tmp_path, nodes[rank])
+    config.checkpoint.contents = contents
+    run = start(rank, config)
+    resumed = run.checkpointer.resume()
+    if not resumed:
+        run.checkpointer.save(run.step())
+        run.checkpointer.finish()
+    return resumed, run.everything()
+
+
+def test_export_is_whole_on_the_driver_s_disk_and_every_node_goes_on_from_it(tmp_path):
+    contents = ["hf_model", "optimizer", "extra"]
+    saved = on_ranks(tmp_path, 3, save_for_others, tmp_path, [0, 1, 0], contents)
+    steps = [step_dir(on_node(tmp_path, node).run_dir, 1) for node in (0, 1)]
+    weights = "actor/huggingface/model.safetensors"
+    assert weights in files_of(steps[0]) - files_of(steps[1])
+    assert torch.equal(load_file(steps[0] / weights)["weight"], torch.cat([state["weight"] for _, state in saved]))
+    again = on_ranks(tmp_path, 3, save_for_others, tmp_path, [1, 0, 1], contents)
+    assert [resumed for resumed, _ in again] == [True] * 3
+    assert equal_bits([state["weight"] for _, state in again], [state["weight"] for _, state in saved])
 
 
 def roll_back(rank: int, tmp_path: Path) -> tuple[bool, bool]:

@@ -71,9 +71,6 @@ class PlainRole:
     def after_load(self) -> None:
         pass
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield "weight", self.weight
-
     def hf_files(self) -> Mapping[str, bytes]:
         return {"config.json": b"{}"}
 

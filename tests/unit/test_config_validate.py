@@ -23,6 +23,16 @@ ACCEPTED: dict[str, dict] = {
     "several optimizer steps": {"actor__ppo_mini_batch_size": 16},
     "greedy evaluation": {"rollout__val_kwargs__temperature": 0.0},
     "save only a model for others": {"checkpoint__contents": ["hf_model"]},
+    "save it as large as it was": {"checkpoint__contents": ["hf_model"], "checkpoint__hf_dtype": "float32"},
+    "save it small beside the weights": {
+        "checkpoint__contents": ["model", "hf_model"],
+        "checkpoint__hf_dtype": "bfloat16",
+    },
+    "save it small and never go on": {
+        "checkpoint__contents": ["hf_model"],
+        "checkpoint__hf_dtype": "float16",
+        "trainer__resume_mode": "disable",
+    },
     "no resume, no model": {"trainer__resume_mode": "disable", "checkpoint__contents": ["optimizer"]},
     "three rules of retention": {"checkpoint__keep_every": 100, "checkpoint__keep_best": 2},
     "a remote folder": {"checkpoint__remote": "file:///backup", "checkpoint__remote_max_to_keep": 1},
@@ -290,6 +300,15 @@ REFUSED: list[tuple[dict, str]] = [
         "checkpoint.contents=['model', 'hf_model']: guards.action=rollback returns to a checkpoint as it was, which "
         "takes model, "
         "optimizer and extra; add optimizer, extra, or set guards.action=skip.",
+    ),
+    (
+        {"checkpoint__contents": ["hf_model", "extra"], "checkpoint__hf_dtype": "bfloat16"},
+        "checkpoint.hf_dtype=bfloat16: without model in checkpoint.contents a resume would go on from rounded weights; "
+        "add model, or set checkpoint.hf_dtype=null or trainer.resume_mode=disable.",
+    ),
+    (
+        {"checkpoint__hf_dtype": "float32"},
+        "checkpoint.hf_dtype=float32: has effect only with hf_model in checkpoint.contents",
     ),
     (
         {"guards__action": "rollback", "trainer__save_freq": 0},

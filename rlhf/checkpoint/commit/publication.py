@@ -14,6 +14,7 @@ import xxhash
 from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, manifest_bytes, parse_manifest, write_manifest
 from rlhf.checkpoint.commit.pointer import point_to
 from rlhf.checkpoint.commit.removal import discard
+from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.transport import LostPeer
@@ -69,7 +70,7 @@ def give_up(
 ) -> SaveFailed:
     """Remove what a save that failed with `error` has left in this rank's storage domain; returns what to raise."""
     message = f"The checkpoint of step {step} in {run_dir} was not saved; earlier checkpoints are intact. {error}."
-    failed = SaveFailed(message, unfixable=is_unfixable(error))
+    failed = SaveFailed(message, unfixable=is_unfixable(error) or isinstance(error, UserError))
     lost = isinstance(error, LostPeer)
     if not coordinator.leads_domain or (lost and len(coordinator.domain_leaders) > 1):
         # A domain that was lost may have published its files. The next start completes this one or removes it.

@@ -248,6 +248,13 @@ class _Loading:
         if mismatches := reader.mismatches(shards):
             shown = "; ".join(mismatches[:5]) + (f"; and {len(mismatches) - 5} more" if len(mismatches) > 5 else "")
             raise UserError(f"{what} in {self._path} are of another architecture than {setting}: {shown}.")
+        if (rounded := reader.rounded(shards)) and self._rank == 0:
+            log.warning(
+                "%s in %s were rounded to %s (checkpoint.hf_dtype): the run goes on from other weights than it had.",
+                what.capitalize(),
+                self._path,
+                " and ".join(sorted(set(rounded.values()))),
+            )
         return reader
 
     def _own_documents(self) -> list[str]:

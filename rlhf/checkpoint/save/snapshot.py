@@ -11,13 +11,13 @@ from pathlib import Path
 from torch import Tensor
 
 from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.save.hf_export import HfExport
 from rlhf.ranks.rng import rng_state
 from rlhf.storage.layout import CARRIED, CONFIG, DRIVER_STATE, REFERENCE, SCHEDULE, rank_file
 from rlhf.storage.shards import Shards
 from rlhf.storage.state import Carried, MovingReference, Stateful, TrainState
 
 HF_FOLDER = "huggingface"
-HF_SHARD_BYTES = 5 << 30
 
 
 @dataclass
@@ -42,7 +42,7 @@ class RunState:
 
     def live_bytes(self, contents: Collection[str]) -> int:
         """Bytes of the live tensors that this rank writes in a save of `contents` (see `checkpoint.contents`)."""
-        live = [role.model_shards() for role in self.roles.values() if "model" in contents]
+        live = [role.model_shards() for role in self.roles.values() if {"model", "hf_model"} & set(contents)]
         live += [role.optimizer_shards() for role in self.roles.values() if "optimizer" in contents]
         if self.reference is not None:
             live.append(self.reference.shards())
@@ -52,21 +52,23 @@ class RunState:
 @dataclass
 class Snapshot:
     """This rank's part of a save. `files` and `whole_tensors` (path -> safetensors content) are its own and written as
-    they are; `components` (folder -> shards) are live views and get an index over all ranks. `unchanged` names
-    components that a published checkpoint already has, bit for bit. `metrics` are the step's figures, for the manifest.
+    they are; `components` (folder -> shards) are live views and get an index over all ranks; so are the shards of
+    `exports` (folder -> export), which all ranks write together. `unchanged` names components that a published
+    checkpoint already has, bit for bit. `metrics` are the step's figures, for the manifest.
     """
 
     step: int
     contents: list[str]
     roles: list[str]
     components: dict[str, Shards] = field(default_factory=dict)
+    exports: dict[str, HfExport] = field(default_factory=dict)
     whole_tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     unchanged: dict[str, Path] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
     def nbytes(self, linked: Collection[str] = ()) -> int:
-        """Bytes that this rank writes, headers aside, when the components `linked` need none."""
+        """Bytes that this rank writes, headers and exports aside, when the components `linked` need none."""
         written = (component for folder, component in self.components.items() if folder not in linked)
         shards = (p.local for component in written for p in component.values() if p.owner)
         whole = (t for tensors in self.whole_tensors.values() for t in tensors.values())
@@ -86,21 +88,27 @@ def take_snapshot(
     rank: int,
     reference_at: Path | None = None,
     metrics: Mapping[str, float] | None = None,
+    hf_dtype: str | None = None,
 ) -> Snapshot:
     """Collect what `contents` asks for. Collective.
 
-    `reference_at` is a published checkpoint that holds the reference as it is now.
+    `reference_at` is a published checkpoint that holds the reference as it is now; `hf_dtype` is
+    `checkpoint.hf_dtype`.
     """
     snapshot = Snapshot(step, list(contents), sorted(state.roles), metrics=dict(metrics or {}))
     for name, role in state.roles.items():
-        if "model" in contents:
-            snapshot.components[f"{name}/model"] = role.model_shards()
+        if {"model", "hf_model"} & set(contents):
+            weights = role.model_shards()
+            if "model" in contents:
+                snapshot.components[f"{name}/model"] = weights
+            if "hf_model" in contents:
+                export = snapshot.exports[f"{name}/{HF_FOLDER}"] = HfExport.of(weights, hf_dtype)
+                small = export.small_files(role.hf_files(), hf_dtype) if rank == 0 else {}
+                snapshot.files |= {f"{name}/{HF_FOLDER}/{file}": content for file, content in small.items()}
         if "optimizer" in contents:
             snapshot.components[f"{name}/optimizer"] = role.optimizer_shards()
         if "extra" in contents and rank == 0:
             snapshot.files[f"{name}/{SCHEDULE}"] = _json(role.extra_state())
-        if "hf_model" in contents:
-            _add_hf_model(snapshot, f"{name}/{HF_FOLDER}", role, rank)
     if "extra" in contents:
         snapshot.whole_tensors[f"rng/{rank_file(rank)}"] = rng_state()
     if state.reference is not None and {"model", "hf_model"} & set(contents):
@@ -125,29 +133,3 @@ def _own(tensor: Tensor) -> Tensor:
 
 def _json(document: object) -> bytes:
     return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
-
-
-def _add_hf_model(snapshot: Snapshot, folder: str, role: TrainState, rank: int) -> None:
-    """The role as a Hugging Face folder, on the leader; one file below 5 GiB, else numbered ones with their index."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = total = 0
-    for name, tensor in role.full_tensors():
-        if rank != 0:
-            continue
-        nbytes = tensor.numel() * tensor.element_size()
-        if shards[-1] and size + nbytes > HF_SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = _own(tensor)
-        size, total = size + nbytes, total + nbytes
-    if rank != 0:
-        return
-    snapshot.files |= {f"{folder}/{name}": content for name, content in role.hf_files().items()}
-    if len(shards) == 1:
-        snapshot.whole_tensors[f"{folder}/model.safetensors"] = shards[0]
-        return
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    snapshot.whole_tensors |= {f"{folder}/{name}": tensors for name, tensors in zip(names, shards, strict=True)}
-    weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    snapshot.files[f"{folder}/model.safetensors.index.json"] = _json(index)

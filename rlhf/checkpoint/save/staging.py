@@ -31,16 +31,22 @@ class Stager:
         Components in `linked` are not written and stay as they are. Raises UserError when there is no memory for the
         copies.
         """
-        written = [folder for folder in snapshot.components if folder not in linked]
-        live = [shard.local for folder in written for shard in snapshot.components[folder].values() if shard.owner]
-        copies = iter(self._copies(live))
-        components = dict(snapshot.components)
-        for folder in written:
-            components[folder] = {
-                name: replace(shard, local=next(copies)) if shard.owner else shard
-                for name, shard in snapshot.components[folder].items()
-            }
-        return replace(snapshot, components=components)
+        written = [shards for folder, shards in snapshot.components.items() if folder not in linked]
+        written += [export.shards for export in snapshot.exports.values()]
+        # An export's shards are a component's, where that is saved too: one copy is enough.
+        distinct = {id(shards): shards for shards in written}
+        copies = iter(self._copies([s.local for shards in distinct.values() for s in shards.values() if s.owner]))
+        staged = {
+            key: {name: replace(shard, local=next(copies)) if shard.owner else shard for name, shard in shards.items()}
+            for key, shards in distinct.items()
+        }
+        components = {
+            folder: shards if folder in linked else staged[id(shards)] for folder, shards in snapshot.components.items()
+        }
+        exports = {
+            folder: replace(export, shards=staged[id(export.shards)]) for folder, export in snapshot.exports.items()
+        }
+        return replace(snapshot, components=components, exports=exports)
 
     def _copies(self, live: list[Tensor]) -> list[Tensor]:
         used: Counter[bool] = Counter()

@@ -20,6 +20,7 @@ from rlhf.checkpoint.commit.manifest import Manifest, describe
 from rlhf.checkpoint.commit.publication import give_up, publish
 from rlhf.checkpoint.save.disk_space import make_room
 from rlhf.checkpoint.save.draft import Draft, Entries, begin_checkpoint, over_domains
+from rlhf.checkpoint.save.hf_export import Exported, write_exports
 from rlhf.checkpoint.save.snapshot import Snapshot
 from rlhf.checkpoint.throughput import Throughput, throughput_figures
 from rlhf.config.checkpoint import CheckpointConfig
@@ -82,6 +83,9 @@ def write_checkpoint(
         may_go = partial(retention.victims, run_dir, settings, snapshot.step, coordinator, snapshot.metrics)
         make_room(run_dir, needed, may_go, deleter, settings.timeout_s / 2, coordinator, make_way)
         ranks = coordinator.collect(lambda: _write_files(root, snapshot, draft.linked, coordinator.rank))
+        exported = write_exports(root, snapshot.exports, coordinator)
+        if ranks is not None and exported is not None:
+            _add_exported(ranks, exported, snapshot.roles)
         commit = coordinator.for_domain_leaders(
             lambda: complete(run_dir, snapshot, identity, draft, ranks or [], coordinator)
         )
@@ -98,7 +102,8 @@ def write_checkpoint(
 def _needed(snapshot: Snapshot, linked: Collection[str], coordinator: Coordinator) -> int:
     """Bytes that the save takes on the disk of the storage domain that this rank leads; 0 on other ranks.
     Collective."""
-    sizes = coordinator.collect(lambda: (snapshot.nbytes(linked), snapshot.shards(linked))) or []
+    exported = sum(export.nbytes for export in snapshot.exports.values()) if coordinator.is_leader else 0
+    sizes = coordinator.collect(lambda: (snapshot.nbytes(linked) + exported, snapshot.shards(linked))) or []
 
     def by_domain() -> Counter[int]:
         everywhere = sum(shards for _, shards in sizes) * ROW_BYTES + len(sizes) * RANK_BYTES + SLACK_BYTES
@@ -162,6 +167,14 @@ def _write_files(root: Path, snapshot: Snapshot, linked: Collection[str], rank: 
         written.files.append(write_file(root, path, [content]))
         count(path)
     return written
+
+
+def _add_exported(ranks: list[RankFiles], exported: Exported, roles: list[str]) -> None:
+    """Count exported files as the leader's, in whose storage domain they lie, and each rank's seconds as its own."""
+    ranks[0].files += exported.files
+    for rank, seconds in zip(ranks, exported.seconds, strict=True):
+        for folder, spent in seconds.items():
+            rank.seconds[_part_of(folder, roles)] += spent
 
 
 def _part_of(path: str, roles: list[str]) -> str:

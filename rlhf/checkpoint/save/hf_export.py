@@ -1,0 +1,255 @@
+"""Export of a role's weights into a Hugging Face folder, by the ranks that hold them.
+
+No rank ever holds more than its shards and a few blocks of 4 MiB.
+"""
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhf.checkpoint.save.block_plan import BlockPlan, Extent, HeldBytes, MixedBlock, plan_blocks
+from rlhf.errors import UserError
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.files import SharedFile, WrittenFile
+from rlhf.storage.hashing import BLOCK
+from rlhf.storage.hf_layout import FLOAT_TYPES, WeightsFile, index_of_weights, lay_out_weights, saying_dtype
+from rlhf.storage.shard_index import ITEM_BYTES, FileShards, Tensors, rows_of_ranks
+from rlhf.storage.shards import DTYPES, Shard, Shards, as_bytes, lay_out, tensor_table
+
+
+@dataclass(frozen=True)
+class HfExport:
+    """This rank's part of an export: its shards of the weights, and the files, whose tensors have the types
+    `tensors`."""
+
+    shards: Shards
+    tensors: Tensors
+    files: list[WeightsFile]
+
+    @classmethod
+    def of(cls, shards: Shards, dtype: str | None) -> "HfExport":
+        """The export of `shards`, floating-point weights in `dtype` (as in `checkpoint.hf_dtype`)."""
+        wanted = None if dtype is None else FLOAT_TYPES[dtype]
+        tensors = {
+            name: (wanted if wanted and shards[name].local.is_floating_point() else kind, shape)
+            for name, (kind, shape) in tensor_table(shards).items()
+        }
+        return cls(shards, tensors, lay_out_weights(tensors))
+
+    def small_files(self, files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:
+        """All files of the folder but the weights: `files`, whose configuration says `dtype`, and the index if there is
+        one."""
+        return saying_dtype(files, dtype) | index_of_weights(self.files)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, whoever writes them."""
+        return sum(file.size for file in self.files)
+
+
+@dataclass
+class ExportedBlocks:
+    """Blocks that one rank has written: the hash of each, by the file's path and the block's number, and the seconds
+    that each folder took."""
+
+    hashes: dict[str, dict[int, str]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Files that all ranks have written together, and the seconds that each rank spent on each folder."""
+
+    files: list[WrittenFile]
+    seconds: list[dict[str, float]]
+
+
+def write_exports(root: Path, exports: Mapping[str, HfExport], coordinator: Coordinator) -> Exported | None:
+    """Write `exports` (folder below `root` -> export) on the driver's disk; every file is fsynced. Collective.
+
+    Returns None but on the leader, or if there are none. Raises on every rank when any fails.
+    """
+    if not exports:
+        return None
+    shares = coordinator.collect(lambda: {folder: lay_out("", export.shards)[1] for folder, export in exports.items()})
+    plans = coordinator.hand_out(lambda: _plan(exports, shares or [], coordinator))
+    done = coordinator.collect(partial(_write, root, exports, plans, coordinator))
+    if done is None:
+        return None
+    files = []
+    for folder, export in exports.items():
+        for file in export.files:
+            path = f"{folder}/{file.name}"
+            hashes = {number: text for rank in done for number, text in rank.hashes.get(path, {}).items()}
+            files.append(WrittenFile(path, file.size, "".join(hashes[number] for number in range(len(hashes)))))
+    return Exported(files, [rank.seconds for rank in done])
+
+
+RankPlan = dict[str, list[BlockPlan]]
+"""One rank's work: for each folder a plan per file."""
+
+
+def _plan(
+    exports: Mapping[str, HfExport], shares: Sequence[Mapping[str, FileShards]], coordinator: Coordinator
+) -> list[RankPlan]:
+    """The plans of all ranks, from the shards that each owns; the files are written in the driver's storage domain."""
+    writers = [rank for rank, domain in enumerate(coordinator.domains) if domain == coordinator.domains[0]]
+    plans: list[RankPlan] = [{} for _ in shares]
+    for folder, export in exports.items():
+        held = _held(export, [share[folder] for share in shares])
+        for file in export.files:
+            by_rank = plan_blocks(held[file.name], file.size, writers)
+            for rank, plan in enumerate(plans):
+                plan.setdefault(folder, []).append(by_rank[rank])
+    return plans
+
+
+def _held(export: HfExport, shares: Sequence[FileShards]) -> dict[str, list[HeldBytes]]:
+    """Who has which bytes of each file."""
+    names = sorted(export.tensors)
+    width = [ITEM_BYTES[export.tensors[name][0]] for name in names]
+    places = {name: (file.name, first) for file in export.files for name, first in file.first_byte.items()}
+    held: dict[str, list[HeldBytes]] = {file.name: [] for file in export.files}
+    for rank, rows in enumerate(rows_of_ranks(tensor_table(export.shards), shares)):
+        for number, start, stop in rows.tolist():
+            file, first = places[names[number]]
+            held[file].append((first + start * width[number], first + stop * width[number], rank))
+    return held
+
+
+def _write(root: Path, exports: Mapping[str, HfExport], plans: RankPlan, coordinator: Coordinator) -> ExportedBlocks:
+    """This rank's work. Raises what went wrong only at its end, so that no peer waits in vain."""
+    written, work = ExportedBlocks(), _Work(coordinator)
+    for folder, export in exports.items():
+        since = time.monotonic()
+        for file, plan in zip(export.files, plans[folder], strict=True):
+            written.hashes[f"{folder}/{file.name}"] = work.write(root, folder, _HeldFile(export, file), plan)
+        written.seconds[folder] = time.monotonic() - since
+    if work.problem is not None:
+        raise work.problem
+    return written
+
+
+class _HeldFile:
+    """The bytes that this rank has of one file: the header, as every rank, and its shards."""
+
+    def __init__(self, export: HfExport, file: WeightsFile) -> None:
+        self._tensors, self.file = export.tensors, file
+        held = ((name, export.shards[name]) for name in file.first_byte)
+        # In the order in which they lie in the file, as in the plan.
+        self._shards = [(name, shard) for name, shard in held if shard.owner and shard.local.numel()]
+        self._begins = [self._first_byte(name, shard) for name, shard in self._shards]
+
+    def _first_byte(self, name: str, shard: Shard) -> int:
+        return self.file.first_byte[name] + shard.start * ITEM_BYTES[self._tensors[name][0]]
+
+    def block_bytes(self, number: int) -> int:
+        """The length of a block."""
+        return min(BLOCK, self.file.size - number * BLOCK)
+
+    def extents(self, number: int) -> list[Extent]:
+        """The parts of a block that this rank's shards are."""
+        return [extent for _, _, extent in self._parts(number)]
+
+    def fill(self, number: int, block: Tensor) -> None:
+        """Put the header and this rank's shards, as far as they are in a block, in their places in `block`."""
+        start = number * BLOCK
+        header = self.file.header[start : start + BLOCK]
+        if header:
+            block[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        for name, source, (begin, end) in self._parts(number):
+            dtype = DTYPES[self._tensors[name][0]]
+            target = block[begin:end].view(dtype)
+            target.copy_(source)
+            if dtype == torch.float16 and bool((target.isinf() & source.isfinite().to(target.device)).any()):
+                raise UserError(
+                    f"checkpoint.hf_dtype=float16: {name} has values beyond 65504, which float16 does not have; set "
+                    "checkpoint.hf_dtype=bfloat16."
+                )
+
+    def _parts(self, number: int) -> Iterator[tuple[str, Tensor, Extent]]:
+        """The elements of this rank's shards that a block has, and where."""
+        start = number * BLOCK
+        stop = start + self.block_bytes(number)
+        first = max(0, bisect_right(self._begins, start) - 1)
+        for (name, shard), begin in islice(zip(self._shards, self._begins, strict=True), first, None):
+            if begin >= stop:
+                break
+            width = ITEM_BYTES[self._tensors[name][0]]
+            low, high = max(begin, start), min(begin + shard.local.numel() * width, stop)
+            if low < high:
+                elements = shard.local.detach().reshape(-1)[(low - begin) // width : (high - begin) // width]
+                yield name, elements, (low - start, high - start)
+
+
+class _Work:
+    """Work of one rank on its blocks, in memory for two of them.
+
+    `problem` is the first error. After it nothing is written any more, and all that peers wait for is still sent.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._block, self._message = (torch.empty(BLOCK, dtype=torch.uint8) for _ in range(2))
+        self.problem: Exception | None = None
+
+    @torch.no_grad()
+    def write(self, root: Path, folder: str, held: _HeldFile, plan: BlockPlan) -> dict[int, str]:
+        """Do what `plan` says; returns the hashes of the blocks that were written."""
+        hashes: dict[int, str] = {}
+        writes = plan.own or any(mixed.writer == self._coordinator.rank for mixed in plan.mixed)
+        with ExitStack() as opened:
+            shared: list[SharedFile] = []
+
+            def begin() -> None:
+                shared.append(SharedFile(root, f"{folder}/{held.file.name}"))
+                opened.callback(shared[0].close)
+
+            def keep(number: int) -> None:
+                hashes[number] = shared[0].write(number, as_bytes(self._block[: held.block_bytes(number)]))
+
+            if writes:
+                self._try(begin)
+            for mixed in plan.mixed:
+                if mixed.writer != self._coordinator.rank:
+                    self._send(held, mixed)
+                    continue
+                self._receive(held, mixed)
+                self._try(partial(keep, mixed.number))
+            for number in plan.own:
+                self._try(partial(held.fill, number, self._block))
+                self._try(partial(keep, number))
+            if writes:
+                self._try(lambda: shared[0].sync())
+        return hashes
+
+    def _send(self, held: _HeldFile, mixed: MixedBlock) -> None:
+        """Send what this rank has of a block to its writer."""
+        self._try(lambda: held.fill(mixed.number, self._block))
+        parts = [self._block[begin:end] for begin, end in held.extents(mixed.number)]
+        self._coordinator.send(torch.cat(parts), mixed.writer)
+
+    def _receive(self, held: _HeldFile, mixed: MixedBlock) -> None:
+        """Fill a block with what this rank and others have of it."""
+        self._try(lambda: held.fill(mixed.number, self._block))
+        for rank, extents in mixed.others.items():
+            message = self._message[: sum(end - begin for begin, end in extents)]
+            self._coordinator.receive(message, rank)
+            for begin, end in extents:
+                self._block[begin:end].copy_(message[: end - begin])
+                message = message[end - begin :]
+
+    def _try(self, action: Callable[[], object]) -> None:
+        if self.problem is None:
+            try:
+                action()
+            except Exception as error:
+                self.problem = error
