@@ -17,6 +17,7 @@ VERBS = {
     "verify": "verify",
     "merge": "merge",
     "export": "export",
+    "prune": "prune",
 }
 """Verb -> its module in `rlhf.checkpoint.verbs`, with `NAME`, `HELP`, `add_arguments(parser)` and `run(arguments,
 console) -> int`. A module imports what is heavy (torch) within `run`, so that `--help` and mistakes cost nothing."""

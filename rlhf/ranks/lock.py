@@ -25,6 +25,7 @@ from rlhf.storage.files import make_dir
 RUN_LOCK = "run.lock"
 RANKS_LOCK = "ranks.lock"
 LOOKS, LOOK_AGAIN_S = 4, 0.25
+ANOTHER_DIRECTORY = "Wait for it or stop it, or give this run a directory of its own with trainer.experiment_name=NAME."
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +64,12 @@ def lock_if_free(path: Path, setting: str) -> Iterator[bool]:
 
 
 @contextmanager
-def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the run directory alone; raises UserError at once when another run holds it."""
+def run_lock(run_dir: Path, remedy: str = ANOTHER_DIRECTORY) -> Iterator[None]:
+    """Hold the run directory alone; raises UserError at once, with `remedy`, when another run holds it."""
     # Promise 12.
     fd = _take(run_dir)
     if fd is None:
-        raise _refusal(run_dir)
+        raise _refusal(run_dir, remedy)
     try:
         yield
     finally:
@@ -153,13 +154,10 @@ def _holder(run_dir: Path) -> dict[str, Any]:
         return {}
 
 
-def _refusal(run_dir: Path) -> UserError:
+def _refusal(run_dir: Path, remedy: str = ANOTHER_DIRECTORY) -> UserError:
     holder = _holder(run_dir)
     who = "process {pid} on {host}, started {started}".format(**holder) if holder else "a process that has just started"
-    return UserError(
-        f"Another run is writing into {run_dir}: {who}. Wait for it or stop it, or give this run a directory of its "
-        "own with trainer.experiment_name=NAME."
-    )
+    return UserError(f"Another run is writing into {run_dir}: {who}. {remedy}")
 
 
 def hold_rank_lock(run_dir: Path) -> None:

@@ -194,17 +194,21 @@ def test_names_with_brackets_are_shown_as_they_are(tmp_path, command):
 def test_it_runs_as_a_module_without_torch(run_dir):
     script = (
         "import runpy, sys\n"
-        "try:\n"
-        f"    sys.argv = ['checkpoint', sys.argv[1], {str(run_dir)!r}]\n"
-        "    runpy.run_module('rlhf.checkpoint', run_name='__main__')\n"
-        "except SystemExit as end:\n"
-        "    heavy = {'torch', 'transformers', 'numpy', 'hydra', 'omegaconf'} & set(sys.modules)\n"
-        "    print(f'exit {end.code} heavy {sorted(heavy)}')\n"
+        "for verb, *more in (['list'], ['verify'], ['prune'], ['inspect']):\n"
+        f"    for place in ({str(run_dir)!r}, {str(run_dir.parents[1])!r}, 'file://' + {str(run_dir)!r}):\n"
+        "        if verb == 'prune' and '://' in place:\n"
+        "            continue\n"
+        "        try:\n"
+        "            sys.argv = ['checkpoint', verb, place, '--json']\n"
+        "            runpy.run_module('rlhf.checkpoint', run_name='__main__')\n"
+        "        except SystemExit as end:\n"
+        "            heavy = {'torch', 'transformers', 'numpy', 'hydra', 'omegaconf'} & set(sys.modules)\n"
+        "            print(f'{verb} exit {end.code} heavy {sorted(heavy)}', file=sys.stderr)\n"
     )
-    for action in ("list", "inspect", "verify"):
-        done = subprocess.run([sys.executable, "-c", script, action], capture_output=True, text=True, check=True)
-        heavy = ["numpy"] if action == "inspect" else []
-        assert done.stdout.endswith(f"exit 0 heavy {heavy}\n"), done.stdout + done.stderr
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    light, with_index = [f"{verb} exit 0 heavy []" for verb in ("list", "verify")], "inspect exit 0 heavy ['numpy']"
+    lines = [line for line in done.stderr.splitlines() if " exit " in line]
+    assert lines == [line for line in light for _ in range(3)] + ["prune exit 0 heavy []"] * 2 + [with_index] * 3
 
 
 def test_a_wrong_command_is_a_usage_error(capsys):

@@ -5,6 +5,7 @@ A directory without a valid one is not a checkpoint.
 
 import json
 import reprlib
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ import xxhash
 from rlhf.checkpoint.commit.manifest_form import problems_of
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import WrittenFile, write_file
+from rlhf.storage.hashing import BLOCK
 from rlhf.storage.layout import MANIFEST, step_of
 from rlhf.storage.reading import CheckedFiles, read_regular
 
 FORMAT = 5
 LARGEST_BYTES = 256 << 20
 """More than any manifest has: enough for the hashes of 30 TB."""
+BLOCKS_AT_A_TIME = 64
+"""Blocks that are read between two signs of progress."""
 DOMAINS = "domains"
 """In a file's entry: the storage domains (see `rlhf.ranks.coordinator`) that have it, at the save.
 
@@ -150,12 +154,19 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
 def verify_files(root: Path, manifest: Manifest, names: list[str] | None = None) -> list[str]:
     """Compare files with the manifest (all, or `names`) by size and hashes; returns one line per damaged file, none
     when intact."""
-    files = CheckedFiles(root, manifest.files)
+    return damage_in(CheckedFiles(root, manifest.files), manifest.files if names is None else names)
+
+
+def damage_in(files: CheckedFiles, names: Iterable[str], read: Callable[[int], None] = lambda count: None) -> list[str]:
+    """The same for files wherever they lie; `read` is told of bytes as they have been read."""
     problems = []
-    for name in manifest.files if names is None else names:
+    for name in names:
         try:
             files.check_entry(name)
-            files.prove(name, files.blocks(name))
+            blocks = files.blocks(name)
+            for first in range(0, len(blocks), BLOCKS_AT_A_TIME):
+                files.prove(name, blocks[first : first + BLOCKS_AT_A_TIME])
+                read(min(BLOCKS_AT_A_TIME * BLOCK, files.size(name) - first * BLOCK))
         except DamagedCheckpoint as problem:
             problems.append(str(problem))
     return problems

@@ -131,14 +131,30 @@ class RemoteStore:
             while chunk := file.read(CHUNK):
                 yield chunk
 
+    def part(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of an object, fewer where it ends before; raises FileNotFoundError when there is none."""
+        return self._fs.cat_file(self._path(name), start=start, end=stop)
+
+    def size(self, name: str) -> int:
+        """Bytes of an object; raises FileNotFoundError when there is none."""
+        return self._fs.info(self._path(name))["size"]
+
     def steps(self) -> list[int]:
         """Steps of which there is anything, newest first."""
+        names = (entry["name"] for entry in self._entries())
+        return sorted({step for name in names if (step := step_of(Path(name.rstrip("/")))) is not None}, reverse=True)
+
+    def folders(self) -> list[str]:
+        """Names of the folders here, but for links."""
+        entries = (entry for entry in self._entries() if entry["type"] == "directory" and not entry.get("islink"))
+        return sorted(Path(entry["name"].rstrip("/")).name for entry in entries)
+
+    def _entries(self) -> list[dict[str, Any]]:
         # Not find() or exists(): where a network fails, they answer that there is nothing.
         try:
-            names = self._fs.ls(self._root, detail=False)
+            return self._fs.ls(self._root, detail=True)
         except FileNotFoundError:
             return []
-        return sorted({step for name in names if (step := step_of(Path(name.rstrip("/")))) is not None}, reverse=True)
 
     def copy(self, step: int) -> Copy | None:
         """The complete checkpoint of `step`, or None for one without a valid manifest."""

@@ -41,7 +41,7 @@ class Retries:
     def __init__(self, place: str, *, stalled_s: float, give_up_s: float | None = None) -> None:
         self.failures = 0
         """Failed calls so far."""
-        self._place, self._stalled_s, self._give_up_s = place, stalled_s, give_up_s
+        self.place, self._stalled_s, self._give_up_s = place, stalled_s, give_up_s
         self._changed = threading.Condition()
         self._in_a_row, self._next_try = 0, 0.0
         self._running = threading.local()
@@ -133,7 +133,7 @@ class Retries:
             wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(self._in_a_row - 1, 30))
             self._next_try, number = now + wait_s, self._in_a_row
         log.warning(
-            "%s: %s failed (%d in a row): %s. Next try in %g s.", self._place, what, number, one_line(error), wait_s
+            "%s: %s failed (%d in a row): %s. Next try in %g s.", self.place, what, number, one_line(error), wait_s
         )
 
 

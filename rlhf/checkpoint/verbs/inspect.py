@@ -2,72 +2,110 @@
 
 import argparse
 import reprlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from rlhf.checkpoint.commit.manifest import Manifest, read_manifest, verify_files
+from rlhf.checkpoint.commit.manifest import Manifest, damage_in
 from rlhf.checkpoint.driver_state import parse_driver_state
-from rlhf.checkpoint.verbs.places import add_path, checkpoints_at, looked_at
-from rlhf.checkpoint.verbs.shown import printable, size_text, sizes_of
+from rlhf.checkpoint.verbs.addresses import add_address, find_runs
+from rlhf.checkpoint.verbs.places import looked_at
+from rlhf.checkpoint.verbs.runs import FoundCheckpoint
+from rlhf.checkpoint.verbs.shown import as_json, printable, size_text, sizes_of
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import DRIVER_STATE, INDEX
-from rlhf.storage.reading import CheckedFiles
 
 NAME = "inspect"
-HELP = "what one checkpoint holds: roles, tensors, driver state"
+HELP = "what one checkpoint holds, the newest of a run: roles, tensors, driver state"
 
-add_arguments = add_path
+add_arguments = add_address
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """The newest checkpoint of a run directory, or the one given, in detail."""
-    checkpoint = checkpoints_at(arguments.path)[0]
-    text = looked_at(checkpoint, lambda: list(_details(checkpoint)))
-    if isinstance(text, str):
-        console.print(printable(text))
-        return EXIT_CRASHED
-    for line in text:
-        console.print(printable(line))
-    return EXIT_DONE
+    """The newest checkpoint of each run, or the one given, in detail."""
+    runs, problems = find_runs(arguments.path)
+    documents = []
+    for found in runs:
+        checkpoint = found.checkpoints[0]
+        details = looked_at(Path(checkpoint.name), lambda: _details(checkpoint))  # noqa: B023
+        document = {"path": checkpoint.name, "problem": details} if isinstance(details, str) else details
+        documents.append(document)
+        if not arguments.json:
+            for line in [details] if isinstance(details, str) else _lines(details):
+                console.print(printable(line))
+    if arguments.json:
+        console.out(as_json({"checkpoints": documents, "unreadable": problems}))
+    else:
+        for problem in problems:
+            console.print(printable(problem))
+    whole = all(document["problem"] is None for document in documents) and not problems
+    return EXIT_DONE if whole else EXIT_CRASHED
 
 
-def _details(checkpoint: Path) -> list[str]:
+def _details(checkpoint: FoundCheckpoint) -> dict[str, Any]:
     """What `inspect` shows; raises DamagedCheckpoint unless all that it is read from is as committed."""
     from rlhf.storage.shard_index import ShardIndex  # with NumPy, which only this needs
 
-    manifest = read_manifest(checkpoint)
-    files = CheckedFiles(checkpoint, manifest.files)
-    here = manifest.expected_at(checkpoint)
-    if problems := verify_files(checkpoint, manifest, [name for name in here if name.endswith((".json", INDEX))]):
-        raise DamagedCheckpoint(f"{checkpoint} is damaged: " + "; ".join(problems))
-    facts = {
-        "checkpoint": str(checkpoint),
+    manifest = checkpoint.manifest()
+    files, here = checkpoint.files(manifest), checkpoint.here(manifest)
+    if problems := damage_in(files, [name for name in here if name.endswith((".json", INDEX))]):
+        raise DamagedCheckpoint(f"{checkpoint.name} is damaged: " + "; ".join(problems))
+    try:
+        driver, folders = parse_driver_state(files.content(DRIVER_STATE), DRIVER_STATE), []
+        for folder, size in _folders(manifest).items():
+            document: dict[str, Any] = {"folder": folder, "bytes": size, "tensors": None}
+            if f"{folder}/{INDEX}" in here:
+                index = ShardIndex(files, folder)
+                counts = index.counts()
+                document["tensors"] = [
+                    {"name": name, "dtype": dtype, "shape": list(shape), "shards": counts[name]}
+                    for name, (dtype, shape) in index.tensors.items()
+                ]
+            folders.append(document)
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{checkpoint.name} is damaged: {error}") from None
+    return {
+        "path": checkpoint.name,
+        "problem": None,
         "step": manifest.step,
         "created": manifest.created,
         "size": f"{sizes_of(manifest)} in {len(manifest.files)} files",
-        "ranks, backend": f"{manifest.world_size}, {manifest.backend}",
-        "contents": ", ".join(manifest.contents),
-        "linked": ", ".join(f"{folder} from {source}" for folder, source in manifest.linked.items()) or "nothing",
-        "versions": ", ".join(f"{k} {v}" for k, v in sorted(manifest.versions.items())),
+        "bytes": manifest.total_bytes,
+        "linked_bytes": manifest.linked_bytes,
+        "files": len(manifest.files),
+        "ranks": manifest.world_size,
+        "backend": manifest.backend,
+        "contents": manifest.contents,
+        "linked": manifest.linked,
+        "versions": manifest.versions,
+        "metrics": manifest.metrics,
+        "driver_state": driver,
+        "folders": folders,
     }
-    lines = [f"{name:16} {value}" for name, value in facts.items()]
-    try:
-        lines.append(f"driver state {_bounded(parse_driver_state(files.content(DRIVER_STATE), DRIVER_STATE))}")
-        for folder, size in _folders(manifest).items():
-            if f"{folder}/{INDEX}" not in here:
-                lines.append(f"{folder}: {size_text(size)}")
-                continue
-            index = ShardIndex(files, folder)
-            counts = index.counts()
-            lines.append(f"{folder}: {size_text(size)}, {len(counts)} tensors")
-            for name, (dtype, shape) in index.tensors.items():
-                lines.append(f"  {name}  {dtype} {list(shape)}  in {counts[name]} shard(s)")
-    except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(f"{checkpoint} is damaged: {error}") from None
-    return lines
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    facts = {
+        "checkpoint": found["path"],
+        "step": found["step"],
+        "created": found["created"],
+        "size": found["size"],
+        "ranks, backend": f"{found['ranks']}, {found['backend']}",
+        "contents": ", ".join(found["contents"]),
+        "linked": ", ".join(f"{folder} from {source}" for folder, source in found["linked"].items()) or "nothing",
+        "versions": ", ".join(f"{k} {v}" for k, v in sorted(found["versions"].items())),
+    }
+    yield from (f"{name:16} {value}" for name, value in facts.items())
+    yield f"driver state {_bounded(found['driver_state'])}"
+    for folder in found["folders"]:
+        tensors = folder["tensors"]
+        count = "" if tensors is None else f", {len(tensors)} tensors"
+        yield f"{folder['folder']}: {size_text(folder['bytes'])}{count}"
+        for tensor in tensors or []:
+            yield f"  {tensor['name']}  {tensor['dtype']} {tensor['shape']}  in {tensor['shards']} shard(s)"
 
 
 def _bounded(state: dict[str, Any]) -> str:

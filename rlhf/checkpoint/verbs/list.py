@@ -1,112 +1,116 @@
-"""Verb `list`: one line per checkpoint of a run directory. Loads no torch."""
+"""Verb `list`: one line per checkpoint of a run directory, or of each in a folder of many. Loads no torch."""
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
-from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
+from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.commit.retention import NO_FIGURE, reasons
-from rlhf.checkpoint.verbs.places import add_path, checkpoints_at, looked_at
-from rlhf.checkpoint.verbs.shown import printable, sizes_of
+from rlhf.checkpoint.verbs.addresses import add_address, find_runs
+from rlhf.checkpoint.verbs.places import looked_at
+from rlhf.checkpoint.verbs.runs import FoundRun, rules_of_save
+from rlhf.checkpoint.verbs.shown import as_json, printable, sizes_of
+from rlhf.checkpoint.verbs.stored_rules import RULES
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE
-from rlhf.storage.layout import CONFIG, POINTER, RESOLVED, set_aside_dirs, step_of
-from rlhf.storage.reading import CheckedFiles, read_regular
+from rlhf.storage.layout import POINTER
 
 NAME = "list"
-HELP = "one line per checkpoint of a run directory"
-RULES = ("max_to_keep", "keep_every", "keep_best", "best_metric")
-LARGEST_CONFIG, LARGEST_POINTER = 1 << 20, 1 << 10
-"""Bytes that are read of these files of a run directory."""
+HELP = "one line per checkpoint of a run directory, or of each in a folder of many"
 
-add_arguments = add_path
+add_arguments = add_address
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Steps, sizes, contents and why each is kept, from the manifests and the run's settings; the files themselves are
+    """Steps, sizes, contents and why each is kept, from the manifests and the runs' settings; the files themselves are
     not read."""
-    path = arguments.path
-    checkpoints = checkpoints_at(path)
-    settings = _settings_of_start(path)
-    rows: dict[Path, list[str]] = {}
-    metrics: dict[int, Mapping[str, float] | None] = {}
-    damaged = False
-    for checkpoint in checkpoints:
-        manifest = looked_at(checkpoint, lambda: read_manifest(checkpoint))  # noqa: B023
+    runs, problems = find_runs(arguments.path)
+    documents = []
+    for found in runs:
+        document = _looked_through(found)
+        documents.append(document)
+        if not arguments.json:
+            if len(runs) > 1:
+                console.print(printable(found.name))
+            _show(document, console)
+    if arguments.json:
+        console.out(as_json({"runs": documents, "unreadable": problems}))
+    else:
+        for problem in problems:
+            console.print(printable(problem))
+    damaged = any(row["problem"] is not None for document in documents for row in document["checkpoints"])
+    return EXIT_CRASHED if damaged or problems else EXIT_DONE
+
+
+def _looked_through(found: FoundRun) -> dict[str, Any]:
+    """All that is said of a run, as a document."""
+    rules = None if found.alone else found.rules()
+    rows: list[dict[str, Any]] = []
+    for checkpoint in found.checkpoints:
+        row: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "state": "damaged", "problem": None}
+        manifest = looked_at(Path(checkpoint.name), checkpoint.manifest)
         if isinstance(manifest, str):
-            damaged, rows[checkpoint], metrics[step_of(checkpoint) or 0] = True, [manifest], None
-            continue
-        settings = settings or _settings_of_save(checkpoint, manifest)
-        # Not the manifest itself: a thousand of them, each with all of its files, would be much to hold.
-        m = manifest
-        rows[checkpoint] = [str(m.step), m.created, sizes_of(m), str(m.world_size), m.backend, ", ".join(m.contents)]
-        metrics[step_of(checkpoint) or 0] = m.metrics
-    # A single checkpoint knows nothing of its neighbours.
-    settings = settings if checkpoints != [path] else None
-    _show(rows, metrics, settings, console)
-    pointer = looked_at(path, lambda: read_regular(path / POINTER, LARGEST_POINTER).decode().strip())
-    if (path / POINTER).is_file():
-        console.print(printable(f"{POINTER}: {pointer}"))
-    for reason in ("damaged", "superseded", "incomplete"):
-        for directory in set_aside_dirs(path, reason):
-            console.print(f"set aside as {reason}: {directory.name}")
-    return EXIT_CRASHED if damaged else EXIT_DONE
-
-
-def _show(
-    rows: Mapping[Path, list[str]],
-    metrics: Mapping[int, Mapping[str, float] | None],
-    settings: CheckpointConfig | None,
-    console: Console,
-) -> None:
-    """A table of `rows`: the columns that a manifest fills, or what is wrong with it."""
-    metric = (settings or CheckpointConfig()).best_metric
-    figures = {step: None if known is None else known.get(metric, NO_FIGURE) for step, known in metrics.items()}
-    why = {} if settings is None else reasons(figures, settings)
-    table = Table("step", "created (UTC)", "size", "ranks", "backend", "contents", metric, "kept", "state")
-    for checkpoint, cells in rows.items():
-        step = step_of(checkpoint) or 0
-        kept = ", ".join(why[step]) or "may go" if step in why else ""
-        if (known := metrics[step]) is None:
-            table.add_row(str(step), "", "", "", "", "", "", kept, printable(f"damaged: {cells[0]}"))
+            row["problem"] = manifest
         else:
-            figure = f"{known[metric]:.4f}" if metric in known else ""
-            table.add_row(*map(printable, cells), figure, kept, "committed")
-    console.print(table)
+            if rules is None and not found.alone:
+                rules = rules_of_save(checkpoint, manifest)
+            # Not the manifest itself: a thousand of them, each with all of its files, would be much to hold.
+            row |= {"state": "committed"} | _facts(manifest)
+        rows.append(row)
+    return {
+        "path": found.name,
+        "rules": None if rules is None else {name: value for name, value in asdict(rules).items() if name in RULES},
+        "checkpoints": [row | {"kept": kept} for row, kept in zip(rows, _kept(rows, rules), strict=True)],
+        "pointer": found.pointer(),
+        "set_aside": [{"reason": reason, "name": name} for reason, name in found.set_aside()],
+    }
 
 
-def _settings_of_start(run_dir: Path) -> CheckpointConfig | None:
-    """What decides on the checkpoints of a run directory by the settings of its newest start; None if unknown."""
-    text = looked_at(run_dir, lambda: read_regular(run_dir / RESOLVED, LARGEST_CONFIG))
-    return None if isinstance(text, str) else _rules(text)
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "step": manifest.step,
+        "created": manifest.created,
+        "size": sizes_of(manifest),
+        "bytes": manifest.total_bytes,
+        "linked_bytes": manifest.linked_bytes,
+        "files": len(manifest.files),
+        "ranks": manifest.world_size,
+        "backend": manifest.backend,
+        "contents": manifest.contents,
+        "metrics": manifest.metrics,
+    }
 
 
-def _settings_of_save(checkpoint: Path, manifest: Manifest) -> CheckpointConfig | None:
-    """The same by those that a checkpoint was saved with."""
-    if manifest.files.get(CONFIG, {}).get("size", 0) > LARGEST_CONFIG:
-        return None
-    text = looked_at(checkpoint, lambda: CheckedFiles(checkpoint, manifest.files).content(CONFIG))
-    return None if isinstance(text, str) else _rules(text)
+def _kept(rows: list[dict[str, Any]], rules: CheckpointConfig | None) -> list[list[str] | None]:
+    """Why each checkpoint is kept (no reason: it may go); None where nobody knows."""
+    if rules is None:
+        return [None] * len(rows)
+    figures: Mapping[int, float | None] = {
+        row["step"]: row["metrics"].get(rules.best_metric, NO_FIGURE) if "metrics" in row else None for row in rows
+    }
+    why = reasons(figures, rules)
+    return [why[row["step"]] for row in rows]
 
 
-def _rules(text: bytes) -> CheckpointConfig | None:
-    try:
-        stored = yaml.safe_load(text)["checkpoint"]
-        settings = CheckpointConfig(**{name: stored[name] for name in RULES})
-    except (ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError):
-        # Of an older version, or no longer what was written.
-        return None
-    bounds = {field.name: field.metadata for field in fields(CheckpointConfig)}
-    for name, value in asdict(settings).items():
-        if name not in RULES:
+def _show(document: dict[str, Any], console: Console) -> None:
+    """A table of a run's checkpoints: the columns that a manifest fills, or what is wrong with it."""
+    metric = (document["rules"] or asdict(CheckpointConfig()))["best_metric"]
+    table = Table("step", "created (UTC)", "size", "ranks", "backend", "contents", metric, "kept", "state")
+    for row in document["checkpoints"]:
+        kept = "" if row["kept"] is None else ", ".join(row["kept"]) or "may go"
+        if row["problem"] is not None:
+            table.add_row(str(row["step"]), "", "", "", "", "", "", kept, printable(f"damaged: {row['problem']}"))
             continue
-        may_be_null = bounds[name]["ge"] == 1
-        fits = value in bounds[name]["choices"] if name == "best_metric" else type(value) is int
-        if not (fits or (may_be_null and value is None)) or (type(value) is int and value < bounds[name]["ge"]):
-            return None
-    return settings
+        cells = (row["step"], row["created"], row["size"], row["ranks"], row["backend"], ", ".join(row["contents"]))
+        figure = f"{row['metrics'][metric]:.4f}" if metric in row["metrics"] else ""
+        table.add_row(*(printable(str(cell)) for cell in cells), figure, kept, "committed")
+    console.print(table)
+    if document["pointer"] is not None:
+        console.print(printable(f"{POINTER}: {document['pointer']}"))
+    for aside in document["set_aside"]:
+        console.print(f"set aside as {aside['reason']}: {aside['name']}")

@@ -1,5 +1,8 @@
 """Texts for a terminal: sizes, and what other people's files say made harmless. Imports no torch."""
 
+import json
+from typing import Any
+
 from rlhf.checkpoint.commit.manifest import Manifest
 
 
@@ -17,3 +20,9 @@ def sizes_of(manifest: Manifest) -> str:
 def size_text(count: int) -> str:
     """`count` bytes in MiB."""
     return f"{count / 2**20:.2f} MiB"
+
+
+def as_json(document: Any) -> str:
+    """`document` for a script: only printable ASCII, whatever a name or text in it says, and null for what is no number
+    in JSON."""
+    return json.dumps(json.loads(json.dumps(document), parse_constant=lambda constant: None), indent=1)

@@ -1,30 +1,64 @@
 """Verb `verify`: every byte of checkpoints against their manifests. Loads no torch."""
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from rlhf.checkpoint.commit.manifest import verify
-from rlhf.checkpoint.verbs.places import add_path, checkpoints_at, looked_at
-from rlhf.checkpoint.verbs.shown import printable, sizes_of
+from rlhf.checkpoint.commit.manifest import Manifest, damage_in
+from rlhf.checkpoint.verbs.addresses import add_address, find_runs
+from rlhf.checkpoint.verbs.places import looked_at
+from rlhf.checkpoint.verbs.runs import FoundCheckpoint
+from rlhf.checkpoint.verbs.shown import as_json, printable, sizes_of
+from rlhf.checkpoint.verbs.work_bar import work_bar
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE
+from rlhf.storage.disk_errors import DamagedCheckpoint
 
 NAME = "verify"
 HELP = "read every byte and compare it with the manifest"
 
-add_arguments = add_path
+add_arguments = add_address
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Every checkpoint at PATH, every byte."""
-    worst = EXIT_DONE
-    for checkpoint in checkpoints_at(arguments.path):
-        manifest = looked_at(checkpoint, lambda: verify(checkpoint))  # noqa: B023
-        if isinstance(manifest, str):
-            worst = EXIT_CRASHED
-            console.print(printable(manifest))
-            continue
-        here, files = len(manifest.expected_at(checkpoint)), len(manifest.files)
-        what = "intact" if here == files else f"this disk's part is intact ({here} of {files} files)"
-        console.print(printable(f"{checkpoint}: {what}, {sizes_of(manifest)} in {files} files"))
-    return worst
+    runs, problems = find_runs(arguments.path)
+    documents = []
+    for found in (checkpoint for run in runs for checkpoint in run.checkpoints):
+        line, document = _verified(found)
+        documents.append(document)
+        if not arguments.json:
+            console.print(printable(line))
+    if arguments.json:
+        console.out(as_json({"checkpoints": documents, "unreadable": problems}))
+    else:
+        for problem in problems:
+            console.print(printable(problem))
+    whole = all(document["problem"] is None for document in documents) and not problems
+    return EXIT_DONE if whole else EXIT_CRASHED
+
+
+def _verified(checkpoint: FoundCheckpoint) -> tuple[str, dict[str, Any]]:
+    """What is said of a checkpoint, in words and as a document."""
+    document: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "state": "damaged", "problem": None}
+    manifest = looked_at(Path(checkpoint.name), lambda: verify_found(checkpoint))
+    if isinstance(manifest, str):
+        return manifest, document | {"problem": manifest}
+    here, files = len(checkpoint.here(manifest)), len(manifest.files)
+    what = "intact" if here == files else f"this disk's part is intact ({here} of {files} files)"
+    document |= {"step": manifest.step, "state": "intact" if here == files else "part"}
+    document |= {"bytes": manifest.total_bytes, "linked_bytes": manifest.linked_bytes}
+    document |= {"files": files, "files_here": here}
+    return f"{checkpoint.name}: {what}, {sizes_of(manifest)} in {files} files", document
+
+
+def verify_found(checkpoint: FoundCheckpoint) -> Manifest:
+    """Read every byte that must be at the place of a checkpoint; raises DamagedCheckpoint that lists what is wrong."""
+    manifest = checkpoint.manifest()
+    files, here = checkpoint.files(manifest), checkpoint.here(manifest)
+    with work_bar(checkpoint.name, sum(files.size(name) for name in here)) as progress:
+        problems = damage_in(files, here, progress)
+    if problems:
+        raise DamagedCheckpoint(f"{checkpoint.name} is damaged: " + "; ".join(problems))
+    return manifest

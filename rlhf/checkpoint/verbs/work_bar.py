@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from rlhf.checkpoint.verbs.shown import printable
+
 
 @contextmanager
 def work_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
@@ -14,7 +16,7 @@ def work_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty():
         yield lambda count: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total_bytes)
+        task = bar.add_task(printable(what), total=total_bytes)
         yield lambda count: bar.advance(task, count)

@@ -1,0 +1,167 @@
+"""Pruning of a run directory at rest: what its retention would remove, and what kills have left there.
+
+Nobody else decides then, and nothing is in flight: the run's lock is held. Imports no torch.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlhf.checkpoint.commit.deleter import Deleter
+from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, read_manifest
+from rlhf.checkpoint.commit.pointer import point_to, pointed
+from rlhf.checkpoint.commit.removal import clean_leftovers, delete
+from rlhf.checkpoint.commit.retention import remove_checkpoints, victims
+from rlhf.checkpoint.interop.target import INCOMPLETE, REPLACED
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.errors import UserError
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.lock import run_lock, wait_for_ranks
+from rlhf.ranks.transport import LoneTransport
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import fsync_dir
+from rlhf.storage.layout import MANIFEST, PIN, TEMPORARY, TRASH, scan, set_aside_dirs, step_of
+from rlhf.storage.scratch import lock_folder
+
+RANKS_S = 5.0
+"""How long ranks of an earlier start are waited for."""
+ASIDE = ("damaged", "superseded", "incomplete")
+
+
+@dataclass(frozen=True)
+class PruningPlan:
+    """Removals from a run directory, not made yet.
+
+    `newest` is the step of the newest checkpoint that is whole. When there is none, it is None and nothing goes: what
+    lies there may be all that is left.
+    """
+
+    run_dir: Path
+    rules: CheckpointConfig
+    newest: int | None
+    checkpoints: list[Path] = field(default_factory=list)
+    aside: list[Path] = field(default_factory=list)
+    leftovers: list[Path] = field(default_factory=list)
+
+    @property
+    def going(self) -> list[Path]:
+        """All that may go, in the order in which it does."""
+        return [*self.checkpoints, *self.aside, *self.leftovers]
+
+
+def plan_pruning(
+    run_dir: Path, rules: CheckpointConfig, *, set_aside: bool, prove: Callable[[Path], Manifest]
+) -> PruningPlan:
+    """The plan by `rules`, and with `set_aside` of what was set aside as well. `prove` says whether a checkpoint is
+    whole: it returns its manifest, or raises DamagedCheckpoint or OSError.
+
+    Raises UserError for a run whose checkpoints lie on several disks: no one of them knows what the others keep.
+    """
+    leftovers = sorted(path for path in run_dir.iterdir() if _is_leftover(path))
+    for path in [*scan(run_dir), *leftovers]:
+        _refuse_domains(run_dir, path)
+    newest = next((step_of(path) for path in scan(run_dir) if _is_whole(path, prove)), None)
+    if newest is None:
+        return PruningPlan(run_dir, rules, None)  # promise 10
+    alone = Coordinator(LoneTransport())
+    aside = [path for reason in ASIDE for path in set_aside_dirs(run_dir, reason)] if set_aside else []
+    # Promise 9.
+    return PruningPlan(run_dir, rules, newest, victims(run_dir, rules, newest, alone), aside, leftovers)
+
+
+@contextmanager
+def run_at_rest(run_dir: Path) -> Iterator[None]:
+    """Hold a run directory; raises UserError when the run, or a rank of an earlier start, is alive."""
+    # Promise 12.
+    with run_lock(run_dir, "Wait for it, or stop it, and prune then."):
+        wait_for_ranks(run_dir, RANKS_S)
+        yield
+
+
+def carry_out(plan: PruningPlan) -> list[Path]:
+    """Remove what `plan` says, for a time when `run_at_rest` holds; returns what a disk did not let go of.
+
+    As in the trainer a directory first loses its name by one rename, so that no kill leaves half of it under that name.
+    """
+    if not plan.going:
+        return []
+    _set_pointer(plan.run_dir)
+    deleter = Deleter()
+    remove_checkpoints([*plan.checkpoints, *plan.aside], deleter)
+    for path in plan.leftovers:
+        if not path.name.startswith((TEMPORARY, TRASH)):
+            delete(path)
+    while not deleter.wait(1.0):
+        pass
+    clean_leftovers(plan.run_dir)
+    left = [path for path in plan.run_dir.iterdir() if path.name.startswith(TRASH)]
+    return [*left, *(path for path in plan.going if path.exists() and path not in left)]
+
+
+def bytes_freed(going: Iterable[Path]) -> dict[Path, int]:
+    """Bytes that the removal of each frees; a file that several of them share counts for the last, and one that others
+    have as well for none."""
+    names: dict[tuple[int, int], int] = {}
+    freed = {}
+    for root in going:
+        freed[root] = 0
+        for path in _files(root):
+            status = path.lstat()
+            key = status.st_dev, status.st_ino
+            names[key] = names.get(key, 0) + 1
+            freed[root] += status.st_size if names[key] == status.st_nlink else 0
+    return freed
+
+
+def _files(root: Path) -> Iterator[Path]:
+    if root.is_symlink() or not root.is_dir():
+        yield root
+    for folder, _, names in os.walk(root):
+        yield from (Path(folder, name) for name in names)
+
+
+def _set_pointer(run_dir: Path) -> None:
+    """Let the pointer name the newest checkpoint, as each start does: a kill may have left one that names another."""
+    newest = next((step_of(path) for path in scan(run_dir)), None)
+    if pointed(run_dir) != newest:
+        fsync_dir(run_dir)
+        point_to(run_dir, newest)
+
+
+def _is_whole(path: Path, prove: Callable[[Path], Manifest]) -> bool:
+    try:
+        prove(path)
+    except (DamagedCheckpoint, OSError):
+        return False
+    return True
+
+
+def _is_leftover(path: Path) -> bool:
+    if path.name.startswith((INCOMPLETE, REPLACED)):
+        return _is_abandoned(path)
+    return path.name.startswith((TEMPORARY, TRASH, PIN))
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether no living process writes the output folder of a verb."""
+    try:
+        lock = lock_folder(path)
+    except OSError:
+        return False
+    if lock is not None:
+        os.close(lock)
+    return lock is not None
+
+
+def _refuse_domains(run_dir: Path, path: Path) -> None:
+    try:
+        manifest = read_manifest(path)
+    except (DamagedCheckpoint, OSError):
+        return
+    if any(DOMAINS in entry for entry in manifest.files.values()):
+        raise UserError(
+            f"{run_dir} is one of several disks that have parts of its checkpoints ({path.name}/{MANIFEST}): a step is "
+            "kept or removed on all of them. The run does so after each save (checkpoint.max_to_keep)."
+        )

@@ -1,0 +1,79 @@
+"""Files of a remote copy read with proof, block by block, with nothing written to a disk."""
+
+import errno
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+
+from rlhf.checkpoint.remote.remote_store import CHUNK, THREADS, RemoteStore, object_name
+from rlhf.checkpoint.remote.retries import Retries, one_line
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.hashing import BLOCK, HASH_DIGITS
+from rlhf.storage.reading import CheckedFiles, Range
+
+T = TypeVar("T")
+FINAL = (ImportError, ValueError, PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors that another try would meet again."""
+
+
+class RemoteFiles(CheckedFiles):
+    """The files of the copy of `step` in `store`, as its manifest describes them. THREADS parts of CHUNK bytes are in
+    memory at a time.
+
+    What is read raises DamagedCheckpoint as CheckedFiles does, and OSError where the network fails.
+    """
+
+    def __init__(self, store: RemoteStore, step: int, files: Mapping[str, Mapping[str, Any]], retries: Retries) -> None:
+        super().__init__(Path(), files)
+        self._store, self._step, self._retries = store, step, retries
+
+    def check_entry(self, name: str) -> None:
+        """Compare an object with the manifest as far as that takes no reading: it is there, and of its size."""
+        size = self.size(name)
+        if (found := self._ask(name, self._store.size)) != size:
+            raise DamagedCheckpoint(f"{name}: {found} bytes instead of {size}")
+
+    def _read_blocks(self, name: str, parts: dict[int, list[Range]]) -> None:
+        numbers, together = sorted(parts), CHUNK // BLOCK
+        groups = [[n for n in numbers if n // together == group] for group in sorted({n // together for n in numbers})]
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(lambda group: self._read_group(name, group, parts), groups))
+
+    def _read_group(self, name: str, numbers: list[int], parts: dict[int, list[Range]]) -> None:
+        """Read neighbouring blocks by one call."""
+        first, size = numbers[0] * BLOCK, self.size(name)
+        end = min((numbers[-1] + 1) * BLOCK, size)
+        content = memoryview(self._ask(name, lambda path: self._store.part(path, first, end)))
+        if len(content) != end - first:
+            raise DamagedCheckpoint(f"{name}: ends at byte {first + len(content)}")
+        for number in numbers:
+            block = content[number * BLOCK - first : (number + 1) * BLOCK - first]
+            expected = self._files[name]["xxh3_128"][number * HASH_DIGITS : (number + 1) * HASH_DIGITS]
+            if xxhash.xxh3_128_hexdigest(block) != expected:
+                raise DamagedCheckpoint(f"{name}: content differs from its hash")
+            for start, into in parts[number]:
+                into[:] = content[start - first : start - first + len(into)]
+
+    def _ask(self, name: str, action: Callable[[str], T]) -> T:
+        try:
+            return ask(self._retries, f"reading {name}", partial(action, object_name(self._step, name)))
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            raise DamagedCheckpoint(f"{name}: missing") from None
+
+
+def ask(retries: Retries, what: str, action: Callable[[], T]) -> T:
+    """The result of a call over the network.
+
+    What its client gives up with, of whatever class, is raised as an OSError that names the place; a missing object as
+    FileNotFoundError.
+    """
+    try:
+        return retries.call(what, action, final=FINAL)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise
+    except Exception as error:
+        raise OSError(errno.EIO, one_line(error), retries.place) from error

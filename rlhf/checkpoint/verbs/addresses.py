@@ -1,0 +1,38 @@
+"""Address that a user names: a checkpoint, a run directory or a folder of many, here or in a remote folder."""
+
+import argparse
+from pathlib import Path
+
+from rlhf.checkpoint.verbs.places import checkpoints_at
+from rlhf.checkpoint.verbs.runs import FoundRun, LocalRun, local_runs_below
+from rlhf.errors import UserError
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """Give a verb the argument PATH, which `find_runs` takes, and --json."""
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="a run directory, a global_step_N directory, a folder of many runs, or one of these in a remote folder "
+        "(s3://..., gs://..., hdfs://..., file://...)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document (docs/checkpoints.md) for scripts")
+
+
+def find_runs(address: str) -> tuple[list[FoundRun], list[str]]:
+    """The runs at `address`, and a line for each folder that could not be looked into.
+
+    Raises UserError for an address without checkpoints, and for a remote folder that cannot be listed.
+    """
+    if "://" in address:
+        from rlhf.checkpoint.verbs.remote_runs import find_remote_runs  # with fsspec, which only this needs
+
+        return find_remote_runs(address)
+    path = Path(address)
+    try:
+        return [LocalRun(path, checkpoints_at(path))], []
+    except UserError:
+        found, problems = local_runs_below(path)
+        if not found:
+            raise
+        return list(found), problems

@@ -1,0 +1,186 @@
+"""Verb `prune`: removes what retention would, and what kills have left; without --yes only shows. Loads no torch."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
+from rlhf.checkpoint.commit.pruning import PruningPlan, bytes_freed, carry_out, plan_pruning, run_at_rest
+from rlhf.checkpoint.verbs.addresses import find_runs
+from rlhf.checkpoint.verbs.places import looked_at
+from rlhf.checkpoint.verbs.runs import LocalCheckpoint, LocalRun, rules_of_save
+from rlhf.checkpoint.verbs.shown import as_json, printable, size_text
+from rlhf.checkpoint.verbs.stored_rules import RULES
+from rlhf.checkpoint.verbs.verify import verify_found
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_USER_ERROR, UserError, did_you_mean, nearest
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.layout import step_of
+
+NAME = "prune"
+HELP = "remove the checkpoints that retention would, and what kills have left; without --yes only show them"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """PATH, the rules that take the place of stored ones, and whether to act."""
+    parser.add_argument("path", metavar="PATH", help="a run directory or a folder of many")
+    parser.add_argument("--max-to-keep", metavar="N", help="keep the newest so many; null keeps all")
+    parser.add_argument("--keep-every", metavar="N", help="keep those whose step is a multiple; null keeps none")
+    parser.add_argument("--keep-best", metavar="N", help="keep the best so many")
+    parser.add_argument("--best-metric", metavar="NAME", help="the figure that --keep-best ranks by")
+    parser.add_argument(
+        "--set-aside", action="store_true", help="also global_step_N.damaged-K, .superseded-K, .incomplete-K"
+    )
+    act = parser.add_mutually_exclusive_group()
+    act.add_argument("--yes", action="store_true", help="remove; reads every byte of the newest checkpoint before")
+    act.add_argument("--dry-run", action="store_true", help="only show, as without --yes")
+    parser.add_argument("--json", action="store_true", help="one JSON document (docs/checkpoints.md) for scripts")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Prune the runs at PATH one after the other; what one of them meets does not hold up the others."""
+    given = {name: value for name in RULES if (value := _given(name, getattr(arguments, name))) is not _NOT_GIVEN}
+    if "://" in arguments.path:
+        raise UserError(f"{arguments.path}: checkpoint.remote_max_to_keep says what stays in a remote folder.")
+    runs, problems = find_runs(arguments.path)
+    worst = EXIT_CRASHED if problems else EXIT_DONE
+    documents: list[dict[str, Any]] = []
+    for found in runs:
+        assert isinstance(found, LocalRun)
+        try:
+            if found.alone:
+                raise UserError(f"{found.name} is one checkpoint. Give its run directory.")
+            document = _pruned(found, _rules(found, given), arguments)
+        except (UserError, OSError) as error:
+            if len(runs) == 1 and isinstance(error, UserError):
+                raise
+            document = {"path": found.name, "problem": _told(error, found)}
+            worst = EXIT_USER_ERROR if isinstance(error, UserError) else max(worst, EXIT_CRASHED)
+        if document.get("left") and worst == EXIT_DONE:
+            worst = EXIT_CRASHED
+        documents.append(document)
+        if not arguments.json:
+            for line in _lines(document, removed=arguments.yes):
+                console.print(printable(line))
+    if arguments.json:
+        console.out(as_json({"runs": documents, "removed": arguments.yes, "unreadable": problems}))
+    else:
+        for problem in problems:
+            console.print(printable(problem))
+    return worst
+
+
+_NOT_GIVEN: Any = object()
+
+
+def _told(error: UserError | OSError, found: LocalRun) -> str:
+    return str(error) if isinstance(error, UserError) else f"{error.filename or found.name}: {error.strerror}"
+
+
+def _given(name: str, text: str | None) -> Any:
+    """The value of an option that takes a rule's place."""
+    if text is None:
+        return _NOT_GIVEN
+    rule = next(field for field in fields(CheckpointConfig) if field.name == name).metadata
+    option = f"--{name.replace('_', '-')}={text}"
+    if name == "best_metric":
+        if text not in rule["choices"]:
+            choices = rule["choices"]
+            raise UserError(f"{option}: is one of {', '.join(choices)}.{did_you_mean(nearest(text, choices))}")
+        return text
+    may_be_null = rule["ge"] == 1
+    if may_be_null and text == "null":
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= rule["ge"]):
+        raise UserError(f"{option}: must be a whole number of at least {rule['ge']}{' or null' * may_be_null}.")
+    return int(text)
+
+
+def _rules(found: LocalRun, given: Mapping[str, Any]) -> CheckpointConfig:
+    """The run's stored rules, with those that were given in their places."""
+    stored = found.rules()
+    for checkpoint in found.checkpoints if stored is None else ():
+        manifest = looked_at(checkpoint.path, checkpoint.manifest)
+        if not isinstance(manifest, str) and (stored := rules_of_save(checkpoint, manifest)) is not None:
+            break
+    if stored is None and "max_to_keep" not in given:
+        raise UserError(
+            f"{found.name}: no settings of its run can be read (resolved.yaml, a checkpoint's config.yaml), so nobody "
+            "knows what it keeps. Give --max-to-keep, and --keep-every and --keep-best where they apply."
+        )
+    return replace(stored or CheckpointConfig(), **given)
+
+
+def _pruned(found: LocalRun, rules: CheckpointConfig, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What goes from a run, or has gone, as a document."""
+    if not arguments.yes:
+        plan = plan_pruning(found.path, rules, set_aside=arguments.set_aside, prove=_looks_whole)
+        return _document(plan, bytes_freed(plan.going), [])
+    with run_at_rest(found.path):
+        plan = plan_pruning(
+            found.path,
+            rules,
+            set_aside=arguments.set_aside,
+            prove=lambda path: verify_found(LocalCheckpoint(path)),
+        )
+        freed = bytes_freed(plan.going)
+        return _document(plan, freed, carry_out(plan))
+
+
+def _looks_whole(path: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are there, of their sizes; their bytes are not read."""
+    manifest = read_manifest(path)
+    here = manifest.expected_at(path)
+    for name in here:
+        LocalCheckpoint(path).files(manifest).check_entry(name)
+    if len(here) < len(manifest.files):
+        raise DamagedCheckpoint(f"{path} has {len(here)} of {len(manifest.files)} files")
+    return manifest
+
+
+def _document(plan: PruningPlan, freed: Mapping[Path, int], left: list[Path]) -> dict[str, Any]:
+    kinds = ("checkpoint", plan.checkpoints), ("set aside", plan.aside), ("leftover", plan.leftovers)
+    kept = [step_of(path) for path in plan.run_dir.iterdir() if step_of(path) is not None]
+    return {
+        "path": str(plan.run_dir),
+        "problem": None,
+        "rules": {name: value for name, value in asdict(plan.rules).items() if name in RULES},
+        "newest_whole": plan.newest,
+        "going": [
+            {"name": path.name, "kind": kind, "bytes": freed[path], "left": path in left}
+            for kind, paths in kinds
+            for path in paths
+        ],
+        "kept": sorted({step for step in kept if step is not None} - {step_of(path) for path in plan.checkpoints}),
+        "bytes": sum(freed.values()),
+        "left": [path.name for path in left],
+    }
+
+
+def _lines(document: dict[str, Any], *, removed: bool) -> list[str]:
+    path = document["path"]
+    if document["problem"] is not None:
+        return [document["problem"]]
+    if document["newest_whole"] is None:
+        return [f"{path}: no checkpoint is whole, so nothing goes: what is there may be all that is left."]
+    stay = ", ".join(map(str, document["kept"]))
+    rules = ", ".join(f"{name}={'null' if value is None else value}" for name, value in document["rules"].items())
+    lines = [f"{path}: {rules}"]
+    verb = "removed" if removed else "would remove"
+    for entry in document["going"]:
+        kind = "" if entry["kind"] == "checkpoint" else f", {entry['kind']}"
+        lines.append(f"  {verb} {entry['name']} ({size_text(entry['bytes'])}{kind})")
+    keeps = "keeps" if removed else "would keep"
+    lines.append(f"  {keeps} steps {stay}; the newest whole one is {document['newest_whole']}")
+    if document["left"]:
+        lines.append(f"  not removed, the disk refused: {', '.join(document['left'])}; run it again")
+    elif document["going"]:
+        done = "freed" if removed else "to be freed; --yes removes"
+        lines.append(f"  {size_text(document['bytes'])} {done}")
+    else:
+        lines.append("  nothing to remove")
+    return lines

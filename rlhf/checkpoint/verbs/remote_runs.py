@@ -1,0 +1,127 @@
+"""Runs in remote folders: what `checkpoint.remote` has copied there, read over the network."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from rlhf.checkpoint.commit.manifest import Manifest, parse_manifest
+from rlhf.checkpoint.remote.remote_files import RemoteFiles, ask
+from rlhf.checkpoint.remote.remote_store import RemoteStore, object_name
+from rlhf.checkpoint.remote.retries import Retries, one_line
+from rlhf.checkpoint.verbs.runs import DEEPEST, MOST_FOLDERS, FoundRun
+from rlhf.config.checkpoint import REMOTES, CheckpointConfig
+from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.layout import MANIFEST, step_dir, step_of
+from rlhf.storage.reading import CheckedFiles
+
+T = TypeVar("T")
+PATIENCE_S = 60.0
+"""How long a call is tried again, and how long one may move nothing."""
+
+
+class RemoteCheckpoint:
+    """A copy in a remote folder."""
+
+    def __init__(self, store: RemoteStore, step: int, retries: Retries) -> None:
+        self._store, self._retries = store, retries
+        self.step, self.name = step, f"{store.url}/{step_dir(Path(), step).name}"
+
+    def manifest(self) -> Manifest:
+        """Raises DamagedCheckpoint for one that is not valid, OSError where the network fails."""
+        read = partial(self._store.read, object_name(self.step, MANIFEST))
+        raw = ask(self._retries, f"reading {self.name}", read)
+        if raw is None:
+            raise DamagedCheckpoint(f"{self.name} has no {MANIFEST}: it was never committed, or its copy is under way")
+        manifest = parse_manifest(raw, Path(self.name, MANIFEST))
+        if manifest.step != self.step:
+            raise DamagedCheckpoint(f"{self.name}/{MANIFEST} is of step {manifest.step}, and its folder of another")
+        return manifest
+
+    def files(self, manifest: Manifest) -> CheckedFiles:
+        """Its files, to be read."""
+        return RemoteFiles(self._store, self.step, manifest.files, self._retries)
+
+    def here(self, manifest: Manifest) -> list[str]:
+        """All of them."""
+        return list(manifest.files)
+
+
+class RemoteRun:
+    """A run's remote folder, or one copy in it alone."""
+
+    def __init__(self, store: RemoteStore, steps: Sequence[int], retries: Retries, *, alone: bool = False) -> None:
+        self.alone, self._checkpoints = alone, [RemoteCheckpoint(store, step, retries) for step in steps]
+        self.name = self._checkpoints[0].name if alone else store.url
+
+    @property
+    def checkpoints(self) -> Sequence[RemoteCheckpoint]:
+        """Newest first."""
+        return self._checkpoints
+
+    def rules(self) -> CheckpointConfig | None:
+        """None: what stays there, `checkpoint.remote_max_to_keep` says and no file of the folder."""
+        return None
+
+    def pointer(self) -> str | None:
+        """None: there is no such file."""
+        return None
+
+    def set_aside(self) -> list[tuple[str, str]]:
+        """Nothing is set aside there."""
+        return []
+
+
+def find_remote_runs(url: str) -> tuple[list[FoundRun], list[str]]:
+    """The runs at `url`, as `find_runs`."""
+    url = url.rstrip("/")
+    retries = Retries(url, stalled_s=PATIENCE_S, give_up_s=PATIENCE_S)
+    parent, _, last = url.rpartition("/")
+    if (step := step_of(Path(last))) is not None:
+        store = _opened(parent, retries)
+        if step not in _listed(store, store.steps, retries):
+            raise UserError(f"{url} does not exist.")
+        return [RemoteRun(store, [step], retries, alone=True)], []
+    runs: list[FoundRun] = []
+    level, seen = [url], 0
+    for _ in range(DEEPEST + 1):
+        below: list[str] = []
+        for folder in level:
+            seen += 1
+            if seen > MOST_FOLDERS:
+                raise UserError(f"{url} has more than {MOST_FOLDERS} folders. Give one that is nearer to the runs.")
+            store = _opened(folder, retries)
+            if steps := _listed(store, store.steps, retries):
+                runs.append(RemoteRun(store, steps, retries))
+            else:
+                names = _listed(store, store.folders, retries)
+                below += [f"{folder}/{name}" for name in names if not name.startswith(".")]
+        level = below
+    if not runs:
+        raise UserError(
+            f"{url} holds no checkpoint (global_step_N). Give the remote folder of a run, "
+            "<checkpoint.remote>/<project>/<experiment>, or a folder of such."
+        )
+    return sorted(runs, key=lambda run: run.name), []
+
+
+def _opened(url: str, retries: Retries) -> RemoteStore:
+    return _needed(url, partial(retries.call, "opening", partial(RemoteStore, url), final=(Exception,)))
+
+
+def _listed(store: RemoteStore, listing: Callable[[], list[T]], retries: Retries) -> list[T]:
+    return _needed(store.url, partial(retries.call, "listing", listing, final=(Exception,)))
+
+
+def _needed(url: str, action: Callable[[], T]) -> T:
+    """The result of `action`, without which nothing can be shown."""
+    try:
+        return action()
+    except Exception as error:  # clients of object stores raise what they like
+        package = REMOTES.get(url.partition("://")[0])
+        install = f" Install {package}." if package and isinstance(error, ImportError) else ""
+        raise UserError(
+            f"{url} cannot be read ({one_line(error)}).{install} Check the address, the credentials in the "
+            "environment and the network."
+        ) from None

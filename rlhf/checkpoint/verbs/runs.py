@@ -1,0 +1,141 @@
+"""Runs and their checkpoints to be looked at, and those in folders of this machine. Loads no torch."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
+from rlhf.checkpoint.verbs.places import looked_at
+from rlhf.checkpoint.verbs.stored_rules import LARGEST_CONFIG, parse_rules
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.errors import UserError
+from rlhf.storage.layout import CONFIG, POINTER, RESOLVED, scan, set_aside_dirs, step_of
+from rlhf.storage.reading import CheckedFiles, read_regular
+
+SET_ASIDE = ("damaged", "superseded", "incomplete")
+DEEPEST = 4
+"""Folders between the one that is named and a run directory; the trainer makes two, a project and an experiment."""
+MOST_FOLDERS = 100_000
+"""Folders that are looked into for runs."""
+LARGEST_POINTER = 1 << 10
+
+
+class FoundCheckpoint(Protocol):
+    """One checkpoint at its place; all that is read is proven."""
+
+    name: str
+    step: int
+
+    def manifest(self) -> Manifest:
+        """Raises DamagedCheckpoint or OSError, as all the others do."""
+        ...
+
+    def files(self, manifest: Manifest) -> CheckedFiles:
+        """Its files, to be read."""
+        ...
+
+    def here(self, manifest: Manifest) -> list[str]:
+        """The files that must be at this place."""
+        ...
+
+
+class FoundRun(Protocol):
+    """One run's checkpoints at one place; `alone` is a checkpoint that was named by itself."""
+
+    name: str
+    alone: bool
+
+    @property
+    def checkpoints(self) -> Sequence[FoundCheckpoint]:
+        """Newest first."""
+        ...
+
+    def rules(self) -> CheckpointConfig | None:
+        """Retention by the settings of the newest start; None if unknown."""
+        ...
+
+    def pointer(self) -> str | None:
+        """The text of the pointer file, or why it cannot be read; None if there is none."""
+        ...
+
+    def set_aside(self) -> list[tuple[str, str]]:
+        """Reason and name of each folder that was set aside."""
+        ...
+
+
+class LocalCheckpoint:
+    """A checkpoint in a folder of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name, self.step = path, str(path), step_of(path.absolute()) or 0
+
+    def manifest(self) -> Manifest:
+        return read_manifest(self.path)
+
+    def files(self, manifest: Manifest) -> CheckedFiles:
+        return CheckedFiles(self.path, manifest.files)
+
+    def here(self, manifest: Manifest) -> list[str]:
+        return manifest.expected_at(self.path)
+
+
+class LocalRun:
+    """A run directory of this machine, or one checkpoint alone."""
+
+    def __init__(self, path: Path, checkpoints: Sequence[Path]) -> None:
+        self.path, self.name, self.alone = path, str(path), list(checkpoints) == [path]
+        self._checkpoints = [LocalCheckpoint(checkpoint) for checkpoint in checkpoints]
+
+    @property
+    def checkpoints(self) -> Sequence[LocalCheckpoint]:
+        return self._checkpoints
+
+    def rules(self) -> CheckpointConfig | None:
+        text = looked_at(self.path, lambda: read_regular(self.path / RESOLVED, LARGEST_CONFIG))
+        return None if isinstance(text, str) else parse_rules(text)
+
+    def pointer(self) -> str | None:
+        pointer = self.path / POINTER
+        if not pointer.is_file():
+            return None
+        return looked_at(self.path, lambda: read_regular(pointer, LARGEST_POINTER).decode().strip())
+
+    def set_aside(self) -> list[tuple[str, str]]:
+        return [(reason, path.name) for reason in SET_ASIDE for path in set_aside_dirs(self.path, reason)]
+
+
+def local_runs_below(root: Path) -> tuple[list[LocalRun], list[str]]:
+    """The run directories in `root` that have checkpoints, by their names; no link is followed."""
+    runs: list[LocalRun] = []
+    problems: list[str] = []
+    level, seen = [root], 0
+    for depth in range(DEEPEST + 1):
+        below: list[Path] = []
+        for folder in level:
+            seen += 1
+            if seen > MOST_FOLDERS:
+                raise UserError(f"{root} has more than {MOST_FOLDERS} folders. Give one that is nearer to the runs.")
+            names = looked_at(folder, lambda: _folders(folder) if folder.is_dir() else [])  # noqa: B023
+            if isinstance(names, str):
+                problems += [names] if depth else []
+            elif found := scan(folder) if depth else []:
+                runs.append(LocalRun(folder, found))
+            else:
+                below += [folder / name for name in names]
+        level = below
+    return sorted(runs, key=lambda run: run.path), problems
+
+
+def _folders(folder: Path) -> list[str]:
+    """Folders in which there may be runs."""
+    with os.scandir(folder) as entries:
+        return [e.name for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
+
+
+def rules_of_save(checkpoint: FoundCheckpoint, manifest: Manifest) -> CheckpointConfig | None:
+    """Rules of retention that a checkpoint was saved with; None if unknown."""
+    if manifest.files.get(CONFIG, {}).get("size", 0) > LARGEST_CONFIG:
+        return None
+    text = looked_at(Path(checkpoint.name), lambda: checkpoint.files(manifest).content(CONFIG))
+    return None if isinstance(text, str) else parse_rules(text)

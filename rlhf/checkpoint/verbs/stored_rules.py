@@ -1,0 +1,29 @@
+"""Rules of retention that a run has stored: those of its newest start, or of a save. Loads no torch."""
+
+from dataclasses import asdict, fields
+
+import yaml
+
+from rlhf.config.checkpoint import CheckpointConfig
+
+RULES = ("max_to_keep", "keep_every", "keep_best", "best_metric")
+LARGEST_CONFIG = 1 << 20
+"""Bytes that are read of a configuration."""
+
+
+def parse_rules(text: bytes) -> CheckpointConfig | None:
+    """The rules in a resolved configuration; None for one of an older version, or no longer what was written."""
+    try:
+        stored = yaml.safe_load(text)["checkpoint"]
+        settings = CheckpointConfig(**{name: stored[name] for name in RULES})
+    except (ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError):
+        return None
+    bounds = {field.name: field.metadata for field in fields(CheckpointConfig)}
+    for name, value in asdict(settings).items():
+        if name not in RULES:
+            continue
+        may_be_null = bounds[name]["ge"] == 1
+        fits = value in bounds[name]["choices"] if name == "best_metric" else type(value) is int
+        if not (fits or (may_be_null and value is None)) or (type(value) is int and value < bounds[name]["ge"]):
+            return None
+    return settings

@@ -1,0 +1,49 @@
+"""Commands of docs/checkpoints.md that look at checkpoints or prune them: each is run as it stands there."""
+
+import re
+import shlex
+from pathlib import Path
+
+import fsspec
+import pytest
+
+import rlhf
+from rlhf.checkpoint.__main__ import main
+from tests.support.checkpoints import PlainRole, make_config, save_steps
+from tests.support.published import steps
+
+PAGE = Path(rlhf.__file__).parents[1] / "docs/checkpoints.md"
+COMMANDS = re.findall(r"^python -m rlhf\.checkpoint (.+)$", PAGE.read_text(), re.MULTILINE)
+RUN = Path("checkpoints/rlhf/offline")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    config = make_config(tmp_path_factory.mktemp("saved") / "checkpoints")
+    config.trainer.experiment_name = "offline"
+    config.checkpoint.max_to_keep = None
+    save_steps(config, PlainRole(), 20, 40, 60, 80)
+    return config.run_dir
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_it_does_what_its_remark_says(run_dir, tmp_path, monkeypatch, command, capsys):
+    monkeypatch.chdir(tmp_path)
+    fsspec.filesystem("file").put(str(run_dir), "checkpoints/rlhf/offline", recursive=True)
+    (RUN / "global_step_10.damaged-1").mkdir()
+    Path("folder/rlhf").mkdir(parents=True)
+    Path("folder/rlhf/offline").symlink_to(RUN.absolute())
+    # The one part that nobody here has: a bucket. Its copies are a folder's.
+    arguments = shlex.split(command.replace("s3://bucket/", f"file://{tmp_path}/"), comments=True)
+    rules = ["--max-to-keep", "2"] if arguments[0] == "prune" and "--max-to-keep" not in arguments else []
+    assert main([*arguments, *rules]) == 0
+    said = capsys.readouterr().out
+    left = [60, 80] if "--yes" in arguments else [20, 40, 60, 80]
+    assert steps(RUN) == left
+    assert (RUN / "global_step_10.damaged-1").is_dir() == ("--set-aside" not in arguments)
+    shown = {"list": "committed", "inspect": "driver state", "verify": "intact", "prune": "global_step_20"}
+    assert shown[arguments[0]] in said
+
+
+def test_every_verb_that_loads_no_torch_is_there():
+    assert {command.split()[0] for command in COMMANDS} == {"list", "inspect", "verify", "prune"}

@@ -1,0 +1,287 @@
+"""Verb `prune`: what retention would remove from a run at rest, and what kills have left there."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from rlhf import events
+from rlhf.checkpoint.__main__ import main
+from rlhf.checkpoint.commit import pruning
+from rlhf.checkpoint.commit.deleter import Deleter
+from rlhf.checkpoint.commit.manifest import verify
+from rlhf.checkpoint.commit.retention import retire
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.resolved import to_yaml
+from rlhf.errors import UserError
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.lock import RANKS_LOCK, RUN_LOCK, hold_rank_lock, run_lock
+from rlhf.ranks.transport import LoneTransport
+from rlhf.storage.layout import POINTER, step_dir
+from rlhf.storage.scratch import lock_folder
+from tests.support.checkpoints import PlainReference, PlainRole, flip_bit, listening, make_checkpointer, make_config
+from tests.support.preload import forkserver
+from tests.support.published import eventually, publish, publish_part, steps
+from tests.support.thread_ranks import make_coordinator, run_thread_ranks
+
+LEFTOVERS = (
+    ".tmp-global_step_9-0123456789ab",
+    ".trash-global_step_1-0123456789ab",
+    ".upload-global_step_2-0123456789ab",
+)
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    """A run with `max_to_keep=2 keep_every=4 keep_best=1` and checkpoints of the steps 1 to 8, of which 3 is best."""
+    config = make_config(tmp_path)
+    config.checkpoint = CheckpointConfig(max_to_keep=2, keep_every=4, keep_best=1)
+    for step in range(1, 9):
+        publish(config.run_dir, step, {"val/accuracy": 1.0 if step == 3 else step / 100})
+    (config.run_dir / "resolved.yaml").write_text(to_yaml(config))
+    return config.run_dir
+
+
+@pytest.fixture
+def command(capsys):
+    def run(*arguments) -> tuple[int, str, str]:
+        code = main([str(a) for a in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def everything(root: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in root.rglob("*")}
+
+
+def leave(run_dir: Path) -> None:
+    """What kills leave."""
+    for name in LEFTOVERS:
+        shutil.copytree(step_dir(run_dir, 1), run_dir / name)
+
+
+def test_it_removes_what_the_trainers_retention_would(run_dir, tmp_path, command):
+    settings = CheckpointConfig(max_to_keep=2, keep_every=4, keep_best=1)
+    other = shutil.copytree(run_dir, tmp_path / "other")
+    deleter = Deleter()
+    retire(other, settings, 8, deleter, Coordinator(LoneTransport()))
+    assert deleter.wait(10)
+    code, out, err = command("prune", run_dir, "--yes")
+    assert (code, err) == (0, "")
+    assert steps(run_dir) == steps(other) == [3, 4, 7, 8]
+    assert [line.split()[1] for line in out.splitlines() if "removed" in line] == [
+        f"global_step_{step}" for step in (1, 2, 5, 6)
+    ]
+    assert "keeps steps 3, 4, 7, 8; the newest whole one is 8" in out
+    assert not [path for path in run_dir.iterdir() if path.name.startswith(".")]
+    assert "nothing to remove" in command("prune", run_dir, "--yes")[1]
+
+
+@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+def test_without_yes_it_only_shows(run_dir, command, option):
+    leave(run_dir)
+    before = everything(run_dir)
+    code, out, _ = command("prune", run_dir, *option)
+    assert code == 0
+    assert everything(run_dir) == before
+    shown = [line.split()[2] for line in out.splitlines() if "would remove" in line]
+    assert shown == [*(f"global_step_{step}" for step in (1, 2, 5, 6)), *sorted(LEFTOVERS)]
+    assert "--yes removes" in out
+
+
+def test_given_rules_take_the_place_of_stored_ones(run_dir, command):
+    document = json.loads(command("prune", run_dir, "--keep-every", "null", "--max-to-keep", "1", "--json")[1])
+    (run,) = document["runs"]
+    assert run["rules"] == {"max_to_keep": 1, "keep_every": None, "keep_best": 1, "best_metric": "val/accuracy"}
+    assert [entry["name"] for entry in run["going"]] == [f"global_step_{step}" for step in (1, 2, 4, 5, 6, 7)]
+    assert (run["kept"], run["newest_whole"], document["removed"]) == ([3, 8], 8, False)
+    assert "nothing to remove" in command("prune", run_dir, "--max-to-keep", "null")[1]
+
+
+def test_mistakes_are_one_line(run_dir, command):
+    for arguments, said in (
+        (["--max-to-keep", "0"], "--max-to-keep=0: must be a whole number of at least 1 or null."),
+        (["--keep-best", "null"], "--keep-best=null: must be a whole number of at least 0."),
+        (["--best-metric", "val/acuracy"], "Did you mean val/accuracy?"),
+    ):
+        code, out, err = command("prune", run_dir, *arguments)
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        assert said in err
+    assert "Give its run directory" in command("prune", step_dir(run_dir, 8))[2]
+    assert "remote_max_to_keep" in command("prune", "s3://bucket/run")[2]
+    (run_dir / "resolved.yaml").unlink()
+    code, _, err = command("prune", run_dir)
+    assert (code, "Give --max-to-keep" in err) == (2, True)
+    assert steps(run_dir) == list(range(1, 9))
+
+
+def test_the_newest_whole_checkpoint_stays(run_dir, command):
+    """Also where damaged ones are newer, which a resume will set aside."""
+    for step in (8, 7):
+        flip_bit(step_dir(run_dir, step) / "actor/model/weights", 9)
+    code, out, _ = command("prune", run_dir, "--yes", "--max-to-keep", "1", "--keep-every", "null", "--keep-best", "0")
+    assert code == 0
+    assert steps(run_dir) == [6, 7, 8]
+    assert "the newest whole one is 6" in out
+
+
+def test_a_flipped_bit_is_seen_before_anything_goes(run_dir, command):
+    """The show does not read the bytes; the removal does."""
+    flip_bit(step_dir(run_dir, 8) / "actor/model/weights", 9)
+    arguments = ("prune", run_dir, "--max-to-keep", "1", "--keep-every", "null", "--keep-best", "0", "--json")
+    shown, done = (json.loads(command(*arguments, *act)[1])["runs"][0] for act in ([], ["--yes"]))
+    assert (shown["newest_whole"], shown["kept"]) == (8, [8])
+    assert (done["newest_whole"], done["kept"]) == (7, [7, 8])
+
+
+def test_where_nothing_is_whole_nothing_goes(run_dir, command):
+    leave(run_dir)
+    (run_dir / "global_step_11.damaged-1").mkdir()
+    for step in range(1, 9):
+        (step_dir(run_dir, step) / "manifest.json").unlink()
+    before = everything(run_dir)
+    _, out, _ = command("prune", run_dir, "--yes", "--set-aside", "--max-to-keep", "1")
+    assert "no checkpoint is whole, so nothing goes" in out
+    assert {name: raw for name, raw in everything(run_dir).items() if not name.endswith(".lock")} == before
+
+
+def test_leftovers_go_and_what_is_set_aside_when_asked(run_dir, command):
+    leave(run_dir)
+    aside = [f"global_step_{n}" for n in ("11.damaged-1", "12.superseded-1", "13.incomplete-2")]
+    for name in aside:
+        (run_dir / name).mkdir()
+    abandoned, living = run_dir / ".incomplete-hf-0123456789ab", run_dir / ".incomplete-hf-ba9876543210"
+    abandoned.mkdir()
+    living.mkdir()
+    lock = lock_folder(living)
+    command("prune", run_dir, "--yes")
+    left = {path.name for path in run_dir.iterdir()}
+    assert left == {*aside, living.name, *(f"global_step_{s}" for s in (3, 4, 7, 8)), "resolved.yaml"} | {
+        POINTER,
+        RUN_LOCK,
+        RANKS_LOCK,
+    }
+    os.close(lock)
+    _, out, _ = command("prune", run_dir, "--yes", "--set-aside")
+    assert not {path.name for path in run_dir.iterdir()} & {*aside, living.name}
+    assert out.count("set aside") == 3
+
+
+def test_a_reference_that_others_share_stays_and_is_not_counted(tmp_path, command):
+    config = make_config(tmp_path)
+    config.checkpoint.max_to_keep = None
+    checkpointer = make_checkpointer(config, PlainRole(), reference=PlainReference(300_000))
+    for step in (1, 2):
+        checkpointer.save(step)
+    (run,) = json.loads(command("prune", config.run_dir, "--yes", "--max-to-keep", "1", "--json")[1])["runs"]
+    assert [entry["name"] for entry in run["going"]] == ["global_step_1"]
+    assert run["bytes"] < 100_000
+    assert verify(step_dir(config.run_dir, 2)).linked == {"ref/model": "global_step_1"}
+
+
+def test_shared_files_count_once_all_of_them_go(run_dir):
+    (run_dir / "a").mkdir()
+    (run_dir / "b").mkdir()
+    (run_dir / "a/x").write_bytes(b"x" * 1000)
+    os.link(run_dir / "a/x", run_dir / "b/x")
+    a, b = run_dir / "a", run_dir / "b"
+    assert pruning.bytes_freed([a]) == {a: 0}
+    assert pruning.bytes_freed([a, b]) == {a: 0, b: 1000}
+
+
+def test_the_pointer_is_never_wrong(run_dir, command):
+    (run_dir / POINTER).write_text("5\n")
+    seen = []
+
+    def look(event: str) -> None:
+        if event in ("commit.prune", "commit.trash"):
+            pointed = int((run_dir / POINTER).read_text())
+            seen.append(step_dir(run_dir, pointed).is_dir())
+
+    with listening(look):
+        command("prune", run_dir, "--yes")
+    assert seen == [True] * 8
+    assert (run_dir / POINTER).read_text() == "8\n"
+
+
+def test_it_waits_for_no_living_run(run_dir, command, monkeypatch):
+    monkeypatch.setattr(pruning, "RANKS_S", 0.1)
+    with run_lock(run_dir):
+        code, _, err = command("prune", run_dir, "--yes")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert f"Another run is writing into {run_dir}: process {os.getpid()}" in err
+    assert "prune then" in err
+    rank = forkserver.Process(target=_rank, args=(run_dir, run_dir.parent / "holds"))
+    rank.start()
+    eventually((run_dir.parent / "holds").exists, 120)
+    code, _, err = command("prune", run_dir, "--yes")
+    rank.kill()
+    rank.join()
+    assert (code, "Ranks of an earlier start" in err) == (2, True)
+    assert steps(run_dir) == list(range(1, 9))
+    assert command("prune", run_dir, "--yes")[0] == 0
+
+
+def _rank(run_dir: Path, holds: Path) -> None:
+    hold_rank_lock(run_dir)
+    holds.touch()
+    signal.pause()
+
+
+def test_each_run_of_a_tree_is_pruned_by_its_own_rules(run_dir, tmp_path, command):
+    other = shutil.copytree(run_dir, run_dir.with_name("other"))
+    text = (other / "resolved.yaml").read_text()
+    (other / "resolved.yaml").write_text(text.replace("keep_every: 4", "keep_every: 5"))
+    third = shutil.copytree(run_dir, run_dir.with_name("third"))
+    with run_lock(third):
+        code, out, _ = command("prune", tmp_path, "--yes")
+    assert code == 2
+    assert (steps(run_dir), steps(other), steps(third)) == ([3, 4, 7, 8], [3, 5, 7, 8], list(range(1, 9)))
+    assert f"Another run is writing into {third}" in out
+
+
+def test_several_disks_are_left_to_the_trainer(tmp_path):
+    run_thread_ranks(2, _publish_on_two, tmp_path)
+    with pytest.raises(UserError, match="a step is kept or removed on all of them"):
+        pruning.plan_pruning(tmp_path / "disk0", CheckpointConfig(max_to_keep=1), set_aside=False, prove=verify)
+
+
+def _publish_on_two(rank: int, tmp_path: Path) -> None:
+    coordinator = make_coordinator()
+    coordinator.domains = [0, 1]
+    for step in (1, 2):
+        publish_part(tmp_path / f"disk{rank}", step, coordinator)
+
+
+@pytest.mark.parametrize("event", ["commit.prune", "commit.trash"])
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_kill_leaves_nothing_half_removed(run_dir, command, event, number):
+    victim = forkserver.Process(target=_killed, args=(run_dir, event, number))
+    victim.start()
+    victim.join()
+    assert victim.exitcode == -signal.SIGKILL
+    for step in steps(run_dir):
+        verify(step_dir(run_dir, step))
+    gone = set(range(1, 9)) - set(steps(run_dir))
+    assert gone == set([1, 2, 5, 6][: number - (event == "commit.prune")])
+    assert int((run_dir / POINTER).read_text()) == 8
+    assert command("prune", run_dir, "--yes")[0] == 0
+    assert steps(run_dir) == [3, 4, 7, 8]
+    assert not [path for path in run_dir.iterdir() if path.name.startswith(".")]
+
+
+def _killed(run_dir: Path, event: str, number: int) -> None:
+    seen = 0
+
+    def kill(found: str) -> None:
+        nonlocal seen
+        seen += found == event
+        if seen == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    events.subscribe(kill)
+    main(["prune", str(run_dir), "--yes"])
