@@ -18,7 +18,6 @@ from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.hf_layout import (
     MODEL_CONFIG,
     STEM,
-    TYPE_NAMES,
     WeightsFile,
     index_of_weights,
     lay_out_weights,
@@ -171,9 +170,9 @@ def _converted(tensors: Mapping[str, TensorInfo], dtype: str | None) -> dict[str
 
 def _main_dtype(tensors: Mapping[str, TensorInfo]) -> str | None:
     """The type that most bytes of the weights have, as configurations name it."""
-    sizes: dict[str, int] = {}
+    names, sizes = {dtype: name for name, dtype in DTYPES.items()}, dict[str, int]()
     for info in tensors.values():
-        if (name := TYPE_NAMES.get(DTYPE_NAMES[info.dtype])) is not None:
+        if (name := names.get(info.dtype)) is not None:
             sizes[name] = sizes.get(name, 0) + info.nbytes
     return max(sizes, key=lambda name: sizes[name], default=None)
 

@@ -12,12 +12,11 @@ from rlhf.checkpoint.interop.pickles import read_pickle
 from rlhf.checkpoint.interop.small_files import parse_model_config
 from rlhf.checkpoint.interop.source import Contents, Origin, TensorInfo
 from rlhf.errors import UserError
-from rlhf.models.model_files import DTYPES
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.hf_layout import MODEL_CONFIG, WEIGHTS, WEIGHTS_INDEX
 from rlhf.storage.reading import UnprovenFiles
 from rlhf.storage.safetensors_header import read_safetensors_header
-from rlhf.storage.shards import Shard, TensorReader
+from rlhf.storage.shards import DTYPES, Shard, TensorReader
 
 NAME = "huggingface"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -13,11 +13,10 @@ from rlhf.checkpoint.interop.native_model_files import NativeModelFiles
 from rlhf.checkpoint.interop.source import Contents, Origin, TensorInfo, TrainedSoFar
 from rlhf.checkpoint.save.snapshot import HF_FOLDER
 from rlhf.errors import UserError
-from rlhf.models.model_files import DTYPES
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import DRIVER_STATE, MANIFEST, REFERENCE, SCHEDULE, scan
 from rlhf.storage.reading import CheckedFiles
-from rlhf.storage.shards import Shard, TensorReader
+from rlhf.storage.shards import DTYPES, Shard, TensorReader
 
 NAME = "native"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
