@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
-from rlhf.checkpoint.interop.megatron_folder import write_rank_folders
+from rlhf.checkpoint.interop.megatron_folder import write_megatron_folder
 from rlhf.checkpoint.interop.source import TensorSource
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -69,7 +69,7 @@ def test_written_folders_of_ranks_hold_what_whole_tensor_operations_make(
     """What is written equals the reference split of the model rank by rank, and is read back."""
     model, folder = models(architecture)
     with opened(folder) as source:
-        write_rank_folders(source, tmp_path / "new", tensor_ranks=2, pipeline_ranks=2)
+        write_megatron_folder(source, tmp_path / "new", tensor_ranks=2, pipeline_ranks=2, layout="mp_rank")
     for rank in range(2):
         for stage in range(2):
             path = tmp_path / "new" / f"mp_rank_{rank:02d}_{stage:03d}" / "model_states.pt"
@@ -202,7 +202,7 @@ def test_what_cannot_be_split_is_refused_before_anything_is_written(models: Any,
     _, folder = models("llama")
     with opened(folder) as source:
         with pytest.raises(UserError, match="--tp=4 does not divide the model's 2 key-value heads"):
-            write_rank_folders(source, tmp_path / "new", tensor_ranks=4)
+            write_megatron_folder(source, tmp_path / "new", tensor_ranks=4)
         with pytest.raises(UserError, match="--pp=3 does not divide the model's 4 layers"):
-            write_rank_folders(source, tmp_path / "new", pipeline_ranks=3)
+            write_megatron_folder(source, tmp_path / "new", pipeline_ranks=3)
     assert not list(tmp_path.iterdir())

@@ -104,7 +104,7 @@ class Zeros:
 
 
 class ExcerptSource:
-    """Checkpoint whose tensors are excerpts of others, one after the other; `opened` is closed with it."""
+    """Checkpoint whose tensors are excerpts of others, one after the other."""
 
     def __init__(
         self,
@@ -114,9 +114,8 @@ class ExcerptSource:
         *,
         model_files: Path | None = None,
         absent: Sequence[str] = (),
-        opened: TensorSource | None = None,
     ) -> None:
-        self.layout, self._excerpts, self._opened = layout, excerpts, opened
+        self.layout, self._excerpts = layout, excerpts
         tensors = {name: TensorInfo(shape, excerpts[name][0].tensor.dtype) for name, shape in shapes.items()}
         self.contents = Contents(tensors, model_files=model_files, absent=list(absent))
 
@@ -133,6 +132,4 @@ class ExcerptSource:
         return torch.cat([torch.empty(0, dtype=self.contents.tensors[name].dtype), *found])
 
     def close(self) -> None:
-        """See `TensorSource.close`."""
-        if self._opened is not None:
-            self._opened.close()
+        """See `TensorSource.close`. No file is open between reads."""

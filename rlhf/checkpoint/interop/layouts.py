@@ -31,6 +31,7 @@ LAYOUTS: tuple[LayoutEntry, ...] = (
     # Before what else lies in a folder of the Trainer's: it has the float32 weights and the moments.
     LayoutEntry("deepspeed", "layout_deepspeed", "TAG/*_model_states.pt"),
     LayoutEntry("huggingface", "layout_huggingface", "model.safetensors or pytorch_model.bin, or their index.json"),
+    LayoutEntry("megatron", "layout_torch_dist", "metadata.json of megatron-core, with .metadata"),
     LayoutEntry("megatron", "layout_megatron", "mp_rank_XX_YYY/model_states.pt"),
 )
 """In the order in which they are asked whether a folder is theirs."""

@@ -1,17 +1,18 @@
 """Writes a model as Megatron's checkpoints have it, by one process without any of Megatron's code."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rlhf.checkpoint.interop.dcp_writer import write_dcp
 from rlhf.checkpoint.interop.excerpts import ExcerptSource
 from rlhf.checkpoint.interop.megatron_model import EMBEDDING, LAYERS, OUTPUT, MegatronModel, read_model
 from rlhf.checkpoint.interop.megatron_names import Excerpts, Shapes, as_megatron
 from rlhf.checkpoint.interop.small_files import read_small_files
 from rlhf.checkpoint.interop.source import TensorSource
 from rlhf.checkpoint.interop.target import output_folder, prove
-from rlhf.checkpoint.interop.torch_file import write_torch_file
+from rlhf.checkpoint.interop.torch_file import saved, write_torch_file
 from rlhf.errors import UserError
-from rlhf.storage.files import WrittenFile, write_file
+from rlhf.storage.files import WrittenFile, write_file, write_json
 
 VOCABULARY_MULTIPLE = 128
 """Times the tensor parallel ranks: what Megatron-LM pads a vocabulary to a multiple of."""
@@ -19,28 +20,71 @@ MODEL_FILES = "huggingface"
 """Folder with config.json and tokenizer, as verl names it."""
 
 
-def write_rank_folders(
-    source: TensorSource, target: Path, *, tensor_ranks: int = 1, pipeline_ranks: int = 1, overwrite: bool = False
-) -> None:
-    """Write the tensors of `source` as `mp_rank_XX_YYY/model_states.pt` of so many ranks.
+MEGATRON_LAYOUTS = ("torch_dist", "mp_rank")
+DISTRIBUTED = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+DISTRIBUTED |= {"common_backend": "torch", "common_backend_version": 1}
 
-    Raises UserError when the model is none that Megatron names so, or cannot be split so.
+
+def write_megatron_folder(
+    source: TensorSource,
+    target: Path,
+    *,
+    tensor_ranks: int = 1,
+    pipeline_ranks: int = 1,
+    layout: str = "torch_dist",
+    overwrite: bool = False,
+    sources: Iterable[Path] = (),
+) -> None:
+    """Write the tensors of `source` as a checkpoint of Megatron's, with the model's config and tokenizer in
+    `huggingface/`.
+
+    `torch_dist` is what megatron-core's `dist_checkpointing` loads at any number of ranks, `mp_rank` a file for each
+    of so many ranks. Either way the model must be one that can be split over them; raises UserError else, and for a
+    model that Megatron does not name so.
     """
     model = _model(source)
     model.check_tensor_ranks(tensor_ranks, "--tp")
     model.check_pipeline_ranks(pipeline_ranks, "--pp")
-    step = VOCABULARY_MULTIPLE * tensor_ranks
-    rows = -(-model.vocabulary // step) * step
-    with output_folder(target, overwrite=overwrite) as folder:
-        written = []
-        for rank in range(tensor_ranks):
-            whole = as_megatron(model, source, rank=rank, ranks=tensor_ranks, vocabulary=rows)
-            for stage in range(pipeline_ranks):
-                part = _of_stage(model, *whole, stage, pipeline_ranks)
-                path = f"mp_rank_{rank:02d}_{stage:03d}/model_states.pt"
-                written.append(write_torch_file(folder, path, part, {"checkpoint_version": 3.0}, "model"))
+    with output_folder(target, overwrite=overwrite, sources=sources) as folder:
+        if layout == "torch_dist":
+            written = _write_distributed(model, source, folder)
+        else:
+            written = _write_ranks(model, source, folder, tensor_ranks, pipeline_ranks)
         written += _write_model_files(source, folder)
         prove(folder, written)
+
+
+def _write_distributed(model: MegatronModel, source: TensorSource, folder: Path) -> list[WrittenFile]:
+    shapes, excerpts = as_megatron(model, source)
+    of_layers: Excerpts = {}
+    whole: Shapes = {}
+    for name, shape in shapes.items():
+        if not name.startswith(LAYERS):
+            whole[name], of_layers[name] = shape, excerpts[name]
+            continue
+        stacked = LAYERS + name.removeprefix(LAYERS).partition(".")[2]
+        whole[stacked] = (model.layers, *shape)
+        of_layers.setdefault(stacked, []).extend(excerpts[name])
+    written = write_dcp(folder, ExcerptSource("megatron", whole, of_layers))
+    # State that all ranks share, such as a run's arguments: there is none.
+    written.append(write_file(folder, "common.pt", saved({}, iter(()))))
+    # As megatron-core does it, last: the folder counts as a checkpoint from here on.
+    return [*written, write_json(folder, "metadata.json", DISTRIBUTED)]
+
+
+def _write_ranks(
+    model: MegatronModel, source: TensorSource, folder: Path, ranks: int, stages: int
+) -> list[WrittenFile]:
+    step = VOCABULARY_MULTIPLE * ranks
+    rows = -(-model.vocabulary // step) * step
+    written = []
+    for rank in range(ranks):
+        whole = as_megatron(model, source, rank=rank, ranks=ranks, vocabulary=rows)
+        for stage in range(stages):
+            part = _of_stage(model, *whole, stage, stages)
+            path = f"mp_rank_{rank:02d}_{stage:03d}/model_states.pt"
+            written.append(write_torch_file(folder, path, part, {"checkpoint_version": 3.0}, "model"))
+    return written
 
 
 def _model(source: TensorSource) -> MegatronModel:

@@ -16,14 +16,15 @@ from rlhf.checkpoint.interop.megatron_model import (
     member_name,
     read_model,
 )
-from rlhf.checkpoint.interop.source import Origin, TensorSource
+from rlhf.checkpoint.interop.megatron_places import step_of
+from rlhf.checkpoint.interop.source import Origin, TensorSource, TrainedSoFar
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.hf_layout import MODEL_CONFIG
 
 Shapes = dict[str, tuple[int, ...]]
 Excerpts = dict[str, list[Excerpt]]
-ABSENT = ("the optimizer's moments", "the step and the learning rate schedule")
+ABSENT = ("the optimizer's moments", "the learning rate schedule")
 NO_WEIGHTS = re.compile(r"_extra_state|rotary_pos_emb\.inv_freq$")
 """What lies among the weights and is none."""
 
@@ -57,13 +58,11 @@ def as_transformers(
     held: Mapping[str, Sequence[Held]],
     where: Path,
     files: Path,
-    opened: TensorSource | None = None,
 ) -> ExcerptSource:
     """The tensors that `model` has in transformers, from those `held` in `where`: by Megatron's names with the number
     of the whole model's layer, of each tensor parallel rank.
 
-    Raises UserError when one of them is missing, of another shape, or not one of the model's; `opened` is closed with
-    the result.
+    Raises UserError when one of them is missing, of another shape, or not one of the model's.
     """
     shapes: Shapes = {}
     excerpts: Excerpts = {}
@@ -86,7 +85,9 @@ def as_transformers(
             f"{where} holds {unknown[0]}, which {model.model_type} of transformers has no place for. Set "
             f"--hf_model_path to the model that it was made of (config.json was read in {files})."
         )
-    return ExcerptSource("megatron", shapes, excerpts, model_files=files, absent=ABSENT, opened=opened)
+    source = ExcerptSource("megatron", shapes, excerpts, model_files=files, absent=ABSENT)
+    source.contents.progress = TrainedSoFar(step_of(where))
+    return source
 
 
 def _excerpts(part: MegatronTensor, tensors: Sequence[Held]) -> Excerpts:

@@ -19,6 +19,14 @@ def find_folder(origin: Origin, is_one: Callable[[Path], bool]) -> Path | None:
     return next((folder for folder in _candidates(origin) if folder.is_dir() and is_one(folder)), None)
 
 
+def step_of(folder: Path) -> int | None:
+    """Step of the run that wrote a folder, from its name or that of one above it (`iter_0000020`, `global_step_20`)."""
+    for name in (folder.name, *(parent.name for parent in folder.parents)):
+        if (found := re.fullmatch(r"(?:iter_|global_step_)(\d+)", name)) is not None:
+            return int(found[1])
+    return None
+
+
 def _candidates(origin: Origin) -> Iterator[Path]:
     path = origin.path
     if origin.tag is not None:

@@ -15,6 +15,7 @@ from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.shards import as_bytes
 
 SLAB_BYTES = 64 << 20
+"""Most bytes of a tensor that are in memory."""
 
 
 def write_torch_file(root: Path, path: str, source: TensorSource, content: Mapping[str, Any], key: str) -> WrittenFile:
@@ -25,32 +26,44 @@ def write_torch_file(root: Path, path: str, source: TensorSource, content: Mappi
     tensors = source.contents.tensors
     with FakeTensorMode():
         named = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in tensors.items()}
+    return write_file(root, path, saved({**content, key: named}, _all_slabs(source)))
+
+
+def saved_range(source: TensorSource, name: str, start: int, shape: tuple[int, ...]) -> Iterator[bytes | memoryview]:
+    """Bytes of a file of `torch.save` with a tensor of this shape alone: the elements of `name` from `start` on."""
+    info = TensorInfo(shape, source.contents.tensors[name].dtype)
+    with FakeTensorMode():
+        tensor = torch.empty(shape, dtype=info.dtype)
+    return saved(tensor, slabs(source, name, start, start + info.numel))
+
+
+def slabs(source: TensorSource, name: str, start: int, stop: int) -> Iterator[memoryview]:
+    """Bytes of elements [start, stop) of a tensor, in pieces that fit into memory."""
+    step = SLAB_BYTES // source.contents.tensors[name].dtype.itemsize
+    for first in range(start, stop, step):
+        yield as_bytes(source.read(name, first, min(stop, first + step)))
+
+
+def _all_slabs(source: TensorSource) -> Iterator[memoryview]:
+    for name, info in source.contents.tensors.items():
+        yield from slabs(source, name, 0, info.numel)
+
+
+def saved(content: Any, tensors: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
+    """Bytes that `torch.save` writes of `content`; those of its (fake) tensors come from `tensors`, in order."""
     frame = _Frame()
     with skip_data(materialize_fake_tensors=True):
-        torch.save({**content, key: named}, frame)  # type: ignore[arg-type]  # a file, as far as torch uses one
-    gaps = [name for name, info in tensors.items() if info.numel]
-    return write_file(root, path, _filled(frame, source, gaps))
-
-
-def slabs(source: TensorSource, name: str) -> Iterator[memoryview]:
-    """The bytes of a tensor, in pieces that fit into memory."""
-    info: TensorInfo = source.contents.tensors[name]
-    step = SLAB_BYTES // info.dtype.itemsize
-    for start in range(0, info.numel, step):
-        yield as_bytes(source.read(name, start, min(info.numel, start + step)))
-
-
-def _filled(frame: "_Frame", source: TensorSource, gaps: list[str]) -> Iterator[bytes | memoryview]:
-    """The file of which `frame` has all but the tensors, which are `gaps` in their order."""
-    names = iter(gaps)
+        torch.save(content, frame)  # type: ignore[arg-type]  # a file, as far as torch uses one
     for part in frame.parts:
         if isinstance(part, bytes):
             yield part
-        else:
-            name = next(names)
-            if source.contents.tensors[name].nbytes != part:
-                raise RuntimeError(f"torch.save leaves {part} bytes for {name}")
-            yield from slabs(source, name)
+            continue
+        while part:
+            slab = next(tensors)
+            if len(slab) > part:
+                raise RuntimeError("torch.save leaves another place for a tensor than its bytes take")
+            part -= len(slab)
+            yield slab
 
 
 class _Frame(io.RawIOBase):

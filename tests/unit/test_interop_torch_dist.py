@@ -1,0 +1,153 @@
+"""Megatron's distributed checkpoints as a model of transformers, and back."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf.checkpoint.interop import dcp_writer, torch_file
+from rlhf.checkpoint.interop.megatron_folder import write_megatron_folder
+from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from tests.support.megatron_states import of_tensor_rank, whole_layer
+from tests.support.sources import opened, whole
+from tests.support.tiny_models import causal_lm
+
+SIZES = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+def reference(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Megatron's whole tensors, a layer's with its number."""
+    state = dict(model.state_dict())
+    result = {
+        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": state["model.norm.weight"],
+    }
+    if not model.config.tie_word_embeddings:
+        result["output_layer.weight"] = state["lm_head.weight"]
+    for layer in range(model.config.num_hidden_layers):
+        for name, value in of_tensor_rank(whole_layer(state, layer, model.config), 0, 1).items():
+            result[f"decoder.layers.{layer}.{name}"] = value
+    return result
+
+
+def stacked(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """The layers one after the other."""
+    result = {name: tensor for name, tensor in tensors.items() if ".layers." not in name}
+    for name in [name for name in tensors if ".layers.0." in name]:
+        of_layers = [tensors[name.replace(".0.", f".{layer}.", 1)] for layer in range(layers)]
+        result[name.replace(".0.", ".", 1)] = torch.stack(of_layers)
+    return result
+
+
+def save_distributed(tensors: dict[str, Tensor], folder: Path, backend: str = "torch_dist") -> None:
+    """What megatron-core writes, as far as it is looked at."""
+    dcp.save({name: tensor.clone() for name, tensor in tensors.items()}, checkpoint_id=folder, no_dist=True)
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": backend, "sharded_backend_version": 1}))
+
+
+def assert_is(model: PreTrainedModel, folder: Path, **origin: Any) -> None:
+    """The folder is Megatron's and has just the model's tensors, bit for bit."""
+    expected = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    with opened(folder, **origin) as source:
+        found = whole(source, 301)
+        assert source.layout == "megatron"
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_written_folder_has_megatrons_tensors_and_is_read_back(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's own reader finds the reference tensors in it, in chunks of few rows that were written in slabs."""
+    model = causal_lm(architecture, tmp_path / "model", **SIZES)
+    monkeypatch.setattr(dcp_writer, "CHUNK_BYTES", 1500)
+    monkeypatch.setattr(torch_file, "SLAB_BYTES", 400)
+    with opened(tmp_path / "model") as source:
+        write_megatron_folder(source, tmp_path / "new", tensor_ranks=2)
+    expected = stacked(reference(model), 3)
+    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(found, checkpoint_id=tmp_path / "new", no_dist=True)
+    assert dcp.FileSystemReader(tmp_path / "new").read_metadata().state_dict_metadata.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert torch.load(tmp_path / "new" / "common.pt") == {}
+    assert_is(model, tmp_path / "new")
+
+
+def test_layers_and_halves_of_an_mlp_may_have_names_of_their_own(tmp_path: Path) -> None:
+    """As megatron-core names them with `non_homogeneous_layers` and `singleton_local_shards`; the optimizer lies
+    beside them, and the config where verl puts it."""
+    model = causal_lm("qwen2", tmp_path / "global_step_4" / "actor" / "huggingface", **SIZES)
+    tensors = reference(model)
+    for name in [name for name in tensors if name.endswith("linear_fc1.weight")]:
+        tensors[f"{name}_w"], tensors[f"{name}_v"] = tensors.pop(name).chunk(2)
+    tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.ones(16)
+    save_distributed(tensors, tmp_path / "global_step_4" / "actor" / "dist_ckpt")
+    assert_is(model, tmp_path / "global_step_4")
+    with opened(tmp_path / "global_step_4") as source:
+        assert source.contents.progress.step == 4
+
+
+def lose_tensor(tensors: dict[str, Tensor]) -> None:
+    del tensors["decoder.layers.mlp.linear_fc2.weight"]
+
+
+def add_expert(tensors: dict[str, Tensor]) -> None:
+    tensors["decoder.layers.mlp.router.weight"] = torch.ones(3, 2)
+
+
+def lose_layer(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if ".layers." in name]:
+        tensors[name] = tensors[name][:2]
+
+
+def lose_model(tensors: dict[str, Tensor]) -> None:
+    tensors.clear()
+    tensors["optimizer.state.step"] = torch.ones(1)
+
+
+def change_width(tensors: dict[str, Tensor]) -> None:
+    name = "decoder.layers.self_attention.linear_qkv.weight"
+    tensors[name] = tensors[name][:, :8]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lose_tensor, r"has no decoder.layers.0.mlp.linear_fc2.weight\. Restore"),
+        (add_expert, r"holds decoder.layers.0.mlp.router.weight, which llama of transformers has no place for"),
+        (lose_layer, r"has no decoder.layers.2.*linear_qkv.layer_norm_weight"),
+        (lose_model, "holds no model"),
+        (change_width, r"linear_qkv.weight has the shape \[8, 16\] where \[24, 16\] is expected"),
+    ],
+)
+def test_a_folder_of_another_model_gets_one_line(
+    tmp_path: Path, spoil: Callable[[dict[str, Tensor]], None], message: str
+) -> None:
+    """The tensor that is missing, unknown or of another shape."""
+    tensors = stacked(reference(causal_lm("llama", tmp_path / "model", **SIZES)), 3)
+    spoil(tensors)
+    save_distributed(tensors, tmp_path / "dist_ckpt")
+    with pytest.raises((UserError, DamagedCheckpoint), match=message) as error:
+        opened(tmp_path / "dist_ckpt", model_files=tmp_path / "model").__enter__()
+    assert "\n" not in str(error.value)
+
+
+def test_another_format_and_a_missing_config_get_one_line(tmp_path: Path) -> None:
+    """Megatron's older format, and a folder that does not say what model it is of."""
+    tensors = stacked(reference(causal_lm("llama", tmp_path / "model", **SIZES)), 3)
+    save_distributed(tensors, tmp_path / "a" / "zarr", backend="zarr")
+    with pytest.raises(UserError, match="in Megatron's format zarr"):
+        opened(tmp_path / "a" / "zarr").__enter__()
+    save_distributed(tensors, tmp_path / "b" / "dist_ckpt")
+    with pytest.raises(UserError, match=r"does not say what model it holds. Set --hf_model_path"):
+        opened(tmp_path / "b" / "dist_ckpt").__enter__()
