@@ -80,7 +80,7 @@ def open_archive(path: Path, start: int = 0, size: int | None = None) -> Iterato
 
 def _check_archive(path: Path, file: "_Part") -> None:
     try:
-        with zipfile.ZipFile(file) as archive:  # type: ignore[arg-type]
+        with zipfile.ZipFile(file) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise DamagedCheckpoint(f"{path} has compressed entries, which torch.save does not write")
             if sum(entry.file_size for entry in archive.infolist()) > file.size:
