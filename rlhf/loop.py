@@ -92,6 +92,7 @@ def _train(c: Components) -> None:
         if c.critic is not None:
             batch.values = c.critic.all_values(batch)
         metrics |= c.advantages.fill(batch, c.guards)
+        c.run_log.show(c.collector.shown(collected))
         if c.critic is not None:
             metrics |= c.critic.update(batch, c.guards)
         if step > c.critic_warmup:

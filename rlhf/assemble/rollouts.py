@@ -100,6 +100,7 @@ def build_collector(
         config.algorithm.filter_groups,
         config.reward,
         config.rollout.async_steps,
+        config.trainer.log_rollouts,
         prompts,
         generation,
         coordinator,

@@ -76,11 +76,13 @@ def _build(
     fingerprints = models.fingerprints | {"prompts": train_set.fingerprint}
     collector = build_collector(config, stream, sampler, reward, policy, driver, fingerprints, coordinator, device)
     val_params = evaluation_params(config.rollout, config.data)
-    evaluator = Evaluator(val_set, sampler, val_params, reward, policy.tokenizer, coordinator, config.trainer)
+    run_log = _run_log(config, driver, shows=coordinator.is_leader)
+    evaluator = Evaluator(
+        val_set, sampler, val_params, reward, policy.tokenizer, coordinator, config.trainer, run_log.show
+    )
     advantages = Advantages(config.algorithm, config.rollout.n)
     guards = Guards(config.guards, quiet=not coordinator.is_leader)
 
-    run_log = _run_log(config, driver, shows=coordinator.is_leader)
     parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards, "history": run_log}
     checkpointer = _checkpointer(config, coordinator, learners, driver, parts, models.fingerprints, collector)
     resumed = checkpointer.resume()
@@ -162,4 +164,4 @@ def _run_log(config: Config, driver: DriverState, *, shows: bool) -> RunLog:
     if not shows:
         return RunLog(None, Progress.silent())
     tracker = Tracker(config.trainer, config.tracking, asdict(config), config.run_dir, driver.run_id)
-    return RunLog(tracker, Progress(config.tracking.progress, driver.total_steps))
+    return RunLog(tracker, Progress(config.tracking.progress, driver.total_steps, config.trainer.log_samples))

@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from rlhf.checkpoint.verbs.shown import printable
 from rlhf.errors import EXIT_CRASHED, EXIT_USER_ERROR, UserError
+from rlhf.printable import printable
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 VERBS = {

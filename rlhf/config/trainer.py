@@ -39,6 +39,13 @@ class TrainerConfig:
     """Steps between evaluations on the held-out prompts; the last step is evaluated too. 0 never evaluates."""
     val_before_train: bool = setting(True, resume="harmless")
     """Evaluate the starting policy as step 0."""
+    log_rollouts: int = setting(8, ge=-1, resume="harmless")
+    """Rollouts of each step in `samples/step_N.jsonl` of the run directory, beside all samples of an evaluation; -1 for
+    all of the step's."""
+    log_val_generations: int = setting(10, ge=0, resume="harmless")
+    """Samples of each evaluation that wandb and TensorBoard show as a table."""
+    log_samples: bool = setting(False, resume="harmless")
+    """Show two samples of each step, and of each evaluation, in the terminal."""
     resume_mode: str = setting("auto", choices=("auto", "disable", "resume_path"), resume="start")
     """`auto` continues from the newest intact checkpoint of the run directory; `disable` refuses to; `resume_path`
     starts from one."""

@@ -31,11 +31,12 @@ class PromptStream:
     def next(self, n: int) -> list[DrawnPrompt]:
         """The next `n` prompts."""
         positions = range(self._consumed, self._consumed + n)
-        drawn = [DrawnPrompt(position, self._at(position)) for position in positions]
+        drawn = [DrawnPrompt(position, self.at(position)) for position in positions]
         self._consumed += n
         return drawn
 
-    def _at(self, position: int) -> Prompt:
+    def at(self, position: int) -> Prompt:
+        """The prompt at a place of the stream."""
         epoch, offset = divmod(position, len(self._prompts))
         if not self._shuffle:
             return self._prompts[offset]

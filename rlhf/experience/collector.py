@@ -12,14 +12,16 @@ from rlhf.config import DataConfig, FilterGroupsConfig, RewardConfig
 from rlhf.experience.collate import collate
 from rlhf.experience.dynamic_sampling import DynamicSampling
 from rlhf.experience.generation import Generation
-from rlhf.experience.groups import from_tensors, to_tensors
+from rlhf.experience.groups import Group, from_tensors, to_tensors
 from rlhf.experience.journal import combined, digests
 from rlhf.experience.metrics import RolloutStats, generation_metrics, slowest, step_metrics
 from rlhf.experience.plain_sampling import PlainSampling
 from rlhf.experience.prefetch import Prefetch
 from rlhf.experience.prompt_share import PromptShare
+from rlhf.experience.shown_samples import shown_rollouts
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward.settings import REWARD_MODEL
+from rlhf.tracking.sample_files import ShownSample
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,8 @@ class Collected:
     """The batch of a step: this rank's part of it, and metrics and tokens (prompts and responses) of all ranks."""
 
     batch: Batch
+    groups: list[Group]
+    """Of which `batch` is."""
     metrics: dict[str, float]
     tokens: int
     epochs: float
@@ -48,6 +52,8 @@ class Collector:
     filter_groups: FilterGroupsConfig
     reward: RewardConfig
     async_steps: int
+    log_rollouts: int
+    """Rollouts of a step that people get to see; -1 for all."""
     prompts: PromptShare
     generation: Generation
     coordinator: Coordinator
@@ -111,7 +117,14 @@ class Collector:
         epochs = self.prompts.epochs
         if self.async_steps and not self.ends_with(step, epochs) and not self._sampling.starts_full():
             self._prefetch.begin(step + 1, self._sampling.gen_batch_size)
-        return Collected(batch, figures | metrics, tokens, epochs)
+        return Collected(batch, groups, figures | metrics, tokens, epochs)
+
+    def shown(self, collected: Collected) -> list[ShownSample]:
+        """The rollouts of a batch that people get to see, once it has its advantages. Collective."""
+        generation = self.generation
+        return shown_rollouts(
+            collected.groups, collected.batch, self.prompts, generation.tokenizer, self.log_rollouts, self.coordinator
+        )
 
     def drop_journal(self, up_to: int) -> None:
         """Remove what only a crash before the save of the step `up_to` would still have needed."""

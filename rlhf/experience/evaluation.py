@@ -1,5 +1,6 @@
 """Evaluation of the policy on held-out prompts, on its cadence; the ranks share the prompts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -10,9 +11,11 @@ from rlhf.events import announce
 from rlhf.experience.metrics import Summary, merge
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.responses import score_responses
+from rlhf.experience.shown_samples import shown_answers
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reward
 from rlhf.rollout import Request, SamplingParams
+from rlhf.tracking.sample_files import ShownSample
 
 
 @dataclass
@@ -26,6 +29,8 @@ class Evaluator:
     tokenizer: PreTrainedTokenizerBase
     coordinator: Coordinator
     config: TrainerConfig
+    show: Callable[[list[ShownSample]], None]
+    """Called with all samples of an evaluation on the leader, with none elsewhere."""
 
     def before_training(self) -> dict[str, float]:
         """The starting policy's figures, when `trainer.val_before_train` asks for them."""
@@ -46,6 +51,7 @@ class Evaluator:
         samples = self.sampler.generate(requests, version=step, step=step)
         self.sampler.rest()
         scored = score_responses(self.reward, self.tokenizer, zip(mine, samples, strict=True))
+        self.show(shown_answers(list(zip(mine, samples, strict=True)), scored, self.tokenizer, self.coordinator))
         results = [result for of_prompt in scored for result in of_prompt]
         figures = {
             "val/accuracy": Summary.of(float(r.correct) for r in results),

@@ -1,6 +1,6 @@
 """Share of a rank in each step's prompts: a mini-batch holds the same prompts at every number of ranks."""
 
-from rlhf.data import DrawnPrompt, PromptStream
+from rlhf.data import DrawnPrompt, Prompt, PromptStream
 
 
 class PromptShare:
@@ -24,6 +24,10 @@ class PromptShare:
         drawn = self._stream.next(parts * length)
         low, high = (length * rank // self._world_size for rank in (self._rank, self._rank + 1))
         return [item for start in range(0, len(drawn), length) for item in drawn[start + low : start + high]]
+
+    def prompt(self, uid: int) -> Prompt:
+        """The prompt at a place of the stream."""
+        return self._stream.at(uid)
 
     @property
     def position(self) -> int:

@@ -4,10 +4,13 @@ import logging
 import math
 import sys
 import time
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
+
+from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, ShownSample, as_text
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +26,9 @@ class Progress:
     Plain lines come at most every PLAIN_INTERVAL_S, except for the first and the last step and for evaluations.
     """
 
-    def __init__(self, mode: str, total_steps: int) -> None:
+    def __init__(self, mode: str, total_steps: int, log_samples: bool = False) -> None:
         console = Console(stderr=True)
+        self._log_samples = log_samples
         self._total = total_steps
         self._bar: Bar | None = None
         self._silent = False
@@ -81,6 +85,16 @@ class Progress:
         if first or due or step >= self._total or "val/accuracy" in metrics:
             self._last_line = now if step > 0 else -math.inf
             logger.info("step %*d/%d  %s", len(str(self._total)), step, self._total, self._text(metrics, step))
+
+    def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """Show the best and the worst of a step's rollouts and of its evaluation, where `trainer.log_samples` asks for
+        them."""
+        if self._silent or not self._log_samples:
+            return
+        for split in (ROLLOUT, VALIDATION):
+            ranked = sorted((s for s in samples if s["split"] == split), key=lambda sample: sample["score"])
+            for sample in ranked[-1:] + ranked[:1] if len(ranked) > 1 else ranked:
+                logger.info("step %d, %s", step, as_text(sample))
 
     def message(self, text: str) -> None:
         """Show a line of text that is no step (a checkpoint, a warning to the person watching)."""

@@ -1,9 +1,11 @@
 """Log of the run: tracker and progress display on the driver, nothing on other ranks."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rlhf.events import announce
 from rlhf.tracking.progress import Progress
+from rlhf.tracking.sample_files import ShownSample
 from rlhf.tracking.tracker import Tracker
 
 
@@ -23,6 +25,7 @@ class RunLog:
     def __init__(self, tracker: Tracker | None, progress: Progress) -> None:
         self._tracker, self._progress = tracker, progress
         self._pending: dict[str, float] = {}
+        self._samples: list[ShownSample] = []
         self._started = False
         self._saved: dict[str, Any] = {}
 
@@ -43,7 +46,7 @@ class RunLog:
 
     def rewind(self, step: int) -> None:
         """Go on after `step` again, as a resumed run would: what was said of later steps is cut off."""
-        self._pending = {}
+        self._pending, self._samples = {}, []
         self.start(step, resumed=True)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
@@ -51,10 +54,16 @@ class RunLog:
         if self._tracker is None or not metrics:
             return
         announce("metrics.before")
-        self._tracker.log(step, metrics | self._pending)
+        self._tracker.log(step, metrics | self._pending, self._samples)
         announce("metrics.after")
-        self._pending = {}
+        self._progress.samples(step, self._samples)
+        self._pending, self._samples = {}, []
         self._progress.update(step, metrics)
+
+    def show(self, samples: Sequence[ShownSample]) -> None:
+        """Take samples into the next record, for people to read."""
+        if self._tracker is not None:
+            self._samples += samples
 
     def note(self, result: Measured | None) -> None:
         """Take the figures of a save or a resume into the next record: this step's is durable before its checkpoint

@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.tracking.history import History
+from rlhf.tracking.sample_files import GENERATIONS, GenerationsTable, markdown_table
 
 
 class TensorBoard:
     """Writes `<run_dir>/tensorboard`; one event holds all metrics of a step, so that no step is half there."""
 
-    def __init__(self, log_dir: Path) -> None:
-        self._log_dir = log_dir
+    def __init__(self, log_dir: Path, table: GenerationsTable) -> None:
+        self._log_dir, self._table = log_dir, table
         self._writer: Any = None
 
     def start(self, history: History) -> None:
@@ -45,6 +46,8 @@ class TensorBoard:
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._writer._get_file_writer().add_summary(Summary(value=values), step)
+        if rows := self._table.of(step):
+            self._writer.add_text(GENERATIONS, markdown_table(self._table.COLUMNS, rows), step)
 
     def _shown_steps(self) -> bytearray:
         """1 at each step that the event files show, 0 elsewhere."""

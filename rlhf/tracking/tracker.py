@@ -12,6 +12,7 @@ from rlhf.errors import UserError
 from rlhf.storage.history_file import HistoryMark
 from rlhf.storage.layout import HISTORY
 from rlhf.tracking.history import History
+from rlhf.tracking.sample_files import GenerationsTable, SampleFiles, ShownSample
 from rlhf.tracking.tensorboard import TensorBoard
 from rlhf.tracking.wandb import Wandb
 
@@ -70,11 +71,12 @@ class Tracker:
         run_dir: Path,
         run_id: str,
     ) -> None:
-        self.history = History(run_dir / HISTORY)
+        self.history, self.samples = History(run_dir / HISTORY), SampleFiles(run_dir)
         self._run_id = run_id
+        table = GenerationsTable(self.samples, trainer.log_val_generations)
         known: dict[str, Callable[[], Sink]] = {
-            "wandb": lambda: Wandb(trainer, tracking.wandb, settings, run_dir, run_id),
-            "tensorboard": lambda: TensorBoard(run_dir / "tensorboard"),
+            "wandb": lambda: Wandb(trainer, tracking.wandb, settings, run_dir, run_id, table),
+            "tensorboard": lambda: TensorBoard(run_dir / "tensorboard", table),
         }
         names = [name for name in dict.fromkeys(trainer.logger) if name not in ALWAYS_ON]
         self._sinks = {name: known[name]() for name in names}
@@ -101,6 +103,7 @@ class Tracker:
             mark = HistoryMark(**saved["mark"])
         known = mark is not None and self.history.has(mark)
         self.history.cut_after(self._last_step, mark)
+        self.samples.cut_after(self._last_step)
         if not known and not forked:
             self._warn_of_gaps()
         self._each("start", lambda sink: sink.start(self.history))
@@ -123,14 +126,16 @@ class Tracker:
                 self._last_step,
             )
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record one step: first in metrics.jsonl, where errors propagate, then in the trackers, where they don't.
+    def log(self, step: int, metrics: dict[str, float], samples: Sequence[ShownSample] = ()) -> None:
+        """Record one step: first its samples and in metrics.jsonl, where errors propagate, then in the trackers, where
+        they don't.
 
         Raises:
             ValueError: the step is not after the last one; there is one record for each step.
         """
         if step <= self._last_step:
             raise ValueError(f"step {step} is logged after step {self._last_step}")
+        self.samples.write(step, samples)
         self.history.append({"step": step, **metrics})
         self._last_step = step
         self._each("log", lambda sink: sink.log(step, metrics))

@@ -9,6 +9,7 @@ from typing import Any
 from rlhf.config import TrainerConfig, WandbConfig
 from rlhf.storage.files import make_dir, rename
 from rlhf.tracking.history import History
+from rlhf.tracking.sample_files import GENERATIONS, GenerationsTable, html_table
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +28,12 @@ class Wandb:
         settings: Mapping[str, Any],
         run_dir: Path,
         run_id: str,
+        table: GenerationsTable,
     ) -> None:
         self._project, self._name = trainer.project_name, trainer.experiment_name
         self._config, self._settings = config, settings
         self._run_dir = run_dir
-        self._run_id = run_id
+        self._run_id, self._table = run_id, table
         self._run: Any = None
         self._next_step = 0
 
@@ -83,7 +85,12 @@ class Wandb:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log one step, unless the server has it."""
         if step >= self._next_step:
-            self._run.log(metrics, step=step, commit=True)
+            import wandb
+
+            rows = self._table.of(step)
+            # Not a wandb.Table: that is an artifact, for which the server is asked in the middle of the training.
+            table = {GENERATIONS: wandb.Html(html_table(self._table.COLUMNS, rows))} if rows else {}
+            self._run.log(metrics | table, step=step, commit=True)
 
     def finish(self) -> None:
         """Upload what is left.

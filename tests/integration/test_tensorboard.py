@@ -10,7 +10,7 @@ import pytest
 from rlhf.config import TrackingConfig, TrainerConfig
 from rlhf.tracking import History, Tracker
 from rlhf.tracking.history import Record
-from tests.support.tracked import tensorboard_curves
+from tests.support.tracked import tensorboard_curves, tensorboard_tables
 from tests.support.tracking_run import metrics
 
 pytest.importorskip("tensorboard")
@@ -44,6 +44,9 @@ def test_kills_leave_every_step_once_and_in_order(tmp_path: Path) -> None:
     assert tensorboard_curves(tmp_path) == expected(range(13))
     assert launch(tmp_path, "10", "20") == 0
     assert tensorboard_curves(tmp_path) == expected(range(21))
+    tables = tensorboard_tables(tmp_path)
+    assert list(tables) == [0, 5, 10, 15, 20]
+    assert all(f"|  | says {step} |  | 0.5 |" in table for step, table in tables.items())
 
 
 def test_rewinds_within_one_process_show_every_step_once(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.tracking import History
+from rlhf.tracking.sample_files import GENERATIONS
 from tests.support.tracked import wandb_items
 from tests.support.tracking_run import RUN_ID, metrics
 from tests.support.wandb_server import serve
@@ -33,6 +34,11 @@ def launch(
     return subprocess.run(command, env=environment(run_dir, url, key), capture_output=True, text=True, timeout=120)
 
 
+def nested(item: dict, name: str) -> dict:
+    """The entries below `name`, taken out."""
+    return {key.removeprefix(f"{name}."): item.pop(key) for key in list(item) if key.startswith(f"{name}.")}
+
+
 def test_offline_run_is_one_file_with_every_step_after_kills(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert launch(run_dir, "offline", "none", "20", "12").returncode == EXIT_KILLED
@@ -45,7 +51,11 @@ def test_offline_run_is_one_file_with_every_step_after_kills(tmp_path: Path) -> 
     items = wandb_items(segment, RUN_ID)
     assert [item["_step"] for item in items] == list(range(21))
     for item in items:
+        table = nested(item, GENERATIONS)
         assert {name: value for name, value in item.items() if name[0] != "_"} == metrics(item["_step"])
+        assert bool(table) == (item["_step"] % 5 == 0)
+        if table:
+            assert f">says {item['_step']}</td>" in (segment / "files" / table["path"]).read_text()
 
 
 @pytest.mark.slow

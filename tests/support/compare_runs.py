@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from rlhf.checkpoint.commit.manifest import verify
-from rlhf.storage.layout import CONFIG, DRIVER_STATE, scan
+from rlhf.storage.layout import CONFIG, DRIVER_STATE, SAMPLES, scan
 
 # Facts of a run that are no part of its trajectory; the history is compared itself, without what depends on the clock.
 OF_THE_RUN = ("run_id", "wall_seconds", "history")
@@ -44,4 +44,6 @@ def differences(left: Path, right: Path) -> list[str]:
                 f"metrics of step {record_a['step']}: "
                 + ", ".join(f"{k} {record_a.get(k)} / {record_b.get(k)}" for k in keys)
             )
-    return found
+    shown_a, shown_b = ({path.name: path.read_bytes() for path in (run / SAMPLES).glob("*")} for run in (left, right))
+    names = sorted(name for name in shown_a.keys() | shown_b.keys() if shown_a.get(name) != shown_b.get(name))
+    return found + [f"samples/{name} differs" for name in names]

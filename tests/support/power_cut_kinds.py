@@ -72,6 +72,7 @@ def journal(root: Path, book: Book) -> None:
 
 def history(root: Path, book: Book) -> None:
     run = begin(book, start_of(root))
+    run.shows = True
     run.train(5, every=3)
     # As after a kill: what was recorded after the checkpoint is cut off and made again.
     run = begin(book, start_of(root), course=1)

@@ -23,10 +23,11 @@ from rlhf.experience.journal import Journal
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
-from rlhf.storage.layout import HISTORY, step_of
+from rlhf.storage.layout import HISTORY, SAMPLES, step_of
 from rlhf.tracking import Progress, Tracker
 from rlhf.tracking.history import History
 from rlhf.tracking.run_log import RunLog
+from rlhf.tracking.sample_files import ROLLOUT
 from tests.support.checkpoints import (
     IDENTITY,
     PlainCarried,
@@ -41,6 +42,8 @@ from tests.support.thread_ranks import make_coordinator
 
 SIZE = 1100  # with its header a little more than one block
 UIDS = (4, 5)
+SHOWN = 3
+"""Samples of a step."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,9 @@ class TinyRun:
     `course` tells this start's steps from those that another start makes of the same numbers.
     """
 
+    shows = False
+    """Whether its steps have samples for people to read."""
+
     def __init__(self, start: Start, rank: int = 0, course: int = 0, book: Book | None = None) -> None:
         self.config = config = start.configs[rank]
         self.rank, self.course, self.book = rank, course, book if rank == 0 else None
@@ -218,6 +224,10 @@ class TinyRun:
         if step % 2:
             self.reference.update(step)
         metrics = {"loss": seed / 7}
+        if self.shows:
+            self.run_log.show([{"split": ROLLOUT, "response": str(seed)} for _ in range(SHOWN)])
+            name = f"rlhf/default/{SAMPLES}/step_{step}.jsonl"
+            self.note("whole", (name, lambda content: content.count(b"\n") == SHOWN and content.endswith(b"}\n")))
         self.history.append({"step": step, **metrics})
         self.run_log.step(step, metrics)
         self.last = str(seed)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rlhf.tracking.sample_files import GENERATIONS
+
 
 def tensorboard_curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     """The scalars by name, as (step, value)."""
@@ -12,6 +14,14 @@ def tensorboard_curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def tensorboard_tables(run_dir: Path) -> dict[int, str]:
+    """The tables of samples by step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    return {e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors(f"{GENERATIONS}/text_summary")}
 
 
 def wandb_items(segment: Path, run_id: str) -> list[dict]:

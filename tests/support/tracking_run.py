@@ -10,6 +10,7 @@ from pathlib import Path
 from rlhf.config import Config
 from rlhf.tracking import Progress, Tracker, wandb
 from rlhf.tracking.run_log import RunLog
+from rlhf.tracking.sample_files import VALIDATION
 
 RUN_ID = "r4nd0m1d"
 
@@ -32,6 +33,8 @@ def main() -> None:
     step = 0 if resume_step == "none" else int(resume_step) + 1
     run_log.start(max(step - 1, 0), resumed=resume_step != "none")
     while step <= int(last):
+        if "val/accuracy" in metrics(step):
+            run_log.show([{"split": VALIDATION, "response": f"says {step}", "score": 0.5}])
         run_log.step(step, metrics(step))
         if str(step) in events:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -15,7 +15,7 @@ import rlhf
 PACKAGE = Path(rlhf.__file__).parent
 
 STOREYS = (
-    {"train"},
+    {"train", "samples"},
     {"compose", "launch"},
     {"worker"},
     {"assemble"},
@@ -25,7 +25,7 @@ STOREYS = (
     {"storage", "ranks"},
     {"config"},
     {"user_functions"},
-    {"errors", "events"},
+    {"errors", "events", "printable"},
 )
 """The rooms, from the top down; a room imports from its own storey and from those below."""
 

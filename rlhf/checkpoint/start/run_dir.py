@@ -17,12 +17,12 @@ from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import fsync_dir, make_dir_durably, remove_file
-from rlhf.storage.layout import DRIVER_STATE, HISTORY, scan, step_of
+from rlhf.storage.layout import DRIVER_STATE, HISTORY, SAMPLES, scan, step_of
 from rlhf.storage.reading import CheckedFiles
 
 log = logging.getLogger(__name__)
 LOCKS = ("run.lock", "ranks.lock")
-RECORDED = (HISTORY, "tensorboard", "report")
+RECORDED = (HISTORY, SAMPLES, "tensorboard", "report")
 """Records of one run beside its checkpoints, under no name of its own (wandb's files have the run's id)."""
 
 

@@ -1,14 +1,10 @@
-"""Texts for a terminal: sizes, and what other people's files say made harmless. Imports no torch."""
+"""Sizes as texts. Imports no torch."""
 
 import json
 from typing import Any
 
 from rlhf.checkpoint.commit.manifest import Manifest
-
-
-def printable(text: str) -> str:
-    """`text` for a terminal, on which what names and texts of other people's files say must have no effect."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+from rlhf.printable import printable as printable
 
 
 def sizes_of(manifest: Manifest) -> str:

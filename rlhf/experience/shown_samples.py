@@ -1,0 +1,106 @@
+"""Samples that people get to see: texts and figures of rollouts and of evaluations, from all ranks."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.batch import Batch
+from rlhf.data import Prompt
+from rlhf.experience.groups import Group
+from rlhf.experience.prompt_share import PromptShare
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.reward import RewardResult
+from rlhf.rollout import Sample
+from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, ShownSample
+
+
+def shown_rollouts(
+    groups: Sequence[Group],
+    batch: Batch,
+    prompts: PromptShare,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    coordinator: Coordinator,
+) -> list[ShownSample]:
+    """`count` of the step's rollouts from all ranks (-1: all) with their advantages, on the leader; elsewhere none.
+
+    From as many prompts as there are: the first sample of each, then the second. Collective. `batch` is of `groups`.
+    """
+    if not count:
+        return []
+    advantages = _means(batch)
+    rows = [(group, number) for group in groups for number in range(len(group.samples))]
+    order = sorted(range(len(rows)), key=lambda row: rows[row][1])
+    each = len(rows) if count < 0 else -(-count // coordinator.world_size)
+
+    def mine() -> list[ShownSample]:
+        return [_rollout(*rows[row], advantages[row], prompts, tokenizer) for row in sorted(order[:each])]
+
+    gathered = [sample for of_rank in coordinator.collect(mine) or [] for sample in of_rank]
+    return gathered if count < 0 else gathered[:count]
+
+
+def shown_answers(
+    answered: Sequence[tuple[Prompt, Sequence[Sample]]],
+    results: Sequence[Sequence[RewardResult]],
+    tokenizer: PreTrainedTokenizerBase,
+    coordinator: Coordinator,
+) -> list[ShownSample]:
+    """All samples of an evaluation from all ranks by the order of their prompts, on the leader; elsewhere none.
+    Collective."""
+
+    def mine() -> list[ShownSample]:
+        return [
+            _shown(VALIDATION, prompt.token_ids, prompt, sample, result, result.score, None, tokenizer)
+            for (prompt, samples), of_prompt in zip(answered, results, strict=True)
+            for sample, result in zip(samples, of_prompt, strict=True)
+        ]
+
+    gathered = [sample for of_rank in coordinator.collect(mine) or [] for sample in of_rank]
+    return sorted(gathered, key=lambda sample: (sample["uid"], sample["sample"]))
+
+
+def _means(batch: Batch) -> list[float]:
+    """The mean advantage of each response's tokens."""
+    assert batch.advantages is not None
+    lengths = batch.response_lengths.clamp(min=1)
+    return (batch.advantages.double().sum(1) / lengths).tolist()
+
+
+def _rollout(
+    group: Group, number: int, advantage: float, prompts: PromptShare, tokenizer: PreTrainedTokenizerBase
+) -> ShownSample:
+    prompt: Prompt | None = prompts.prompt(group.uid)
+    if prompt is not None and prompt.token_ids != group.prompt_ids:
+        prompt = None  # the data were changed since it was drawn
+    sample, result = group.samples[number], group.results[number]
+    return _shown(ROLLOUT, group.prompt_ids, prompt, sample, result, group.scores[number], advantage, tokenizer)
+
+
+def _shown(
+    split: str,
+    prompt_ids: list[int],
+    prompt: Prompt | None,
+    sample: Sample,
+    result: RewardResult,
+    score: float,
+    advantage: float | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> ShownSample:
+    return {
+        "split": split,
+        "uid": sample.uid,
+        "sample": sample.sample,
+        "data_source": None if prompt is None else prompt.data_source,
+        # With the marks of the chat template: a wrong one is what people look for.
+        "prompt": tokenizer.decode(prompt_ids),
+        "response": tokenizer.decode(sample.token_ids),
+        "ground_truth": None if prompt is None else prompt.ground_truth,
+        "score": score,
+        "rewards": result.terms,
+        "extra": result.extra,
+        "advantage": advantage,
+        "length": len(sample.token_ids),
+        "finish_reason": sample.finish_reason,
+        "version": sample.version,
+    }

@@ -1,0 +1,11 @@
+"""Texts of other people's made harmless for a terminal. Imports nothing."""
+
+
+def printable(text: str) -> str:
+    """One line of `text` without effect on a terminal: what is no printable character is written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same of each line."""
+    return "\n".join(printable(line) for line in text.split("\n"))

@@ -1,0 +1,126 @@
+"""Samples of a run for people to read: a file of each step, with some of its rollouts and all of its evaluation."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import UserError
+from rlhf.printable import printable_lines
+from rlhf.storage.files import make_dir, remove_file, replace_durably
+from rlhf.storage.layout import SAMPLES
+
+ROLLOUT, VALIDATION = "rollout", "validation"
+GENERATIONS = "val/generations"
+"""Name of the table in trackers, as verl's."""
+_NAME = re.compile(r"step_(\d+)\.jsonl")
+
+ShownSample = Mapping[str, Any]
+"""One sample: `split` (`rollout` or `validation`), `uid` and `sample` (its prompt's place and its own number),
+`data_source`, `prompt` and `response` (texts), `ground_truth`, `score` (the whole reward), `rewards` (each function's
+own), `extra` (further numbers of theirs), `advantage` (mean over its tokens; null in a validation), `length` (tokens of
+the response), `finish_reason`, `version` (steps that the policy had done)."""
+
+
+class SampleFiles:
+    """`samples/step_N.jsonl` of a run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / SAMPLES
+
+    def write(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """Make the file of `step`, whole or not at all; no samples are no file."""
+        if not samples:
+            return
+        make_dir(self._folder)
+        lines = [json.dumps(sample, ensure_ascii=False, default=str) for sample in samples]
+        content = "".join(f"{line}\n" for line in lines)
+        # Ground truths come from files of the user's and may hold half a character.
+        replace_durably(self._folder / f"step_{step}.jsonl", content.encode(errors="surrogatepass"))
+
+    def cut_after(self, step: int) -> None:
+        """Remove what a course of the run that is given up has left of later steps."""
+        for later in [each for each in self.steps() if each > step]:
+            remove_file(self._folder / f"step_{later}.jsonl", missing_ok=True)
+
+    def steps(self) -> list[int]:
+        """The steps that have a file, in order."""
+        if not self._folder.is_dir():
+            return []
+        found = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def read(self, step: int) -> Iterator[ShownSample]:
+        """The samples of `step`; none when it has no file. Raises UserError for a line that is no sample."""
+        path = self._folder / f"step_{step}.jsonl"
+        if not path.is_file():
+            return
+        with path.open(encoding="utf-8", errors="surrogatepass") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    sample = json.loads(line)
+                except ValueError:
+                    sample = None
+                if not isinstance(sample, dict) or not isinstance(sample.get("response"), str):
+                    raise UserError(f"{path}, line {number}, is no sample; remove the file, the run does not need it.")
+                yield sample
+
+
+@dataclass(frozen=True)
+class GenerationsTable:
+    """Table of an evaluation's samples for trackers, of at most `rows` of them."""
+
+    files: SampleFiles
+    rows: int
+
+    COLUMNS = ("prompt", "response", "ground_truth", "score", "length", "finish_reason")
+
+    def of(self, step: int) -> list[list[Any]]:
+        """The rows of the evaluation after `step`; none where there was none."""
+        answers = (sample for sample in self.files.read(step) if sample.get("split") == VALIDATION)
+        return [[_cell(sample.get(name)) for name in self.COLUMNS] for sample in islice(answers, self.rows)]
+
+
+def _cell(value: object) -> object:
+    """A text or a number; trackers know no other types in a column."""
+    return value if isinstance(value, int | float) else "" if value is None else str(value)
+
+
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table in HTML, with what its cells say as text."""
+
+    def line(cells: Sequence[object], tag: str) -> str:
+        style = "white-space: pre-wrap; vertical-align: top; text-align: left"
+        return "<tr>" + "".join(f'<{tag} style="{style}">{escape(str(cell))}</{tag}>' for cell in cells) + "</tr>"
+
+    lines = "\n".join(line(row, "td") for row in rows)
+    return f"<table>\n{line(columns, 'th')}\n{lines}\n</table>"
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table in Markdown, with what its cells say as text."""
+
+    def line(cells: Sequence[object]) -> str:
+        texts = (escape(str(cell)).replace("|", "&#124;").replace("\n", "<br>") for cell in cells)
+        return f"| {' | '.join(texts)} |"
+
+    return "\n".join([line(columns), "|" + " --- |" * len(columns), *map(line, rows)])
+
+
+def as_text(sample: ShownSample) -> str:
+    """A sample for a terminal, on which nothing that the policy wrote has an effect."""
+    numbers = [f"score {sample['score']:.4g}"]
+    if sample.get("advantage") is not None:
+        numbers.append(f"advantage {sample['advantage']:+.4g}")
+    terms = {**sample.get("rewards", {}), **sample.get("extra", {})}
+    numbers += [f"{name} {value:.4g}" for name, value in terms.items() if len(terms) > 1]
+    numbers.append(f"{sample.get('length')} tokens ({sample.get('finish_reason')})")
+    head = f"{sample.get('split')} {sample.get('uid')}.{sample.get('sample')}: {', '.join(numbers)}"
+    truth = sample.get("ground_truth")
+    parts = [("prompt", sample.get("prompt")), ("response", sample["response"]), ("reference answer", truth)]
+    shown = [f"  {name}: {part}".replace("\n", "\n    ") for name, part in parts if part is not None]
+    return printable_lines("\n".join([head, *shown]))
