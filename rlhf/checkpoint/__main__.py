@@ -18,6 +18,7 @@ VERBS = {
     "merge": "merge",
     "export": "export",
     "prune": "prune",
+    "diff": "diff",
 }
 """Verb -> its module in `rlhf.checkpoint.verbs`, with `NAME`, `HELP`, `add_arguments(parser)` and `run(arguments,
 console) -> int`. A module imports what is heavy (torch) within `run`, so that `--help` and mistakes cost nothing."""
