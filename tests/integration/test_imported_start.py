@@ -10,8 +10,8 @@ import torch
 from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.checkpoint.commit.manifest import read_manifest, verify
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.interop import native_component
-from rlhf.checkpoint.interop.native_folder import OpenRole, write_native_folder
+from rlhf.checkpoint.interop import hf_folder
+from rlhf.checkpoint.interop.native_folder import Written, plan_native_folder, step_named, write_native_folder
 from rlhf.checkpoint.interop.source import TrainedSoFar
 from rlhf.errors import UserError
 from rlhf.storage.files import write_folder
@@ -59,9 +59,12 @@ def source(trained, model_files) -> HeldSource:
 
 
 def imported(source: HeldSource, folder: Path, step: int = 4, **options) -> Path:
-    target = folder / f"global_step_{step}"
-    write_native_folder({"actor": OpenRole(folder / "theirs", source)}, target, **options)
-    return target
+    return write(folder / f"global_step_{step}", source, **options).path
+
+
+def write(target: Path, source: HeldSource, role: str = "actor", **options) -> Written:
+    plans = plan_native_folder({role: source}, target.parent / "theirs")
+    return write_native_folder(plans, target, step_named(target, {role: source}), **options)
 
 
 def start(config, target: Path, role: Fsdp2Backend, **options) -> DriverState:
@@ -74,7 +77,7 @@ def start(config, target: Path, role: Fsdp2Backend, **options) -> DriverState:
 
 
 def test_weights_moments_and_place_in_the_schedule_arrive_bit_for_bit(tmp_path, trained, source, monkeypatch):
-    monkeypatch.setattr(native_component, "CHUNK", 50)
+    monkeypatch.setattr(hf_folder, "RANGE_BYTES", 200)
     target = imported(source, tmp_path)
     assert source.largest == 50, "it is read in parts"
     assert verify(target).imported == {"layout": "held", "path": str(tmp_path / "theirs")}
@@ -126,7 +129,7 @@ def test_what_a_source_lacks_begins_anew_without_a_setting(tmp_path, trained, mo
     that there is no more."""
     weights = HeldSource(whole_state(trained)["model"], model_files=model_files)
     target = imported(weights, tmp_path, 0)
-    assert read_manifest(target).contents == ["model"]
+    assert read_manifest(target).contents == ["model", "hf_model"]
     backend = make_backend(2)
     before = whole_state(backend)
     start(make_config(tmp_path), target, backend)
@@ -134,7 +137,7 @@ def test_what_a_source_lacks_begins_anew_without_a_setting(tmp_path, trained, mo
     assert equal_bits(whole_state(backend)["optimizer"], before["optimizer"])
     config = make_config(tmp_path / "asked")
     begin_at(config, target, ["model", "optimizer"])
-    with pytest.raises(UserError, match=r"asks for optimizer, but .* holds model"):
+    with pytest.raises(UserError, match=r"asks for optimizer, but .* holds model, hf_model"):
         resume(config, make_backend(2))
 
 
@@ -164,9 +167,10 @@ def test_moments_that_are_missing_are_zero_and_named(tmp_path, trained, model_fi
     frozen = "model.norm.weight"
     kept = {name: tensor for name, tensor in state["optimizer"].items() if not name.startswith(frozen)}
     source = HeldSource(state["model"], kept, TrainedSoFar(step=4), model_files)
-    done = write_native_folder({"actor": OpenRole(tmp_path, source)}, tmp_path / "global_step_4")
-    assert done.absent == [f"actor: moments of 1 weights, which begin at zero, such as {frozen}"]
-    assert "actor: place in the learning-rate schedule, 3 optimizer steps" in done.taken, "which the moments tell"
+    done = write(tmp_path / "global_step_4", source)
+    assert done.absent == [f"actor: moments of 1 weights, such as {frozen}, which begin at zero"]
+    place = "actor: place in the learning rate schedule, after 3 optimizer steps"
+    assert place in done.taken, "as the moments' step counts say"
     backend = make_backend(2, train_steps=1)
     start(make_config(tmp_path), tmp_path / "global_step_4", backend)
     found = whole_state(backend)["optimizer"]
@@ -205,7 +209,7 @@ def test_an_imported_checkpoint_in_the_run_directory_is_no_finished_run(tmp_path
 
 def test_another_architecture_is_refused_at_the_import_and_at_the_start(tmp_path, trained, source, model_files):
     lacking = {name: tensor for name, tensor in whole_state(trained)["model"].items() if "norm" not in name}
-    with pytest.raises(UserError, match=r"3 weights that its config.json asks for are missing"):
+    with pytest.raises(UserError, match=r"lacks tensors that config\.json of .* asks for.*\(3 in all\)"):
         imported(HeldSource(lacking, model_files=model_files), tmp_path)
     assert not any(tmp_path.iterdir())
     config = make_config(tmp_path)
@@ -215,16 +219,15 @@ def test_another_architecture_is_refused_at_the_import_and_at_the_start(tmp_path
 
 
 def test_mistakes_are_told_before_anything_is_written(tmp_path, trained, source):
-    roles = {"actor": OpenRole(tmp_path / "theirs", source)}
-    with pytest.raises(UserError, match=r"must be named global_step_N, .* the source is at step 4: .*/x/global_step_4"):
-        write_native_folder(roles, tmp_path / "x")
+    with pytest.raises(UserError, match=r"must be named global_step_N, .* at step 4: give .*/x/global_step_4\."):
+        write(tmp_path / "x", source)
     nameless = HeldSource(whole_state(trained)["model"])
-    with pytest.raises(UserError, match=r"does not say what model it is of\. Add --hf_model_path"):
+    with pytest.raises(UserError, match="--hf_model_path"):
         imported(nameless, tmp_path)
     assert not any(tmp_path.iterdir())
     assert step_dir(tmp_path, 4) == imported(source, tmp_path)
     with pytest.raises(UserError, match="is there already"):
         imported(source, tmp_path)
     imported(source, tmp_path, overwrite=True)
-    with pytest.raises(UserError, match="no critic's"):
-        write_native_folder({"critic": OpenRole(tmp_path, source)}, tmp_path / "global_step_1")
+    with pytest.raises(UserError, match=r"LlamaForTokenClassification\) does not know, such as lm_head\.weight"):
+        write(tmp_path / "global_step_1", source, "critic")

@@ -220,6 +220,14 @@ def test_an_unknown_field_and_a_missing_one_are_damage(checkpoint):
             read_manifest(checkpoint)
 
 
+@pytest.mark.parametrize("imported", [{"path": "x"}, {"layout": "x", "path": 1}, ["layout"]])
+def test_an_import_from_nowhere_is_damage(checkpoint, imported):
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, replace(make_manifest({}), imported=imported))
+    with pytest.raises(DamagedCheckpoint, match="its imported"):
+        read_manifest(checkpoint)
+
+
 def test_verifying_some_names_leaves_the_others_alone(checkpoint):
     (checkpoint / "empty").unlink()
     manifest = read_manifest(checkpoint)

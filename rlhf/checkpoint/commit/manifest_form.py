@@ -29,6 +29,8 @@ def problems_of(payload: dict[str, Any]) -> Iterator[str]:
     for name in ("fingerprints", "versions", "linked", "imported"):
         if not _is_mapping(payload[name], str):
             yield f"its {name} are no texts by name"
+    if payload["imported"] and not {"layout", "path"} <= payload["imported"].keys():
+        yield "its imported does not say from where"
     if not _is_mapping(payload["metrics"], int | float):
         yield "its metrics are not all numbers"
     if not _is_mapping(payload["files"], dict):

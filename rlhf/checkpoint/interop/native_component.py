@@ -7,15 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlhf.checkpoint.interop.hf_folder import one_ahead, ranges_of
 from rlhf.checkpoint.interop.source import TensorInfo, TensorSource
 from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.layout import INDEX, rank_file
 from rlhf.storage.safetensors_header import make_safetensors_header
 from rlhf.storage.shard_index import FileShards, hash_of_table, merge_shares, rows_of
 from rlhf.storage.shards import DTYPE_NAMES, as_bytes
-
-CHUNK = 1 << 24
-"""Elements of a tensor that are in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,9 @@ class Part:
     read: Callable[[int, int], Tensor]
 
     def chunks(self) -> Iterator[Tensor]:
-        """The elements in order, in the type that `info` says."""
-        for start in range(0, self.info.numel, CHUNK):
-            yield self.read(start, min(start + CHUNK, self.info.numel)).to(self.info.dtype).contiguous()
+        """The elements in order, in the type that `info` says, a range at a time."""
+        for _, start, stop in ranges_of({self.name: self.info}):
+            yield self.read(start, stop).to(self.info.dtype)
 
 
 def part_of(source: TensorSource, source_name: str, name: str, info: TensorInfo) -> Part:
@@ -42,8 +40,10 @@ def zeros(name: str, info: TensorInfo) -> Part:
     return Part(name, info, lambda start, stop: torch.zeros(stop - start))
 
 
-def write_component(root: Path, folder: str, parts: Sequence[Part], told: Callable[[int], None]) -> list[WrittenFile]:
-    """Write `parts` to `root/folder`, in one file with its index; `told` of the bytes as they are written.
+def write_component(
+    root: Path, folder: str, parts: Sequence[Part], progress: Callable[[int], None]
+) -> list[WrittenFile]:
+    """Write `parts` to `root/folder`, in one file with its index; `progress` is told the bytes as they are written.
 
     The file is that of a single rank, since a tensor may be cut anywhere: see `rlhf.storage.shards`.
     """
@@ -55,11 +55,9 @@ def write_component(root: Path, folder: str, parts: Sequence[Part], told: Callab
 
     def content() -> Iterator[bytes | memoryview]:
         yield header
-        for part in flat:
-            for chunk in part.chunks():
-                view = as_bytes(chunk)
-                yield view
-                told(len(view))
+        for chunk in one_ahead(chunk for part in flat for chunk in part.chunks()):
+            yield as_bytes(chunk)
+            progress(chunk.nbytes)
 
     rows = rows_of((number[part.name], 0, part.info.numel) for part in flat)
     index = merge_shares(table, [FileShards(rank_file(0), len(header), rows, hash_of_table(table))])

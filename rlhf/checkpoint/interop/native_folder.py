@@ -1,7 +1,7 @@
 """Checkpoint of our own, written from the tensors of any source: each backend opens it, on any number of ranks."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,10 +10,13 @@ import torch
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest, describe, write_manifest
 from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.interop.hf_folder import HfOptions, HfPlan, plan_hf_folder, write_hf_folder
 from rlhf.checkpoint.interop.named_as_trained import TrainedTensor, named_as_trained
 from rlhf.checkpoint.interop.native_component import Part, part_of, write_component, zeros
+from rlhf.checkpoint.interop.open_roles import CRITIC
 from rlhf.checkpoint.interop.source import TensorInfo, TensorSource
 from rlhf.checkpoint.interop.target import output_folder, prove
+from rlhf.checkpoint.save.snapshot import HF_FOLDER
 from rlhf.checkpoint.start.run_dir import new_run_id
 from rlhf.errors import UserError
 from rlhf.storage.files import WrittenFile, write_json
@@ -23,84 +26,104 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class OpenRole:
-    """One model of a checkpoint that is read, and where that lies."""
+class RolePlan:
+    """One model that is to be written: its source, the trainer's names for its tensors, its Hugging Face folder."""
 
     path: Path
     source: TensorSource
+    named: Mapping[str, TrainedTensor]
+    hf: HfPlan
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        weights = sum(tensor.info.nbytes for tensor in self.named.values())
+        trained = sum(tensor.info.nbytes for tensor in self.named.values() if tensor.trained)
+        return self.hf.nbytes + weights + (len(MOMENTS) * trained if self.source.contents.moments else 0)
 
 
 @dataclass
-class Import:
-    """Outcome of `write_native_folder`: what was taken of each role, and what a run has to begin anew, a line each."""
+class Written:
+    """Outcome: what was taken over, and what a run has to begin anew, a line each."""
 
+    path: Path
     manifest: Manifest
     taken: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
 
 
-def write_native_folder(
-    roles: Mapping[str, OpenRole],
-    target: Path,
-    *,
-    overwrite: bool = False,
-    told: Callable[[int], None] = lambda _: None,
-) -> Import:
-    """Write `roles` as the checkpoint `target`, which must be named `global_step_N`, and prove it.
-
-    Weights become float32; of a role whose source has moments, those that it lacks are zero. One chunk of a tensor is
-    in memory at a time. Raises UserError before anything is written when a source is not a whole model of its role.
-    """
+def step_named(target: Path, roles: Mapping[str, TensorSource]) -> int:
+    """The step that `target` is named for; raises UserError, with the step of the source, for another name."""
     step = step_of(target.absolute())
     if step is None:
-        known = next((role.source.contents.progress.step for role in roles.values()), None)
+        known = next((source.contents.progress.step for source in roles.values()), None) or 0
         raise UserError(
-            f"{target} must be named global_step_N, for the step N that a run begins after"
-            + (f"; the source is at step {known}: {target}/global_step_{known}." if known is not None else ".")
+            f"{target} must be named global_step_N, for the step N that a run begins after. The source is at step "
+            f"{known}: give {target}/global_step_{known}."
         )
-    named = {name: named_as_trained(role.source, role.path, name) for name, role in roles.items()}
-    sources = [role.path for role in roles.values()]
-    done = Import(_manifest(step, roles))
-    with output_folder(target, overwrite=overwrite, sources=sources) as root:
-        written = [write_json(root, DRIVER_STATE, DriverState(new_run_id(), step, 0.0, step=step).state_dict())]
-        for name, role in roles.items():
-            written += _write_role(root, name, role.source, named[name], done, told)
-        done.manifest.files.update(describe(written))
-        prove(root, written)
+    return step
+
+
+def plan_native_folder(roles: Mapping[str, TensorSource], path: Path) -> dict[str, RolePlan]:
+    """Plans of the models at `path`, by role. Raises UserError when one is not a whole model of its role."""
+    plans = {}
+    for role, source in roles.items():
+        hf = plan_hf_folder(source, path, HfOptions(value_model=role == CRITIC))
+        files = source.contents.model_files
+        assert files is not None  # the plan has read them
+        plans[role] = RolePlan(path, source, named_as_trained(hf.tensors, files, path, role), hf)
+    return plans
+
+
+def write_native_folder(
+    plans: Mapping[str, RolePlan],
+    target: Path,
+    step: int,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Written:
+    """Write the checkpoint `target` of `step`, prove it, and give it its name.
+
+    Weights are float32, and beside them in their own type as a Hugging Face folder; moments that only some of them have
+    are zero for the others. A range of a tensor is in memory at a time.
+    """
+    done = Written(target, _manifest(step, plans))
+    with output_folder(target, overwrite=overwrite, sources=[plan.path for plan in plans.values()]) as root:
+        files = [write_json(root, DRIVER_STATE, DriverState(new_run_id(), step, 0.0, step=step).state_dict())]
+        for role, plan in plans.items():
+            files += _write_role(root, role, plan, done, progress)
+        done.manifest.files.update(describe(files))
+        prove(root, files)
         write_manifest(root, done.manifest)
     return done
 
 
 def _write_role(
-    root: Path,
-    role: str,
-    source: TensorSource,
-    named: Mapping[str, TrainedTensor],
-    done: Import,
-    told: Callable[[int], None],
+    root: Path, role: str, plan: RolePlan, done: Written, progress: Callable[[int], None]
 ) -> list[WrittenFile]:
     """Files of one role below `root`; what there is, and what there is not, is noted in `done`."""
-    contents, have = source.contents, done.manifest.contents
-    weights = [part_of(source, tensor.source_name, name, tensor.info) for name, tensor in named.items()]
-    written = write_component(root, f"{role}/model", weights, told)
+    source, have = plan.source, done.manifest.contents
+    weights = [part_of(source, tensor.source_name, name, tensor.info) for name, tensor in plan.named.items()]
+    files = write_component(root, f"{role}/model", weights, progress)
+    folder = f"{role}/{HF_FOLDER}"
+    files += [replace(f, path=f"{folder}/{f.path}") for f in write_hf_folder(source, plan.hf, root / folder, progress)]
     done.taken.append(f"{role}: weights, {len(weights)} tensors")
-    if unknown := sorted(contents.tensors.keys() - {tensor.source_name for tensor in named.values()}):
-        done.absent.append(f"{role}: {len(unknown)} tensors that its model does not have, such as {unknown[0]}")
-    if contents.moments:
-        moments, lacking = _moments(source, named)
-        written += write_component(root, f"{role}/optimizer", moments, told)
+    if source.contents.moments:
+        moments, lacking = _moments(source, plan.named)
+        files += write_component(root, f"{role}/optimizer", moments, progress)
         have += [] if "optimizer" in have else ["optimizer"]
-        done.taken.append(f"{role}: moments and step counts of AdamW")
+        done.taken.append(f"{role}: AdamW's moments and step counts")
         if lacking:
-            done.absent.append(f"{role}: moments of {len(lacking)} weights, which begin at zero, such as {lacking[0]}")
+            done.absent.append(f"{role}: moments of {len(lacking)} weights, such as {lacking[0]}, which begin at zero")
     if (position := _position(source)) is not None:
-        # What `LambdaLR` needs to go on; rates and shape are the run's own settings.
-        schedule = {"lr_scheduler": {"last_epoch": position, "_step_count": position + 1}}
-        written.append(write_json(root, f"{role}/{SCHEDULE}", schedule))
+        # All that a load takes of it: rates and shape are the run's own settings.
+        schedule = {"last_epoch": position, "_step_count": position + 1}
+        files.append(write_json(root, f"{role}/{SCHEDULE}", {"lr_scheduler": schedule}))
         have += [] if "extra" in have else ["extra"]
-        done.taken.append(f"{role}: place in the learning-rate schedule, {position} optimizer steps")
-    done.absent += [f"{role}: {line}" for line in contents.absent]
-    return written
+        done.taken.append(f"{role}: place in the learning rate schedule, after {position} optimizer steps")
+    done.absent += [f"{role}: {line}" for line in source.contents.absent]
+    return files
 
 
 def _moments(source: TensorSource, named: Mapping[str, TrainedTensor]) -> tuple[list[Part], list[str]]:
@@ -139,15 +162,15 @@ def _position(source: TensorSource) -> int | None:
     return last if isinstance(last, int) else None
 
 
-def _manifest(step: int, roles: Mapping[str, OpenRole]) -> Manifest:
-    first = next(iter(roles.values()))
+def _manifest(step: int, plans: Mapping[str, RolePlan]) -> Manifest:
+    first = next(iter(plans.values()))
     identity = Identity.of_run(first.source.layout, "", {}, [1])
     return Manifest(
         step=step,
         world_size=1,
         backend=identity.backend,
-        contents=["model"],
-        roles=sorted(roles),
+        contents=["model", "hf_model"],
+        roles=sorted(plans),
         config_hash=identity.config_hash,
         fingerprints=identity.fingerprints,
         created=datetime.now(UTC).isoformat(timespec="seconds"),

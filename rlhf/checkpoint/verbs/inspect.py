@@ -81,6 +81,7 @@ def _details(checkpoint: FoundCheckpoint) -> dict[str, Any]:
         "contents": manifest.contents,
         "linked": manifest.linked,
         "versions": manifest.versions,
+        "imported": manifest.imported,
         "metrics": manifest.metrics,
         "driver_state": driver,
         "folders": folders,
@@ -98,6 +99,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         "linked": ", ".join(f"{folder} from {source}" for folder, source in found["linked"].items()) or "nothing",
         "versions": ", ".join(f"{k} {v}" for k, v in sorted(found["versions"].items())),
     }
+    if origin := found["imported"]:
+        facts["imported from"] = f"{origin['path']} ({origin['layout']})"
     yield from (f"{name:16} {value}" for name, value in facts.items())
     yield f"driver state {_bounded(found['driver_state'])}"
     for folder in found["folders"]:

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 
 def add_origin_options(parser: argparse.ArgumentParser) -> None:
     """Give a verb the options that `origin_of` takes."""
-    parser.add_argument(
-        "--backend", choices=backends(), default=AUTO, help="layout of the checkpoint; auto asks each (default)"
-    )
+    add_layout_options(parser)
     parser.add_argument(
         "--local_dir",
         "--local-dir",
@@ -24,6 +22,17 @@ def add_origin_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of the checkpoint, or a run directory; further ones with parts of it from other nodes' disks",
     )
+    parser.add_argument("--role", default="actor", help="model of a checkpoint with several: actor (default), critic")
+    parser.add_argument(
+        "--adapter", choices=("keep", "merge"), help="a peft adapter: keep it, or merge it into its base"
+    )
+
+
+def add_layout_options(parser: argparse.ArgumentParser) -> None:
+    """Give a verb the options that say how the folder is to be read that it takes."""
+    parser.add_argument(
+        "--backend", choices=backends(), default=AUTO, help="layout of the checkpoint; auto asks each (default)"
+    )
     parser.add_argument(
         "--hf_model_path",
         "--hf-model-path",
@@ -31,11 +40,7 @@ def add_origin_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="Hugging Face folder with config and tokenizer, where the checkpoint does not bring them",
     )
-    parser.add_argument("--role", default="actor", help="model of a checkpoint with several: actor (default), critic")
     parser.add_argument("--tag", help="save within the folder, for DeepSpeed (default: the one that `latest` names)")
-    parser.add_argument(
-        "--adapter", choices=("keep", "merge"), help="a peft adapter: keep it, or merge it into its base"
-    )
 
 
 def origin_of(arguments: argparse.Namespace) -> "Origin":
