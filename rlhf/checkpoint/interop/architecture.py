@@ -24,11 +24,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Architecture:
-    """Class in the library, and which tensor each tied one is the same as."""
+    """Class in the library, which tensor each tied one is the same as, and the parameters in the order in which the
+    class has them, tied ones once."""
 
     kind: Any
     config: Any
     tied: dict[str, str]
+    parameters: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -56,7 +58,11 @@ def architecture_of(model_files: Path, *, value_model: bool = False, tied: bool 
     with torch.device("meta"):
         model: PreTrainedModel = kind(copy.deepcopy(config))
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
-    return Architecture(kind, config, {name: str(source) for name, source in pairs.items()})
+    return Architecture(kind, config, {name: str(source) for name, source in pairs.items()}, _parameters(model))
+
+
+def _parameters(model: PreTrainedModel) -> tuple[str, ...]:
+    return tuple(name for name, _ in model.named_parameters())
 
 
 def _kind(config: Any) -> Any:

@@ -32,6 +32,7 @@ LAYOUTS: tuple[LayoutEntry, ...] = (
     LayoutEntry("deepspeed", "layout_deepspeed", "TAG/*_model_states.pt"),
     LayoutEntry("huggingface", "layout_huggingface", "model.safetensors or pytorch_model.bin, or their index.json"),
     LayoutEntry("megatron", "layout_torch_dist", "metadata.json of megatron-core, with .metadata"),
+    LayoutEntry("fsdp", "layout_fsdp", "model_world_size_W_rank_R.pt, or a folder actor with it"),
     LayoutEntry("megatron", "layout_megatron", "mp_rank_XX_YYY/model_states.pt"),
 )
 """In the order in which they are asked whether a folder is theirs."""

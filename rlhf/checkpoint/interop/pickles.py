@@ -46,9 +46,22 @@ class StandIn:
         self.state = state
 
 
-def stand_in(name: str) -> tuple[type[StandIn], str]:
-    """Entry of `Allowed` that puts a StandIn, of a class of its own, wherever a pickle asks for `name`."""
-    return type(name.rpartition(".")[2], (StandIn,), {}), name
+class TensorStandIn(torch.Tensor):
+    """The same for a subclass of Tensor that has no data and keeps others as its attributes; nothing computes with
+    it."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise TypeError(f"{func} of a {cls.__name__} that was only read")
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def stand_in(name: str, kind: type = StandIn) -> tuple[type, str]:
+    """Entry of `Allowed` that puts a StandIn (or TensorStandIn), of a class of its own, wherever a pickle asks for
+    `name`."""
+    return type(name.rpartition(".")[2], (kind,), {}), name
 
 
 def read_pickle(path: Path, allowed: Allowed = ()) -> Any:
@@ -80,7 +93,7 @@ def open_archive(path: Path, start: int = 0, size: int | None = None) -> Iterato
 
 def _check_archive(path: Path, file: "_Part") -> None:
     try:
-        with zipfile.ZipFile(file) as archive:  # type: ignore[arg-type]
+        with zipfile.ZipFile(file) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise DamagedCheckpoint(f"{path} has compressed entries, which torch.save does not write")
             if sum(entry.file_size for entry in archive.infolist()) > file.size:
@@ -104,8 +117,9 @@ def refusing(path: Path, allowed: Allowed) -> Iterator[None]:
             warnings.simplefilter("ignore")  # what the reader does not know is an error in the end
             yield
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)|DTensors|nested_tensor", str(error))
-        if names := ([found[1] or "torch.distributed.tensor.DTensor"] if found else _asked_for(_pickled(path))):
+        if found := re.search(r"GLOBAL (\S+)|torch\.(?:distributed\.tensor|nested)", str(error)):
+            raise _refusal(path, [found[1] or found[0]]) from None
+        if "operand" in str(error) and (names := _asked_for(_pickled(path))):  # of a protocol that torch does not read
             raise _refusal(path, names) from None
         raise DamagedCheckpoint(f"{path} is no file of torch.save, or is cut off: {_cause(error)}") from None
     except (DamagedCheckpoint, UserError):

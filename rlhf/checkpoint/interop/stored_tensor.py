@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.checkpoint.interop.pickles import Allowed, StandIn, open_archive, refusing
+from rlhf.checkpoint.interop.pickles import Allowed, StandIn, TensorStandIn, open_archive, refusing
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.shards import as_bytes
 
@@ -53,13 +53,12 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class StoredShard:
-    """Part of a DTensor in a file of one rank: the shape of the whole, this rank's part, and how it is spread."""
+class StoredWrapper:
+    """Tensor of a class that only wraps others, such as a DTensor: its class, its shape and what it keeps."""
 
+    kind: str
     shape: tuple[int, ...]
-    local: StoredTensor
-    spec: Any
-    """What its file keeps of the DTensorSpec: a StandIn, or the library's, as the reader allowed."""
+    state: Any
 
 
 Piece = tuple[StoredTensor, int, int]
@@ -95,7 +94,7 @@ def joined(pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
 
 def open_torch_file(path: Path, allowed: Allowed = (), *, start: int = 0, size: int | None = None) -> Any:
     """Content of a file of `torch.save` (or of the part of `size` bytes from `start` on, that is such a file) with a
-    StoredTensor in the place of each tensor, and a StoredShard in that of each DTensor.
+    StoredTensor in the place of each tensor, and a StoredWrapper in that of each TensorStandIn.
 
     Errors as in `pickles.read_pickle`.
     """
@@ -111,8 +110,8 @@ class _Places:
         self._path, self._start, self._end = path, start, end
 
     def of(self, content: Any) -> Any:
-        if hasattr(content, "_local_tensor"):
-            return StoredShard(tuple(content.shape), self.of(content._local_tensor), content._spec)
+        if isinstance(content, TensorStandIn):
+            return StoredWrapper(type(content).__name__, tuple(content.shape), self.of(content.state))
         if isinstance(content, Tensor):
             return self._of_tensor(content)
         if isinstance(content, StandIn):

@@ -1,0 +1,181 @@
+"""Checkpoints of FSDP1 and FSDP2 in verl's layout, made by torch: read as what torch gathers of the same model."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.checkpoint.interop.layouts import open_source
+from rlhf.checkpoint.interop.source import Origin, TensorSource
+from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from tests.support.checkpoints import run_ranks
+from tests.support.fsdp_saves import RATE, STEPS, save_all, truth_of
+from tests.support.tiny_models import causal_lm
+
+RANKS = 4
+SIZES = {"intermediate_size": 26}  # by which the ranks' parts differ in size
+CASES = (
+    "llama/fsdp1",
+    "llama/fsdp1_sharded_tensors",
+    "llama/fsdp1_orig_params",
+    "llama/fsdp2",
+    "llama/fsdp2_by_columns",
+    "qwen2/fsdp1/2",
+    "qwen2/fsdp2/2",
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """Folder of the checkpoints of all cases."""
+    root = tmp_path_factory.mktemp("fsdp")
+    for architecture in ("llama", "qwen2"):
+        causal_lm(architecture, root / "models" / architecture, **SIZES)
+    run_ranks(RANKS, save_all, root / "models", root, CASES, deadline_s=120, join=root / "join")
+    return root
+
+
+@pytest.fixture
+def copy(saved, tmp_path) -> Path:
+    """A checkpoint of FSDP2 that a test may change."""
+    return Path(shutil.copytree(saved / "llama" / "fsdp2", tmp_path / "copy"))
+
+
+def whole(source: TensorSource, name: str) -> torch.Tensor:
+    info = source.contents.tensors.get(name) or source.contents.moments[name]
+    return source.read(name, 0, info.numel).view(info.shape)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_moments_are_those_that_torch_gathers(case, saved):
+    tensors, moments = truth_of(saved / case)
+    if "orig_params" in case:  # of these torch 2.13 gathers both moments into one memory on a CPU
+        _, moments = truth_of(saved / "llama" / "fsdp1")
+    if not case.startswith("llama"):
+        del tensors["lm_head.weight"]  # tied
+    source = open_source(Origin(saved / case))
+    assert source.layout == "fsdp"
+    assert source.contents.tensors.keys() == tensors.keys()
+    for name, expected in tensors.items():
+        assert torch.equal(whole(source, name), expected), name
+    expected_moments = {f"{name}.{key}": value for name, state in moments.items() for key, value in state.items()}
+    assert source.contents.moments.keys() == expected_moments.keys()
+    assert len(moments) == len(tensors) - 2  # the buffers have none
+    for name, expected in expected_moments.items():
+        assert torch.equal(whole(source, name), expected.view(whole(source, name).shape)), name
+    progress = source.contents.progress
+    assert progress.optimizer_steps == STEPS
+    assert progress.schedule is not None
+    assert progress.schedule["last_epoch"] == STEPS
+    assert progress.schedule["base_lrs"] == [RATE]
+    assert source.contents.model_files == saved / case / "huggingface"
+    assert not [line for line in source.contents.absent if "moments" in line or "schedule" in line]
+
+
+@pytest.mark.parametrize("case", CASES[:5])
+def test_every_range_is_the_same(case, saved):
+    source = open_source(Origin(saved / case))
+    for name in ("model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.up_proj.weight.exp_avg", "calibration"):
+        flat = whole(source, name).view(-1)
+        for start in range(0, len(flat), 7):
+            for stop in (start, start + 1, start + 5, start + 40, len(flat)):
+                stop = min(stop, len(flat))
+                assert torch.equal(source.read(name, start, stop), flat[start:stop]), (name, start, stop)
+
+
+def test_a_step_folder_has_its_roles(saved, tmp_path):
+    step = tmp_path / "global_step_30"
+    shutil.copytree(saved / "llama" / "fsdp2", step / "actor")
+    shutil.copytree(saved / "qwen2" / "fsdp1" / "2", step / "critic")
+    actor, critic = open_source(Origin(step)), open_source(Origin(step, role="critic"))
+    assert "lm_head.weight" in actor.contents.tensors
+    assert "lm_head.weight" not in critic.contents.tensors
+    assert actor.contents.progress.step == critic.contents.progress.step == 30
+    assert open_source(Origin(step / "critic", role="critic")).contents.progress.step == 30
+    with pytest.raises(UserError, match="neither has a folder ref in it"):
+        open_source(Origin(step, role="ref"), "fsdp")
+
+
+def test_without_its_config_the_files_tell_the_number_of_ranks(copy):
+    (copy / "fsdp_config.json").unlink()
+    assert len(open_source(Origin(copy)).contents.moments) == 63
+    shutil.copy(copy / "model_world_size_4_rank_0.pt", copy / "model_world_size_2_rank_0.pt")
+    with pytest.raises(UserError, match=r"files of 2 and 4 ranks, and no fsdp_config.json"):
+        open_source(Origin(copy))
+    (copy / "fsdp_config.json").write_text(json.dumps({"world_size": 4}))
+    open_source(Origin(copy))
+    (copy / "fsdp_config.json").write_text(json.dumps({"world_size": 8}))
+    with pytest.raises(UserError, match="speaks of 8 ranks, the files beside it are of 2 and 4"):
+        open_source(Origin(copy))
+    (copy / "fsdp_config.json").write_text("[]")
+    with pytest.raises(DamagedCheckpoint, match="does not say the world_size"):
+        open_source(Origin(copy))
+
+
+def test_a_missing_file_is_named(copy):
+    (copy / "optim_world_size_4_rank_2.pt").unlink()
+    (copy / "extra_state_world_size_4_rank_0.pt").unlink()
+    source = open_source(Origin(copy))
+    assert not source.contents.moments
+    assert "the optimizer's moments: optim_world_size_4_rank_2.pt missing" in source.contents.absent
+    assert any(line.startswith("the learning rate schedule") for line in source.contents.absent)
+    (copy / "model_world_size_4_rank_1.pt").unlink()
+    with pytest.raises(UserError, match=r"saved by 4 ranks and lacks model_world_size_4_rank_1\.pt"):
+        open_source(Origin(copy))
+
+
+def test_files_that_do_not_belong_together(copy, saved):
+    def use(source: Path) -> None:
+        shutil.copy(source, copy / "model_world_size_4_rank_2.pt")
+
+    use(saved / "qwen2" / "fsdp2" / "2" / "model_world_size_4_rank_2.pt")
+    with pytest.raises(DamagedCheckpoint, match="is in the file of only one of rank 0 and rank 2"):
+        open_source(Origin(copy))
+    use(saved / "llama" / "fsdp2_by_columns" / "model_world_size_4_rank_2.pt")
+    with pytest.raises(DamagedCheckpoint, match="is spread otherwise"):
+        open_source(Origin(copy))
+    use(copy / "model_world_size_4_rank_1.pt")
+    with pytest.raises(DamagedCheckpoint, match="are no whole of"):
+        open_source(Origin(copy))
+    use(copy / "optim_world_size_4_rank_1.pt")
+    with pytest.raises(DamagedCheckpoint, match="is in the file of only one"):
+        open_source(Origin(copy))
+
+
+def test_buffers_of_the_ranks_have_to_be_equal(copy):
+    path = copy / "model_world_size_4_rank_1.pt"
+    content = path.read_bytes()
+    values = torch.arange(5.0).numpy().tobytes()
+    assert content.count(values) == 1
+    path.write_bytes(content.replace(values, values[::-1]))
+    source = open_source(Origin(copy))
+    with pytest.raises(DamagedCheckpoint, match=r"calibration is whole in .*rank_0.pt and differs in .*rank_1.pt"):
+        whole(source, "calibration")
+
+
+def test_a_rank_s_file_that_is_cut_off(copy):
+    path = copy / "model_world_size_4_rank_1.pt"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(DamagedCheckpoint, match=r"rank_1\.pt is no whole file of torch.save"):
+        open_source(Origin(copy))
+    torch.save([1, 2], path)
+    with pytest.raises(DamagedCheckpoint, match=r"rank_1\.pt is no file of verl's: it holds a list"):
+        open_source(Origin(copy))
+
+
+def test_an_optimizer_that_does_not_fit_is_left_out(copy, saved):
+    for rank in range(4):
+        name = f"optim_world_size_4_rank_{rank}.pt"
+        shutil.copy(saved / "qwen2" / "fsdp2" / "2" / name, copy / name)
+    source = open_source(Origin(copy))
+    assert not source.contents.moments
+    assert "the optimizer's moments: the optimizer has 26 parameters, the model 21" in source.contents.absent
+    for rank in range(4):
+        torch.save(
+            {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [{"params": [0]}]},
+            copy / f"optim_world_size_4_rank_{rank}.pt",
+        )
+    assert any("is no Adam" in line for line in open_source(Origin(copy)).contents.absent)
