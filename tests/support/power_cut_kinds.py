@@ -11,12 +11,14 @@ from typing import Any
 from unittest import mock
 
 from rlhf.checkpoint.commit import pointer
+from rlhf.checkpoint.interop.target import output_folder
 from rlhf.checkpoint.remote.lease import release_held
 from rlhf.checkpoint.save import disk_space
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_DONE
 from rlhf.launch import supervisor
 from rlhf.rollout.servers.secret import run_secret
+from rlhf.storage.files import make_dir, write_file, write_small
 from rlhf.storage.layout import RESOLVED, scan, step_dir
 from tests.support.checkpoints import flip_bit
 from tests.support.power_cut_runs import Book, Saved, Start, TinyRun, tiny_config
@@ -260,6 +262,24 @@ def secret(root: Path, book: Book) -> None:
     run.finish()
 
 
+def exported(root: Path, book: Book) -> None:
+    """Folders that a verb of the checkpoint's command makes, one of them in the place of an earlier one."""
+    run = begin(book, start_of(root))
+    run.train(1)
+    run.finish()
+    for name, number in (("a/b/model", 1), ("model", 2), ("model", 3)):
+        weights = bytes([number]) * 9000
+        book.note("whole", (f"{name}/config.json", is_json))
+        book.note("whole", (f"{name}/more/weights", lambda content: len(content) == 9000 and len(set(content)) == 1))
+        with output_folder(root / name, overwrite=True) as folder:
+            write_file(folder, "config.json", [b'{"number": %d}\n' % number])
+            make_dir(folder / "more")
+            write_small(folder / "more" / "weights", weights)
+        if number != 2:  # one that is replaced may be gone for a moment
+            book.note("there", f"{name}/config.json")
+            book.note("there", f"{name}/more/weights")
+
+
 def is_json(content: bytes) -> bool:
     try:
         return content.endswith(b"\n") and bool(json.loads(content))
@@ -325,5 +345,6 @@ KINDS: dict[str, Callable[[Path, Book], None]] = {
         fetched,
         supervised,
         secret,
+        exported,
     )
 }

@@ -15,7 +15,7 @@ from rlhf.storage.files import (
     fsync_dir,
     fsync_files,
     fsync_tree,
-    make_dir,
+    make_dir_durably,
     make_new_dir,
     remove_dir,
     rename,
@@ -40,7 +40,7 @@ def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Pa
     """
     target = target.absolute()
     _check(target, overwrite, [path.resolve() for path in sources])
-    make_dir(target.parent)
+    make_dir_durably(target.parent)
     _remove_leftovers(target)
     folder, lock = _made(target)
     try:
