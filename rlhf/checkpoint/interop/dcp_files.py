@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,8 +48,16 @@ UNREAD = (
 STAND_INS: dict[str, type[StandIn]] = {name: stand_in(name)[0] for name in UNREAD}
 
 
+class ReadableChunk(Protocol):
+    """Part of a tensor in a file."""
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of it, flattened, 1-D."""
+        ...
+
+
 @dataclass(frozen=True)
-class _Band:
+class Band:
     """Rows [row, row + rows) of a tensor, in columns [column, column + columns): as they lie in a chunk from its
     element `at` on."""
 
@@ -58,7 +66,7 @@ class _Band:
     column: int
     columns: int
     at: int
-    stored: "_Chunk"
+    stored: "ReadableChunk"
 
 
 @dataclass
@@ -83,7 +91,8 @@ class _Chunk:
 class DcpFolder:
     """Tensors of a folder by the names in its `.metadata`; nothing is open between reads.
 
-    `objects` are the names of what else is in it. Raises UserError for a folder without `.metadata`, a missing data
+    `objects` are the names of what else is in it, `paths` the keys that lead to each in the nested state dict that was
+    saved, as far as the saver has noted them. Raises UserError for a folder without `.metadata`, a missing data
     file, or one that is compressed; DamagedCheckpoint for a `.metadata` that cannot be read.
     """
 
@@ -92,9 +101,10 @@ class DcpFolder:
         described = read_metadata(path / METADATA)
         self.tensors: dict[str, TensorInfo] = {}
         self.objects: list[str] = []
+        self.paths: dict[str, tuple[Any, ...]] = dict(described.planner_data or {})
         self._items: dict[str, dict[tuple[int, ...], Any]] = {}
         self._entries: dict[str, metadata.TensorStorageMetadata] = {}
-        self._bands: dict[str, list[_Band]] = {}
+        self._bands: dict[str, list[Band]] = {}
         for name, entry in described.state_dict_metadata.items():
             if isinstance(entry, metadata.TensorStorageMetadata):
                 self.tensors[name] = TensorInfo(tuple(entry.size), entry.properties.dtype)
@@ -125,7 +135,12 @@ class DcpFolder:
             raise DamagedCheckpoint(f"{self.path / METADATA} does not say where all of {name} is")
         return rows.view(-1)[start - first * width : stop - first * width]
 
-    def _laid_out(self, name: str) -> Iterator[_Band]:
+    def read_object(self, name: str) -> Any:
+        """Value of one of `objects`; raises UserError when that is more than plain values."""
+        [item] = self._items[name].values()
+        return open_torch_file(self.path / item.relative_path, start=item.offset, size=item.length)
+
+    def _laid_out(self, name: str) -> Iterator[Band]:
         """The bands of all chunks of a tensor. Rows are those of the tensor with all but its last dimension
         flattened; a vector has one per element."""
         info, items = self.tensors[name], self._items.get(name, {})
@@ -135,7 +150,7 @@ class DcpFolder:
             if item is None or len(offsets) != len(info.shape):
                 raise DamagedCheckpoint(f"{self.path / METADATA} does not say where {name} is")
             stored = _Chunk(self.path / item.relative_path, item.offset, item.length, TensorInfo(sizes, info.dtype))
-            yield from _bands(info.shape, offsets, sizes, stored)
+            yield from bands(info.shape, offsets, sizes, stored)
 
     def _check_files(self, stored: Mapping[Any, Any]) -> None:
         for info in stored.values():
@@ -192,9 +207,12 @@ class _Listed(pickle.Unpickler):
         )
 
 
-def _bands(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], stored: _Chunk) -> Iterator[_Band]:
+def bands(
+    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], stored: ReadableChunk
+) -> Iterator[Band]:
+    """The bands of a chunk of `sizes` that begins at `offsets` of a tensor of `shape`."""
     if len(shape) < 2:
-        yield _Band(sum(offsets), torch.Size(sizes).numel(), 0, 1, 0, stored)
+        yield Band(sum(offsets), torch.Size(sizes).numel(), 0, 1, 0, stored)
         return
     outer, columns = shape[:-1], sizes[-1]
     # Dimensions that the chunk has whole make rows that follow each other, together with the one before them.
@@ -206,4 +224,4 @@ def _bands(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, .
     for number, index in enumerate(product(*(range(size) for size in sizes[:split]))):
         row = offsets[split] * strides[split]
         row += sum((offsets[axis] + index[axis]) * strides[axis] for axis in range(split))
-        yield _Band(row, rows, offsets[-1], columns, number * rows * columns, stored)
+        yield Band(row, rows, offsets[-1], columns, number * rows * columns, stored)

@@ -1,7 +1,7 @@
 """Writes tensors as torch.distributed.checkpoint saves them, by one process and without a process group."""
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rlhf.checkpoint.interop.dcp_files import METADATA
+from rlhf.checkpoint.interop.hf_folder import Progress
 from rlhf.checkpoint.interop.source import TensorInfo, TensorSource
 from rlhf.checkpoint.interop.torch_file import saved_range
 from rlhf.storage.files import WrittenFile, write_file
@@ -35,10 +36,18 @@ class _RowChunk(NamedTuple):
     """First element in the whole tensor."""
 
 
-def write_dcp(root: Path, source: TensorSource) -> list[WrittenFile]:
+def write_dcp(
+    root: Path,
+    source: TensorSource,
+    *,
+    paths: Mapping[str, tuple[str, ...]] | None = None,
+    progress: Progress = lambda count: None,
+) -> list[WrittenFile]:
     """Write the tensors of `source` into the folder `root`: data files `__0_N.distcp`, and `.metadata` after them.
 
-    Chunks are rows of the first dimension, so that any loader takes its part without the whole tensor.
+    Chunks are rows of the first dimension, so that any loader takes its part without the whole tensor. `paths` has the
+    keys that lead to each in the nested state dict; without it all are at the top. torch's own writer would keep every
+    tensor of a file in memory until the file is whole.
     """
     stored: dict[MetadataIndex, _StorageInfo] = {}
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -57,9 +66,8 @@ def write_dcp(root: Path, source: TensorSource) -> list[WrittenFile]:
     written = []
     for number, chunks in enumerate(files):
         file = f"__0_{number}.distcp"
-        written.append(write_file(root, file, _items(source, file, chunks, stored)))
-    names = {name: (name,) for name in entries}
-    described = pickle.dumps(Metadata(entries, names, stored, version=VERSION))
+        written.append(write_file(root, file, _items(source, file, chunks, stored, progress)))
+    described = pickle.dumps(Metadata(entries, paths or {name: (name,) for name in entries}, stored, version=VERSION))
     return [*written, write_file(root, METADATA, [described])]
 
 
@@ -79,7 +87,11 @@ def _offsets(chunk: _RowChunk) -> tuple[int, ...]:
 
 
 def _items(
-    source: TensorSource, file: str, chunks: list[_RowChunk], stored: dict[MetadataIndex, _StorageInfo]
+    source: TensorSource,
+    file: str,
+    chunks: list[_RowChunk],
+    stored: dict[MetadataIndex, _StorageInfo],
+    progress: Progress,
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a data file; where each chunk lies goes to `stored`."""
     end = 0
@@ -88,4 +100,6 @@ def _items(
         for part in saved_range(source, chunk.name, chunk.start, chunk.shape):
             end += len(part)
             yield part
+            if isinstance(part, memoryview):  # of a tensor
+                progress(len(part))
         stored[MetadataIndex(chunk.name, _offsets(chunk))] = _StorageInfo(file, start, end - start)

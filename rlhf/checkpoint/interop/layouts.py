@@ -30,6 +30,7 @@ LAYOUTS: tuple[LayoutEntry, ...] = (
     LayoutEntry("native", "layout_native", "manifest.json, or global_step_N with one"),
     # Before what else lies in a folder of the Trainer's: it has the float32 weights and the moments.
     LayoutEntry("deepspeed", "layout_deepspeed", "TAG/*_model_states.pt"),
+    LayoutEntry("dcp", "layout_dcp", ".metadata of torch.distributed.checkpoint, in it or in step-N"),
     LayoutEntry("huggingface", "layout_huggingface", "model.safetensors or pytorch_model.bin, or their index.json"),
     LayoutEntry("megatron", "layout_torch_dist", "metadata.json of megatron-core, with .metadata"),
     LayoutEntry("fsdp", "layout_fsdp", "model_world_size_W_rank_R.pt, or a folder actor with it"),

@@ -1,0 +1,69 @@
+"""Names of torchtitan's models as those of transformers, and the order of rows in which the two rotate embeddings."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import UserError
+
+EMBEDDING = "tok_embeddings.weight"
+"""A name that every language model of torchtitan's has, and none of transformers'."""
+TOP = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+LAYER = {
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
+TABLES = ("freqs_cis", "rope_cache")
+"""Tables of angles, which older releases save and transformers computes."""
+MODELS = {"llama": True, "qwen3": False}
+"""Models that are known, by `model_type` in config.json: whether torchtitan rotates pairs of neighbours, as Meta does,
+where transformers rotates the first half of a head with the second."""
+
+
+def to_transformers(name: str, config: Mapping[str, Any], where: Path) -> str | None:
+    """The name in transformers of a parameter; None for a table that it computes.
+
+    Raises UserError for a model that is not known, and for a part that the known ones do not have (experts, fused
+    projections).
+    """
+    model = config.get("model_type")
+    if model not in MODELS:
+        raise UserError(
+            f"{where} is of torchtitan, of whose models {' and '.join(MODELS)} are read here; config.json says "
+            f"{model!r}. Convert it with torchtitan's scripts/checkpoint_conversion/convert_to_hf.py."
+        )
+    if name in TABLES:
+        return None
+    # Newer releases have the three projections in a module of their own.
+    found = TOP.get(name)
+    if match := re.fullmatch(r"layers\.(\d+)\.(.+)", name.replace(".qkv_linear.", ".")):
+        found = f"model.layers.{match[1]}.{LAYER[match[2]]}" if match[2] in LAYER else None
+    if found is None:
+        raise UserError(
+            f"{where} has {name}, which is no part of torchtitan's dense {model}. Convert it with torchtitan's "
+            "scripts/checkpoint_conversion/convert_to_hf.py."
+        )
+    return found
+
+
+def rotated_rows(name: str, config: Mapping[str, Any]) -> int:
+    """Rows of a head in the parameter `name` of transformers, when torchtitan has them in another order; otherwise
+    0."""
+    if not MODELS[config["model_type"]] or not name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight")):
+        return 0
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])

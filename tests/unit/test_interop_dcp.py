@@ -1,0 +1,297 @@
+"""Folders of torch.distributed.checkpoint: written for its own reader, read as programs that use it save them."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from rlhf.checkpoint.interop import dcp_writer, layout_dcp
+from rlhf.checkpoint.interop.dcp_folder import nbytes_of_dcp, write_dcp_folder
+from rlhf.checkpoint.interop.layouts import open_source
+from rlhf.checkpoint.interop.source import Contents, Origin, TensorInfo, TensorSource
+from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from tests.support.tiny_models import causal_lm, tiny_config
+
+TENSORS = {
+    "model.embed_tokens.weight": torch.arange(50 * 6.0).view(50, 6),
+    "model.norm.weight": torch.arange(7.0).bfloat16(),
+    "counts": torch.arange(3),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.empty(0, 3),
+}
+MOMENTS = {
+    "model.embed_tokens.weight.exp_avg": torch.randn(50, 6),
+    "model.embed_tokens.weight.exp_avg_sq": torch.rand(50, 6),
+    "model.embed_tokens.weight.step": torch.tensor(4.0),
+}
+
+
+class PlainSource:
+    """An open checkpoint of tensors in memory; what it reads are views, as of some layouts."""
+
+    layout = "plain"
+
+    def __init__(self, tensors: dict[str, Tensor], moments: dict[str, Tensor], model_files: Path | None = None) -> None:
+        self._all = tensors | moments
+        infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self._all.items()}
+        self.contents = Contents(
+            {n: infos[n] for n in tensors}, {n: infos[n] for n in moments}, model_files=model_files
+        )
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self._all[name].reshape(-1)[start:stop]
+
+    def close(self) -> None:
+        pass
+
+
+def everything(source: TensorSource) -> dict[str, Tensor]:
+    infos = source.contents.tensors | source.contents.moments
+    return {name: source.read(name, 0, info.numel).view(info.shape) for name, info in infos.items()}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch) -> Path:
+    """What is written of TENSORS and MOMENTS, in items of three rows and files of two items or so."""
+    monkeypatch.setattr(dcp_writer, "CHUNK_BYTES", 3 * 6 * 4)
+    monkeypatch.setattr(dcp_writer, "SHARD_BYTES", 200)
+    (tmp_path / "written").mkdir()
+    written = write_dcp_folder(PlainSource(TENSORS, MOMENTS), tmp_path / "written")
+    assert {file.path for file in written} == {path.name for path in (tmp_path / "written").iterdir()}
+    assert len(written) > 5
+    return tmp_path / "written"
+
+
+def test_torch_loads_what_is_written(written, tmp_path):
+    state: dict[str, Any] = {name: torch.empty_like(tensor) for name, tensor in TENSORS.items()}
+    state["optimizer"] = {f"state.{name}": torch.empty_like(tensor) for name, tensor in MOMENTS.items()}
+    dcp.load(state, checkpoint_id=written, no_dist=True)
+    assert_equal({name: state[name] for name in TENSORS}, TENSORS)
+    assert_equal({name.removeprefix("state."): tensor for name, tensor in state["optimizer"].items()}, MOMENTS)
+    dcp_to_torch_save(written, tmp_path / "saved.pt")
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    assert_equal({name: saved[name] for name in TENSORS}, TENSORS)
+    assert_equal(saved["optimizer"], {f"state.{name}": tensor for name, tensor in MOMENTS.items()})
+
+
+def test_what_is_written_is_read_again(written):
+    source = open_source(Origin(written))
+    assert source.layout == "dcp"
+    assert_equal(everything(source), TENSORS | MOMENTS)
+    assert source.contents.tensors.keys() == TENSORS.keys()
+    assert source.contents.progress.optimizer_steps == 4
+    assert torch.equal(source.read("model.embed_tokens.weight", 17, 100), torch.arange(17.0, 100.0))
+
+
+def test_the_type_and_the_small_files(tmp_path):
+    causal_lm("qwen2", tmp_path / "model")
+    source = PlainSource(TENSORS, MOMENTS, tmp_path / "model")
+    (tmp_path / "written").mkdir()
+    told: list[int] = []
+    write_dcp_folder(source, tmp_path / "written", dtype="bfloat16", moments=False, progress=told.append)
+    assert sum(told) == nbytes_of_dcp(source, dtype="bfloat16", moments=False)
+    again = open_source(Origin(tmp_path / "written"))
+    assert_equal(everything(again), {n: t.bfloat16() if t.is_floating_point() else t for n, t in TENSORS.items()})
+    assert again.contents.model_files == tmp_path / "written"
+    assert (tmp_path / "written" / "tokenizer.json").read_bytes() == (
+        tmp_path / "model" / "tokenizer.json"
+    ).read_bytes()
+    assert len(again.contents.absent) == 1
+
+
+def trained(architecture: str, folder: Path) -> tuple[Any, torch.optim.Optimizer, dict[str, Tensor]]:
+    """A model after a step of AdamW, its optimizer, and both as tensors by name."""
+    model = causal_lm(architecture, folder).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ids = torch.arange(12).view(2, 6)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return model, optimizer, found
+
+
+def test_accelerates_folders(tmp_path):
+    """As it saves FSDP with SHARDED_STATE_DICT: two folders, a state dict under a name in each."""
+    model, optimizer, expected = trained("qwen2", tmp_path / "checkpoint-7")
+    weights, state = get_state_dict(model, optimizer)
+    checkpoint = tmp_path / "checkpoint-7"
+    dcp.save({"model": weights}, checkpoint_id=checkpoint / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save({"optimizer": state}, checkpoint_id=checkpoint / "optimizer_0", no_dist=True)
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 7}')
+    for path in (checkpoint, checkpoint / "pytorch_model_fsdp_0"):
+        source = open_source(Origin(path), "dcp")
+        assert_equal(everything(source), expected)  # the tied one once
+        assert (source.contents.progress.step, source.contents.progress.optimizer_steps) == (7, 1)
+        assert source.contents.model_files == checkpoint
+    shutil.rmtree(checkpoint / "optimizer_0")
+    bare = open_source(Origin(checkpoint), "dcp").contents
+    assert not bare.moments
+    assert len(bare.absent) == 1
+
+
+def to_torchtitan(name: str, tensor: Tensor, heads: dict[str, int]) -> tuple[str, Tensor]:
+    """Name and rows of torchtitan 0.2, from those of transformers, as its adapter converts them."""
+    top = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"}
+    parts = {
+        "self_attn.q_proj": "attention.wq",
+        "self_attn.k_proj": "attention.wk",
+        "self_attn.v_proj": "attention.wv",
+        "self_attn.o_proj": "attention.wo",
+        "self_attn.q_norm": "attention.q_norm",
+        "self_attn.k_norm": "attention.k_norm",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    renamed = name.replace("model.layers.", "layers.")
+    for old, new in (top | parts).items():
+        renamed = renamed.replace(f"{old}.weight", f"{new}.weight")
+    for part, number in heads.items():
+        if part in name and tensor.ndim:
+            rows, columns = tensor.shape
+            tensor = tensor.view(number, 2, rows // number // 2, columns).transpose(1, 2).reshape(rows, columns)
+    return renamed, tensor
+
+
+@pytest.mark.parametrize("newer", [False, True], ids=["0.1", "0.3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_torchtitans_folders(tmp_path, architecture, newer):
+    model, optimizer, expected = trained(architecture, tmp_path / "model")
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    _, flat = get_state_dict(model, optimizer, options=options)
+    heads = {"q_proj": 4, "k_proj": 2} if architecture == "llama" else {}
+
+    def titan(name: str, tensor: Any) -> tuple[str, Any]:
+        name, tensor = to_torchtitan(name, tensor, heads if isinstance(tensor, Tensor) else {})
+        if newer:
+            name = name.replace("output.weight", "lm_head.weight")
+            for part in "qkv":
+                name = name.replace(f"attention.w{part}", f"attention.qkv_linear.w{part}")
+        return name, tensor
+
+    state: dict[str, Any] = dict(titan(name, tensor) for name, tensor in model.state_dict().items())
+    state["optimizer"] = dict(titan(name, value) for name, value in flat.items())
+    state["train_state"] = {"step": torch.tensor(30, dtype=torch.int32)}
+    state["lr_scheduler"] = {"last_epoch": 29}
+    state["dataloader"] = {"dp_rank_0": b"x"}
+    if architecture == "llama" and not newer:
+        state["freqs_cis"] = torch.ones(3, dtype=torch.complex64)
+    for step in (9, 30):
+        dcp.save(state, checkpoint_id=tmp_path / "run" / f"step-{step}", no_dist=True)
+    source = open_source(Origin(tmp_path / "run", model_files=tmp_path / "model"))
+    assert_equal(everything(source), expected)
+    progress = source.contents.progress
+    assert (progress.step, progress.optimizer_steps, progress.schedule) == (30, 1, {"last_epoch": 29})
+    name = "model.layers.1.self_attn.k_proj.weight"
+    size = expected[name].numel()
+    for start, stop in [(0, 1), (13, 90), (size - 1, size), (5, 5)]:
+        assert torch.equal(source.read(name, start, stop), expected[name].reshape(-1)[start:stop])
+
+    assert layout_dcp.open_source(Origin(tmp_path / "run", tmp_path / "model", tag="step-9")).contents.tensors
+    with pytest.raises(UserError, match=r"--tag=step-8 is not in .*There are step-9, step-30\. Did you mean step-9"):
+        open_source(Origin(tmp_path / "run", tag="step-8"))
+    with pytest.raises(UserError, match=r"does not say how many heads its model has.*--hf_model_path"):
+        open_source(Origin(tmp_path / "run"))
+
+
+def test_rows_in_torchtitans_order_turn_pairs_of_neighbours():
+    """Scores of attention are the same with Meta's rotation of torchtitan's rows and transformers' of its own."""
+    config = tiny_config("llama", head_dim=8)
+    weight, hidden = torch.randn(4 * 8, 16, dtype=torch.float64), torch.randn(5, 16, dtype=torch.float64)
+    ours = (hidden @ weight.T).view(1, 5, 4, 8).transpose(1, 2)
+    cos, sin = LlamaRotaryEmbedding(config)(ours, torch.arange(5)[None])
+    turned, _ = apply_rotary_pos_emb(ours, ours, cos, sin)
+    _, rows = to_torchtitan("q_proj", weight, {"q_proj": 4})
+    theirs = torch.view_as_complex((hidden @ rows.T).view(5, 4, 4, 2))
+    base = config.rope_parameters["rope_theta"]
+    angles = torch.outer(torch.arange(5.0), 1 / base ** (torch.arange(0, 8, 2) / 8))
+    meta = torch.view_as_real(theirs * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(2).transpose(0, 1)
+    torch.testing.assert_close((turned @ turned.mT)[0], meta @ meta.mT, rtol=1e-5, atol=1e-5)
+
+
+def test_torchtitans_models_that_are_not_known(tmp_path):
+    causal_lm("llama", tmp_path / "llama")
+    causal_lm("gemma", tmp_path / "gemma")
+    state = {"tok_embeddings.weight": torch.ones(4, 4), "layers.0.moe.experts.w1": torch.ones(2, 4, 4)}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(UserError, match=r"of whose models llama and qwen3 are read here; config.json says 'gemma'"):
+        open_source(Origin(tmp_path / "dcp", tmp_path / "gemma"))
+    with pytest.raises(UserError, match=r"has layers.0.moe.experts.w1, which is no part of torchtitan's dense llama"):
+        open_source(Origin(tmp_path / "dcp", tmp_path / "llama"))
+    state = {"tok_embeddings.weight": torch.ones(4, 4), "layers.0.attention.wq.weight": torch.ones(6, 4)}
+    dcp.save(state, checkpoint_id=tmp_path / "odd", no_dist=True)
+    with pytest.raises(UserError, match="has 6 rows, which are no heads of 4"):
+        open_source(Origin(tmp_path / "odd", tmp_path / "llama"))
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model.", "_orig_mod."])
+def test_what_wraps_a_model_is_taken_off(tmp_path, prefix):
+    tensors = {"model.embed_tokens.weight": torch.ones(3, 2), "lm_head.weight": torch.zeros(3, 2)}
+    dcp.save({prefix + n: t for n, t in tensors.items()}, checkpoint_id=tmp_path, no_dist=True)
+    assert_equal(everything(open_source(Origin(tmp_path))), tensors)
+
+
+def test_safetensors_that_ranks_save(tmp_path):
+    """Of one rank here, and cut in two by rows, as two ranks save them."""
+    tensors = {name: tensor for name, tensor in TENSORS.items() if tensor.ndim and tensor.numel()}
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    assert_equal(everything(open_source(Origin(tmp_path))), tensors)
+    state = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert_equal(state, tensors)
+    [file] = tmp_path.glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20])
+    with pytest.raises(DamagedCheckpoint, match=f"{file.name} is cut off"):
+        open_source(Origin(tmp_path))
+    file.write_bytes(whole)
+    file.rename(tmp_path / file.name.replace("shard-00001", "shard-00002"))
+    with pytest.raises(UserError, match=r"lacks the files shard-00001-\*\.safetensors of one rank"):
+        open_source(Origin(tmp_path))
+
+
+def test_broken_folders(written):
+    file = next(written.glob("*.distcp"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DamagedCheckpoint, match=f"{file.name}"):
+        everything(open_source(Origin(written)))
+    file.unlink()
+    with pytest.raises(UserError, match=rf"lacks {file.name}, which .metadata names"):
+        open_source(Origin(written))
+    (written / ".metadata").unlink()
+    assert not layout_dcp.recognises(Origin(written))
+    with pytest.raises(UserError, match=r"has no .metadata: the save did not end"):
+        open_source(Origin(written), "dcp")
+
+
+def test_no_model_in_it(tmp_path):
+    dcp.save({"optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(UserError, match=r"has no tensors of a model: optimizer.state.0.exp_avg"):
+        open_source(Origin(tmp_path))
+
+
+def test_megatrons_are_not_taken_for_it(written):
+    (written / "metadata.json").write_text("{}")
+    assert not layout_dcp.recognises(Origin(written))
