@@ -29,8 +29,9 @@ T = TypeVar("T")
 ADAPTER, ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
 ONE_FILE = 1 << 60
 """Bytes that no adapter has, which peft reads from one file."""
-RANGE_BYTES = 64 << 20
-"""Bytes of a tensor that are read at a time."""
+RANGE_BYTES = 8 << 20
+"""Bytes of a tensor that are read at a time. Larger ones cost more: the C library takes memory for them from the system
+anew each time, and clearing its pages takes longer than reading."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types that weights can be written in, by the names that configurations have for them."""
 

@@ -14,6 +14,7 @@ from rlhf.checkpoint.interop.source import Contents, Origin, TensorInfo, Trained
 from rlhf.checkpoint.save.snapshot import HF_FOLDER
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.hashing import BLOCK
 from rlhf.storage.layout import DRIVER_STATE, MANIFEST, REFERENCE, SCHEDULE, scan
 from rlhf.storage.reading import CheckedFiles
 from rlhf.storage.shards import DTYPES, Shard, TensorReader
@@ -21,9 +22,9 @@ from rlhf.storage.shards import DTYPES, Shard, TensorReader
 NAME = "native"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 REFERENCE_ROLE = "ref"
-READ_AHEAD = 128 << 20
-"""Bytes of whole tensors that are read together: each block of a file is proven as a whole, so small tensors one by one
-would read it again and again."""
+READ_AHEAD, MOST_AHEAD = 16 << 20, 128 << 20
+"""Bytes of whole tensors that are read together, of many ranks' files up to the second: each block of a file is proven
+as a whole, so small tensors one by one would read it again and again."""
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class NativeCheckpoint:
         self._order = list(self.contents.tensors | self.contents.moments)
         self._place = {name: number for number, name in enumerate(self._order)}
         self._ahead: dict[str, Tensor] = {}
+        self._together = min(max(READ_AHEAD, self.manifest.world_size * BLOCK), MOST_AHEAD)
 
     def _readers(self, role: str) -> tuple[TensorReader, TensorReader | None]:
         """Readers of the weights and, where they were saved, of the moments."""
@@ -114,7 +116,7 @@ class NativeCheckpoint:
         """See `TensorSource.read`."""
         if name not in self._ahead:
             info = self._info(name)
-            if (stop - start) * info.dtype.itemsize >= READ_AHEAD or (start, stop) != (0, info.numel):
+            if (stop - start) * info.dtype.itemsize >= self._together or (start, stop) != (0, info.numel):
                 return self._fetch({name: (start, stop)})[name]
             self._ahead = self._fetch({following: (0, self._info(following).numel) for following in self._batch(name)})
         return self._ahead.pop(name)[start:stop]
@@ -123,13 +125,13 @@ class NativeCheckpoint:
         return self.contents.tensors.get(name) or self.contents.moments[name]
 
     def _batch(self, name: str) -> list[str]:
-        """`name` and whole tensors after it, READ_AHEAD bytes together."""
+        """`name` and whole tensors after it, as much as is read together."""
         size, kind = 0, name in self.contents.tensors
 
         def fits(following: str) -> bool:
             nonlocal size
             size += self._info(following).nbytes
-            return size <= READ_AHEAD and (following in self.contents.tensors) == kind
+            return size <= self._together and (following in self.contents.tensors) == kind
 
         return [name, *list(takewhile(fits, self._order[self._place[name] :]))[1:]]
 
