@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launching import write_sums
+from tests.support.peers import PEERS_PYTHON
 from tests.support.undisturbed import Undisturbed, session_folder
 
 # For this process, before it imports torch, and for all that tests start: they are many small processes, and threads
@@ -54,13 +55,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first; what needs vLLM is skipped where it is not."""
+    """What takes longest begins first; what needs vLLM or other trainers is skipped where they are not."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     if find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("vllm"):
                 item.add_marker(pytest.mark.skip("needs vLLM, which has an environment of its own (.ci/run)"))
+    if PEERS_PYTHON not in os.environ:
+        for item in items:
+            if item.get_closest_marker("peers"):
+                item.add_marker(pytest.mark.skip(f"needs other trainers' environment in ${PEERS_PYTHON} (.ci/run)"))
 
 
 @pytest.fixture(autouse=True)

@@ -14,17 +14,12 @@ from torch import Tensor
 
 from rlhf.checkpoint.interop.fsdp_files import OPTIMIZER, missing_among, open_mapping, paths_of
 from rlhf.checkpoint.interop.fsdp_tensors import put_together
-from rlhf.checkpoint.interop.named_tensors import ReadableTensor
+from rlhf.checkpoint.interop.named_tensors import MOMENTS, InFile, ReadableTensor, Unmapped
 from rlhf.checkpoint.interop.source import TensorInfo
-from rlhf.checkpoint.interop.stored_tensor import Piece, StoredTensor, StoredWrapper, cut, joined, size_of, whole
+from rlhf.checkpoint.interop.stored_tensor import Piece, StoredWrapper, cut, joined, size_of, whole
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
 """Beginning of the name of a parameter in a repeated block, such as a decoder layer: what FSDP1 wraps by itself."""
-
-
-class Unmapped(Exception):
-    """The optimizer's state cannot be told apart by parameter; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +32,6 @@ class FlatTensor:
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened tensor, 1-D."""
         return joined(cut(self.pieces, start, stop), self.info.dtype)
-
-
-@dataclass(frozen=True)
-class StoredScalar:
-    """Scalar of a file."""
-
-    stored: StoredTensor
-
-    @property
-    def info(self) -> TensorInfo:
-        """See `ReadableTensor.info`."""
-        return TensorInfo((), self.stored.dtype)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """See `ReadableTensor.read`."""
-        return self.stored.read(start, stop)
 
 
 def read_moments(
@@ -100,7 +79,7 @@ def _of_shards(named: Named, entries: Sequence[dict[int, dict[str, Any]]]) -> di
             if tensor.info.shape != shape:
                 raise Unmapped(f"entry {index} of the optimizer is {tensor.info.shape}, {name} is {shape}")
             found[f"{name}.{moment}"] = tensor
-        found[f"{name}.step"] = StoredScalar(entries[0][index]["step"])
+        found[f"{name}.step"] = InFile(entries[0][index]["step"])
     return found
 
 
@@ -137,5 +116,5 @@ def _of_units(
                 found[f"{name}.{moment}"] = FlatTensor(info, cut(pieces, at, at + info.numel))
                 at += info.numel
         for name, _ in unit:
-            found[f"{name}.step"] = StoredScalar(there[0]["step"])
+            found[f"{name}.step"] = InFile(there[0]["step"])
     return found

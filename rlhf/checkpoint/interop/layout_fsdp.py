@@ -23,9 +23,9 @@ from rlhf.checkpoint.interop.fsdp_files import (
     paths_of,
     world_size_of,
 )
-from rlhf.checkpoint.interop.fsdp_moments import Unmapped, read_moments
+from rlhf.checkpoint.interop.fsdp_moments import read_moments
 from rlhf.checkpoint.interop.fsdp_tensors import DTensorPart, ReplicatedTensor, put_together
-from rlhf.checkpoint.interop.named_tensors import NamedTensors, ReadableTensor, SourceTensor
+from rlhf.checkpoint.interop.named_tensors import NamedTensors, ReadableTensor, SourceTensor, Unmapped
 from rlhf.checkpoint.interop.source import Contents, Origin, TrainedSoFar
 from rlhf.checkpoint.interop.stored_tensor import StoredTensor, StoredWrapper
 from rlhf.errors import UserError

@@ -7,6 +7,13 @@ from typing import Protocol
 from torch import Tensor
 
 from rlhf.checkpoint.interop.source import Contents, TensorInfo, TensorSource
+from rlhf.checkpoint.interop.stored_tensor import StoredTensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Unmapped(Exception):
+    """The state of an optimizer cannot be told apart by parameter; the message says why."""
 
 
 class ReadableTensor(Protocol):
@@ -31,11 +38,28 @@ class SourceTensor:
 
     @property
     def info(self) -> TensorInfo:
+        """See `ReadableTensor.info`."""
         return self.source.contents.tensors.get(self.name) or self.source.contents.moments[self.name]
 
     def read(self, start: int, stop: int) -> Tensor:
         """See `ReadableTensor.read`."""
         return self.source.read(self.name, start, stop)
+
+
+@dataclass(frozen=True)
+class InFile:
+    """Tensor that is whole in one file."""
+
+    stored: StoredTensor
+
+    @property
+    def info(self) -> TensorInfo:
+        """See `ReadableTensor.info`."""
+        return TensorInfo(self.stored.shape, self.stored.dtype)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """See `ReadableTensor.read`."""
+        return self.stored.read(start, stop)
 
 
 class NamedTensors:
