@@ -6,6 +6,9 @@ from typing import Any, get_type_hints
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.reading import parse_json
 
+LARGEST = (1 << 63) - 1
+"""More than any run counts to."""
+
 
 @dataclass
 class DriverState:
@@ -77,4 +80,6 @@ def parse_driver_state(content: bytes, name: str) -> dict[str, Any]:
         # A whole number may stand for a float.
         if field not in state or not isinstance(state[field], kind | int if isinstance(0.0, kind) else kind):
             raise DamagedCheckpoint(f"{name}: has no {field} of a run")
+        if isinstance(state[field], int) and abs(state[field]) > LARGEST:
+            raise DamagedCheckpoint(f"{name}: has a {field} of no run")
     return state

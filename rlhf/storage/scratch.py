@@ -29,9 +29,10 @@ class Scratch:
     of this user on this machine knows that they are nobody's any more, and removes them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, large: bool = False) -> None:
         where = Path(tempfile.gettempdir())
-        where = where if len(str(where)) <= LONGEST else Path("/tmp")
+        # What is large goes where the user has room for it, and has no sockets.
+        where = where if large or len(str(where)) <= LONGEST else Path("/tmp")
         sweep(where)
         self._lock: int | None = None
         while self._lock is None:  # another one's sweep may come between the two

@@ -3,35 +3,25 @@
 import hashlib
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.utils import _http
 
 from rlhf.checkpoint.interop import hub
 from rlhf.checkpoint.interop.hub import prepare_repository, upload_folder
 from rlhf.errors import UserError
-from tests.support.hub_server import TOKEN, Cut, Refused, Server, serve
+from tests.support.hub_server import TOKEN, Cut, Refused, Server, hub_of_mine
 
 CARD = "---\nlibrary_name: transformers\n---\n# Card\n"
 REPOSITORY = "somebody/model"
 
 
 @pytest.fixture
-def server(monkeypatch, tmp_path):
-    with serve() as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        # Not the way that a real upload goes where hf_xet is installed, of which no server can be had here.
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(hub, "WAITS_S", (0.0, 0.0))
-        monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)
+def server(monkeypatch) -> Iterator[Server]:
+    with hub_of_mine(monkeypatch) as server:
         yield server
-        huggingface_hub.close_session()
 
 
 @pytest.fixture

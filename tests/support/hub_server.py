@@ -17,7 +17,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import huggingface_hub
+import pytest
+import yaml
+from huggingface_hub import constants
+from huggingface_hub.utils import _http
+
+from rlhf.checkpoint.interop import hub
+
 TOKEN = "hf_" + "t" * 34
+COMMIT = "c" * 40
+"""Name of whatever commit `main` is at."""
 LARGE = 1000
 """Bytes from which a file is an object of LFS; the real one asks for 10 MB or a binary ending."""
 
@@ -108,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send(refused.status, json.dumps({"error": refused.message}).encode(), headers)
             return
         if isinstance(answer, bytes):
-            headers = {"ETag": f'"{hashlib.sha256(answer).hexdigest()}"', "X-Repo-Commit": "c" * 40}
+            headers = {"ETag": f'"{hashlib.sha256(answer).hexdigest()}"', "X-Repo-Commit": COMMIT}
             self.send(200, answer, headers)
         else:
             self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
@@ -154,6 +164,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def branch(self, repo_id: str, revision: str) -> dict[str, bytes]:
         branches = self.repository(repo_id).branches
+        revision = "main" if revision == COMMIT else revision
         if revision not in branches:
             raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return branches[revision]
@@ -165,6 +176,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(403, "You don't have the rights to create a model under the namespace others")
         url = {"url": f"{self.server.url}/{repo_id}", "name": repo_id}
         if repo_id in self.server.repositories:
+            self.close_connection = True
             self.send(409, json.dumps(url | {"error": "You already created this model repo"}).encode(), {})
             raise Cut
         self.server.repositories[repo_id] = Repository(asked.get("visibility") == "private")
@@ -173,7 +185,10 @@ class Handler(BaseHTTPRequestHandler):
     def info(self, repo_id: str, body: bytes) -> Any:
         there = self.repository(repo_id)
         files = [{"rfilename": name} for name in there.branches["main"]]
-        return {"id": repo_id, "private": there.private, "sha": "c" * 40, "tags": [], "siblings": files}
+        card = there.branches["main"].get("README.md", b"").decode().split("---\n")
+        data = yaml.safe_load(card[1]) if len(card) > 2 else None
+        about = {"id": repo_id, "private": there.private, "sha": COMMIT, "tags": [], "cardData": data}
+        return about | {"siblings": files}
 
     def make_branch(self, repo_id: str, name: str, body: bytes) -> Any:
         there = self.repository(repo_id)
@@ -240,7 +255,7 @@ class Handler(BaseHTTPRequestHandler):
         return {"errors": [], "warnings": []}
 
     def resolve(self, repo_id: str, revision: str, name: str, body: bytes) -> Any:
-        files = self.branch(repo_id, "main" if revision == "c" * 40 else revision)
+        files = self.branch(repo_id, revision)
         if name not in files:
             raise Refused(404, "Entry not found", "EntryNotFound")
         return self.server.content(files[name])
@@ -288,3 +303,21 @@ def serve() -> Iterator[Server]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def hub_of_mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """The same as the Hub of this process, whose user's token is `TOKEN`; waits are short."""
+    with serve() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + template)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        # Not the way that a real upload goes where hf_xet is installed, of which no server can be had here.
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(hub, "WAITS_S", (0.0, 0.0))
+        monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)
+        yield server
+        huggingface_hub.close_session()

@@ -33,6 +33,8 @@ def problems_of(payload: dict[str, Any]) -> Iterator[str]:
         yield "its imported does not say from where"
     if not _is_mapping(payload["metrics"], int | float):
         yield "its metrics are not all numbers"
+    elif any(isinstance(figure, int) and abs(figure) > LARGEST_SIZE for figure in payload["metrics"].values()):
+        yield "its metrics are beyond all figures"
     if not _is_mapping(payload["files"], dict):
         yield "its files are no entries by name"
         return

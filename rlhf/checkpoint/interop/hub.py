@@ -76,6 +76,18 @@ def upload_folder(
         return _patiently(lambda: _send(api, files, repo_id, revision, message, card))
 
 
+def known_model(repo_id: str) -> tuple[str | None, str | None]:
+    """A model's name and license, None for what the Hub does not know. Raises UserError as `prepare_repository`."""
+    with _client(repo_id) as api:
+        try:
+            info = _patiently(lambda: api.model_info(repo_id))
+        except OSError as error:
+            if _status(error) in (401, 403, 404):
+                return None, None
+            raise
+        return repo_id, None if info.card_data is None else info.card_data.get("license")
+
+
 def files_to_send(folder: Path) -> dict[str, Path]:
     """The files of a Hugging Face folder by their names in it, hidden ones left out.
 

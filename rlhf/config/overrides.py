@@ -1,0 +1,130 @@
+"""Command line of a stored configuration: the settings in which it differs from a start without a recipe."""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from rlhf.config import Config
+from rlhf.config.library import PACKAGE, Library
+from rlhf.config.schema import SETTINGS
+
+NAMES = (
+    "model.path",
+    "model.revision",
+    "critic.path",
+    "critic.revision",
+    "reward_model.path",
+    "reward_model.revision",
+    "data.val_files",
+    "trainer.nproc",
+    "trainer.test_freq",
+)
+"""Settings that do not change the numbers of a run that goes on, and without which there is no such run."""
+TINY = PACKAGE / "models/tiny_policy"
+REDACTED = "REDACTED"
+_SECRET_NAME = re.compile(r"(.*[_-])?(token|secret|password|passwd|key|credentials?|auth)", re.IGNORECASE)
+_SECRET = re.compile(r"\b(hf|sk|ghp|gho|xox[a-z]|AKIA)[_-]?[A-Za-z0-9-]{16,}")
+_PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./:@-]*")
+
+
+class _NoAliases(yaml.SafeLoader):
+    """Refuses what a text of a few bytes could make endless values of; a resolved configuration has none."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
+
+
+def stored_settings(text: str) -> dict[str, Any]:
+    """The settings of a resolved configuration by their dotted names; those of another version that have other names
+    here are left out. Raises ValueError for a text that is none."""
+    try:
+        stored = _NoAliases(text).get_single_data()
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"no YAML: {type(error).__name__}") from None
+    return dict(_known(stored)) if isinstance(stored, dict) else {}
+
+
+def command_of(settings: Mapping[str, Any]) -> list[str]:
+    """Arguments of `python -m rlhf.train` that make a run with the numbers of one with these settings.
+
+    Made for others to read: what is named like a secret or looks like one is redacted, and of a path that begins at the
+    root of this machine the last name is left (see `fit_to_show`).
+    """
+    base, arguments = _without_recipe(), ["recipes=null"]
+    if settings.get("model.path") == str(TINY):
+        arguments.append("model=tiny")
+    for key, value in settings.items():
+        counts = key in NAMES or SETTINGS[key].metadata["resume"] == "trajectory"
+        if counts and value != base[key] and value != str(TINY):
+            arguments.append(f"{key}={_written(fit_to_show(value))}")
+    return arguments
+
+
+def as_shell(arguments: list[str]) -> str:
+    """`arguments` of python -m rlhf.train as lines for a shell."""
+    return " \\\n  ".join(["python -m rlhf.train", *map(shlex.quote, arguments)])
+
+
+def fit_to_show(value: Any) -> Any:
+    """`value` without secrets, and without folders of this machine."""
+    if isinstance(value, dict):
+        return {key: REDACTED if _SECRET_NAME.fullmatch(str(key)) else fit_to_show(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [fit_to_show(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    value = _SECRET.sub(REDACTED, value)
+    if "://" in value:
+        scheme, _, rest = value.partition("://")
+        value = f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
+        if scheme != "file":
+            return value
+        value = f"/{value.removeprefix('file://')}"
+    return PurePosixPath(value).name if value.startswith(("/", "~")) else value
+
+
+def _known(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if key in SETTINGS:
+            yield key, value
+        elif isinstance(value, dict):
+            yield from _known(value, f"{key}.")
+
+
+def _without_recipe() -> dict[str, Any]:
+    """The settings that a command with recipes=null and nothing else has."""
+    config, library = Config(), Library.find(None)
+    settings = {key: setting.value(config) for key, setting in SETTINGS.items()}
+    for default in yaml.safe_load((library.conf / "train.yaml").read_text())["defaults"]:
+        for group, name in default.items() if isinstance(default, dict) else ():
+            if group in library.groups:
+                text = library.entries(group)[name].read_text()
+                prefix = "" if "# @package _global_" in text else f"{group}."
+                settings |= dict(_known(yaml.safe_load(text) or {}, prefix))
+    return settings
+
+
+def _written(value: Any) -> str:
+    """`value` as Hydra's command line takes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{_written(key)}:{_written(item)}' for key, item in value.items())}}}"
+    if not isinstance(value, str):
+        return repr(value)
+    if _PLAIN.fullmatch(value) and value.lower() not in ("null", "true", "false", "nan", "inf"):
+        return value
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped).replace("${", "\\${")
+    return f'"{escaped}"'
