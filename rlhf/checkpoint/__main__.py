@@ -20,7 +20,7 @@ VERBS = {
     "prune": "prune",
     "diff": "diff",
     "import": "importing",
-    "push": "push",
+    "push": "pushing",
 }
 """Verb -> its module in `rlhf.checkpoint.verbs`, with `NAME`, `HELP`, `add_arguments(parser)` and `run(arguments,
 console) -> int`. A module imports what is heavy (torch) within `run`, so that `--help` and mistakes cost nothing."""
