@@ -11,6 +11,8 @@ from typing import Any
 from unittest import mock
 
 from rlhf.checkpoint.commit import pointer
+from rlhf.checkpoint.commit.manifest import verify
+from rlhf.checkpoint.commit.pruning import carry_out, plan_pruning, run_at_rest
 from rlhf.checkpoint.interop.target import output_folder
 from rlhf.checkpoint.remote.lease import release_held
 from rlhf.checkpoint.save import disk_space
@@ -171,6 +173,21 @@ def no_pointer(root: Path, book: Book) -> None:
     with mock.patch.object(pointer, "replace_durably", side_effect=OSError(errno.ENOSPC, "asked for by the test")):
         run.train(1)
     run.finish()
+
+
+def pruned(root: Path, book: Book) -> None:
+    """By hand, where a kill has left a pointer to what goes."""
+    run = begin(book, start_of(root))
+    run.train(2)
+    with mock.patch.object(pointer, "replace_durably", side_effect=OSError(errno.ENOSPC, "asked for by the test")):
+        run.train(1)
+    run.finish()
+    run_dir = run.config.run_dir
+    with run_at_rest(run_dir):
+        rules = replace(run.config.checkpoint, max_to_keep=1)
+        plan = plan_pruning(run_dir, rules, set_aside=True, prove=verify)
+        assert [path.name for path in plan.checkpoints] == ["global_step_1", "global_step_2"]
+        assert carry_out(plan) == []
 
 
 def domains(root: Path, book: Book) -> None:
@@ -339,6 +356,7 @@ KINDS: dict[str, Callable[[Path, Book], None]] = {
         damaged,
         room,
         no_pointer,
+        pruned,
         domains,
         swapped,
         remote,

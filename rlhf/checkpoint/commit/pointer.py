@@ -6,7 +6,7 @@ It is a hint; what a scan of the directory finds is the truth.
 import logging
 from pathlib import Path
 
-from rlhf.storage.files import remove_file_durably, replace_durably
+from rlhf.storage.files import fsync_dir, remove_file_durably, replace_durably
 from rlhf.storage.layout import POINTER, scan, step_of
 
 log = logging.getLogger(__name__)
@@ -42,3 +42,13 @@ def point_elsewhere(leaving: Path) -> None:
     """Let the pointer name the newest other checkpoint before `leaving` loses its name, so that it is never wrong."""
     others = [path for path in scan(leaving.parent) if path != leaving]
     point_to(leaving.parent, step_of(others[0]) if others else None)
+
+
+def point_to_newest(run_dir: Path) -> None:
+    """Let the pointer name the newest checkpoint by a scan: a kill between a commit and its pointer has left one that
+    names another, which retention may remove."""
+    newest = next((step_of(path) for path in scan(run_dir)), None)
+    if pointed(run_dir) != newest:
+        # The kill may have come before the checkpoint's name was durable: a power cut would leave the pointer alone.
+        fsync_dir(run_dir)
+        point_to(run_dir, newest)

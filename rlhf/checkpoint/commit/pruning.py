@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, read_manifest
-from rlhf.checkpoint.commit.pointer import point_to, pointed
+from rlhf.checkpoint.commit.pointer import point_to_newest
 from rlhf.checkpoint.commit.removal import clean_leftovers, delete
 from rlhf.checkpoint.commit.retention import remove_checkpoints, victims
 from rlhf.checkpoint.interop.target import INCOMPLETE, REPLACED
@@ -21,7 +21,6 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.lock import run_lock, wait_for_ranks
 from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import fsync_dir
 from rlhf.storage.layout import MANIFEST, PIN, TEMPORARY, TRASH, scan, set_aside_dirs, step_of
 from rlhf.storage.scratch import lock_folder
 
@@ -87,7 +86,7 @@ def carry_out(plan: PruningPlan) -> list[Path]:
     """
     if not plan.going:
         return []
-    _set_pointer(plan.run_dir)
+    point_to_newest(plan.run_dir)
     deleter = Deleter()
     remove_checkpoints([*plan.checkpoints, *plan.aside], deleter)
     for path in plan.leftovers:
@@ -120,14 +119,6 @@ def _files(root: Path) -> Iterator[Path]:
         yield root
     for folder, _, names in os.walk(root):
         yield from (Path(folder, name) for name in names)
-
-
-def _set_pointer(run_dir: Path) -> None:
-    """Let the pointer name the newest checkpoint, as each start does: a kill may have left one that names another."""
-    newest = next((step_of(path) for path in scan(run_dir)), None)
-    if pointed(run_dir) != newest:
-        fsync_dir(run_dir)
-        point_to(run_dir, newest)
 
 
 def _is_whole(path: Path, prove: Callable[[Path], Manifest]) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoint.commit.manifest import read_manifest
-from rlhf.checkpoint.commit.pointer import point_to, pointed
+from rlhf.checkpoint.commit.pointer import point_to, point_to_newest
 from rlhf.checkpoint.commit.removal import clean_leftovers, discard, set_aside
 from rlhf.checkpoint.driver_state import parse_driver_state
 from rlhf.checkpoint.remote.pins import remove_pins
@@ -16,7 +16,7 @@ from rlhf.checkpoint.run_file import AGENTS, read_run_file
 from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.files import fsync_dir, make_dir_durably, remove_file
+from rlhf.storage.files import make_dir_durably, remove_file
 from rlhf.storage.layout import DRIVER_STATE, HISTORY, SAMPLES, scan, step_of
 from rlhf.storage.reading import CheckedFiles
 
@@ -47,12 +47,7 @@ def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
         log.info("Removed what an interrupted save left behind: %s", ", ".join(removed))
     refuse_earlier(run_dir, trainer, launch)
     remove_pins(run_dir)
-    # A kill between a commit and its pointer has left one that names what retention will remove.
-    newest = next((step_of(path) for path in scan(run_dir)), None)
-    if pointed(run_dir) != newest:
-        # The kill may have come before the checkpoint's name was durable: a power cut would leave the pointer alone.
-        fsync_dir(run_dir)
-        point_to(run_dir, newest)
+    point_to_newest(run_dir)
 
 
 def refuse_earlier(run_dir: Path, trainer: TrainerConfig, launch: Collection[str] = ()) -> None:
