@@ -28,12 +28,16 @@ def test_a_crash_under_torchrun_is_restarted_and_changes_nothing(tmp_path, sums,
 
 
 AGENT = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 from rlhf.ranks.parent import torchrun_agent
 restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
 with Path(sys.argv[1]).open("a") as file:
     file.write(f"{os.environ['RANK']} {restart} {torchrun_agent()}\\n")
+deadline = time.monotonic() + 60
+# The end of one rank is the other's, which has to write before.
+while Path(sys.argv[1]).read_text().count(f" {restart} ") < 2 and time.monotonic() < deadline:
+    time.sleep(0.01)
 sys.exit(restart == "0")
 """
 
