@@ -11,15 +11,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.interop import layout_deepspeed
 from rlhf.checkpoint.interop.layouts import open_source
 from rlhf.checkpoint.interop.source import Origin, TensorSource
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from tests.support.checkpoints import run_ranks
+from tests.support.checkpoints import equal_bits, run_ranks
 from tests.support.deepspeed_saves import FROZEN, SAVES, STEPS, Saved, save_all, train_plainly
 from tests.support.engines import NEEDS_DEEPSPEED
+from tests.support.interop_page import commands_of
+from tests.support.sources import whole
+from tests.support.tiny_models import causal_lm
 
 pytestmark = NEEDS_DEEPSPEED
 
@@ -42,11 +47,6 @@ def copied(saves, tmp_path) -> Path:
     return shutil.copytree(saves / "zero3-bfloat16-frozen", tmp_path / "copied")
 
 
-def everything(source: TensorSource) -> dict[str, Tensor]:
-    infos = source.contents.tensors | source.contents.moments
-    return {name: source.read(name, 0, info.numel).view(info.shape) for name, info in infos.items()}
-
-
 @pytest.mark.parametrize("kind", QUICK)
 def test_weights_and_moments(saves, kind):
     check(saves / kind)
@@ -64,7 +64,7 @@ def check(folder: Path) -> None:
     source = open_source(Origin(folder))
     assert source.layout == "deepspeed"
     assert not source.contents.absent
-    ours, kind = everything(source), folder.name
+    ours, kind = whole(source), folder.name
     check_against_training(ours, source, kind)
     if SAVES[kind].stage < 3:
         check_against_module(ours, folder)
@@ -90,10 +90,10 @@ def check_against_zero_to_fp32(ours: dict[str, Tensor], source: TensorSource, fo
 def check_against_module(ours: dict[str, Tensor], folder: Path) -> None:
     """Weights are those that lie in the folder whole."""
     [file] = folder.glob("*/mp_rank_00_model_states.pt")
-    whole = torch.load(file, weights_only=False)["module"]
-    assert whole.keys() - tied(SAVES[folder.name]) == {name for name in ours if name.endswith(("weight", "bias"))}
-    for name in whole.keys() - tied(SAVES[folder.name]):
-        assert torch.equal(ours[name].to(whole[name].dtype), whole[name]), name
+    module = torch.load(file, weights_only=False)["module"]
+    assert module.keys() - tied(SAVES[folder.name]) == {name for name in ours if name.endswith(("weight", "bias"))}
+    for name in module.keys() - tied(SAVES[folder.name]):
+        assert torch.equal(ours[name].to(module[name].dtype), module[name]), name
 
 
 def check_against_training(ours: dict[str, Tensor], source: TensorSource, kind: str) -> None:
@@ -127,10 +127,10 @@ def test_any_range_is_that_of_the_whole(saves, kind):
     source = open_source(Origin(saves / kind))
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
         size = source.contents.tensors[name].numel
-        whole = source.read(name, 0, size)
+        full = source.read(name, 0, size)
         for start, stop in [(0, 1), (size // 2 - 1, size // 2 + 1), (size - 1, size), (3, 3), (1, size - 1)]:
             part = source.read(name, start, stop)
-            assert torch.equal(part, whole[start:stop])
+            assert torch.equal(part, full[start:stop])
             assert part.is_contiguous()
 
 
@@ -198,9 +198,9 @@ def test_what_does_not_belong_there(copied, name, message):
 
 def test_a_file_that_is_cut_off_is_named(copied):
     file = next(copied.glob("*/*pp_rank_0*optim_states.pt"))
-    whole = file.read_bytes()
-    for size in (0, 1, len(whole) // 2, len(whole) - 100):
-        file.write_bytes(whole[:size])
+    content = file.read_bytes()
+    for size in (0, 1, len(content) // 2, len(content) - 100):
+        file.write_bytes(content[:size])
         with pytest.raises(DamagedCheckpoint, match=f"{file.name} .*no (whole )?file of torch.save"):
             open_source(Origin(copied))
 
@@ -253,3 +253,19 @@ def test_a_save_that_lacks_a_part(copied):
         torch.save(content, file)
         with pytest.raises(DamagedCheckpoint, match=r"not laid out as DeepSpeed saves|no float32"):
             open_source(Origin(copied))
+
+
+def test_the_pages_commands(saves, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    causal_lm("qwen2", Path("my_model"))
+    shutil.copytree(saves / "zero2-grouped", "output/states")
+    for command in commands_of("From and to DeepSpeed"):
+        assert main(command) == 0
+    [file] = Path("output/states").glob("*/mp_rank_00_model_states.pt")
+    merged = AutoModelForCausalLM.from_pretrained("merged").state_dict()
+    for name, tensor in torch.load(file, weights_only=False)["module"].items():
+        assert torch.equal(merged[name], tensor), name
+    assert AutoModelForCausalLM.from_pretrained("merged_half").dtype == torch.bfloat16
+    theirs, ours = (open_source(Origin(Path(path))) for path in ("output/states", "start/global_step_2"))
+    assert ours.contents.moments == theirs.contents.moments
+    assert equal_bits(whole(ours), whole(theirs))

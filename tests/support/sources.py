@@ -26,7 +26,9 @@ def whole(source: TensorSource, chunk: int | None = None) -> dict[str, Tensor]:
     found = {}
     for name, info in (source.contents.tensors | source.contents.moments).items():
         step = chunk or max(1, info.numel)
-        parts = [source.read(name, start, min(start + step, info.numel)) for start in range(0, info.numel, step)]
+        parts = [
+            source.read(name, start, min(start + step, info.numel)) for start in range(0, max(1, info.numel), step)
+        ]
         assert all(part.dtype == info.dtype and part.is_contiguous() for part in parts)
         result = parts[0].new_empty(info.numel)
         for number, part in enumerate(parts):

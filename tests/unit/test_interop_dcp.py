@@ -11,14 +11,19 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.interop import dcp_writer, layout_dcp
 from rlhf.checkpoint.interop.dcp_folder import nbytes_of_dcp, write_dcp_folder
 from rlhf.checkpoint.interop.layouts import open_source
-from rlhf.checkpoint.interop.source import Contents, Origin, TensorInfo, TensorSource
+from rlhf.checkpoint.interop.source import Origin
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
+from tests.support.held_source import HeldSource
+from tests.support.interop_page import commands_of
+from tests.support.sources import whole
 from tests.support.tiny_models import causal_lm, tiny_config
 
 TENSORS = {
@@ -35,30 +40,6 @@ MOMENTS = {
 }
 
 
-class PlainSource:
-    """An open checkpoint of tensors in memory; what it reads are views, as of some layouts."""
-
-    layout = "plain"
-
-    def __init__(self, tensors: dict[str, Tensor], moments: dict[str, Tensor], model_files: Path | None = None) -> None:
-        self._all = tensors | moments
-        infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self._all.items()}
-        self.contents = Contents(
-            {n: infos[n] for n in tensors}, {n: infos[n] for n in moments}, model_files=model_files
-        )
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        return self._all[name].reshape(-1)[start:stop]
-
-    def close(self) -> None:
-        pass
-
-
-def everything(source: TensorSource) -> dict[str, Tensor]:
-    infos = source.contents.tensors | source.contents.moments
-    return {name: source.read(name, 0, info.numel).view(info.shape) for name, info in infos.items()}
-
-
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -72,7 +53,7 @@ def written(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(dcp_writer, "CHUNK_BYTES", 3 * 6 * 4)
     monkeypatch.setattr(dcp_writer, "SHARD_BYTES", 200)
     (tmp_path / "written").mkdir()
-    written = write_dcp_folder(PlainSource(TENSORS, MOMENTS), tmp_path / "written")
+    written = write_dcp_folder(HeldSource(TENSORS, MOMENTS), tmp_path / "written")
     assert {file.path for file in written} == {path.name for path in (tmp_path / "written").iterdir()}
     assert len(written) > 5
     return tmp_path / "written"
@@ -93,7 +74,7 @@ def test_torch_loads_what_is_written(written, tmp_path):
 def test_what_is_written_is_read_again(written):
     source = open_source(Origin(written))
     assert source.layout == "dcp"
-    assert_equal(everything(source), TENSORS | MOMENTS)
+    assert_equal(whole(source), TENSORS | MOMENTS)
     assert source.contents.tensors.keys() == TENSORS.keys()
     assert source.contents.progress.optimizer_steps == 4
     assert torch.equal(source.read("model.embed_tokens.weight", 17, 100), torch.arange(17.0, 100.0))
@@ -101,13 +82,13 @@ def test_what_is_written_is_read_again(written):
 
 def test_the_type_and_the_small_files(tmp_path):
     causal_lm("qwen2", tmp_path / "model")
-    source = PlainSource(TENSORS, MOMENTS, tmp_path / "model")
+    source = HeldSource(TENSORS, MOMENTS, model_files=tmp_path / "model")
     (tmp_path / "written").mkdir()
     told: list[int] = []
     write_dcp_folder(source, tmp_path / "written", dtype="bfloat16", moments=False, progress=told.append)
     assert sum(told) == nbytes_of_dcp(source, dtype="bfloat16", moments=False)
     again = open_source(Origin(tmp_path / "written"))
-    assert_equal(everything(again), {n: t.bfloat16() if t.is_floating_point() else t for n, t in TENSORS.items()})
+    assert_equal(whole(again), {n: t.bfloat16() if t.is_floating_point() else t for n, t in TENSORS.items()})
     assert again.contents.model_files == tmp_path / "written"
     assert (tmp_path / "written" / "tokenizer.json").read_bytes() == (
         tmp_path / "model" / "tokenizer.json"
@@ -138,7 +119,7 @@ def test_accelerates_folders(tmp_path):
     (checkpoint / "trainer_state.json").write_text('{"global_step": 7}')
     for path in (checkpoint, checkpoint / "pytorch_model_fsdp_0"):
         source = open_source(Origin(path), "dcp")
-        assert_equal(everything(source), expected)  # the tied one once
+        assert_equal(whole(source), expected)  # the tied one once
         assert (source.contents.progress.step, source.contents.progress.optimizer_steps) == (7, 1)
         assert source.contents.model_files == checkpoint
     shutil.rmtree(checkpoint / "optimizer_0")
@@ -173,13 +154,11 @@ def to_torchtitan(name: str, tensor: Tensor, heads: dict[str, int]) -> tuple[str
     return renamed, tensor
 
 
-@pytest.mark.parametrize("newer", [False, True], ids=["0.1", "0.3"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_torchtitans_folders(tmp_path, architecture, newer):
-    model, optimizer, expected = trained(architecture, tmp_path / "model")
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    _, flat = get_state_dict(model, optimizer, options=options)
-    heads = {"q_proj": 4, "k_proj": 2} if architecture == "llama" else {}
+def save_as_torchtitan(folder: Path, model: Any, optimizer: torch.optim.Optimizer, newer: bool) -> None:
+    """The folders of steps 9 and 30."""
+    llama = model.config.model_type == "llama"
+    _, flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    heads = {"q_proj": 4, "k_proj": 2} if llama else {}
 
     def titan(name: str, tensor: Any) -> tuple[str, Any]:
         name, tensor = to_torchtitan(name, tensor, heads if isinstance(tensor, Tensor) else {})
@@ -194,12 +173,19 @@ def test_torchtitans_folders(tmp_path, architecture, newer):
     state["train_state"] = {"step": torch.tensor(30, dtype=torch.int32)}
     state["lr_scheduler"] = {"last_epoch": 29}
     state["dataloader"] = {"dp_rank_0": b"x"}
-    if architecture == "llama" and not newer:
+    if llama and not newer:
         state["freqs_cis"] = torch.ones(3, dtype=torch.complex64)
     for step in (9, 30):
-        dcp.save(state, checkpoint_id=tmp_path / "run" / f"step-{step}", no_dist=True)
+        dcp.save(state, checkpoint_id=folder / f"step-{step}", no_dist=True)
+
+
+@pytest.mark.parametrize("newer", [False, True], ids=["0.1", "0.3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_torchtitans_folders(tmp_path, architecture, newer):
+    model, optimizer, expected = trained(architecture, tmp_path / "model")
+    save_as_torchtitan(tmp_path / "run", model, optimizer, newer)
     source = open_source(Origin(tmp_path / "run", model_files=tmp_path / "model"))
-    assert_equal(everything(source), expected)
+    assert_equal(whole(source), expected)
     progress = source.contents.progress
     assert (progress.step, progress.optimizer_steps, progress.schedule) == (30, 1, {"last_epoch": 29})
     name = "model.layers.1.self_attn.k_proj.weight"
@@ -248,7 +234,7 @@ def test_torchtitans_models_that_are_not_known(tmp_path):
 def test_what_wraps_a_model_is_taken_off(tmp_path, prefix):
     tensors = {"model.embed_tokens.weight": torch.ones(3, 2), "lm_head.weight": torch.zeros(3, 2)}
     dcp.save({prefix + n: t for n, t in tensors.items()}, checkpoint_id=tmp_path, no_dist=True)
-    assert_equal(everything(open_source(Origin(tmp_path))), tensors)
+    assert_equal(whole(open_source(Origin(tmp_path))), tensors)
 
 
 def test_safetensors_that_ranks_save(tmp_path):
@@ -256,16 +242,16 @@ def test_safetensors_that_ranks_save(tmp_path):
     tensors = {name: tensor for name, tensor in TENSORS.items() if tensor.ndim and tensor.numel()}
     writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
     dcp.save(tensors, storage_writer=writer, no_dist=True)
-    assert_equal(everything(open_source(Origin(tmp_path))), tensors)
+    assert_equal(whole(open_source(Origin(tmp_path))), tensors)
     state = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert_equal(state, tensors)
     [file] = tmp_path.glob("*.safetensors")
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-20])
+    content = file.read_bytes()
+    file.write_bytes(content[:-20])
     with pytest.raises(DamagedCheckpoint, match=f"{file.name} is cut off"):
         open_source(Origin(tmp_path))
-    file.write_bytes(whole)
+    file.write_bytes(content)
     file.rename(tmp_path / file.name.replace("shard-00001", "shard-00002"))
     with pytest.raises(UserError, match=r"lacks the files shard-00001-\*\.safetensors of one rank"):
         open_source(Origin(tmp_path))
@@ -273,10 +259,10 @@ def test_safetensors_that_ranks_save(tmp_path):
 
 def test_broken_folders(written):
     file = next(written.glob("*.distcp"))
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
     with pytest.raises(DamagedCheckpoint, match=f"{file.name}"):
-        everything(open_source(Origin(written)))
+        whole(open_source(Origin(written)))
     file.unlink()
     with pytest.raises(UserError, match=rf"lacks {file.name}, which .metadata names"):
         open_source(Origin(written))
@@ -295,3 +281,15 @@ def test_no_model_in_it(tmp_path):
 def test_megatrons_are_not_taken_for_it(written):
     (written / "metadata.json").write_text("{}")
     assert not layout_dcp.recognises(Origin(written))
+
+
+def test_the_pages_commands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, optimizer, expected = trained("llama", Path("my_model"))
+    save_as_torchtitan(Path("outputs/checkpoint"), model, optimizer, newer=True)
+    for command in commands_of("From and to torch DCP and torchtitan"):
+        assert main(command) == 0
+    merged = AutoModelForCausalLM.from_pretrained("merged").state_dict()
+    assert_equal(merged, model.state_dict())
+    assert AutoModelForCausalLM.from_pretrained("merged_half").dtype == torch.bfloat16
+    assert_equal(whole(open_source(Origin(Path("start/global_step_30")))), expected)
