@@ -16,6 +16,7 @@ VERBS = {
     "inspect": "inspect",
     "verify": "verify",
     "merge": "merge",
+    "test": "test",
     "export": "export",
     "prune": "prune",
     "diff": "diff",

@@ -137,6 +137,15 @@ def ranges_of(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int, int
             yield name, start, min(start + step, info.numel)
 
 
+def same_tensor(source: TensorSource, name: str, other: str) -> bool:
+    """Whether two tensors of a checkpoint are equal."""
+    tensors = source.contents.tensors
+    return tensors[name] == tensors[other] and all(
+        torch.equal(source.read(name, start, stop), source.read(other, start, stop))
+        for _, start, stop in ranges_of({name: tensors[name]})
+    )
+
+
 def one_ahead(items: Iterator[T]) -> Iterator[T]:
     """The same items, each made in another thread while the one before it is in use."""
     end: Any = object()
@@ -179,12 +188,7 @@ def _main_dtype(tensors: Mapping[str, TensorInfo]) -> str | None:
 
 
 def _require_equal(source: TensorSource, where: Path, name: str, origin: str) -> None:
-    tensors = source.contents.tensors
-    same = tensors[name] == tensors[origin] and all(
-        torch.equal(source.read(name, start, stop), source.read(origin, start, stop))
-        for _, start, stop in ranges_of({name: tensors[name]})
-    )
-    if not same:
+    if not same_tensor(source, name, origin):
         raise UserError(
             f"{where}: {name} and {origin} differ, and the configuration says that they are one. Give "
             "--no-tie-word-embedding to keep both, or the model's own folder with --hf_model_path."
