@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
+from rlhf.checkpoint.interop import layout_megatron
 from rlhf.checkpoint.interop.megatron_folder import write_megatron_folder
-from rlhf.checkpoint.interop.source import TensorSource
+from rlhf.checkpoint.interop.source import Origin, TensorSource
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from tests.support.megatron_states import rank_weights, save_ranks
@@ -105,8 +106,8 @@ def test_what_megatron_keeps_beside_the_weights_does_no_harm(models: Any, tmp_pa
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
     with opened(tmp_path, model_files=folder) as source:
         assert_is(source, model)
-    with pytest.raises(UserError, match=r"--tag=iter_0000030: .* has no folder of that name"):
-        opened(tmp_path, tag="iter_0000030", model_files=folder).__enter__()
+    with pytest.raises(UserError, match="iter_0000010 has no folders mp_rank_XX_YYY"):
+        layout_megatron.open_source(Origin(tmp_path, tag="iter_0000010", model_files=folder))
 
 
 class _Runs:

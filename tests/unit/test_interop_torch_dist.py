@@ -77,7 +77,12 @@ def test_a_written_folder_has_megatrons_tensors_and_is_read_back(
     expected = stacked(reference(model), 3)
     found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     dcp.load(found, checkpoint_id=tmp_path / "new", no_dist=True)
-    assert dcp.FileSystemReader(tmp_path / "new").read_metadata().state_dict_metadata.keys() == expected.keys()
+    entries = dcp.FileSystemReader(tmp_path / "new").read_metadata().state_dict_metadata
+    assert {name for name in entries if "_extra_state" not in name} == expected.keys()
+    # megatron-core loads no folder without: `[None]`, of each layer of each module that may have a state.
+    states: dict[str, Any] = {f"decoder.layers.mlp.linear_fc2._extra_state/shard_{layer}_3": 0 for layer in range(3)}
+    dcp.load(states, checkpoint_id=tmp_path / "new", no_dist=True)
+    assert list(states.values()) == [[None]] * 3
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert torch.load(tmp_path / "new" / "common.pt") == {}
     assert_is(model, tmp_path / "new")

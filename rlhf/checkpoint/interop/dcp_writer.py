@@ -26,6 +26,7 @@ from rlhf.storage.hf_layout import SHARD_BYTES
 CHUNK_BYTES = 256 << 20
 """Most bytes of a chunk with more than one row: a rank that loads reads whole chunks into memory."""
 VERSION = "1.0.0"
+OBJECTS = "__1_0.distcp"
 
 
 class _RowChunk(NamedTuple):
@@ -41,13 +42,15 @@ def write_dcp(
     source: TensorSource,
     *,
     paths: Mapping[str, tuple[str, ...]] | None = None,
+    objects: Mapping[str, bytes] | None = None,
     progress: Progress = lambda count: None,
 ) -> list[WrittenFile]:
     """Write the tensors of `source` into the folder `root`: data files `__0_N.distcp`, and `.metadata` after them.
 
     Chunks are rows of the first dimension, so that any loader takes its part without the whole tensor. `paths` has the
-    keys that lead to each in the nested state dict; without it all are at the top. torch's own writer would keep every
-    tensor of a file in memory until the file is whole.
+    keys that lead to each in the nested state dict; without it all are at the top. `objects` are files of `torch.save`,
+    by the names of what is no tensor. torch's own writer would keep every tensor of a file in memory until the file is
+    whole.
     """
     stored: dict[MetadataIndex, _StorageInfo] = {}
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -67,6 +70,12 @@ def write_dcp(
     for number, chunks in enumerate(files):
         file = f"__0_{number}.distcp"
         written.append(write_file(root, file, _items(source, file, chunks, stored, progress)))
+    if objects:
+        written.append(write_file(root, OBJECTS, objects.values()))
+        at = 0
+        for name, content in objects.items():
+            entries[name], stored[MetadataIndex(name)] = BytesStorageMetadata(), _StorageInfo(OBJECTS, at, len(content))
+            at += len(content)
     described = pickle.dumps(Metadata(entries, paths or {name: (name,) for name in entries}, stored, version=VERSION))
     return [*written, write_file(root, METADATA, [described])]
 

@@ -60,7 +60,7 @@ def open_source(origin: Origin) -> ExcerptSource:
     """The model of all ranks; raises UserError naming a rank whose folder or file is missing."""
     folder = find_folder(origin, _has_ranks)
     if folder is None:
-        raise UserError(f"{origin.path} has no folders mp_rank_XX_YYY. Give the folder that they lie in.")
+        raise UserError(f"{origin.path / (origin.tag or '')} has no folders mp_rank_XX_YYY. Give the one that has.")
     files = _rank_files(folder)
     stages = [_stage(folder, files, stage) for stage in range(1 + max(stage for _, stage in files))]
     if len({len(chunks) for chunks in stages}) > 1:

@@ -56,7 +56,7 @@ def open_source(origin: Origin) -> ExcerptSource:
     """The model in it; raises UserError naming a file that is missing, or a format that is not `torch_dist`."""
     path = find_folder(origin, _is_distributed)
     if path is None:
-        raise UserError(f"{origin.path} has no {CONFIG} of megatron-core. Give the folder that it lies in.")
+        raise UserError(f"{origin.path / (origin.tag or '')} has no {CONFIG} of megatron-core. Give the one that has.")
     if (backend := _config(path)["sharded_backend"]) != FORMAT:
         raise UserError(f"{path} is in Megatron's format {backend}. Save it with --dist-ckpt-format {FORMAT}.")
     folder = DcpFolder(path)

@@ -30,9 +30,10 @@ LAYOUTS: tuple[LayoutEntry, ...] = (
     LayoutEntry("native", "layout_native", "manifest.json, or global_step_N with one"),
     # Before what else lies in a folder of the Trainer's: it has the float32 weights and the moments.
     LayoutEntry("deepspeed", "layout_deepspeed", "TAG/*_model_states.pt"),
+    # Before dcp: its folders are of that kind, too.
+    LayoutEntry("megatron", "layout_torch_dist", "metadata.json of megatron-core, with .metadata"),
     LayoutEntry("dcp", "layout_dcp", ".metadata of torch.distributed.checkpoint, in it or in step-N"),
     LayoutEntry("huggingface", "layout_huggingface", "model.safetensors or pytorch_model.bin, or their index.json"),
-    LayoutEntry("megatron", "layout_torch_dist", "metadata.json of megatron-core, with .metadata"),
     LayoutEntry("fsdp", "layout_fsdp", "model_world_size_W_rank_R.pt, or a folder actor with it"),
     LayoutEntry("megatron", "layout_megatron", "mp_rank_XX_YYY/model_states.pt"),
 )

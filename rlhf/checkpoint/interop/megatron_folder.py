@@ -16,6 +16,9 @@ from rlhf.storage.files import WrittenFile, write_file, write_json
 
 VOCABULARY_MULTIPLE = 128
 """Times the tensor parallel ranks: what Megatron-LM pads a vocabulary to a multiple of."""
+OF_ATTENTION = ("linear_qkv", "linear_proj", "core_attention", "q_layernorm", "k_layernorm")
+MODULES = (*(f"self_attention.{name}" for name in OF_ATTENTION), "mlp.linear_fc1", "mlp.linear_fc2")
+"""Modules of a layer that have a state beside their weights, with Transformer Engine or without."""
 MODEL_FILES = "huggingface"
 """Folder with config.json and tokenizer, as verl names it."""
 
@@ -65,11 +68,19 @@ def _write_distributed(model: MegatronModel, source: TensorSource, folder: Path)
         stacked = LAYERS + name.removeprefix(LAYERS).partition(".")[2]
         whole[stacked] = (model.layers, *shape)
         of_layers.setdefault(stacked, []).extend(excerpts[name])
-    written = write_dcp(folder, ExcerptSource("megatron", whole, of_layers))
+    written = write_dcp(folder, ExcerptSource("megatron", whole, of_layers), objects=_extra_states(model))
     # State that all ranks share, such as a run's arguments: there is none.
     written.append(write_file(folder, "common.pt", saved({}, iter(()))))
     # As megatron-core does it, last: the folder counts as a checkpoint from here on.
     return [*written, write_json(folder, "metadata.json", DISTRIBUTED)]
+
+
+def _extra_states(model: MegatronModel) -> dict[str, bytes]:
+    """The state of each module that Megatron asks for beside its weights: none, as without FP8."""
+    nothing = b"".join(saved([None], iter(())))
+    layers = range(model.layers)
+    names = [f"{LAYERS}{module}._extra_state/shard_{layer}_{model.layers}" for layer in layers for module in MODULES]
+    return dict.fromkeys([*names, "decoder.final_layernorm._extra_state/shard_0_1"], nothing)
 
 
 def _write_ranks(

@@ -5,17 +5,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlhf.checkpoint.interop.source import Origin
-from rlhf.errors import UserError
 
 LATEST = "latest_checkpointed_iteration.txt"
 
 
 def find_folder(origin: Origin, is_one: Callable[[Path], bool]) -> Path | None:
     """The first folder that `is_one` among the folder itself, the newest iteration in it or the one named by the tag
-    (Megatron-LM), and the role's folders `model` and `dist_ckpt` (verl); None when there is none.
-
-    Raises UserError for a tag that is not there.
-    """
+    (Megatron-LM), and the role's folders `model` and `dist_ckpt` (verl); None when there is none."""
     return next((folder for folder in _candidates(origin) if folder.is_dir() and is_one(folder)), None)
 
 
@@ -30,8 +26,6 @@ def step_of(folder: Path) -> int | None:
 def _candidates(origin: Origin) -> Iterator[Path]:
     path = origin.path
     if origin.tag is not None:
-        if not (path / origin.tag).is_dir():
-            raise UserError(f"--tag={origin.tag}: {path} has no folder of that name.")
         yield path / origin.tag
         return
     yield path
