@@ -150,9 +150,22 @@ def test_private_is_never_public(server, folder):
     assert server.received == []
 
 
-def test_a_token_that_is_sent_back_is_not_shown(server):
-    server.fail("create", Refused(400, f"No user has {TOKEN}"))
+@pytest.mark.parametrize("status", [400, 500])
+def test_a_token_that_is_sent_back_is_not_shown(server, status, caplog):
+    server.fail("create", Refused(status, f"No user has {TOKEN}"), times=10)
     assert "(the token)" in refused(server, REPOSITORY)
+    assert TOKEN not in caplog.text
+    assert ("Next try" in caplog.text) == (status == 500)
+
+
+def test_a_signature_is_not_shown(server, folder, caplog, capfd):
+    server.fail("lfs/", Refused(403, "Expired"), times=10)
+    with pytest.raises(UserError, match=r"answered 403 \(Expired\)") as caught:
+        upload_folder(folder, REPOSITORY)
+    server.fail("lfs/", Refused(500, "Busy"), times=100)
+    with pytest.raises(UserError, match=r"answered 500 \(Busy\)"):
+        upload_folder(folder, REPOSITORY)
+    assert "s3cret" not in str(caught.value) + caplog.text + "".join(capfd.readouterr())
 
 
 def test_a_hub_that_is_not_there(server, monkeypatch):

@@ -1,6 +1,7 @@
 """Verb `push`: a checkpoint arrives on the Hub as a model that transformers opens, with a card that says how it came to
 be. The Hub is a server on this machine that speaks its protocol; the client is the real one."""
 
+import errno
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.interop import hub
 from rlhf.checkpoint.interop.model_card import ModelCard
+from rlhf.checkpoint.verbs import pushing
 from rlhf.config import Config
 from rlhf.storage.layout import step_dir
 from rlhf.storage.reading import CheckedFiles
@@ -140,6 +142,7 @@ def test_merge_uploads_too(config, server, command, tmp_path):
     assert command("merge", *arguments, "--private")[0] == 0
     assert server.repositories[REPOSITORY].private
     assert "config.json" in server.files(REPOSITORY)
+    assert b"recipes=null" in server.files(REPOSITORY)["README.md"]
 
 
 def test_a_kill_in_the_middle_is_continued(config, server, command, tmp_path, monkeypatch):
@@ -191,9 +194,13 @@ def test_the_pages_commands(config, server, command, tmp_path, monkeypatch):
 
 
 def test_mistakes_and_damage_are_one_line(config, server, command, tmp_path, monkeypatch):
+    link = tmp_path / "linked/config.json"
+    link.parent.mkdir()
+    link.symlink_to("/etc/hostname")
     for path, repository, said in (
         (tmp_path / "nothing", REPOSITORY, "does not exist"),
         (tmp_path, REPOSITORY, "holds no checkpoint"),
+        (link.parent, REPOSITORY, "leads out of the folder"),
         (config.run_dir, "a/b/c", "NAMESPACE/NAME"),
         (config.run_dir, "others/model", "answered 403"),
     ):
@@ -208,6 +215,25 @@ def test_mistakes_and_damage_are_one_line(config, server, command, tmp_path, mon
     assert (code, out, len(err.splitlines())) == (1, "", 1)
     assert "content differs from its hash" in err
     assert server.files(REPOSITORY) == {}
+    (harmed / "manifest.json").write_text("{")
+    requests = len(server.requests)
+    code, out, err = command("push", harmed, REPOSITORY)
+    assert (code, out, len(err.splitlines())) == (1, "", 1)
+    assert len(server.requests) == requests
+
+
+def test_a_full_disk_is_one_line(config, server, command, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/rlhf.x/model")
+
+    monkeypatch.setattr(pushing, "to_hf_folder", full)
+    code, out, err = command("push", config.run_dir, REPOSITORY)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "Set TMPDIR" in err
+    assert server.received == []
+
+
+def test_without_a_token(config, server, command, monkeypatch):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
     monkeypatch.delenv("HF_TOKEN")
     assert "there is no token" in command("push", config.run_dir, REPOSITORY)[2]

@@ -175,8 +175,7 @@ def _client(repo_id: str) -> "Iterator[HfApi]":
     try:
         yield huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token, library_name="rlhf")
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
-        text = f"{repo_id}: {_told(_root(error))}. {_remedy(_root(error))}"
-        raise UserError(text.replace(token, "(the token)")) from None
+        raise UserError(f"{repo_id}: {_told(_root(error))}. {_remedy(_root(error))}") from None
     finally:
         huggingface_hub.set_client_factory(_default_client)
         hub_logging.set_verbosity(verbosity)
@@ -214,10 +213,13 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _told(error: BaseException) -> str:
-    """What happened, in one line."""
+    """What happened, in one line without the token."""
+    from huggingface_hub import get_token
+
     status, said = _status(error), getattr(error, "server_message", None)
     text = str(said or (error if status is None else "") or type(error).__name__)
     line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__).rstrip(".")
+    line = line.replace(get_token() or "\0", "(the token)")
     if status is not None:
         return f"the Hub answered {status}" + (f" ({line})" if said else "")
     return f"{line} ({type(error).__name__})"

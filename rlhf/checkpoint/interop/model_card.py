@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import yaml
 
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.driver_state import parse_driver_state
+from rlhf.checkpoint.interop import layout_native
+from rlhf.checkpoint.interop.hub import known_model
+from rlhf.checkpoint.interop.source import Origin
 from rlhf.config.overrides import as_shell, command_of, fit_to_show, stored_settings
 from rlhf.printable import printable, printable_lines
 from rlhf.storage.layout import CONFIG, DRIVER_STATE
@@ -141,6 +145,16 @@ class ModelCard:
             "of ranks, versions and kind of machine; this checkpoint is step "
             f"{self._manifest.step} of that run.\n"
         )
+
+
+def card_of(origin: Origin, layout: str, repo_id: str) -> str:
+    """The card of a checkpoint of any layout that becomes `repo_id`; only ours say how they came to be."""
+    if layout != layout_native.NAME:
+        return bare_card(repo_id)
+    with closing(layout_native.open_source(origin)) as checkpoint:
+        card = ModelCard(checkpoint.manifest, checkpoint.files)
+    base, license = known_model(card.base_model) if card.base_model else (None, None)
+    return card.text(repo_id, base_model=base, license=license)
 
 
 def bare_card(title: str) -> str:

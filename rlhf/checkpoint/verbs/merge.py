@@ -49,8 +49,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         tied=arguments.tie_word_embedding,
         value_model=arguments.is_value_model,
     )
-    target = arguments.target_dir
-    result = to_hf_folder(origin_of(arguments), arguments.backend, options, target, arguments.overwrite)
+    target, origin = arguments.target_dir, origin_of(arguments)
+    result = to_hf_folder(origin, arguments.backend, options, target, arguments.overwrite)
     if arguments.hf_upload_path is not None:
-        result["uploaded"] = upload_folder(target, arguments.hf_upload_path, private=arguments.private)
+        from rlhf.checkpoint.interop.model_card import card_of
+
+        card = card_of(origin, result["layout"], arguments.hf_upload_path)
+        result["uploaded"] = upload_folder(target, arguments.hf_upload_path, private=arguments.private, card=card)
     return tell(result, arguments.json, console)

@@ -15,7 +15,6 @@ from rlhf.printable import printable
 
 if TYPE_CHECKING:
     from rlhf.checkpoint.interop.hf_folder import HfOptions
-    from rlhf.checkpoint.interop.layout_native import NativeCheckpoint
     from rlhf.checkpoint.interop.source import Origin
 
 NAME = "push"
@@ -51,9 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Ask the Hub first whether it may be done, then merge, then send."""
-    from rlhf.checkpoint.interop.hub import prepare_repository
-
+    """Look at the checkpoint, ask the Hub whether it may be done, merge, and send."""
     path = arguments.path
     ready = any((path / name).is_file() for name in FOLDERS)
     if ready and (arguments.dtype or arguments.max_shard_size or arguments.hf_model_path):
@@ -61,10 +58,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             f"{path} is a Hugging Face folder, which is sent as it is: --dtype, --max-shard-size and --hf_model_path "
             "are for a checkpoint. Give them to merge or export, or push the checkpoint."
         )
-    if not ready:
-        checkpoints_at(path)
-    repo_id = prepare_repository(arguments.repo_id, private=arguments.private, revision=arguments.revision)
-    url = _push_folder(path, repo_id, arguments) if ready else _push_checkpoint(path, repo_id, arguments)
+    url, repo_id = _push_folder(arguments) if ready else _push_checkpoint(arguments)
     if arguments.json:
         console.out(json.dumps({"repo_id": repo_id, "commit_url": url}))
     else:
@@ -72,39 +66,45 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     return EXIT_DONE
 
 
-def _push_folder(folder: Path, repo_id: str, arguments: argparse.Namespace) -> str:
+def _push_folder(arguments: argparse.Namespace) -> tuple[str, str]:
+    from rlhf.checkpoint.interop.hub import files_to_send
     from rlhf.checkpoint.interop.model_card import bare_card
 
-    return _upload(folder, repo_id, bare_card(repo_id), arguments.commit_message or f"Upload {folder.name}", arguments)
+    folder = arguments.path
+    files_to_send(folder)
+    repo_id = _prepared(arguments)
+    message = arguments.commit_message or f"Upload {folder.absolute().name}"
+    return _uploaded(folder, repo_id, bare_card(repo_id), message, arguments), repo_id
 
 
-def _push_checkpoint(path: Path, repo_id: str, arguments: argparse.Namespace) -> str:
+def _push_checkpoint(arguments: argparse.Namespace) -> tuple[str, str]:
     """Merge into a scratch folder, which a kill leaves to the next one to remove."""
     from contextlib import closing
 
     from rlhf.checkpoint.interop.hf_folder import HfOptions
+    from rlhf.checkpoint.interop.layout_native import NAME as NATIVE
     from rlhf.checkpoint.interop.layout_native import open_source
+    from rlhf.checkpoint.interop.model_card import card_of
     from rlhf.checkpoint.interop.source import Origin
     from rlhf.storage.scratch import Scratch
 
-    with closing(open_source(Origin(path, model_files=arguments.hf_model_path))) as source:
-        checkpoint = source.path
-        card, step = _card(source, repo_id), source.manifest.step
-    origin = Origin(checkpoint, model_files=arguments.hf_model_path)
+    checkpoints_at(arguments.path)
+    with closing(open_source(Origin(arguments.path, model_files=arguments.hf_model_path))) as source:
+        # The one that is sent, whatever a run that goes on saves meanwhile.
+        origin = Origin(source.path, model_files=arguments.hf_model_path)
+        message = arguments.commit_message or f"Step {source.manifest.step}"
+    repo_id = _prepared(arguments)
+    card = card_of(origin, NATIVE, repo_id)
     options = HfOptions(dtype=arguments.dtype, shard_bytes=arguments.max_shard_size)
     with Scratch(large=True) as scratch:
         _merge(origin, options, scratch.folder / "model")
-        message = arguments.commit_message or f"Step {step}"
-        return _upload(scratch.folder / "model", repo_id, card, message, arguments)
+        return _uploaded(scratch.folder / "model", repo_id, card, message, arguments), repo_id
 
 
-def _card(checkpoint: "NativeCheckpoint", repo_id: str) -> str:
-    from rlhf.checkpoint.interop.hub import known_model
-    from rlhf.checkpoint.interop.model_card import ModelCard
+def _prepared(arguments: argparse.Namespace) -> str:
+    from rlhf.checkpoint.interop.hub import prepare_repository
 
-    card = ModelCard(checkpoint.manifest, checkpoint.files)
-    base, license = known_model(card.base_model) if card.base_model else (None, None)
-    return card.text(repo_id, base_model=base, license=license)
+    return prepare_repository(arguments.repo_id, private=arguments.private, revision=arguments.revision)
 
 
 def _merge(origin: "Origin", options: "HfOptions", target: Path) -> None:
@@ -119,7 +119,7 @@ def _merge(origin: "Origin", options: "HfOptions", target: Path) -> None:
         ) from None
 
 
-def _upload(folder: Path, repo_id: str, card: str, message: str, arguments: argparse.Namespace) -> str:
+def _uploaded(folder: Path, repo_id: str, card: str, message: str, arguments: argparse.Namespace) -> str:
     from rlhf.checkpoint.interop.hub import upload_folder
 
     return upload_folder(
