@@ -1,0 +1,94 @@
+"""Megatron's checkpoints by megatron-core itself: what it writes is read, what we write it loads."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf.checkpoint.interop.megatron_folder import write_megatron_folder
+from tests.support import megatron_ranks
+from tests.support.megatron_ranks import CASES, SIZES, TIED, TOKENS
+from tests.support.peers import run_in_peers
+from tests.support.sources import opened, whole
+
+pytestmark = pytest.mark.peers
+SCRIPT = Path(megatron_ranks.__file__)
+ALIASES = {
+    ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
+    ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
+}
+SPLIT = [(name, "x".join(map(str, split))) for name, splits in CASES.items() for split in splits]
+READ = [(*case, kind) for case in SPLIT for kind in ("dist", "ranks")]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All that `megatron_ranks` writes, and what we write of it."""
+    root = tmp_path_factory.mktemp("megatron")
+    for architecture, tied in TIED.items():
+        config = AutoConfig.for_model(architecture, **SIZES, tie_word_embeddings=tied)
+        config.save_pretrained(root / architecture / "huggingface")
+    run_in_peers(SCRIPT, root, "make")
+    for architecture in CASES:
+        folder = root / architecture
+        with opened(folder / "1x1x1" / "dist", model_files=folder / "huggingface") as source:
+            write_megatron_folder(source, folder / "ours")
+            split = {"tensor_ranks": 2, "pipeline_ranks": 2}
+            write_megatron_folder(source, folder / "ours_ranks", **split, layout="mp_rank")
+    run_in_peers(SCRIPT, root, "load")
+    return root
+
+
+def tensors_of(folder: Path, architecture: Path) -> dict[str, Tensor]:
+    """Everything that is read of a folder, as Megatron's."""
+    with opened(folder, model_files=architecture / "huggingface") as source:
+        assert source.layout == "megatron"
+        return whole(source, 1001)
+
+
+@pytest.mark.parametrize("architecture", CASES)
+def test_the_merged_model_gives_megatrons_logits(made: Path, architecture: str) -> None:
+    """In float32, up to the order of sums: each tensor is where it belongs, whole and in the right order."""
+    tensors = tensors_of(made / architecture / "1x1x1" / "dist", made / architecture)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(made / architecture / "huggingface"))
+    missing, unexpected = model.float().eval().load_state_dict(tensors, strict=False)
+    assert unexpected == []
+    assert missing == (["lm_head.weight"] if TIED[architecture] else [])
+    model.tie_weights()
+    with torch.no_grad():
+        logits = model(torch.tensor(TOKENS)).logits
+    expected = torch.load(made / architecture / "logits.pt")
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("architecture", "case", "kind"), READ)
+def test_every_split_is_read_as_the_same_model(made: Path, architecture: str, case: str, kind: str) -> None:
+    """Tensor, pipeline and virtual pipeline parallel, distributed (`dist`) and a file per rank (`ranks`)."""
+    expected = tensors_of(made / architecture / "1x1x1" / "dist", made / architecture)
+    found = tensors_of(made / architecture / case / kind, made / architecture)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_megatron_loads_what_we_write_at_every_split(made: Path) -> None:
+    """The same bits as from its own folder, on every rank."""
+    found = json.loads((made / "loaded.json").read_text())
+    assert found == {" ".join(case): None for case in SPLIT}
+
+
+def test_the_files_of_ranks_that_we_write_are_megatrons(made: Path) -> None:
+    """Rank by rank, with the names that Transformer Engine's layer norms have."""
+    for place in (made / "qwen2" / "2x2x1" / "ranks").iterdir():
+        expected = torch.load(place / "model_states.pt", weights_only=True)["model"]
+        ours = made / "qwen2" / "ours_ranks" / place.name / "model_states.pt"
+        found = torch.load(ours, weights_only=True)["model"]
+        for name, alias in ALIASES.items():
+            expected = {key.replace(name, alias): value for key, value in expected.items()}
+        weights = {name: tensor for name, tensor in expected.items() if tensor is not None}
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    assert SIZES["vocab_size"] % 128 != 0
