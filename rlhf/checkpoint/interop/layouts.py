@@ -33,6 +33,7 @@ LAYOUTS: tuple[LayoutEntry, ...] = (
     # Before dcp: its folders are of that kind, too.
     LayoutEntry("megatron", "layout_torch_dist", "metadata.json of megatron-core, with .metadata"),
     LayoutEntry("dcp", "layout_dcp", ".metadata of torch.distributed.checkpoint, in it or in step-N"),
+    LayoutEntry("trainer", "layout_trainer", "trainer_state.json or adapter_config.json"),
     LayoutEntry("huggingface", "layout_huggingface", "model.safetensors or pytorch_model.bin, or their index.json"),
     LayoutEntry("fsdp", "layout_fsdp", "model_world_size_W_rank_R.pt, or a folder actor with it"),
     LayoutEntry("megatron", "layout_megatron", "mp_rank_XX_YYY/model_states.pt"),
