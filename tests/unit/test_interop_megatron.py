@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForTokenClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
+from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.interop import layout_megatron
 from rlhf.checkpoint.interop.megatron_folder import write_megatron_folder
 from rlhf.checkpoint.interop.source import Origin, TensorSource
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
+from tests.support.interop_page import commands_of
 from tests.support.megatron_states import rank_weights, save_ranks
 from tests.support.sources import opened, whole
 from tests.support.tiny_models import causal_lm, save, tiny_config
@@ -91,6 +93,10 @@ def test_a_critics_folder_gives_its_value_head(tmp_path: Path) -> None:
     save_ranks(model, folder / "model", ranks=2, stages=2)
     with opened(tmp_path / "global_step_5", role="critic") as source:
         assert_is(source, model)
+    merged = tmp_path / "merged"
+    assert main(["merge", "--local_dir", str(folder), "--target_dir", str(merged), "--is-value-model"]) == 0
+    found = AutoModelForTokenClassification.from_pretrained(merged).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_what_megatron_keeps_beside_the_weights_does_no_harm(models: Any, tmp_path: Path) -> None:
@@ -207,3 +213,24 @@ def test_what_cannot_be_split_is_refused_before_anything_is_written(models: Any,
         with pytest.raises(UserError, match="--pp=3 does not divide the model's 4 layers"):
             write_megatron_folder(source, tmp_path / "new", pipeline_ranks=3)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_pages_commands_do_what_it_says(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each as it stands there, on folders as verl and Megatron-LM lay them out."""
+    model, folder = models("qwen2")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "my_model")
+    actor = tmp_path / "checkpoints/verl/grpo/global_step_20/actor"
+    with opened(folder) as source:
+        write_megatron_folder(source, actor / "dist_ckpt")
+    (actor / "dist_ckpt" / "huggingface").rename(actor / "huggingface")
+    for iteration, ranks in ((10, 1), (20, 2)):
+        save_ranks(model, tmp_path / "megatron_lm" / f"iter_{iteration:07d}", ranks=ranks, stages=2, chunks=2)
+    (tmp_path / "megatron_lm" / "latest_checkpointed_iteration.txt").write_text("20")
+    for arguments in commands_of("From and to Megatron"):
+        assert main(arguments) == 0
+        target = Path(arguments[arguments.index("--target_dir") + 1])
+        merged = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        half = "bfloat16" in arguments
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(merged.state_dict()[name], tensor.bfloat16() if half else tensor), name
