@@ -22,6 +22,7 @@ VERBS = {
     "diff": "diff",
     "import": "importing",
     "push": "pushing",
+    "convert": "convert",
 }
 """Verb -> its module in `rlhf.checkpoint.verbs`, with `NAME`, `HELP`, `add_arguments(parser)` and `run(arguments,
 console) -> int`. A module imports what is heavy (torch) within `run`, so that `--help` and mistakes cost nothing."""

@@ -1,0 +1,137 @@
+"""Verb `convert`: a checkpoint of any layout as one of another, by one process on the CPU."""
+
+import argparse
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from rlhf.checkpoint.interop.target import output_folder, prove
+from rlhf.checkpoint.verbs.hf_output import DTYPES, tell, to_hf_folder
+from rlhf.checkpoint.verbs.native_output import tell_start, to_native_folder
+from rlhf.checkpoint.verbs.origins import add_layout_options
+from rlhf.checkpoint.verbs.work_bar import work_bar
+from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhf.checkpoint.interop.source import Origin, TensorSource
+
+NAME = "convert"
+HELP = "make a Hugging Face folder, a checkpoint of ours, of torch DCP or of Megatron out of any other"
+HF, NATIVE, DCP, MEGATRON = "hf", "native", "dcp", "megatron"
+ONLY_FOR = {
+    "dtype": (HF, DCP),
+    "tp": (MEGATRON,),
+    "pp": (MEGATRON,),
+    "megatron_layout": (MEGATRON,),
+    "role": (HF, DCP, MEGATRON),
+}
+"""Options that not every output knows, with those that do."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `rlhf.checkpoint.__main__.VERBS`. verl's users know `--hf_model_path` and `--output_path` alone."""
+    parser.add_argument("source", type=Path, nargs="?", metavar="SOURCE", help="folder of a checkpoint of any layout")
+    parser.add_argument("target", type=Path, nargs="?", metavar="TARGET", help="the folder to write")
+    parser.add_argument("--to", choices=(HF, NATIVE, DCP, MEGATRON), required=True, help="what TARGET is to be")
+    add_layout_options(parser)
+    parser.add_argument("--output_path", "--output-path", type=Path, metavar="DIR", help="TARGET, as verl names it")
+    parser.add_argument("--role", help="model of a checkpoint with several: actor (default), critic")
+    parser.add_argument("--dtype", choices=DTYPES, help="convert the weights; without it each keeps its type")
+    for name, what in (("tp", "tensor"), ("pp", "pipeline")):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} parallel ranks of Megatron (1)")
+    parser.add_argument(
+        "--megatron-layout",
+        choices=("torch_dist", "mp_rank"),
+        help="torch_dist: megatron-core's, loads at any number of ranks (default); mp_rank: a file for each rank",
+    )
+    parser.add_argument(
+        "--use_cpu_initialization",
+        "--use-cpu-initialization",
+        action="store_true",
+        help="accepted as verl's converter takes it: all is done on the CPU",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the target if it is there")
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Write TARGET."""
+    from rlhf.checkpoint.interop.hf_folder import HfOptions
+    from rlhf.checkpoint.interop.source import Origin
+
+    source, target = _places(arguments)
+    for name, known in ONLY_FOR.items():
+        if getattr(arguments, name) is not None and arguments.to not in known:
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} is for --to {' or '.join(known)}, not for --to {arguments.to}. Leave it out.")
+    role = arguments.role or "actor"
+    origin = Origin(source, arguments.hf_model_path, role=role, tag=arguments.tag, adapter="merge")
+    if arguments.to == NATIVE:
+        made = to_native_folder(origin, arguments.backend, target, arguments.overwrite)
+        return tell_start(made, arguments.json, console)
+    if arguments.to == HF:
+        options = HfOptions(arguments.dtype, value_model=role == "critic")
+        made = to_hf_folder(origin, arguments.backend, options, target, arguments.overwrite)
+    else:
+        made = (_to_dcp if arguments.to == DCP else _to_megatron)(origin, target, arguments)
+    return tell(made, arguments.json, console)
+
+
+def _places(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """SOURCE and TARGET, or what verl's options say in their places."""
+    source, target = arguments.source or arguments.hf_model_path, arguments.target or arguments.output_path
+    if source is None or target is None:
+        raise UserError("Give SOURCE and TARGET, or --hf_model_path and --output_path.")
+    if None not in (arguments.target, arguments.output_path):
+        raise UserError(f"--output_path={arguments.output_path} and {arguments.target}: give one target.")
+    return source, target
+
+
+def _to_megatron(origin: "Origin", target: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    from rlhf.checkpoint.interop.layouts import open_source
+    from rlhf.checkpoint.interop.megatron_folder import write_megatron_folder
+
+    with closing(open_source(origin, arguments.backend)) as source:
+        write_megatron_folder(
+            source,
+            target,
+            tensor_ranks=arguments.tp or 1,
+            pipeline_ranks=arguments.pp or 1,
+            layout=arguments.megatron_layout or "torch_dist",
+            overwrite=arguments.overwrite,
+            sources=_sources(origin),
+        )
+        return _outcome(source, target)
+
+
+def _to_dcp(origin: "Origin", target: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    from rlhf.checkpoint.interop.dcp_folder import nbytes_of_dcp, write_dcp_folder
+    from rlhf.checkpoint.interop.layouts import open_source
+
+    with closing(open_source(origin, arguments.backend)) as source:
+        with output_folder(target, overwrite=arguments.overwrite, sources=_sources(origin)) as folder:
+            with work_bar(f"{target}", nbytes_of_dcp(source, dtype=arguments.dtype)) as progress:
+                written = write_dcp_folder(source, folder, dtype=arguments.dtype, progress=progress)
+            prove(folder, written)
+        return _outcome(source, target, arguments.dtype)
+
+
+def _sources(origin: "Origin") -> list[Path]:
+    return [origin.path, *([origin.model_files] if origin.model_files else [])]
+
+
+def _outcome(source: "TensorSource", target: Path, dtype: str | None = None) -> dict[str, Any]:
+    """What `--json` prints, of a target that is there."""
+    infos = source.contents.tensors.values()
+    kept = {str(info.dtype).removeprefix("torch.") for info in infos}
+    files = {str(path.relative_to(target)): path.stat().st_size for path in sorted(target.rglob("*")) if path.is_file()}
+    return {
+        "target": str(target),
+        "layout": source.layout,
+        "tensors": len(infos),
+        "bytes": sum(files.values()),
+        "dtypes": sorted(kept) if dtype is None else [dtype],
+        "files": files,
+    }
