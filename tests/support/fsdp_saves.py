@@ -23,17 +23,19 @@ from tests.support.tiny_models import tiny_tokenizer
 STEPS, RATE = 2, 1e-2
 
 
-def save_all(rank: int, models: Path, target: Path, cases: tuple[str, ...]) -> None:
+def save_all(rank: int, models: Path, target: Path, cases: tuple[str, ...], buffers: bool = True) -> None:
     """In each rank: train models for two steps, and save them. Collective.
 
-    A case is `MODEL/KIND` or `MODEL/KIND/REPLICAS`, of the model in `models/MODEL`, and is saved in `target/CASE`.
+    A case is `MODEL/KIND` or `MODEL/KIND/REPLICAS`, of the model in `models/MODEL`, and is saved in `target/CASE`; with
+    `buffers` of its own, which the library's model does not have.
     """
     for case in cases:
         architecture, kind, *more = case.split("/")
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_pretrained(models / architecture, dtype=torch.float32)
-        model.register_buffer("calibration", torch.arange(5.0))
-        model.register_buffer("count", torch.tensor(7))
+        if buffers:
+            model.register_buffer("calibration", torch.arange(5.0))
+            model.register_buffer("count", torch.tensor(7))
         wrapped = _wrap(model, kind, int(more[0]) if more else 1)
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=RATE)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)

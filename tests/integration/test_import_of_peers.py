@@ -1,0 +1,128 @@
+"""Checkpoints by the code of other tools, imported: their weights and moments arrive bit for bit, and a run trains on
+from there."""
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from rlhf.checkpoint.__main__ import main
+from rlhf.checkpoint.interop.layouts import open_source
+from rlhf.checkpoint.interop.source import Origin
+from rlhf.errors import EXIT_DONE
+from tests.support import deepspeed_saves, fsdp_saves
+from tests.support.checkpoints import equal_bits, run_ranks
+from tests.support.engines import NEEDS_DEEPSPEED
+from tests.support.launching import ranks, records, saved_steps, small
+from tests.support.tiny_models import causal_lm
+
+SHORT = ("data.max_prompt_length=40", "data.max_response_length=10")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """Folder of the models that all of them began at."""
+    folder = tmp_path_factory.mktemp("models")
+    for architecture in ("llama", "qwen2"):
+        causal_lm(architecture, folder / architecture)
+    return folder
+
+
+def imported(source: Path, target: Path, *options: object) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and moments of the checkpoint that becomes of it."""
+    assert main(["import", str(source), str(target), *map(str, options)]) == EXIT_DONE
+    with closing(open_source(Origin(target), "native")) as checkpoint:
+        contents = checkpoint.contents
+        whole = {
+            name: checkpoint.read(name, 0, info.numel).view(info.shape)
+            for name, info in (contents.tensors | contents.moments).items()
+        }
+    return {name: whole[name] for name in contents.tensors}, {name: whole[name] for name in contents.moments}
+
+
+def of_parameters(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{name}.{key}": value.float() for name, entry in state.items() for key, value in entry.items()}
+
+
+def train_on(target: Path, model: Path, folder: Path, sums: Path, nproc: int = 1, *more: str) -> str:
+    """Two real steps from there on; what the run said."""
+    step = int(target.name.rpartition("_")[2])
+    command = [
+        *small(folder, "from_there", sums, f"model.path={model}", *SHORT, *more),
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={target}",
+        f"trainer.total_training_steps={step + 2}",
+        "trainer.save_freq=1",
+    ]
+    end = ranks(folder / "log", command, nproc=nproc)
+    assert end.code == EXIT_DONE, end.output
+    run_dir = folder / "rlhf" / "from_there"
+    assert saved_steps(run_dir) == [step + 2, step + 1]
+    assert [record["step"] for record in records(run_dir)] == [step + 1, step + 2]
+    return end.output
+
+
+def test_verls(models, tmp_path, sums):
+    """A folder of FSDP2's files in `global_step_N/actor`, and one of FSDP1's with a tied embedding."""
+    cases = ("llama/fsdp2", "qwen2/fsdp1")
+    run_ranks(2, fsdp_saves.save_all, models, tmp_path, cases, False, deadline_s=120, join=tmp_path / "join")
+    for number, case in enumerate(cases):
+        theirs = tmp_path / f"verl_{number}" / "global_step_2"
+        theirs.mkdir(parents=True)
+        (tmp_path / case).rename(theirs / "actor")
+        tensors, state = fsdp_saves.truth_of(theirs / "actor")
+        if case.startswith("qwen2"):
+            del tensors["lm_head.weight"]
+        weights, moments = imported(theirs, tmp_path / case / "global_step_2")
+        assert equal_bits(weights, tensors)
+        assert equal_bits(moments, of_parameters(state))
+    target = tmp_path / "llama/fsdp2" / "global_step_2"
+    said = train_on(target, target / "actor" / "huggingface", tmp_path, sums)
+    assert f"was imported from {tmp_path}/verl_0/global_step_2 (fsdp). A new run begins there, after step 2" in said
+
+
+@NEEDS_DEEPSPEED
+@pytest.mark.slow
+def test_deepspeeds(models, tmp_path, sums):
+    """Stage 2 on two ranks with two groups of parameters, and stage 3 with parameters that are frozen."""
+    kinds = ["zero2-grouped", "zero3-bfloat16-frozen"]
+    run_ranks(2, deepspeed_saves.save_all, str(tmp_path), kinds, deadline_s=300, join=tmp_path / "join")
+    for kind in kinds:
+        model = models / deepspeed_saves.SAVES[kind].architecture
+        with closing(open_source(Origin(tmp_path / kind), "deepspeed")) as source:
+            infos = source.contents.tensors | source.contents.moments
+            theirs = {name: source.read(name, 0, info.numel).view(info.shape) for name, info in infos.items()}
+        target = tmp_path / kind / "out" / "global_step_2"
+        weights, moments = imported(tmp_path / kind, target, "--hf_model_path", model)
+        for name, tensor in weights.items():
+            assert equal_bits(tensor, theirs[name].float()), name
+        for name, tensor in moments.items():
+            expected = theirs[name].float() if name in theirs else torch.zeros_like(tensor)
+            assert equal_bits(tensor, expected), name
+        assert any(name not in theirs for name in moments) == ("frozen" in kind)
+        said = train_on(target, model, tmp_path / kind, sums, 2, "backend=deepspeed", "backend.zero_stage=2")
+        assert "with actor's weights, actor's moments, actor's schedule" in said
+
+
+def test_accelerates_of_torch_dcp(models, tmp_path):
+    theirs = tmp_path / "checkpoint-7"
+    model = causal_lm("qwen2", theirs).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ids = torch.arange(12).view(2, 6)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    tensors, state = get_state_dict(model, optimizer)
+    dcp.save({"model": tensors}, checkpoint_id=theirs / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save({"optimizer": state}, checkpoint_id=theirs / "optimizer_0", no_dist=True)
+    (theirs / "model.safetensors").unlink()
+    (theirs / "trainer_state.json").write_text(json.dumps({"global_step": 7}))
+    weights, moments = imported(theirs, tmp_path / "global_step_7")
+    named = dict(model.named_parameters())
+    assert equal_bits(weights, {name: parameter.detach() for name, parameter in named.items()})
+    assert equal_bits(moments, of_parameters({name: optimizer.state[p] for name, p in named.items()}))
