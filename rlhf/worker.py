@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf.assemble.run import build
+from rlhf.checkpoint.interop.finished_export import explain_no_export, export_finished
 from rlhf.checkpoint.remote.copies import check_copied, copy_pending
 from rlhf.checkpoint.remote.lease import release_held
 from rlhf.checkpoint.start.domains import find_domains
@@ -128,8 +129,9 @@ def main_under_torchrun(config: Config) -> int:
             if finished is None:
                 run(agreed, device, coordinator, evidence.begin(agreed.run_dir))
             elif coordinator.is_leader:
-                left = copy_pending(agreed.run_dir, agreed.trainer, agreed.checkpoint)
                 log.info("The run in %s is finished at step %d.", agreed.run_dir, finished)
+                export_finished(agreed.run_dir, agreed.checkpoint, finished)
+                left = copy_pending(agreed.run_dir, agreed.trainer, agreed.checkpoint)
             if coordinator.is_leader:
                 log.info("Done.\n%s", write_report(agreed.run_dir))
         check_copied(left, agreed.run_dir, agreed.checkpoint)
@@ -145,6 +147,7 @@ def _tells_finished(config: Config, problem: OSError, coordinator: Coordinator) 
     if step is not None and coordinator.is_leader:
         text = read_report(run_dir)
         log.info("The run in %s is finished at step %d. Nothing is written (%s).\n%s", run_dir, step, problem, text)
+        explain_no_export(run_dir, config.checkpoint)
     return step is not None
 
 

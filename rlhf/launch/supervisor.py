@@ -79,6 +79,7 @@ def _compare(config: Config) -> None:
 
 def _tells_finished(config: Config, problem: OSError) -> bool:
     """Whether the directory, which cannot be written, holds the finished run; its report is logged then."""
+    from rlhf.checkpoint.interop.finished_export import explain_no_export
     from rlhf.checkpoint.start.preparation import finished_unprepared
     from rlhf.tracking import read_report
 
@@ -87,6 +88,7 @@ def _tells_finished(config: Config, problem: OSError) -> bool:
     if step is not None:
         text = read_report(run_dir)
         log.info("The run in %s is finished at step %d. Nothing is written (%s).\n%s", run_dir, step, problem, text)
+        explain_no_export(run_dir, config.checkpoint)
     return step is not None
 
 
@@ -108,6 +110,7 @@ def _release_lease() -> None:
 
 def _supervise_locked(config: Config, run_dir: Path, starter: RankStarter) -> int:
     # Slow imports, after the lock: a second run is refused at once.
+    from rlhf.checkpoint.interop.finished_export import export_finished
     from rlhf.checkpoint.remote.copies import check_copied, copy_pending
     from rlhf.checkpoint.run_file import read_run_file
     from rlhf.checkpoint.start.preparation import finished_step, prepare
@@ -130,6 +133,7 @@ def _supervise_locked(config: Config, run_dir: Path, starter: RankStarter) -> in
         tracker = Tracker(config.trainer, config.tracking, asdict(config), run_dir, run_id)
         tracker.start(step)
         tracker.finish()
+        export_finished(run_dir, config.checkpoint, step)
         left = copy_pending(run_dir, config.trainer, config.checkpoint)
         log.info("Done.\n%s", write_report(run_dir))
         try:

@@ -41,7 +41,8 @@ def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Pa
     target = target.absolute()
     _check(target, overwrite, [path.resolve() for path in sources])
     make_dir_durably(target.parent)
-    _remove_leftovers(target)
+    if not remove_leftovers(target):
+        raise UserError(f"{target} is being written by another process. Wait for it, or give another target.")
     folder, lock = _made(target)
     try:
         announce("target.begin")
@@ -84,7 +85,8 @@ def _check(target: Path, overwrite: bool, sources: list[Path]) -> None:
         raise UserError(f"{target} is no folder that may be replaced. Give a new one in it.")
 
 
-def _remove_leftovers(target: Path) -> None:
+def remove_leftovers(target: Path) -> bool:
+    """Remove what killed processes have left beside `target`; whether no other process is writing it now."""
     name = re.compile(rf"({re.escape(INCOMPLETE)}|{re.escape(REPLACED)}){re.escape(target.name)}-[0-9a-f]{{12}}")
     for leftover in [path for path in target.parent.iterdir() if name.fullmatch(path.name)]:
         try:
@@ -93,10 +95,11 @@ def _remove_leftovers(target: Path) -> None:
             remove_dir(leftover)
             continue
         if lock is None and leftover.exists():
-            raise UserError(f"{target} is being written by another process. Wait for it, or give another target.")
+            return False
         if lock is not None:
             remove_dir(leftover)
             os.close(lock)
+    return True
 
 
 def _made(target: Path) -> tuple[Path, int | None]:

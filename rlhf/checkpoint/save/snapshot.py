@@ -13,11 +13,9 @@ from torch import Tensor
 from rlhf.checkpoint.driver_state import DriverState
 from rlhf.checkpoint.save.hf_export import HfExport
 from rlhf.ranks.rng import rng_state
-from rlhf.storage.layout import CARRIED, CONFIG, DRIVER_STATE, REFERENCE, SCHEDULE, rank_file
+from rlhf.storage.layout import CARRIED, CONFIG, DRIVER_STATE, HF_FOLDER, REFERENCE, SCHEDULE, rank_file
 from rlhf.storage.shards import Shards
 from rlhf.storage.state import Carried, MovingReference, Stateful, TrainState
-
-HF_FOLDER = "huggingface"
 
 
 @dataclass

@@ -19,6 +19,8 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import CONFIG
 
+EXPORT_SETTINGS = ("checkpoint.contents", "checkpoint.hf_dtype")
+"""Settings that a finished run still acts on, if they ask for an export."""
 MODEL_NAMES = ("model.path", "model.revision", "critic.path", "reward_model.path", "reward_model.revision")
 """Settings that a resume compares by what they name."""
 
@@ -105,4 +107,5 @@ def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> 
                 f"the run in {path.parent} is finished at step {manifest.step}, and {setting}={name} holds other files "
                 f"than it started from. To run with these, {NEW_RUN}."
             )
-    return [str(change) for change in harmless if change.key not in MODEL_NAMES]
+    exported = EXPORT_SETTINGS if "hf_model" in config.setting("checkpoint.contents") else ()
+    return [str(change) for change in harmless if change.key not in (*MODEL_NAMES, *exported)]

@@ -11,18 +11,19 @@ from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.commit.pointer import point_to, point_to_newest
 from rlhf.checkpoint.commit.removal import clean_leftovers, discard, set_aside
 from rlhf.checkpoint.driver_state import parse_driver_state
+from rlhf.checkpoint.interop.target import remove_leftovers
 from rlhf.checkpoint.remote.pins import remove_pins
 from rlhf.checkpoint.run_file import AGENTS, read_run_file
 from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import make_dir_durably, remove_file
-from rlhf.storage.layout import DRIVER_STATE, HISTORY, SAMPLES, scan, step_of
+from rlhf.storage.layout import DRIVER_STATE, HF_FOLDER, HISTORY, SAMPLES, scan, step_of
 from rlhf.storage.reading import CheckedFiles
 
 log = logging.getLogger(__name__)
 LOCKS = ("run.lock", "ranks.lock")
-RECORDED = (HISTORY, SAMPLES, "tensorboard", "report")
+RECORDED = (HISTORY, SAMPLES, "tensorboard", "report", HF_FOLDER)
 """Records of one run beside its checkpoints, under no name of its own (wandb's files have the run's id)."""
 
 
@@ -45,6 +46,10 @@ def tidy(run_dir: Path, trainer: TrainerConfig, launch: Collection[str]) -> None
     `resume_mode=disable` on a directory with checkpoints that are not of this `launch`."""
     if removed := clean_leftovers(run_dir):
         log.info("Removed what an interrupted save left behind: %s", ", ".join(removed))
+    try:
+        remove_leftovers(run_dir / HF_FOLDER)
+    except OSError as error:
+        log.error("An interrupted export in %s could not be removed (%s); the next start tries again.", run_dir, error)
     refuse_earlier(run_dir, trainer, launch)
     remove_pins(run_dir)
     point_to_newest(run_dir)

@@ -1,0 +1,99 @@
+"""Export of a finished run for other tools, when a command asks it for `hf_model` after the fact."""
+
+import json
+import logging
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import xxhash
+import yaml
+
+from rlhf.checkpoint.commit.manifest import Manifest, manifest_bytes, read_manifest
+from rlhf.checkpoint.interop.target import output_folder, prove
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.storage.files import WrittenFile, write_json
+from rlhf.storage.layout import CONFIG, HF_FOLDER, step_dir
+from rlhf.storage.reading import CheckedFiles
+
+log = logging.getLogger(__name__)
+SOURCE = "checkpoint.json"
+"""File beside the exported models that says which checkpoint they are of."""
+
+
+def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> None:
+    """See to it that a run that finished at `step` has the Hugging Face folders that `settings` ask for, and say where.
+
+    A checkpoint without them is never written into: they are written to `run_dir/huggingface/ROLE`, in the place of
+    those of another checkpoint or type. Raises UserError when config or tokenizer cannot be had any more.
+    """
+    if "hf_model" not in settings.contents:
+        return
+    checkpoint, target = step_dir(run_dir, step), run_dir / HF_FOLDER
+    manifest = read_manifest(checkpoint)
+    if "hf_model" in manifest.contents and _dtype(settings.hf_dtype) == _dtype(_stored_dtype(checkpoint, manifest)):
+        log.info("The model for other tools is in %s.", checkpoint / manifest.roles[0] / HF_FOLDER)
+        return
+    if missing := [name for name in manifest.files if not (checkpoint / name).exists()]:
+        log.warning(
+            "checkpoint.contents=%s: no model is exported, since %s and others lie on other nodes' disks. Copy the "
+            "parts of %s into one folder and export that: python -m rlhf.checkpoint export FOLDER TARGET",
+            settings.contents,
+            missing[0],
+            checkpoint.name,
+        )
+        return
+    origin = {
+        "checkpoint": checkpoint.name,
+        "manifest": xxhash.xxh3_128_hexdigest(manifest_bytes(checkpoint)),
+        "dtype": settings.hf_dtype,
+    }
+    if _written_from(target) == origin:
+        log.info("The model for other tools is in %s.", target)
+        return
+    with output_folder(target, overwrite=True, sources=[checkpoint]) as folder:
+        files = [file for role in manifest.roles for file in _write_role(checkpoint, role, settings.hf_dtype, folder)]
+        prove(folder, [*files, write_json(folder, SOURCE, origin)])
+    log.info("The model for other tools, as of %s, was written to %s.", checkpoint.name, target)
+
+
+def explain_no_export(run_dir: Path, settings: CheckpointConfig) -> None:
+    """Say that nothing can be exported into a directory that nothing can be written to, and what to do."""
+    if "hf_model" in settings.contents:
+        log.warning(
+            "checkpoint.contents=%s: no model can be written to %s. Export it to another place: python -m "
+            "rlhf.checkpoint export %s TARGET",
+            settings.contents,
+            run_dir / HF_FOLDER,
+            run_dir,
+        )
+
+
+def _dtype(asked: str | None) -> str:
+    """The type that `checkpoint.hf_dtype` means; training is in float32."""
+    return asked or "float32"
+
+
+def _stored_dtype(checkpoint: Path, manifest: Manifest) -> str | None:
+    config = yaml.safe_load(CheckedFiles(checkpoint, manifest.files).content(CONFIG))
+    return config["checkpoint"].get("hf_dtype")
+
+
+def _written_from(target: Path) -> Any:
+    """The checkpoint that an earlier export is of; None where there is none, or it does not say."""
+    try:
+        return json.loads((target / SOURCE).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _write_role(checkpoint: Path, role: str, dtype: str | None, folder: Path) -> list[WrittenFile]:
+    # With torch, which a run that has nothing to export does without.
+    from rlhf.checkpoint.interop.hf_folder import HfOptions, plan_hf_folder, write_hf_folder
+    from rlhf.checkpoint.interop.layout_native import open_source
+    from rlhf.checkpoint.interop.source import Origin
+
+    options = HfOptions(dtype=dtype, compared=False, value_model=role == "critic")
+    with closing(open_source(Origin(checkpoint, role=role))) as source:
+        written = write_hf_folder(source, plan_hf_folder(source, checkpoint, options), folder / role)
+    return [WrittenFile(f"{role}/{file.path}", file.size, file.xxh3_128) for file in written]
