@@ -13,7 +13,8 @@ from torch import Tensor
 from rlhf.checkpoint.__main__ import main
 from rlhf.storage.shards import Shard, Shards
 from tests.support import tiny_models
-from tests.support.checkpoints import PlainRole, make_config, save_steps
+from tests.support.checkpoints import PlainRole, make_checkpointer, make_config, save_steps
+from tests.support.interop_page import commands_of
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 Tensors = dict[str, Tensor]
@@ -140,3 +141,14 @@ def test_mistakes_get_one_line(model, tmp_path, capsys):
         err = capsys.readouterr().err
         assert message in err
         assert err.count("\n") == 1
+
+
+def test_the_commands_of_the_page(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = make_config(Path("checkpoints"))
+    config.model.path, config.trainer.experiment_name = str(model), "offline"
+    role = ModelRole(load_file(model / "model.safetensors"))
+    make_checkpointer(config, role, 80, fingerprints={}).save(80)
+    commands = commands_of("Our own checkpoints as Hugging Face models")
+    assert [command[0] for command in commands] == ["export", "export", "merge", "test", "test"]
+    assert [main(command) for command in commands] == [0] * 5
