@@ -122,6 +122,16 @@ def test_progress(saves):
     assert progress.schedule["base_lrs"] == [0.01, 0.01]
 
 
+def test_a_schedule_that_the_trainer_keeps(copied):
+    file = next(copied.glob("*/*pp_rank_0*model_states.pt"))
+    torch.save(torch.load(file, weights_only=False) | {"lr_scheduler": None}, file)
+    assert open_source(Origin(copied)).contents.progress.schedule is None
+    torch.save({"last_epoch": 5}, copied / "scheduler.pt")
+    assert open_source(Origin(copied)).contents.progress.schedule == {"last_epoch": 5}
+    torch.save(torch.load(file, weights_only=False) | {"lr_scheduler": {"last_batch_iteration": 3}}, file)
+    assert open_source(Origin(copied)).contents.progress.schedule == {"last_epoch": 3}
+
+
 @pytest.mark.parametrize("kind", QUICK)
 def test_any_range_is_that_of_the_whole(saves, kind):
     source = open_source(Origin(saves / kind))

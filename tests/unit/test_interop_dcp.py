@@ -18,7 +18,7 @@ from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.interop import dcp_writer, layout_dcp
 from rlhf.checkpoint.interop.dcp_folder import nbytes_of_dcp, write_dcp_folder
 from rlhf.checkpoint.interop.layouts import open_source
-from rlhf.checkpoint.interop.source import Origin
+from rlhf.checkpoint.interop.source import Origin, TrainedSoFar
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from tests.support.held_source import HeldSource
@@ -117,10 +117,11 @@ def test_accelerates_folders(tmp_path):
     dcp.save({"model": weights}, checkpoint_id=checkpoint / "pytorch_model_fsdp_0", no_dist=True)
     dcp.save({"optimizer": state}, checkpoint_id=checkpoint / "optimizer_0", no_dist=True)
     (checkpoint / "trainer_state.json").write_text('{"global_step": 7}')
+    torch.save({"last_epoch": 7, "base_lrs": [0.01]}, checkpoint / "scheduler.pt")
     for path in (checkpoint, checkpoint / "pytorch_model_fsdp_0"):
         source = open_source(Origin(path), "dcp")
         assert_equal(whole(source), expected)  # the tied one once
-        assert (source.contents.progress.step, source.contents.progress.optimizer_steps) == (7, 1)
+        assert source.contents.progress == TrainedSoFar(7, 1, {"last_epoch": 7, "base_lrs": [0.01]})
         assert source.contents.model_files == checkpoint
     shutil.rmtree(checkpoint / "optimizer_0")
     bare = open_source(Origin(checkpoint), "dcp").contents

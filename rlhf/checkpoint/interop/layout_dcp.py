@@ -4,7 +4,6 @@ Known are `.metadata` with `*.distcp` files, and the safetensors that ranks save
 state dict may be nested (`model`, `optimizer`), or flat with the model at its top, as torchtitan saves it.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from torch import Tensor
 from rlhf.checkpoint.interop.dcp_files import METADATA, DcpFolder
 from rlhf.checkpoint.interop.dcp_safetensors import DcpSafetensors, is_sharded
 from rlhf.checkpoint.interop.hf_folder import ranges_of
+from rlhf.checkpoint.interop.layout_trainer import progress_of
 from rlhf.checkpoint.interop.small_files import parse_model_config, read_small_files
 from rlhf.checkpoint.interop.source import Contents, Origin, TensorInfo, TrainedSoFar
 from rlhf.checkpoint.interop.torchtitan_names import EMBEDDING, rotated_rows, to_transformers
@@ -33,7 +33,6 @@ MOMENT = re.compile(r"state\.(.+)\.(exp_avg|exp_avg_sq|step)")
 WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """What torch.compile, FSDP and activation checkpointing put into names."""
 OF_ACCELERATE = re.compile(r"pytorch_model_fsdp_(\d+)")
-TRAINER_STATE = "trainer_state.json"
 
 
 def recognises(origin: Origin) -> bool:
@@ -223,15 +222,14 @@ def _of_torchtitan(
 
 
 def _progress(folder: DcpFolder, beside: Path, updates: int | None) -> TrainedSoFar:
-    """Step and schedule of torchtitan's, or the step that the Trainer of transformers notes beside its folders."""
-    step = None
+    """Step and schedule of torchtitan's, or those that the Trainer of transformers notes beside its folders."""
+    noted = progress_of(beside)
+    step = noted.step
     for key in [key for key, path in folder.paths.items() if path[-2:] == ("train_state", "step")]:
         step = int(folder.read(key, 0, 1).item()) if key in folder.tensors else int(folder.read_object(key))
-    if step is None and (noted := beside / TRAINER_STATE).is_file():
-        step = json.loads(noted.read_bytes()).get("global_step")
     schedule = {
         path[-1]: folder.read_object(key)
         for key, path in folder.paths.items()
         if path[0] in SCHEDULE and path[-1] in ("last_epoch", "base_lrs", "_last_lr") and key in folder.objects
     }
-    return TrainedSoFar(step=step, optimizer_steps=updates, schedule=schedule or None)
+    return TrainedSoFar(step=step, optimizer_steps=updates, schedule=schedule or noted.schedule)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf.checkpoint.interop.deepspeed_files import MODEL_STATES, check_kind, find_save, open_first
 from rlhf.checkpoint.interop.deepspeed_tensors import assemble
+from rlhf.checkpoint.interop.layout_trainer import progress_of
 from rlhf.checkpoint.interop.source import Contents, Origin, TensorInfo, TrainedSoFar
 from rlhf.checkpoint.interop.stored_tensor import cut, joined
 from rlhf.errors import UserError
@@ -67,7 +68,7 @@ class DeepSpeedSource:
         self.contents = Contents(
             tensors={name: info for name, (info, _) in made.tensors.items()},
             moments={name: info for name, (info, _) in made.moments.items()} | steps,
-            progress=_progress(states),
+            progress=_progress(states, save.parent),
             model_files=model_files,
             absent=made.absent,
         )
@@ -83,11 +84,12 @@ class DeepSpeedSource:
         """See `TensorSource.close`; files are open only while they are read."""
 
 
-def _progress(states: Mapping[str, Any]) -> TrainedSoFar:
-    """Steps and schedule; the schedules of DeepSpeed's own count from the first batch on, as torch's do."""
+def _progress(states: Mapping[str, Any], beside: Path) -> TrainedSoFar:
+    """Steps and schedule; the schedules of DeepSpeed's own count from the first batch on, as torch's do. One that the
+    engine does not know, the Trainer of transformers notes beside its saves."""
     steps = int(states["global_steps"])
     schedule = states.get("lr_scheduler")
     if schedule and "last_batch_iteration" in schedule:
         schedule = {"last_epoch": schedule["last_batch_iteration"]}
     skipped = int(states.get("skipped_steps") or 0)
-    return TrainedSoFar(step=steps, optimizer_steps=steps - skipped, schedule=schedule or None)
+    return TrainedSoFar(step=steps, optimizer_steps=steps - skipped, schedule=schedule or progress_of(beside).schedule)

@@ -43,7 +43,7 @@ def open_source(origin: Origin) -> NamedTensors:
     """Open a checkpoint. Raises UserError when it has no weights of its own layout, and for an adapter without a word
     on what is to become of it."""
     path = origin.path
-    contents = Contents({}, progress=_progress(path), absent=["the place in the data and the state of the algorithm"])
+    contents = Contents({}, progress=progress_of(path), absent=["the place in the data and the state of the algorithm"])
     if contents.progress.schedule is None:
         contents.absent.insert(0, f"the learning rate schedule: no {SCHEDULE}")
     if (path / ADAPTER_CONFIG).is_file():
@@ -59,7 +59,8 @@ def _all_of(source: TensorSource) -> dict[str, ReadableTensor]:
     return {name: SourceTensor(source, name) for name in source.contents.tensors}
 
 
-def _progress(path: Path) -> TrainedSoFar:
+def progress_of(path: Path) -> TrainedSoFar:
+    """Step and schedule that the Trainer notes in its folder `path`, also beside what DeepSpeed and FSDP save there."""
     step, schedule = None, None
     if (path / STATE).is_file():
         step = _json(path / STATE).get("global_step")
