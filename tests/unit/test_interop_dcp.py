@@ -22,7 +22,7 @@ from rlhf.checkpoint.interop.source import Origin, TrainedSoFar
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from tests.support.held_source import HeldSource
-from tests.support.interop_page import commands_of
+from tests.support.interop_page import commands_of, python_of
 from tests.support.sources import whole
 from tests.support.tiny_models import causal_lm, tiny_config
 
@@ -286,11 +286,18 @@ def test_megatrons_are_not_taken_for_it(written):
 
 def test_the_pages_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    section = "From and to torch DCP and torchtitan"
     model, optimizer, expected = trained("llama", Path("my_model"))
     save_as_torchtitan(Path("outputs/checkpoint"), model, optimizer, newer=True)
-    for command in commands_of("From and to torch DCP and torchtitan"):
+    for command in commands_of(section):
         assert main(command) == 0
-    merged = AutoModelForCausalLM.from_pretrained("merged").state_dict()
-    assert_equal(merged, model.state_dict())
+    weights = model.state_dict()
+    assert_equal(AutoModelForCausalLM.from_pretrained("merged").state_dict(), weights)
     assert AutoModelForCausalLM.from_pretrained("merged_half").dtype == torch.bfloat16
-    assert_equal(whole(open_source(Origin(Path("start/global_step_30")))), expected)
+    for imported in ("start/global_step_30", "my_dcp_30"):
+        assert_equal(whole(open_source(Origin(Path(imported)))), expected)
+    assert_equal(AutoModelForCausalLM.from_pretrained("my_model_30").state_dict(), weights)
+    before = AutoModelForCausalLM.from_pretrained("my_model")
+    assert_equal(whole(open_source(Origin(Path("my_dcp")))), before.state_dict())
+    exec(python_of(section), {"model": before})
+    assert_equal(before.state_dict(), weights)
