@@ -26,6 +26,7 @@ LONGEST_FIRST = (
     "test_deepspeed_run",
     "test_deepspeed",
     "test_interop_deepspeed",
+    "test_interop_fsdp",
     "test_wandb",
     "test_settings_act",
     "test_allowed_changes",

@@ -1,19 +1,25 @@
 """Checkpoints of FSDP1 and FSDP2 in verl's layout, made by torch: read as what torch gathers of the same model."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.interop.layouts import open_source
 from rlhf.checkpoint.interop.source import Origin, TensorSource
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
+from tests.support.adapted import Q, save_adapted_by_verl
 from tests.support.checkpoints import run_ranks
-from tests.support.fsdp_saves import RATE, STEPS, save_all, truth_of
-from tests.support.tiny_models import causal_lm
+from tests.support.fsdp_saves import RATE, STEPS, WITH_BUFFERS, save_all, truth_of
+from tests.support.interop_page import commands_of
+from tests.support.tiny_models import causal_lm, save, tiny_config
 
 RANKS = 4
 SIZES = {"intermediate_size": 26}  # by which the ranks' parts differ in size
@@ -63,7 +69,7 @@ def test_weights_and_moments_are_those_that_torch_gathers(case, saved):
         assert torch.equal(whole(source, name), expected), name
     expected_moments = {f"{name}.{key}": value for name, state in moments.items() for key, value in state.items()}
     assert source.contents.moments.keys() == expected_moments.keys()
-    assert len(moments) == len(tensors) - 2  # the buffers have none
+    assert len(moments) == len(tensors) - (2 if case in WITH_BUFFERS else 0)
     for name, expected in expected_moments.items():
         assert torch.equal(whole(source, name), expected.view(whole(source, name).shape)), name
     progress = source.contents.progress
@@ -78,7 +84,7 @@ def test_weights_and_moments_are_those_that_torch_gathers(case, saved):
 @pytest.mark.parametrize("case", CASES[:5])
 def test_every_range_is_the_same(case, saved):
     source = open_source(Origin(saved / case))
-    for name in ("model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.up_proj.weight.exp_avg", "calibration"):
+    for name in ("model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.up_proj.weight.exp_avg"):
         flat = whole(source, name).view(-1)
         for start in range(0, len(flat), 7):
             for stop in (start, start + 1, start + 5, start + 40, len(flat)):
@@ -115,6 +121,42 @@ def test_without_its_config_the_files_tell_the_number_of_ranks(copy):
         open_source(Origin(copy))
 
 
+def test_a_critic_is_a_value_model(tmp_path):
+    torch.manual_seed(4)
+    config = tiny_config("llama", num_labels=1)
+    model = AutoModelForTokenClassification.from_config(config).float()
+    folder = tmp_path / "global_step_7" / "critic"
+    save(model, folder / "huggingface")
+    (folder / "huggingface" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), folder / "model_world_size_1_rank_0.pt")
+    target = tmp_path / "merged"
+    command = ["merge", "--local_dir", str(tmp_path / "global_step_7"), "--role", "critic", "--target_dir", str(target)]
+    assert main(command) == 0
+    found = AutoModelForTokenClassification.from_pretrained(target).state_dict()
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_the_page_s_commands(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(saved / "llama" / "fsdp1", "verl_run/global_step_2/actor")
+    save_adapted_by_verl(saved / "models" / "llama", Path("verl_lora/global_step_2/actor"))
+    shutil.copytree("verl_run/global_step_2/actor/huggingface", "verl_lora/global_step_2/actor/huggingface")
+    for command in commands_of("From and to verl"):
+        assert main(command) == 0
+    tensors, moments = truth_of(saved / "llama" / "fsdp1")
+    merged = AutoModelForCausalLM.from_pretrained("merged").state_dict()
+    assert all(torch.equal(merged[name], tensor) for name, tensor in tensors.items())
+    assert AutoModelForCausalLM.from_pretrained("merged_half").dtype == torch.bfloat16
+    adapted = AutoModelForCausalLM.from_pretrained("merged_lora").state_dict()
+    base = load_file(saved / "models" / "llama" / "model.safetensors")
+    assert not torch.equal(adapted[f"{Q}.weight"], base[f"{Q}.weight"])
+    assert Path("adapter/adapter_model.safetensors").is_file()
+    start = open_source(Origin(Path("start/global_step_2")))
+    for name, state in moments.items():
+        assert torch.equal(whole(start, f"{name}.exp_avg"), state["exp_avg"].view(tensors[name].shape)), name
+
+
 def test_a_missing_file_is_named(copy):
     (copy / "optim_world_size_4_rank_2.pt").unlink()
     (copy / "extra_state_world_size_4_rank_0.pt").unlink()
@@ -127,14 +169,16 @@ def test_a_missing_file_is_named(copy):
         open_source(Origin(copy))
 
 
-def test_files_that_do_not_belong_together(copy, saved):
+def test_files_that_do_not_belong_together(saved, tmp_path):
+    copy = Path(shutil.copytree(saved / "llama" / "fsdp2_by_columns", tmp_path / "copy"))
+
     def use(source: Path) -> None:
         shutil.copy(source, copy / "model_world_size_4_rank_2.pt")
 
     use(saved / "qwen2" / "fsdp2" / "2" / "model_world_size_4_rank_2.pt")
     with pytest.raises(DamagedCheckpoint, match="is in the file of only one of rank 0 and rank 2"):
         open_source(Origin(copy))
-    use(saved / "llama" / "fsdp2_by_columns" / "model_world_size_4_rank_2.pt")
+    use(saved / "llama" / "fsdp1_orig_params" / "model_world_size_4_rank_2.pt")
     with pytest.raises(DamagedCheckpoint, match="is spread otherwise"):
         open_source(Origin(copy))
     use(copy / "model_world_size_4_rank_1.pt")
@@ -145,7 +189,8 @@ def test_files_that_do_not_belong_together(copy, saved):
         open_source(Origin(copy))
 
 
-def test_buffers_of_the_ranks_have_to_be_equal(copy):
+def test_buffers_of_the_ranks_have_to_be_equal(saved, tmp_path):
+    copy = Path(shutil.copytree(saved / "llama" / "fsdp2_by_columns", tmp_path / "copy"))
     path = copy / "model_world_size_4_rank_1.pt"
     content = path.read_bytes()
     values = torch.arange(5.0).numpy().tobytes()
@@ -164,6 +209,26 @@ def test_a_rank_s_file_that_is_cut_off(copy):
     torch.save([1, 2], path)
     with pytest.raises(DamagedCheckpoint, match=r"rank_1\.pt is no file of verl's: it holds a list"):
         open_source(Origin(copy))
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def test_a_file_that_wants_to_run_code_is_refused_by_the_command(copy, tmp_path, capsys):
+    torch.save({"model.norm.weight": Evil(tmp_path / "ran")}, copy / "model_world_size_4_rank_1.pt")
+    assert main(["merge", "--local_dir", str(copy), "--target_dir", str(tmp_path / "merged")]) == 2
+    said = capsys.readouterr().err
+    assert "model_world_size_4_rank_1.pt asks for posix.system, which is not on the list" in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "merged").exists()
 
 
 def test_an_optimizer_that_does_not_fit_is_left_out(copy, saved):

@@ -21,19 +21,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.support.tiny_models import tiny_tokenizer
 
 STEPS, RATE = 2, 1e-2
+WITH_BUFFERS = ("llama/fsdp1_orig_params", "llama/fsdp2_by_columns", "qwen2/fsdp1/2")
 
 
 def save_all(rank: int, models: Path, target: Path, cases: tuple[str, ...], buffers: bool = True) -> None:
     """In each rank: train models for two steps, and save them. Collective.
 
     A case is `MODEL/KIND` or `MODEL/KIND/REPLICAS`, of the model in `models/MODEL`, and is saved in `target/CASE`; with
-    `buffers` of its own, which the library's model does not have.
+    `buffers`, some have buffers of their own, which the library's models do not have.
     """
     for case in cases:
         architecture, kind, *more = case.split("/")
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_pretrained(models / architecture, dtype=torch.float32)
-        if buffers:
+        if buffers and case in WITH_BUFFERS:
             model.register_buffer("calibration", torch.arange(5.0))
             model.register_buffer("count", torch.tensor(7))
         wrapped = _wrap(model, kind, int(more[0]) if more else 1)

@@ -12,11 +12,16 @@ from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.interop.layouts import open_source
 from rlhf.checkpoint.interop.source import Origin
 from rlhf.errors import UserError
+from tests.support.adapted import (
+    DOWN,
+    PREFIX,
+    Q,
+    configure,
+    factors_for,
+    save_adapted_by_verl,
+    save_adapter,
+)
 from tests.support.tiny_models import causal_lm
-
-PREFIX = "base_model.model."
-Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
-CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 
 
 @pytest.fixture(scope="module")
@@ -32,27 +37,13 @@ def weights(base) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def factors(weights) -> dict[str, torch.Tensor]:
-    torch.manual_seed(3)
-    pairs = {name: weights[f"{name}.weight"].shape for name in (Q, DOWN)}
-    return {
-        f"{PREFIX}{name}.lora_{kind}.weight": torch.randn(shape)
-        for name, (rows, columns) in pairs.items()
-        for kind, shape in (("A", (4, columns)), ("B", (rows, 4)))
-    }
+def factors(base) -> dict[str, torch.Tensor]:
+    return factors_for(base)
 
 
 @pytest.fixture
-def adapter(base, factors, tmp_path) -> Path:
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    save_file(factors, folder / "adapter_model.safetensors")
-    configure(folder, base_model_name_or_path=str(base))
-    return folder
-
-
-def configure(folder: Path, **settings: Any) -> None:
-    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | settings))
+def adapter(base, tmp_path) -> Path:
+    return save_adapter(base, tmp_path / "adapter")
 
 
 def expected(weights: dict, factors: dict, name: str, scaling: float) -> torch.Tensor:
@@ -151,19 +142,8 @@ def test_an_adapter_of_another_base_is_refused(change, message, adapter, factors
 
 
 @pytest.fixture
-def of_verl(base, weights, factors, tmp_path) -> Path:
-    """One rank's file of a model with an adapter in it."""
-    folder = tmp_path / "actor"
-    folder.mkdir()
-    state = {}
-    for name, tensor in weights.items():
-        module = name.removesuffix(".weight")
-        state[f"{PREFIX}{module}.base_layer.weight" if module in (Q, DOWN) else f"{PREFIX}{name}"] = tensor
-    for name, tensor in factors.items():
-        state[name.replace(".weight", ".default.weight")] = tensor
-    torch.save(state, folder / "model_world_size_1_rank_0.pt")
-    (folder / "lora_train_meta.json").write_text(json.dumps({"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}))
-    return folder
+def of_verl(base, tmp_path) -> Path:
+    return save_adapted_by_verl(base, tmp_path / "actor")
 
 
 def test_in_verl_s_files(of_verl, base, weights, factors):

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.interop.layouts import open_source
 from rlhf.checkpoint.interop.source import Origin
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
+from tests.support.adapted import Q, save_adapter
+from tests.support.interop_page import commands_of
 from tests.support.tiny_models import causal_lm
 
 Moments = dict[str, torch.Tensor]
@@ -103,6 +107,25 @@ def test_moments_that_do_not_fit_are_left_out(change, expected, copy):
     assert source.contents.absent[0].startswith("the optimizer's moments: ")
     assert expected in source.contents.absent[0]
     assert source.contents.progress.step == 40
+
+
+def test_the_page_s_commands(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(saved[0], "output/checkpoint-40")
+    causal_lm("llama", tmp_path / "base")
+    save_adapter(tmp_path / "base", Path("output_lora/checkpoint-40"))
+    for command in commands_of("From Trainer and TRL"):
+        assert main(command) == 0
+    weights = load_file(saved[0] / "model.safetensors")
+    merged = load_file("merged/model.safetensors")
+    assert merged.keys() == weights.keys()
+    assert all(torch.equal(merged[name], tensor) for name, tensor in weights.items())
+    base, adapted = load_file("base/model.safetensors"), load_file("merged_lora/model.safetensors")
+    assert adapted.keys() == base.keys()
+    assert not torch.equal(adapted[f"{Q}.weight"], base[f"{Q}.weight"])
+    start = open_source(Origin(Path("start/global_step_40")))
+    for name, tensor in saved[1].items():
+        assert torch.equal(start.read(name, 0, tensor.numel()), tensor.reshape(-1)), name
 
 
 def test_what_is_missing_or_broken(copy):
