@@ -34,7 +34,7 @@ from tests.support.hub_server import TOKEN, Repository, Server, hub_of_mine
 from tests.support.preload import forkserver
 
 REPOSITORY = "somebody/model"
-SECRET = "sk-abcdefghijklmnopqrstuvwxyz"
+SECRET = "open-sesame"
 
 
 @pytest.fixture
@@ -125,6 +125,18 @@ def test_a_base_that_the_hub_does_not_know_is_not_linked(config, server, command
     command("push", config.run_dir, REPOSITORY)
     metadata = yaml.safe_load(server.files(REPOSITORY)["README.md"].decode().split("---\n")[1])
     assert not {"base_model", "license", "base_model_relation"} & metadata.keys()
+
+
+def test_a_base_in_a_folder_is_named_only(config, server, command, tmp_path):
+    path = shutil.copytree(step_dir(config.run_dir, 4), tmp_path / "global_step_4")
+    text = (path / "config.yaml").read_text().replace("path: org/base", "path: /home/me/base")
+    proven("config.yaml", text.encode())(path)
+    assert command("push", path, REPOSITORY)[0] == 0
+    card = server.files(REPOSITORY)["README.md"].decode()
+    assert "reinforcement learning from base, by" in card
+    assert "base_model" not in card
+    assert "/home" not in card
+    assert not any("models/home" in request or "base" in request for request in server.requests)
 
 
 def test_a_folder_is_sent_as_it_is(config, server, command, tmp_path):

@@ -65,6 +65,8 @@ class Server(ThreadingHTTPServer):
         """Every request so far: method and path."""
         self.received: list[str] = []
         """SHA-256 of each object whose bytes came, once for each time."""
+        self.batches: list[int] = []
+        """Objects of each request to upload some."""
         self.before: Callable[[int, str], None] = lambda number, request: None
         """Called with the number (from 1) and the text of a request before it; what it raises is the answer."""
         self.after: Callable[[str], None] = lambda request: None
@@ -212,8 +214,9 @@ class Handler(BaseHTTPRequestHandler):
         return {"files": answers}
 
     def batch(self, repo_id: str, body: bytes) -> Any:
-        answers = []
-        for asked in json.loads(body)["objects"]:
+        answers, objects = [], json.loads(body)["objects"]
+        self.server.batches.append(len(objects))
+        for asked in objects:
             actions = {"upload": {"href": f"{self.server.url}/lfs/{asked['oid']}?signature=s3cret"}}
             answers.append(asked | ({} if asked["oid"] in self.server.objects else {"actions": actions}))
         return {"transfer": "basic", "objects": answers}
