@@ -100,12 +100,13 @@ def test_mistakes_are_one_line_and_write_nothing(model, tmp_path, capsys):
     target = tmp_path / "targets" / "x"
     assert "must be named global_step_N" in refusal(capsys, model, target, "--to", "native")
     assert "--tp is for --to megatron, not for --to hf" in refusal(capsys, model, target, "--to", "hf", "--tp", 2)
-    assert "--dtype is for --to hf or dcp, not" in refusal(
+    assert "--dtype is for --to hf or dcp or megatron, not" in refusal(
         capsys, model, target.with_name("global_step_1"), "--to", "native", "--dtype", "bfloat16"
     )
     assert "Give SOURCE and TARGET, or" in refusal(capsys, model, "--to", "hf")
     assert "give one target" in refusal(capsys, model, target, "--to", "hf", "--output_path", tmp_path / "y")
-    assert "--tp" in refusal(capsys, model, target, "--to", "megatron", "--tp", 3)
+    assert "--tp=3" in refusal(capsys, model, target, "--to", "megatron", "--tp", 3)
+    assert "--pp=0" in refusal(capsys, model, target, "--to", "megatron", "--pp", 0)
     assert "holds what is read" in refusal(capsys, model, model, "--to", "dcp", "--overwrite")
     assert not target.parent.exists() or not any(target.parent.iterdir())
     bare = tmp_path / "bare"

@@ -229,8 +229,14 @@ def test_the_pages_commands_do_what_it_says(models: Any, tmp_path: Path, monkeyp
     (tmp_path / "megatron_lm" / "latest_checkpointed_iteration.txt").write_text("20")
     for arguments in commands_of("From and to Megatron"):
         assert main(arguments) == 0
-        target = Path(arguments[arguments.index("--target_dir") + 1])
-        merged = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
         half = "bfloat16" in arguments
+        if arguments[0] == "merge":
+            target = arguments[arguments.index("--target_dir") + 1]
+        else:
+            target = "back"
+            written = next(name for name in arguments if name.startswith("to_"))
+            assert main(["merge", "--local_dir", written, "--target_dir", target, "--overwrite"]) == 0
+        merged = AutoModelForCausalLM.from_pretrained(target, dtype="auto").state_dict()
         for name, tensor in model.state_dict().items():
-            assert torch.equal(merged.state_dict()[name], tensor.bfloat16() if half else tensor), name
+            assert torch.equal(merged[name], tensor.bfloat16() if half else tensor), name
+    assert len(list(Path("to_ranks").glob("mp_rank_*"))) == 4

@@ -26,7 +26,7 @@ def write_dcp_folder(
     `.exp_avg_sq` and `.step`, as torch flattens them (`flatten_optimizer_state_dict`). `dtype` (float32, ...) converts
     the weights, not the moments; None keeps each. Config and tokenizer are copied beside them when they are known.
     """
-    saved = _AsSaved(source, dtype, moments)
+    saved = AsSaved(source, dtype, moments)
     written = []
     if source.contents.model_files is not None:
         for name, content in read_small_files(source.contents.model_files).items():
@@ -36,10 +36,10 @@ def write_dcp_folder(
 
 def nbytes_of_dcp(source: TensorSource, *, dtype: str | None = None, moments: bool = True) -> int:
     """Bytes of the tensors that `write_dcp_folder` writes."""
-    return sum(info.nbytes for info in _AsSaved(source, dtype, moments).contents.tensors.values())
+    return sum(info.nbytes for info in AsSaved(source, dtype, moments).contents.tensors.values())
 
 
-class _AsSaved:
+class AsSaved:
     """An open checkpoint with all tensors by their names in the folder; `paths` has the keys of each in the nested
     state dict."""
 

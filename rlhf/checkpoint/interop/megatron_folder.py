@@ -1,15 +1,16 @@
 """Writes a model as Megatron's checkpoints have it, by one process without any of Megatron's code."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+from rlhf.checkpoint.interop.dcp_folder import AsSaved
 from rlhf.checkpoint.interop.dcp_writer import write_dcp
 from rlhf.checkpoint.interop.excerpts import ExcerptSource
+from rlhf.checkpoint.interop.hf_folder import Progress
 from rlhf.checkpoint.interop.megatron_model import EMBEDDING, LAYERS, OUTPUT, MegatronModel, read_model
 from rlhf.checkpoint.interop.megatron_names import Excerpts, Shapes, as_megatron
 from rlhf.checkpoint.interop.small_files import read_small_files
 from rlhf.checkpoint.interop.source import TensorSource
-from rlhf.checkpoint.interop.target import output_folder, prove
 from rlhf.checkpoint.interop.torch_file import saved, write_torch_file
 from rlhf.errors import UserError
 from rlhf.storage.files import WrittenFile, write_file, write_json
@@ -30,34 +31,35 @@ DISTRIBUTED |= {"common_backend": "torch", "common_backend_version": 1}
 
 def write_megatron_folder(
     source: TensorSource,
-    target: Path,
+    folder: Path,
     *,
     tensor_ranks: int = 1,
     pipeline_ranks: int = 1,
     layout: str = "torch_dist",
-    overwrite: bool = False,
-    sources: Iterable[Path] = (),
-) -> None:
-    """Write the tensors of `source` as a checkpoint of Megatron's, with the model's config and tokenizer in
-    `huggingface/`.
+    dtype: str | None = None,
+    progress: Progress = lambda count: None,
+) -> list[WrittenFile]:
+    """Write the tensors of `source` into the empty `folder` as a checkpoint of Megatron's, with the model's config and
+    tokenizer in `huggingface/`; returns what was written, with hashes of the memory that was.
 
     `torch_dist` is what megatron-core's `dist_checkpointing` loads at any number of ranks, `mp_rank` a file for each
     of so many ranks. Either way the model must be one that can be split over them; raises UserError else, and for a
-    model that Megatron does not name so.
+    model that Megatron does not name so. `dtype` (float32, ...) converts the weights; None keeps each.
     """
     model = _model(source)
     model.check_tensor_ranks(tensor_ranks, "--tp")
     model.check_pipeline_ranks(pipeline_ranks, "--pp")
-    with output_folder(target, overwrite=overwrite, sources=sources) as folder:
-        if layout == "torch_dist":
-            written = _write_distributed(model, source, folder)
-        else:
-            written = _write_ranks(model, source, folder, tensor_ranks, pipeline_ranks)
-        written += _write_model_files(source, folder)
-        prove(folder, written)
+    converted = AsSaved(source, dtype, moments=False)
+    if layout == "torch_dist":
+        written = _write_distributed(model, converted, folder, progress)
+    else:
+        written = _write_ranks(model, converted, folder, tensor_ranks, pipeline_ranks, progress)
+    return [*written, *_write_model_files(source, folder)]
 
 
-def _write_distributed(model: MegatronModel, source: TensorSource, folder: Path) -> list[WrittenFile]:
+def _write_distributed(
+    model: MegatronModel, source: TensorSource, folder: Path, progress: Progress
+) -> list[WrittenFile]:
     shapes, excerpts = as_megatron(model, source)
     of_layers: Excerpts = {}
     whole: Shapes = {}
@@ -68,7 +70,8 @@ def _write_distributed(model: MegatronModel, source: TensorSource, folder: Path)
         stacked = LAYERS + name.removeprefix(LAYERS).partition(".")[2]
         whole[stacked] = (model.layers, *shape)
         of_layers.setdefault(stacked, []).extend(excerpts[name])
-    written = write_dcp(folder, ExcerptSource("megatron", whole, of_layers), objects=_extra_states(model))
+    stacked_source = ExcerptSource("megatron", whole, of_layers)
+    written = write_dcp(folder, stacked_source, objects=_extra_states(model), progress=progress)
     # State that all ranks share, such as a run's arguments: there is none.
     written.append(write_file(folder, "common.pt", saved({}, iter(()))))
     # As megatron-core does it, last: the folder counts as a checkpoint from here on.
@@ -84,7 +87,7 @@ def _extra_states(model: MegatronModel) -> dict[str, bytes]:
 
 
 def _write_ranks(
-    model: MegatronModel, source: TensorSource, folder: Path, ranks: int, stages: int
+    model: MegatronModel, source: TensorSource, folder: Path, ranks: int, stages: int, progress: Progress
 ) -> list[WrittenFile]:
     step = VOCABULARY_MULTIPLE * ranks
     rows = -(-model.vocabulary // step) * step
@@ -94,7 +97,7 @@ def _write_ranks(
         for stage in range(stages):
             part = _of_stage(model, *whole, stage, stages)
             path = f"mp_rank_{rank:02d}_{stage:03d}/model_states.pt"
-            written.append(write_torch_file(folder, path, part, {"checkpoint_version": 3.0}, "model"))
+            written.append(write_torch_file(folder, path, part, {"checkpoint_version": 3.0}, "model", progress))
     return written
 
 

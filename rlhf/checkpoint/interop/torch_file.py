@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
+from rlhf.checkpoint.interop.hf_folder import Progress
 from rlhf.checkpoint.interop.source import TensorInfo, TensorSource
 from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.shards import as_bytes
@@ -18,7 +19,14 @@ SLAB_BYTES = 64 << 20
 """Most bytes of a tensor that are in memory."""
 
 
-def write_torch_file(root: Path, path: str, source: TensorSource, content: Mapping[str, Any], key: str) -> WrittenFile:
+def write_torch_file(
+    root: Path,
+    path: str,
+    source: TensorSource,
+    content: Mapping[str, Any],
+    key: str,
+    progress: Progress = lambda count: None,
+) -> WrittenFile:
     """Write `root/path`, which `torch.load` reads as `content` with all tensors of `source`, by name, under `key`.
 
     The checksums of the zip file's records stay empty, which torch allows and `unzip -t` reports.
@@ -26,7 +34,7 @@ def write_torch_file(root: Path, path: str, source: TensorSource, content: Mappi
     tensors = source.contents.tensors
     with FakeTensorMode():
         named = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in tensors.items()}
-    return write_file(root, path, saved({**content, key: named}, _all_slabs(source)))
+    return write_file(root, path, saved({**content, key: named}, _all_slabs(source, progress)))
 
 
 def saved_range(source: TensorSource, name: str, start: int, shape: tuple[int, ...]) -> Iterator[bytes | memoryview]:
@@ -44,9 +52,11 @@ def slabs(source: TensorSource, name: str, start: int, stop: int) -> Iterator[me
         yield as_bytes(source.read(name, first, min(stop, first + step)))
 
 
-def _all_slabs(source: TensorSource) -> Iterator[memoryview]:
+def _all_slabs(source: TensorSource, progress: Progress) -> Iterator[memoryview]:
     for name, info in source.contents.tensors.items():
-        yield from slabs(source, name, 0, info.numel)
+        for slab in slabs(source, name, 0, info.numel):
+            yield slab
+            progress(len(slab))
 
 
 def saved(content: Any, tensors: Iterator[memoryview]) -> Iterator[bytes | memoryview]:

@@ -21,7 +21,7 @@ NAME = "convert"
 HELP = "make a Hugging Face folder, a checkpoint of ours, of torch DCP or of Megatron out of any other"
 HF, NATIVE, DCP, MEGATRON = "hf", "native", "dcp", "megatron"
 ONLY_FOR = {
-    "dtype": (HF, DCP),
+    "dtype": (HF, DCP, MEGATRON),
     "tp": (MEGATRON,),
     "pp": (MEGATRON,),
     "megatron_layout": (MEGATRON,),
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         options = HfOptions(arguments.dtype, value_model=role == "critic")
         made = to_hf_folder(origin, arguments.backend, options, target, arguments.overwrite)
     else:
-        made = (_to_dcp if arguments.to == DCP else _to_megatron)(origin, target, arguments)
+        made = _to_others(origin, target, arguments)
     return tell(made, arguments.json, console)
 
 
@@ -89,33 +89,29 @@ def _places(arguments: argparse.Namespace) -> tuple[Path, Path]:
     return source, target
 
 
-def _to_megatron(origin: "Origin", target: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _to_others(origin: "Origin", target: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    from rlhf.checkpoint.interop.dcp_folder import nbytes_of_dcp, write_dcp_folder
     from rlhf.checkpoint.interop.layouts import open_source
     from rlhf.checkpoint.interop.megatron_folder import write_megatron_folder
 
-    with closing(open_source(origin, arguments.backend)) as source:
-        write_megatron_folder(
-            source,
-            target,
-            tensor_ranks=arguments.tp or 1,
-            pipeline_ranks=arguments.pp or 1,
-            layout=arguments.megatron_layout or "torch_dist",
-            overwrite=arguments.overwrite,
-            sources=_sources(origin),
-        )
-        return _outcome(source, target)
-
-
-def _to_dcp(origin: "Origin", target: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    from rlhf.checkpoint.interop.dcp_folder import nbytes_of_dcp, write_dcp_folder
-    from rlhf.checkpoint.interop.layouts import open_source
-
+    dtype, moments = arguments.dtype, arguments.to == DCP
     with closing(open_source(origin, arguments.backend)) as source:
         with output_folder(target, overwrite=arguments.overwrite, sources=_sources(origin)) as folder:
-            with work_bar(f"{target}", nbytes_of_dcp(source, dtype=arguments.dtype)) as progress:
-                written = write_dcp_folder(source, folder, dtype=arguments.dtype, progress=progress)
+            with work_bar(f"{target}", nbytes_of_dcp(source, dtype=dtype, moments=moments)) as progress:
+                if arguments.to == DCP:
+                    written = write_dcp_folder(source, folder, dtype=dtype, progress=progress)
+                else:
+                    written = write_megatron_folder(
+                        source,
+                        folder,
+                        tensor_ranks=1 if arguments.tp is None else arguments.tp,
+                        pipeline_ranks=1 if arguments.pp is None else arguments.pp,
+                        layout=arguments.megatron_layout or "torch_dist",
+                        dtype=dtype,
+                        progress=progress,
+                    )
             prove(folder, written)
-        return _outcome(source, target, arguments.dtype)
+        return _outcome(source, target, dtype)
 
 
 def _sources(origin: "Origin") -> list[Path]:
