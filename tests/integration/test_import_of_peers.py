@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.interop.layouts import open_source
@@ -20,7 +21,7 @@ from tests.support import deepspeed_saves, fsdp_saves
 from tests.support.checkpoints import equal_bits, run_ranks
 from tests.support.engines import NEEDS_DEEPSPEED
 from tests.support.launching import ranks, records, saved_steps, small
-from tests.support.tiny_models import causal_lm
+from tests.support.tiny_models import causal_lm, tiny_config, tiny_tokenizer
 
 SHORT = ("data.max_prompt_length=40", "data.max_response_length=10")
 
@@ -68,6 +69,62 @@ def train_on(target: Path, model: Path, folder: Path, sums: Path, nproc: int = 1
     return end.output
 
 
+def save_plainly(folder: Path, model: PreTrainedModel) -> torch.optim.Optimizer:
+    """Two steps of training, in the layout of verl on one rank; returns the optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    for _ in range(2):
+        ids = torch.arange(12).view(2, 6)
+        model(input_ids=ids).logits.square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    folder.mkdir(parents=True)
+    torch.save(model.state_dict(), folder / "model_world_size_1_rank_0.pt")
+    torch.save(optimizer.state_dict(), folder / "optim_world_size_1_rank_0.pt")
+    torch.save({"lr_scheduler": schedule.state_dict()}, folder / "extra_state_world_size_1_rank_0.pt")
+    model.config.save_pretrained(folder / "huggingface")
+    tiny_tokenizer().save_pretrained(folder / "huggingface")
+    return optimizer
+
+
+Ppo = tuple[Path, dict[str, PreTrainedModel], dict[str, torch.optim.Optimizer]]
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory) -> Ppo:
+    """What becomes of a checkpoint of verl's with a critic; the models and optimizers that it was saved of."""
+    folder = tmp_path_factory.mktemp("ppo")
+    torch.manual_seed(2)
+    critic = AutoModelForTokenClassification.from_config(tiny_config("llama", num_labels=1, classifier_dropout=0.0))
+    models = {"actor": causal_lm("llama", folder / "model").train(), "critic": critic.float().train()}
+    theirs, target = folder / "verl" / "global_step_2", folder / "global_step_2"
+    optimizers = {role: save_plainly(theirs / role, model) for role, model in models.items()}
+    imported(theirs, target)
+    return target, models, optimizers
+
+
+def test_verls_of_a_run_with_a_critic(ppo):
+    target, models, optimizers = ppo
+    for role, model in models.items():
+        named = dict(model.named_parameters())
+        with closing(open_source(Origin(target, role=role), "native")) as checkpoint:
+            assert checkpoint.contents.tensors.keys() == named.keys()
+            for name, parameter in named.items():
+                names = [name, f"{name}.exp_avg", f"{name}.exp_avg_sq"]
+                whole = [checkpoint.read(each, 0, parameter.numel()) for each in names]
+                state = optimizers[role].state[parameter]
+                expected = [parameter.detach(), state["exp_avg"], state["exp_avg_sq"]]
+                assert equal_bits(whole, [tensor.reshape(-1) for tensor in expected]), name
+
+
+@pytest.mark.slow
+def test_a_run_with_a_critic_begins_there(ppo, tmp_path, sums):
+    target, _, _ = ppo
+    folder = target / "actor" / "huggingface"
+    said = train_on(target, folder, tmp_path, sums, 1, "algorithm=ppo", f"critic.path={target}/critic/huggingface")
+    assert "with actor's weights, actor's moments, actor's schedule, critic's weights, critic's moments" in said
+
+
 def test_verls(models, tmp_path, sums):
     """A folder of FSDP2's files in `global_step_N/actor`, and one of FSDP1's with a tied embedding."""
     cases = ("llama/fsdp2", "qwen2/fsdp1")
@@ -110,19 +167,37 @@ def test_deepspeeds(models, tmp_path, sums):
         assert "with actor's weights, actor's moments, actor's schedule" in said
 
 
-def test_accelerates_of_torch_dcp(models, tmp_path):
-    theirs = tmp_path / "checkpoint-7"
-    model = causal_lm("qwen2", theirs).train()
+def trained_once(folder: Path) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
+    """A model that was saved in `folder`, after a step."""
+    model = causal_lm("qwen2", folder).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     ids = torch.arange(12).view(2, 6)
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 7}))
+    return model, optimizer
+
+
+def check_imported(theirs: Path, target: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    weights, moments = imported(theirs, target)
+    named = dict(model.named_parameters())
+    assert equal_bits(weights, {name: parameter.detach() for name, parameter in named.items()})
+    assert equal_bits(moments, of_parameters({name: optimizer.state[p] for name, p in named.items()}))
+
+
+def test_the_trainers(tmp_path):
+    theirs = tmp_path / "checkpoint-7"
+    model, optimizer = trained_once(theirs)
+    model.save_pretrained(theirs)
+    torch.save(optimizer.state_dict(), theirs / "optimizer.pt")
+    check_imported(theirs, tmp_path / "global_step_7", model, optimizer)
+
+
+def test_accelerates_of_torch_dcp(tmp_path):
+    theirs = tmp_path / "checkpoint-7"
+    model, optimizer = trained_once(theirs)
     tensors, state = get_state_dict(model, optimizer)
     dcp.save({"model": tensors}, checkpoint_id=theirs / "pytorch_model_fsdp_0", no_dist=True)
     dcp.save({"optimizer": state}, checkpoint_id=theirs / "optimizer_0", no_dist=True)
     (theirs / "model.safetensors").unlink()
-    (theirs / "trainer_state.json").write_text(json.dumps({"global_step": 7}))
-    weights, moments = imported(theirs, tmp_path / "global_step_7")
-    named = dict(model.named_parameters())
-    assert equal_bits(weights, {name: parameter.detach() for name, parameter in named.items()})
-    assert equal_bits(moments, of_parameters({name: optimizer.state[p] for name, p in named.items()}))
+    check_imported(theirs, tmp_path / "global_step_7", model, optimizer)

@@ -120,7 +120,9 @@ def _moments(
 
 def _shard_ranks(ranks: Sequence[Mapping[str, Any]], split: Sequence[str]) -> list[int]:
     """Ranks that have the model once among them, in the order of their parts."""
-    parts = [rank[split[0]] for rank in ranks] if split else []
+    if not split:  # each rank has all of it
+        return [0]
+    parts = [rank[split[0]] for rank in ranks]
     if not all(isinstance(part, StoredWrapper) and part.kind == "DTensor" for part in parts):
         return list(range(len(ranks)))
     placed = [DTensorPart.of(part, split[0]) for part in parts]
