@@ -49,6 +49,7 @@ def intact(found: Bytes, wanted: Bytes, target: Path) -> bool:
 COMMANDS = {
     "merge": Command(("merge", "--local_dir", "run", "--target_dir", "target", "--max-shard-size", "8KB"), same),
     "export": Command(("export", "run", "target", "--dtype", "bfloat16"), same),
+    "convert": Command(("convert", "model", "target", "--to", "dcp"), same),
     "import": Command(("import", "model", "imported/global_step_1"), intact, "imported/global_step_1"),
 }
 

@@ -11,10 +11,20 @@ PAGE = Path(rlhf.__file__).parents[1] / "docs" / "interop.md"
 
 def commands_of(heading: str) -> list[list[str]]:
     """Arguments of each `python -m rlhf.checkpoint` in the fenced blocks of a section."""
-    lines = "".join(_blocks(heading, "")).splitlines()
-    assert lines
-    assert all(line.startswith("python -m rlhf.checkpoint ") for line in lines)
-    return [shlex.split(line)[3:] for line in lines]
+    return _arguments(heading, "rlhf.checkpoint")
+
+
+def training_of(heading: str) -> list[list[str]]:
+    """The same of each `python -m rlhf.train`."""
+    return _arguments(heading, "rlhf.train")
+
+
+def _arguments(heading: str, module: str) -> list[list[str]]:
+    lines = [shlex.split(line) for line in "".join(_blocks(heading, "")).splitlines()]
+    assert all(line[:2] == ["python", "-m"] and line[2] in ("rlhf.checkpoint", "rlhf.train") for line in lines)
+    found = [line[3:] for line in lines if line[2] == module]
+    assert found
+    return found
 
 
 def python_of(heading: str) -> str:

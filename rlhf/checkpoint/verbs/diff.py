@@ -108,7 +108,8 @@ def _tensors(
 
 def _lines(values: "dict[str, list[ValueDifference]]", tensors: "dict[str, Compared]", largest: int) -> Iterator[str]:
     for kind, differences in values.items():
-        yield f"{kind}: {len(differences)} values differ" if differences else f"{kind}: equal"
+        differ = "1 value differs" if len(differences) == 1 else f"{len(differences)} values differ"
+        yield f"{kind}: {differ if differences else 'equal'}"
         yield from _some([f"{d.key}: {d.a!r} | {d.b!r}" for d in differences], largest)
     for kind, compared in tensors.items():
         count, found = compared.tensors, compared.different
