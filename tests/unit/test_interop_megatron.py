@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop import layout_megatron
+from rlhf.checkpoint.interop import excerpts, layout_megatron, torch_file
 from rlhf.checkpoint.interop.megatron_folder import write_megatron_folder
 from rlhf.checkpoint.interop.source import Origin, TensorSource
 from rlhf.errors import UserError
@@ -67,9 +67,11 @@ def test_every_split_of_ranks_gives_the_whole_model(
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
 def test_written_folders_of_ranks_hold_what_whole_tensor_operations_make(
-    models: Any, tmp_path: Path, architecture: str
+    models: Any, tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is written equals the reference split of the model rank by rank, and is read back."""
+    monkeypatch.setattr(excerpts, "ROWS_BYTES", 300)
+    monkeypatch.setattr(torch_file, "SLAB_BYTES", 700)
     model, folder = models(architecture)
     with opened(folder) as source:
         write_megatron_folder(source, tmp_path / "new", tensor_ranks=2, pipeline_ranks=2, layout="mp_rank")

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from rlhf.checkpoint.interop.source import Contents, TensorInfo, TensorSource
 
+ROWS_BYTES = 16 << 20
+"""Bytes of whole rows that are read at a time where only some of their columns are wanted."""
+
 
 class Readable(Protocol):
     """Tensor whose flattened (row-major) elements are read in ranges, 1-D."""
@@ -87,9 +90,13 @@ class SomeColumns:
     def read(self, start: int, stop: int) -> Tensor:
         """See `Readable`."""
         first, last = start // self.columns, -(-stop // self.columns)
-        rows = self.matrix.read(first * self.width, last * self.width).view(-1, self.width)
-        chosen = rows[:, self.first : self.first + self.columns].reshape(-1)
-        return chosen[start - first * self.columns : stop - first * self.columns]
+        chosen = torch.empty(last - first, self.columns, dtype=self.dtype)
+        step = max(1, ROWS_BYTES // (self.width * self.dtype.itemsize))
+        for row in range(first, last, step):
+            end = min(last, row + step)
+            rows = self.matrix.read(row * self.width, end * self.width).view(-1, self.width)
+            chosen[row - first : end - first] = rows[:, self.first : self.first + self.columns]
+        return chosen.view(-1)[start - first * self.columns : stop - first * self.columns]
 
 
 @dataclass(frozen=True)
