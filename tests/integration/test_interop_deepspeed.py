@@ -122,6 +122,23 @@ def test_progress(saves):
     assert progress.schedule["base_lrs"] == [0.01, 0.01]
 
 
+def test_what_stage_0_keeps_without_names(saves, tmp_path):
+    """Of several groups, or of some parameters, it is not taken for that of others."""
+    [file] = saves.glob("zero2-grouped/*/mp_rank_00_model_states.pt")
+    content = torch.load(file, weights_only=False)
+    matrices = [t.float() for t in content["module"].values() if t.ndim > 1]
+    moments = {n: {"step": 1, "exp_avg": t, "exp_avg_sq": t} for n, t in enumerate(matrices)}
+    inner = {"state": moments, "param_groups": [{}]}
+    content |= {"param_shapes": None, "optimizer": {"optimizer_state_dict": inner, "fp32_groups": [matrices]}}
+    torch.save(content, tmp_path / file.name)
+    contents = open_source(Origin(tmp_path)).contents
+    assert not contents.moments
+    assert contents.absent == [
+        "The float32 weights and the moments: at stage 0 DeepSpeed saves them without names, and their order is not "
+        "known here."
+    ]
+
+
 def test_a_schedule_that_the_trainer_keeps(copied):
     file = next(copied.glob("*/*pp_rank_0*model_states.pt"))
     torch.save(torch.load(file, weights_only=False) | {"lr_scheduler": None}, file)

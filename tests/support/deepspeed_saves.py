@@ -16,6 +16,11 @@ from tests.support.tiny_models import tiny_config
 STEPS = 2
 NO_CLIPPING = 1e9
 FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.norm.weight")
+# A Llama with parameters of odd sizes, which no number of ranks divides.
+SETTINGS: dict[str, dict[str, int]] = {
+    "llama": {"hidden_size": 15, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4},
+    "qwen2": {},
+}
 GROUPED = {"round_robin_gradients": True, "contiguous_gradients": True, "sub_group_size": 1500}
 
 
@@ -100,7 +105,11 @@ def start_engine(saved: Saved) -> Any:
 def model_and_optimizer(saved: Saved) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
     """The model of one of them before its first step, in float32."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(tiny_config(saved.architecture)).float().train()
+    model = (
+        AutoModelForCausalLM.from_config(tiny_config(saved.architecture, **SETTINGS[saved.architecture]))
+        .float()
+        .train()
+    )
     if saved.frozen:
         for name in FROZEN:
             model.get_parameter(name).requires_grad_(False)

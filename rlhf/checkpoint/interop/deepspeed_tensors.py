@@ -22,7 +22,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PARTITIONS, PARTITIONS_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 NO_MOMENTS = "The moments: this save has no AdamW state of every parameter."
-NO_NAMES = "The moments: at stage 0 DeepSpeed saves them without names, and the order of several groups is not known."
+NO_NAMES = "{}: at stage 0 DeepSpeed saves them without names, and their order is not known here."
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -85,7 +85,7 @@ def _stage_0(states: Mapping[str, Any]) -> Assembled:
     found = [tuple(each[MOMENTS[0]].shape) for each in state]
     expected = [(sum(map(math.prod, shapes.values())),)] if flat else [tuple(shape) for shape in shapes.values()]
     if len(inner["param_groups"]) > 1 or found != expected:
-        made.absent.append(NO_NAMES)
+        made.absent.append(NO_NAMES.format("The float32 weights and the moments" if flat or parts else "The moments"))
         return made
     weights = [piece for tensor in (flat or (parts[0] if parts else [])) for piece in whole(tensor)]
     moments = {moment: [piece for each in state for piece in whole(each[moment])] for moment in MOMENTS}
