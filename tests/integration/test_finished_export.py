@@ -143,7 +143,7 @@ def killed_at(rank: int, run_dir: Path, settings: CheckpointConfig, event: str) 
     export_finished(run_dir, settings, STEPS)
 
 
-@pytest.mark.parametrize("event", ["commit.file_write", "target.synced", "target.replaced"])
+@pytest.mark.parametrize("event", ["target.synced", "target.replaced"])
 def test_export_that_is_killed_leaves_nothing_half_and_is_made_again(tmp_path, event):
     config = finished(tmp_path)
     target, settings = config.run_dir / "huggingface", replace(config.checkpoint, contents=["model", "hf_model"])
@@ -169,6 +169,15 @@ def test_finished_run_on_a_disk_that_is_read_only_says_how_to_export_it(tmp_path
         assert f"python -m rlhf.checkpoint export {config.run_dir} TARGET" in said.text
         assert again(disk, UNASKED) == EXIT_DONE
         assert said.text.count("TARGET") == 1
+
+
+def test_part_on_another_disk_is_told_with_the_verb_for_it(tmp_path, said):
+    config = finished(tmp_path)
+    (step_dir(config.run_dir, STEPS) / "actor/model/rank_00000.safetensors").unlink()
+    export_finished(config.run_dir, replace(config.checkpoint, contents=["hf_model"]), STEPS)
+    assert "actor/model/rank_00000.safetensors and others lie on other nodes' disks" in said.text
+    assert "python -m rlhf.checkpoint merge --local_dir PARTS... --target_dir TARGET" in said.text
+    assert not (config.run_dir / "huggingface").exists()
 
 
 @pytest.mark.slow

@@ -36,8 +36,9 @@ def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> Non
         return
     if missing := [name for name in manifest.files if not (checkpoint / name).exists()]:
         log.warning(
-            "checkpoint.contents=%s: no model is exported, since %s and others lie on other nodes' disks. Copy the "
-            "parts of %s into one folder and export that: python -m rlhf.checkpoint export FOLDER TARGET",
+            "checkpoint.contents=%s: no model is exported, since %s and others lie on other nodes' disks. Copy "
+            "each node's part of %s to one machine: "
+            "python -m rlhf.checkpoint merge --local_dir PARTS... --target_dir TARGET",
             settings.contents,
             missing[0],
             checkpoint.name,
