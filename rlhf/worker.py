@@ -147,7 +147,7 @@ def _tells_finished(config: Config, problem: OSError, coordinator: Coordinator) 
     if step is not None and coordinator.is_leader:
         text = read_report(run_dir)
         log.info("The run in %s is finished at step %d. Nothing is written (%s).\n%s", run_dir, step, problem, text)
-        explain_no_export(run_dir, config.checkpoint)
+        explain_no_export(run_dir, config.checkpoint, step)
     return step is not None
 
 

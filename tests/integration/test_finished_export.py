@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf.checkpoint.interop.finished_export import export_finished
+from rlhf.checkpoint.interop.finished_export import explain_no_export, export_finished
 from rlhf.checkpoint.interop.target import INCOMPLETE, REPLACED
 from rlhf.compose import compose_config
 from rlhf.config import CheckpointConfig, Config
@@ -169,6 +169,15 @@ def test_finished_run_on_a_disk_that_is_read_only_says_how_to_export_it(tmp_path
         assert f"python -m rlhf.checkpoint export {config.run_dir} TARGET" in said.text
         assert again(disk, UNASKED) == EXIT_DONE
         assert said.text.count("TARGET") == 1
+
+
+def test_nothing_is_explained_on_such_a_disk_where_the_model_is_there(tmp_path, said):
+    config = finished(tmp_path, ASKED)
+    explain_no_export(config.run_dir, config.checkpoint, STEPS)
+    assert f"The model for other tools is in {step_dir(config.run_dir, STEPS)}/actor/huggingface." in said.text
+    assert "TARGET" not in said.text
+    explain_no_export(config.run_dir, replace(config.checkpoint, hf_dtype="bfloat16"), STEPS)
+    assert "TARGET" in said.text
 
 
 def test_part_on_another_disk_is_told_with_the_verb_for_it(tmp_path, said):

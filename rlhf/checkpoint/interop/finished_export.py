@@ -30,9 +30,8 @@ def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> Non
     if "hf_model" not in settings.contents:
         return
     checkpoint, target = step_dir(run_dir, step), run_dir / HF_FOLDER
-    manifest = read_manifest(checkpoint)
-    if "hf_model" in manifest.contents and _dtype(settings.hf_dtype) == _dtype(_stored_dtype(checkpoint, manifest)):
-        log.info("The model for other tools is in %s.", checkpoint / manifest.roles[0] / HF_FOLDER)
+    manifest, origin = read_manifest(checkpoint), _origin(checkpoint, settings)
+    if _is_there(checkpoint, manifest, settings, target):
         return
     if missing := [name for name in manifest.files if not (checkpoint / name).exists()]:
         log.warning(
@@ -44,23 +43,19 @@ def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> Non
             checkpoint.name,
         )
         return
-    origin = {
-        "checkpoint": checkpoint.name,
-        "manifest": xxhash.xxh3_128_hexdigest(manifest_bytes(checkpoint)),
-        "dtype": settings.hf_dtype,
-    }
-    if _written_from(target) == origin:
-        log.info("The model for other tools is in %s.", target)
-        return
     with output_folder(target, overwrite=True, sources=[checkpoint]) as folder:
         files = [file for role in manifest.roles for file in _write_role(checkpoint, role, settings.hf_dtype, folder)]
         prove(folder, [*files, write_json(folder, SOURCE, origin)])
     log.info("The model for other tools, as of %s, was written to %s.", checkpoint.name, target)
 
 
-def explain_no_export(run_dir: Path, settings: CheckpointConfig) -> None:
-    """Say that nothing can be exported into a directory that nothing can be written to, and what to do."""
-    if "hf_model" in settings.contents:
+def explain_no_export(run_dir: Path, settings: CheckpointConfig, step: int) -> None:
+    """Say where a finished run has what `settings` ask for, in a directory that nothing can be written to; or what to
+    do."""
+    if "hf_model" not in settings.contents:
+        return
+    checkpoint, target = step_dir(run_dir, step), run_dir / HF_FOLDER
+    if not _is_there(checkpoint, read_manifest(checkpoint), settings, target):
         log.warning(
             "checkpoint.contents=%s: no model can be written to %s. Export it to another place: python -m "
             "rlhf.checkpoint export %s TARGET",
@@ -68,6 +63,24 @@ def explain_no_export(run_dir: Path, settings: CheckpointConfig) -> None:
             run_dir / HF_FOLDER,
             run_dir,
         )
+
+
+def _is_there(checkpoint: Path, manifest: Manifest, settings: CheckpointConfig, target: Path) -> bool:
+    """Whether the checkpoint itself, or `target`, has what is asked for; says where."""
+    place = None
+    if "hf_model" in manifest.contents and _dtype(settings.hf_dtype) == _dtype(_stored_dtype(checkpoint, manifest)):
+        place = checkpoint / manifest.roles[0] / HF_FOLDER
+    elif _written_from(target) == _origin(checkpoint, settings):
+        place = target
+    if place is not None:
+        log.info("The model for other tools is in %s.", place)
+    return place is not None
+
+
+def _origin(checkpoint: Path, settings: CheckpointConfig) -> dict[str, Any]:
+    """What an export says of where it is from."""
+    mark = xxhash.xxh3_128_hexdigest(manifest_bytes(checkpoint))
+    return {"checkpoint": checkpoint.name, "manifest": mark, "dtype": settings.hf_dtype}
 
 
 def _dtype(asked: str | None) -> str:
