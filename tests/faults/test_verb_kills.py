@@ -49,9 +49,23 @@ def intact(found: Bytes, wanted: Bytes, target: Path) -> bool:
 COMMANDS = {
     "merge": Command(("merge", "--local_dir", "run", "--target_dir", "target", "--max-shard-size", "8KB"), same),
     "export": Command(("export", "run", "target", "--dtype", "bfloat16"), same),
-    "convert": Command(("convert", "model", "target", "--to", "dcp"), same),
+    "convert to DCP": Command(("convert", "model", "target", "--to", "dcp"), same),
+    "convert to Megatron": Command(("convert", "model", "target", "--to", "megatron", "--tp", "2"), same),
     "import": Command(("import", "model", "imported/global_step_1"), intact, "imported/global_step_1"),
 }
+
+
+SLOW = {("import", True), ("convert to DCP", False)}
+"""Beside `merge`, which runs by default; the rest with --full-product. True: over an old target."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "old" in metafunc.fixturenames:
+        cells = [(name, old) for name in COMMANDS for old in (False, True)]
+        if not metafunc.config.getoption("full_product"):
+            cells = [cell for cell in cells if cell[0] == "merge" or cell in SLOW]
+        marked = [pytest.param(*cell, marks=() if cell[0] == "merge" else pytest.mark.slow) for cell in cells]
+        metafunc.parametrize(("name", "old"), marked)
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +134,6 @@ def home(sources, tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["merge", *(pytest.param(name, marks=pytest.mark.slow) for name in [*COMMANDS][1:])])
-@pytest.mark.parametrize("old", [False, True], ids=["new", "over an old one"])
 def test_killed_anywhere_it_is_whole_or_not_there(home, name, old, request):
     command, target = COMMANDS[name], home / COMMANDS[name].target
     more = ["--overwrite"] if old else []
