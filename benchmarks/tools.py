@@ -104,14 +104,16 @@ def measure(checkpoint: Path, disk: Path, repeats: int, shard_size: str) -> dict
     merge = ["merge", "--local_dir", str(checkpoint), "--target_dir", str(target), "--max-shard-size", shard_size]
     ways: dict[str, list[list[str]]] = {
         "cp": [["cp", "-r", str(checkpoint), str(target)]],
-        "cp and sync": [["cp", "-r", str(checkpoint), str(target)], ["sync", "-f", str(disk)]],
+        "cp and sync": [
+            ["cp", "-r", str(checkpoint), str(target)],
+            ["find", str(target), "-type", "f", "-exec", "sync", "{}", "+"],
+        ],
         "imports": [[sys.executable, "-c", "import torch, rlhf.checkpoint.interop.layout_native"]],
         "merge": [[sys.executable, "-m", "rlhf.checkpoint", *merge]],
     }
     costs: dict[str, list[Cost]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
         for name, commands in ways.items():
-            subprocess.run(["sync"], check=True)
             cost = run(*commands)
             if repeat:
                 costs[name].append(cost)
