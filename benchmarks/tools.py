@@ -108,7 +108,7 @@ def measure(checkpoint: Path, disk: Path, repeats: int, shard_size: str) -> dict
             ["cp", "-r", str(checkpoint), str(target)],
             ["find", str(target), "-type", "f", "-exec", "sync", "{}", "+"],
         ],
-        "imports": [[sys.executable, "-c", "import torch, rlhf.checkpoint.interop.layout_native"]],
+        "imports": [[sys.executable, "-c", "import torch, rlhf.checkpoint.interop.native.layout_native"]],
         "merge": [[sys.executable, "-m", "rlhf.checkpoint", *merge]],
     }
     costs: dict[str, list[Cost]] = {name: [] for name in ways}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from rlhf.checkpoint.interop import hub
-from rlhf.checkpoint.interop.hub import prepare_repository, upload_folder
+from rlhf.checkpoint.interop.huggingface import hub
+from rlhf.checkpoint.interop.huggingface.hub import prepare_repository, upload_folder
 from rlhf.errors import UserError
 from tests.support.hub_server import TOKEN, Cut, Refused, Server, hub_of_mine
 

@@ -10,8 +10,8 @@ import torch
 from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.checkpoint.commit.manifest import read_manifest, verify
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.interop import hf_folder
-from rlhf.checkpoint.interop.native_folder import Written, plan_native_folder, step_named, write_native_folder
+from rlhf.checkpoint.interop.huggingface import hf_folder
+from rlhf.checkpoint.interop.native.native_folder import Written, plan_native_folder, step_named, write_native_folder
 from rlhf.checkpoint.interop.source import TrainedSoFar
 from rlhf.errors import UserError
 from rlhf.storage.files import write_folder

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from rlhf.checkpoint.interop.dcp_folder import write_dcp_folder
+from rlhf.checkpoint.interop.dcp.dcp_folder import write_dcp_folder
 from rlhf.checkpoint.interop.layouts import open_source
 from rlhf.checkpoint.interop.source import Origin
 from tests.support.checkpoints import run_ranks

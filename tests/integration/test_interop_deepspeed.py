@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop import layout_deepspeed
+from rlhf.checkpoint.interop.deepspeed import layout_deepspeed
 from rlhf.checkpoint.interop.layouts import open_source
 from rlhf.checkpoint.interop.source import Origin, TensorSource
 from rlhf.errors import UserError

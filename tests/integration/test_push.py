@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 import rlhf
 from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.commit.manifest import read_manifest
-from rlhf.checkpoint.interop import hub
-from rlhf.checkpoint.interop.model_card import ModelCard
+from rlhf.checkpoint.interop.huggingface import hub
+from rlhf.checkpoint.interop.huggingface.model_card import ModelCard
 from rlhf.checkpoint.verbs import pushing
 from rlhf.config import Config
 from rlhf.storage.layout import step_dir

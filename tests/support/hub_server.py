@@ -23,7 +23,7 @@ import yaml
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
-from rlhf.checkpoint.interop import hub
+from rlhf.checkpoint.interop.huggingface import hub
 
 TOKEN = "hf_" + "t" * 34
 COMMIT = "c" * 40

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop import dcp_writer, layout_dcp
-from rlhf.checkpoint.interop.dcp_folder import nbytes_of_dcp, write_dcp_folder
+from rlhf.checkpoint.interop.dcp import dcp_writer, layout_dcp
+from rlhf.checkpoint.interop.dcp.dcp_folder import nbytes_of_dcp, write_dcp_folder
 from rlhf.checkpoint.interop.layouts import open_source
 from rlhf.checkpoint.interop.source import Origin, TrainedSoFar
 from rlhf.errors import UserError

@@ -13,7 +13,8 @@ ROOM = Path(__file__).parents[2] / "rlhf" / "checkpoint" / "interop"
 
 
 def test_every_layout_is_in_the_table():
-    modules = {path.stem for path in ROOM.glob("layout_*.py") if "NAME" in names_of(path)}
+    paths = [path for path in ROOM.rglob("layout_*.py") if "NAME" in names_of(path)]
+    modules = {".".join(path.relative_to(ROOM).with_suffix("").parts) for path in paths}
     assert {entry.module for entry in LAYOUTS} == modules
 
 

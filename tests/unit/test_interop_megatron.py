@@ -14,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop import excerpts, layout_megatron, torch_file
-from rlhf.checkpoint.interop.megatron_folder import write_megatron_folder
+from rlhf.checkpoint.interop import excerpts, torch_file
+from rlhf.checkpoint.interop.megatron import layout_megatron
+from rlhf.checkpoint.interop.megatron.megatron_folder import write_megatron_folder
 from rlhf.checkpoint.interop.source import Origin, TensorSource
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint

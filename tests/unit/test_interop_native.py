@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.checkpoint.interop import layout_native
+from rlhf.checkpoint.interop.native import layout_native
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import step_dir

@@ -11,8 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf.checkpoint.interop import dcp_writer, torch_file
-from rlhf.checkpoint.interop.megatron_folder import write_megatron_folder
+from rlhf.checkpoint.interop import torch_file
+from rlhf.checkpoint.interop.dcp import dcp_writer
+from rlhf.checkpoint.interop.megatron.megatron_folder import write_megatron_folder
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from tests.support.megatron_states import of_tensor_rank, whole_layer

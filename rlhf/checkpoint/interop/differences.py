@@ -9,7 +9,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from rlhf.checkpoint.interop.layout_native import NativeCheckpoint
+from rlhf.checkpoint.interop.native.layout_native import NativeCheckpoint
 from rlhf.checkpoint.interop.small_files import parse_model_config, read_small_files
 from rlhf.checkpoint.interop.source import TensorInfo, TensorSource
 from rlhf.storage.hf_layout import MODEL_CONFIG

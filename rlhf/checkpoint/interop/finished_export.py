@@ -103,8 +103,8 @@ def _written_from(target: Path) -> Any:
 
 def _write_role(checkpoint: Path, role: str, dtype: str | None, folder: Path) -> list[WrittenFile]:
     # With torch, which a run that has nothing to export does without.
-    from rlhf.checkpoint.interop.hf_folder import HfOptions, plan_hf_folder, write_hf_folder
-    from rlhf.checkpoint.interop.layout_native import open_source
+    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions, plan_hf_folder, write_hf_folder
+    from rlhf.checkpoint.interop.native.layout_native import open_source
     from rlhf.checkpoint.interop.source import Origin
 
     options = HfOptions(dtype=dtype, compared=False, value_model=role == "critic")

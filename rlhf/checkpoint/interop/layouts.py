@@ -27,16 +27,18 @@ class LayoutEntry:
 
 
 LAYOUTS: tuple[LayoutEntry, ...] = (
-    LayoutEntry("native", "layout_native", "manifest.json, or global_step_N with one"),
+    LayoutEntry("native", "native.layout_native", "manifest.json, or global_step_N with one"),
     # Before what else lies in a folder of the Trainer's: it has the float32 weights and the moments.
-    LayoutEntry("deepspeed", "layout_deepspeed", "TAG/*_model_states.pt"),
+    LayoutEntry("deepspeed", "deepspeed.layout_deepspeed", "TAG/*_model_states.pt"),
     # Before dcp: its folders are of that kind, too.
-    LayoutEntry("megatron", "layout_torch_dist", "metadata.json of megatron-core, with .metadata"),
-    LayoutEntry("dcp", "layout_dcp", ".metadata of torch.distributed.checkpoint, in it or in step-N"),
-    LayoutEntry("trainer", "layout_trainer", "trainer_state.json or adapter_config.json"),
-    LayoutEntry("huggingface", "layout_huggingface", "model.safetensors or pytorch_model.bin, or their index.json"),
-    LayoutEntry("fsdp", "layout_fsdp", "model_world_size_W_rank_R.pt, or a folder actor with it"),
-    LayoutEntry("megatron", "layout_megatron", "mp_rank_XX_YYY/model_states.pt"),
+    LayoutEntry("megatron", "megatron.layout_torch_dist", "metadata.json of megatron-core, with .metadata"),
+    LayoutEntry("dcp", "dcp.layout_dcp", ".metadata of torch.distributed.checkpoint, in it or in step-N"),
+    LayoutEntry("trainer", "huggingface.layout_trainer", "trainer_state.json or adapter_config.json"),
+    LayoutEntry(
+        "huggingface", "huggingface.layout_huggingface", "model.safetensors or pytorch_model.bin, or their index.json"
+    ),
+    LayoutEntry("fsdp", "fsdp.layout_fsdp", "model_world_size_W_rank_R.pt, or a folder actor with it"),
+    LayoutEntry("megatron", "megatron.layout_megatron", "mp_rank_XX_YYY/model_states.pt"),
 )
 """In the order in which they are asked whether a folder is theirs."""
 

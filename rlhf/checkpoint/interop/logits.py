@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.checkpoint.interop.architecture import Architecture
-from rlhf.checkpoint.interop.hf_folder import ranges_of
-from rlhf.checkpoint.interop.layout_huggingface import NAME as HUGGING_FACE
+from rlhf.checkpoint.interop.huggingface.architecture import Architecture
+from rlhf.checkpoint.interop.huggingface.hf_folder import ranges_of
+from rlhf.checkpoint.interop.huggingface.layout_huggingface import NAME as HUGGING_FACE
 from rlhf.checkpoint.interop.source import TensorInfo, TensorSource
 
 ROW_TOKENS = 16

@@ -5,8 +5,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf.checkpoint.interop.layout_native import REFERENCE_ROLE, NativeCheckpoint
 from rlhf.checkpoint.interop.layouts import AUTO, open_source
+from rlhf.checkpoint.interop.native.layout_native import REFERENCE_ROLE, NativeCheckpoint
 from rlhf.checkpoint.interop.source import Origin, TensorSource
 from rlhf.storage.layout import REFERENCE
 

@@ -98,7 +98,7 @@ class TensorSource(Protocol):
 
 
 class Layout(Protocol):
-    """A module of this room that can read one layout; `rlhf.checkpoint.interop.layouts` lists them."""
+    """A module `layout_...` of this room that can read one layout; `rlhf.checkpoint.interop.layouts` lists them."""
 
     NAME: str
 

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Write TARGET."""
-    from rlhf.checkpoint.interop.hf_folder import HfOptions
+    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
     from rlhf.checkpoint.interop.source import Origin
 
     source, target = _places(arguments)
@@ -90,9 +90,9 @@ def _places(arguments: argparse.Namespace) -> tuple[Path, Path]:
 
 
 def _to_others(origin: "Origin", target: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    from rlhf.checkpoint.interop.dcp_folder import nbytes_of_dcp, write_dcp_folder
+    from rlhf.checkpoint.interop.dcp.dcp_folder import nbytes_of_dcp, write_dcp_folder
     from rlhf.checkpoint.interop.layouts import open_source
-    from rlhf.checkpoint.interop.megatron_folder import write_megatron_folder
+    from rlhf.checkpoint.interop.megatron.megatron_folder import write_megatron_folder
 
     dtype, moments = arguments.dtype, arguments.to == DCP
     with closing(open_source(origin, arguments.backend)) as source:

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Exit code 0 when all that was compared is equal, to the bit, 1 when something differs."""
     from rlhf.checkpoint.interop.differences import documents, value_differences
-    from rlhf.checkpoint.interop.layout_native import recognises
+    from rlhf.checkpoint.interop.native.layout_native import recognises
     from rlhf.checkpoint.interop.open_roles import open_roles
     from rlhf.checkpoint.interop.source import Origin
 

@@ -16,7 +16,7 @@ from rlhf.checkpoint.verbs.work_bar import work_bar
 from rlhf.errors import EXIT_DONE
 
 if TYPE_CHECKING:
-    from rlhf.checkpoint.interop.hf_folder import HfOptions
+    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
     from rlhf.checkpoint.interop.source import Origin
 
 
@@ -46,7 +46,7 @@ def to_hf_folder(
     origin: "Origin", backend: str, options: "HfOptions", target: Path, overwrite: bool = False
 ) -> dict[str, Any]:
     """Write the model of a checkpoint as the Hugging Face folder `target`; returns what `--json` prints."""
-    from rlhf.checkpoint.interop.hf_folder import plan_hf_folder, write_hf_folder
+    from rlhf.checkpoint.interop.huggingface.hf_folder import plan_hf_folder, write_hf_folder
     from rlhf.checkpoint.interop.layouts import open_source
 
     sources = [origin.path, *origin.parts, *([origin.model_files] if origin.model_files else [])]

@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Write the folder and, if asked, upload it."""
-    from rlhf.checkpoint.interop.hf_folder import HfOptions
+    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
 
     if arguments.private and arguments.hf_upload_path is None:
         raise UserError("--private is for an upload. Give --hf_upload_path NAME, or leave it out.")
     if arguments.hf_upload_path is not None:
-        from rlhf.checkpoint.interop.hub import prepare_repository, upload_folder
+        from rlhf.checkpoint.interop.huggingface.hub import prepare_repository, upload_folder
 
         prepare_repository(arguments.hf_upload_path, private=arguments.private)
     options = HfOptions(
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     target, origin = arguments.target_dir, origin_of(arguments)
     result = to_hf_folder(origin, arguments.backend, options, target, arguments.overwrite)
     if arguments.hf_upload_path is not None:
-        from rlhf.checkpoint.interop.model_card import card_of
+        from rlhf.checkpoint.interop.huggingface.model_card import card_of
 
         card = card_of(origin, result["layout"], arguments.hf_upload_path)
         result["uploaded"] = upload_folder(target, arguments.hf_upload_path, private=arguments.private, card=card)

@@ -25,7 +25,7 @@ OF_NO_TOOL = (
 
 def to_native_folder(origin: "Origin", backend: str, target: Path, overwrite: bool = False) -> dict[str, Any]:
     """Write all models of a checkpoint as the checkpoint `target` of ours; returns what `--json` prints."""
-    from rlhf.checkpoint.interop.native_folder import plan_native_folder, step_named, write_native_folder
+    from rlhf.checkpoint.interop.native.native_folder import plan_native_folder, step_named, write_native_folder
     from rlhf.checkpoint.interop.open_roles import open_roles
 
     with open_roles(origin, backend, trained=True) as roles:

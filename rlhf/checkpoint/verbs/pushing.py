@@ -14,7 +14,7 @@ from rlhf.errors import EXIT_DONE, UserError
 from rlhf.printable import printable
 
 if TYPE_CHECKING:
-    from rlhf.checkpoint.interop.hf_folder import HfOptions
+    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
     from rlhf.checkpoint.interop.source import Origin
 
 NAME = "push"
@@ -67,8 +67,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _push_folder(arguments: argparse.Namespace) -> tuple[str, str]:
-    from rlhf.checkpoint.interop.hub import files_to_send
-    from rlhf.checkpoint.interop.model_card import bare_card
+    from rlhf.checkpoint.interop.huggingface.hub import files_to_send
+    from rlhf.checkpoint.interop.huggingface.model_card import bare_card
 
     folder = arguments.path
     files_to_send(folder)
@@ -81,10 +81,10 @@ def _push_checkpoint(arguments: argparse.Namespace) -> tuple[str, str]:
     """Merge into a scratch folder, which a kill leaves to the next one to remove."""
     from contextlib import closing
 
-    from rlhf.checkpoint.interop.hf_folder import HfOptions
-    from rlhf.checkpoint.interop.layout_native import NAME as NATIVE
-    from rlhf.checkpoint.interop.layout_native import open_source
-    from rlhf.checkpoint.interop.model_card import card_of
+    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
+    from rlhf.checkpoint.interop.huggingface.model_card import card_of
+    from rlhf.checkpoint.interop.native.layout_native import NAME as NATIVE
+    from rlhf.checkpoint.interop.native.layout_native import open_source
     from rlhf.checkpoint.interop.source import Origin
     from rlhf.storage.scratch import Scratch
 
@@ -102,7 +102,7 @@ def _push_checkpoint(arguments: argparse.Namespace) -> tuple[str, str]:
 
 
 def _prepared(arguments: argparse.Namespace) -> str:
-    from rlhf.checkpoint.interop.hub import prepare_repository
+    from rlhf.checkpoint.interop.huggingface.hub import prepare_repository
 
     return prepare_repository(arguments.repo_id, private=arguments.private, revision=arguments.revision)
 
@@ -120,7 +120,7 @@ def _merge(origin: "Origin", options: "HfOptions", target: Path) -> None:
 
 
 def _uploaded(folder: Path, repo_id: str, card: str, message: str, arguments: argparse.Namespace) -> str:
-    from rlhf.checkpoint.interop.hub import upload_folder
+    from rlhf.checkpoint.interop.huggingface.hub import upload_folder
 
     return upload_folder(
         folder, repo_id, private=arguments.private, revision=arguments.revision, message=message, card=card

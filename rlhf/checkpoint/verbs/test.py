@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _verdict(arguments: argparse.Namespace, source: "TensorSource", known: "TensorSource") -> Verdict:
-    from rlhf.checkpoint.interop.architecture import architecture_of
     from rlhf.checkpoint.interop.differences import compare_tensors
+    from rlhf.checkpoint.interop.huggingface.architecture import architecture_of
     from rlhf.checkpoint.interop.logits import largest_difference
 
     architecture = architecture_of(arguments.test_hf_dir, value_model=arguments.is_value_model)
@@ -106,7 +106,7 @@ def _verdict(arguments: argparse.Namespace, source: "TensorSource", known: "Tens
 
 def _once(source: "TensorSource", tied: dict[str, str]) -> "dict[str, TensorInfo]":
     """The tensors of a source, of two that are one and the same only the first."""
-    from rlhf.checkpoint.interop.hf_folder import same_tensor
+    from rlhf.checkpoint.interop.huggingface.hf_folder import same_tensor
 
     tensors = dict(source.contents.tensors)
     for name, first in tied.items():

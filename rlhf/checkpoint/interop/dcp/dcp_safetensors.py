@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint.interop.dcp_files import Band, DcpFolder, bands
+from rlhf.checkpoint.interop.dcp.dcp_files import Band, DcpFolder, bands
 from rlhf.checkpoint.interop.source import TensorInfo
 from rlhf.checkpoint.interop.stored_tensor import StoredTensor
 from rlhf.errors import UserError

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf.checkpoint.interop.hf_folder import one_ahead, ranges_of
+from rlhf.checkpoint.interop.huggingface.hf_folder import one_ahead, ranges_of
 from rlhf.checkpoint.interop.source import TensorInfo, TensorSource
 from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.layout import INDEX, rank_file

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf.checkpoint.interop.fsdp_files import OPTIMIZER, missing_among, open_mapping, paths_of
-from rlhf.checkpoint.interop.fsdp_tensors import put_together
+from rlhf.checkpoint.interop.fsdp.fsdp_files import OPTIMIZER, missing_among, open_mapping, paths_of
+from rlhf.checkpoint.interop.fsdp.fsdp_tensors import put_together
 from rlhf.checkpoint.interop.named_tensors import MOMENTS, InFile, ReadableTensor, Unmapped
 from rlhf.checkpoint.interop.source import TensorInfo
 from rlhf.checkpoint.interop.stored_tensor import Piece, StoredWrapper, cut, joined, size_of, whole

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
 from rlhf.checkpoint.driver_state import parse_driver_state
-from rlhf.checkpoint.interop.native_model_files import NativeModelFiles
+from rlhf.checkpoint.interop.native.native_model_files import NativeModelFiles
 from rlhf.checkpoint.interop.source import Contents, Origin, TensorInfo, TrainedSoFar
 from rlhf.checkpoint.save.snapshot import HF_FOLDER
 from rlhf.errors import UserError

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.checkpoint.interop.dcp_files import METADATA, DcpFolder
-from rlhf.checkpoint.interop.dcp_safetensors import DcpSafetensors, is_sharded
-from rlhf.checkpoint.interop.hf_folder import ranges_of
-from rlhf.checkpoint.interop.layout_trainer import progress_of
+from rlhf.checkpoint.interop.dcp.dcp_files import METADATA, DcpFolder
+from rlhf.checkpoint.interop.dcp.dcp_safetensors import DcpSafetensors, is_sharded
+from rlhf.checkpoint.interop.dcp.torchtitan_names import EMBEDDING, rotated_rows, to_transformers
+from rlhf.checkpoint.interop.huggingface.hf_folder import ranges_of
+from rlhf.checkpoint.interop.huggingface.layout_trainer import progress_of
 from rlhf.checkpoint.interop.small_files import parse_model_config, read_small_files
 from rlhf.checkpoint.interop.source import Contents, Origin, TensorInfo, TrainedSoFar
-from rlhf.checkpoint.interop.torchtitan_names import EMBEDDING, rotated_rows, to_transformers
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.storage.hf_layout import MODEL_CONFIG
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rlhf.checkpoint.interop.dcp_writer import write_dcp
-from rlhf.checkpoint.interop.hf_folder import DTYPES, Progress
+from rlhf.checkpoint.interop.dcp.dcp_writer import write_dcp
+from rlhf.checkpoint.interop.huggingface.hf_folder import DTYPES, Progress
 from rlhf.checkpoint.interop.small_files import read_small_files
 from rlhf.checkpoint.interop.source import Contents, TensorInfo, TensorSource
 from rlhf.storage.files import WrittenFile, write_file

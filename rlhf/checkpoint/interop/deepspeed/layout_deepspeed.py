@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf.checkpoint.interop.deepspeed_files import MODEL_STATES, check_kind, find_save, open_first
-from rlhf.checkpoint.interop.deepspeed_tensors import assemble
-from rlhf.checkpoint.interop.layout_trainer import progress_of
+from rlhf.checkpoint.interop.deepspeed.deepspeed_files import MODEL_STATES, check_kind, find_save, open_first
+from rlhf.checkpoint.interop.deepspeed.deepspeed_tensors import assemble
+from rlhf.checkpoint.interop.huggingface.layout_trainer import progress_of
 from rlhf.checkpoint.interop.source import Contents, Origin, TensorInfo, TrainedSoFar
 from rlhf.checkpoint.interop.stored_tensor import cut, joined
 from rlhf.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.checkpoint.interop.fsdp_files import fields_of
+from rlhf.checkpoint.interop.fsdp.fsdp_files import fields_of
 from rlhf.checkpoint.interop.source import TensorInfo
 from rlhf.checkpoint.interop.stored_tensor import StoredTensor, StoredWrapper
 from rlhf.errors import UserError

@@ -10,9 +10,9 @@ import torch
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest, describe, write_manifest
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.interop.hf_folder import HfOptions, HfPlan, plan_hf_folder, write_hf_folder
-from rlhf.checkpoint.interop.named_as_trained import TrainedTensor, named_as_trained
-from rlhf.checkpoint.interop.native_component import Part, part_of, write_component, zeros
+from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions, HfPlan, plan_hf_folder, write_hf_folder
+from rlhf.checkpoint.interop.native.named_as_trained import TrainedTensor, named_as_trained
+from rlhf.checkpoint.interop.native.native_component import Part, part_of, write_component, zeros
 from rlhf.checkpoint.interop.open_roles import CRITIC
 from rlhf.checkpoint.interop.source import TensorInfo, TensorSource
 from rlhf.checkpoint.interop.target import output_folder, prove

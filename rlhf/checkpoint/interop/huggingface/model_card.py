@@ -11,8 +11,8 @@ import yaml
 
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.driver_state import parse_driver_state
-from rlhf.checkpoint.interop import layout_native
-from rlhf.checkpoint.interop.hub import known_model
+from rlhf.checkpoint.interop.huggingface.hub import known_model
+from rlhf.checkpoint.interop.native import layout_native
 from rlhf.checkpoint.interop.source import Origin
 from rlhf.config.overrides import as_shell, command_of, fit_to_show, stored_settings
 from rlhf.printable import printable, printable_lines

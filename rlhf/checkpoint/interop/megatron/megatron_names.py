@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.checkpoint.interop.excerpts import Beside, Excerpt, ExcerptSource, OfSource, Readable, SomeColumns, Zeros
-from rlhf.checkpoint.interop.megatron_model import (
+from rlhf.checkpoint.interop.megatron.megatron_model import (
     LAYERS,
     OUTPUT,
     MegatronModel,
@@ -16,7 +16,7 @@ from rlhf.checkpoint.interop.megatron_model import (
     member_name,
     read_model,
 )
-from rlhf.checkpoint.interop.megatron_places import step_of
+from rlhf.checkpoint.interop.megatron.megatron_places import step_of
 from rlhf.checkpoint.interop.source import Origin, TensorSource, TrainedSoFar
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.checkpoint.interop.deepspeed_files import MODEL_STATES, OPTIM_STATES, open_all, open_first
+from rlhf.checkpoint.interop.deepspeed.deepspeed_files import MODEL_STATES, OPTIM_STATES, open_all, open_first
 from rlhf.checkpoint.interop.source import TensorInfo
 from rlhf.checkpoint.interop.stored_tensor import Piece, StoredTensor, cut, size_of, whole
 from rlhf.storage.disk_errors import DamagedCheckpoint

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.checkpoint.interop.dcp_files import METADATA, DcpFolder
+from rlhf.checkpoint.interop.dcp.dcp_files import METADATA, DcpFolder
 from rlhf.checkpoint.interop.excerpts import Excerpt, ExcerptSource, OfSource
-from rlhf.checkpoint.interop.megatron_model import LAYERS
-from rlhf.checkpoint.interop.megatron_names import Held, as_transformers, find_model, holds_values
-from rlhf.checkpoint.interop.megatron_places import find_folder
+from rlhf.checkpoint.interop.megatron.megatron_model import LAYERS
+from rlhf.checkpoint.interop.megatron.megatron_names import Held, as_transformers, find_model, holds_values
+from rlhf.checkpoint.interop.megatron.megatron_places import find_folder
 from rlhf.checkpoint.interop.source import Origin
 from rlhf.errors import UserError
 

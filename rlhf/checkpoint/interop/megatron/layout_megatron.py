@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoint.interop.excerpts import ExcerptSource
-from rlhf.checkpoint.interop.megatron_model import LAYERS
-from rlhf.checkpoint.interop.megatron_names import Held, as_transformers, find_model, holds_values
-from rlhf.checkpoint.interop.megatron_places import find_folder
+from rlhf.checkpoint.interop.megatron.megatron_model import LAYERS
+from rlhf.checkpoint.interop.megatron.megatron_names import Held, as_transformers, find_model, holds_values
+from rlhf.checkpoint.interop.megatron.megatron_places import find_folder
 from rlhf.checkpoint.interop.pickles import stand_in
 from rlhf.checkpoint.interop.source import Origin
 from rlhf.checkpoint.interop.stored_tensor import StoredTensor, open_torch_file

@@ -99,7 +99,7 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
     changes: dict[str, Any] = {} if options.tied is None else {"tie_word_embeddings": options.tied}
     if options.compared or options.value_model or "architectures" not in config:
         # With transformers, which takes seconds.
-        from rlhf.checkpoint.interop.architecture import architecture_of, check_fit
+        from rlhf.checkpoint.interop.huggingface.architecture import architecture_of, check_fit
 
         found = architecture_of(contents.model_files, value_model=options.value_model, tied=options.tied)
         if found is not None:

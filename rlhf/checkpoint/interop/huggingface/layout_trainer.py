@@ -11,8 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint.interop import adapters, layout_huggingface
-from rlhf.checkpoint.interop.architecture import architecture_of
+from rlhf.checkpoint.interop.huggingface import adapters, layout_huggingface
+from rlhf.checkpoint.interop.huggingface.architecture import architecture_of
 from rlhf.checkpoint.interop.named_tensors import MOMENTS, InFile, NamedTensors, ReadableTensor, SourceTensor, Unmapped
 from rlhf.checkpoint.interop.source import Contents, Origin, TensorSource, TrainedSoFar
 from rlhf.checkpoint.interop.stored_tensor import StoredTensor, open_torch_file

@@ -11,9 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint.interop import adapters, layout_huggingface
-from rlhf.checkpoint.interop.architecture import architecture_of
-from rlhf.checkpoint.interop.fsdp_files import (
+from rlhf.checkpoint.interop.fsdp.fsdp_files import (
     EXTRA,
     MODEL,
     fields_of,
@@ -23,8 +21,10 @@ from rlhf.checkpoint.interop.fsdp_files import (
     paths_of,
     world_size_of,
 )
-from rlhf.checkpoint.interop.fsdp_moments import read_moments
-from rlhf.checkpoint.interop.fsdp_tensors import DTensorPart, ReplicatedTensor, put_together
+from rlhf.checkpoint.interop.fsdp.fsdp_moments import read_moments
+from rlhf.checkpoint.interop.fsdp.fsdp_tensors import DTensorPart, ReplicatedTensor, put_together
+from rlhf.checkpoint.interop.huggingface import adapters, layout_huggingface
+from rlhf.checkpoint.interop.huggingface.architecture import architecture_of
 from rlhf.checkpoint.interop.named_tensors import NamedTensors, ReadableTensor, SourceTensor, Unmapped
 from rlhf.checkpoint.interop.source import Contents, Origin, TrainedSoFar
 from rlhf.checkpoint.interop.stored_tensor import StoredTensor, StoredWrapper

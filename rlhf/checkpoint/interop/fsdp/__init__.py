@@ -1,0 +1,1 @@
+"""verl's checkpoints of FSDP, read."""

@@ -1,0 +1,1 @@
+"""Megatron's layouts, by ranks and distributed, read and written."""

@@ -1,0 +1,1 @@
+"""Checkpoints of ours, read and written as other layouts are."""
