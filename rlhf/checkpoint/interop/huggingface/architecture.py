@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,11 @@ def _value_kind(model_files: Path, config: Any) -> Any:
     return kind
 
 
-def check_fit(where: Path, tensors: Mapping[str, TensorInfo], architecture: Architecture, model_files: Path) -> None:
+def check_fit(
+    where: Path, tensors: Mapping[str, TensorInfo], architecture: Architecture, model_files: Path, value_model: bool
+) -> None:
     """Raise UserError unless `tensors`, those of the checkpoint `where`, are all weights of the architecture, and no
-    others."""
+    others; `value_model` says that one was asked for."""
     headers = {name: FileTensor("", DTYPE_NAMES[info.dtype], info.shape) for name, info in tensors.items()}
     options: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": torch.float32}
     verbosity = library_logging.get_verbosity()
@@ -100,12 +102,23 @@ def check_fit(where: Path, tensors: Mapping[str, TensorInfo], architecture: Arch
         library_logging.set_verbosity(verbosity)
     asked = f"config.json of {model_files} ({architecture.name})"
     remedy = "Name the right folder with --hf_model_path"
-    for names, what, more in (
-        (found["unexpected_keys"], "has tensors that {} does not know", "for a value head --is-value-model"),
-        (found["missing_keys"], "lacks tensors that {} asks for", "for embeddings that are one --tie-word-embedding"),
+    for names, what in (
+        (found["unexpected_keys"], "has tensors that {} does not know"),
+        (found["missing_keys"], "lacks tensors that {} asks for"),
     ):
         if names:
             problem = f"{what.format(asked)}, such as {min(names)} ({len(names)} in all)"
-            raise UserError(f"{where}: {problem}. {remedy}; {more}.")
+            raise UserError(f"{where}: {problem}. {remedy}{_likely(names, value_model)}.")
     for name, here, wanted in sorted(found["mismatched_keys"]):
         raise UserError(f"{where}: {name} has the shape {list(here)}; {asked} asks for {list(wanted)}. {remedy}.")
+
+
+def _likely(names: Iterable[str], value_model: bool) -> str:
+    """End of a remedy, for what the names of tensors that do not fit look like. Only `merge` has these options."""
+    if value_model:
+        return "; it was taken for a value model, as --is-value-model and the role critic say"
+    if any(name.startswith(("score.", "classifier.", "v_head.")) for name in names):
+        return "; merge takes a value model with --is-value-model"
+    if "lm_head.weight" in names:
+        return "; where the embeddings are one, merge takes it with --tie-word-embedding"
+    return ""

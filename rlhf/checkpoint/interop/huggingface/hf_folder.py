@@ -107,7 +107,9 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
                 if name in tensors and origin in tensors:
                     _require_equal(source, where, name, origin)
                     del tensors[name]
-            check_fit(where, tensors, found, contents.model_files)
+            # The files of a checkpoint's own configuration lie in a scratch folder, which nobody knows.
+            named = contents.model_files if options.compared else where
+            check_fit(where, tensors, found, named, options.value_model)
             changes["architectures"] = [found.name]
     if options.value_model:
         changes |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "classifier_dropout": 0.0}
@@ -190,8 +192,8 @@ def _main_dtype(tensors: Mapping[str, TensorInfo]) -> str | None:
 def _require_equal(source: TensorSource, where: Path, name: str, origin: str) -> None:
     if not same_tensor(source, name, origin):
         raise UserError(
-            f"{where}: {name} and {origin} differ, and the configuration says that they are one. Give "
-            "--no-tie-word-embedding to keep both, or the model's own folder with --hf_model_path."
+            f"{where}: {name} and {origin} differ, and the configuration says that they are one. Name "
+            "the model's own folder with --hf_model_path, or keep both: merge takes it with --no-tie-word-embedding."
         )
 
 
