@@ -1,13 +1,13 @@
 """python -m rlhf.checkpoint VERB ...: checkpoints looked at, and as other tools know them."""
 
-import argparse
 import importlib
 import sys
 from typing import Any
 
 from rich.console import Console
 
-from rlhf.errors import EXIT_CRASHED, EXIT_USER_ERROR, UserError
+from rlhf.checkpoint.verbs.command_parser import CommandParser
+from rlhf.errors import EXIT_CRASHED, EXIT_USER_ERROR, UserError, did_you_mean, nearest
 from rlhf.printable import printable
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
@@ -32,8 +32,10 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0 when all was done, or all that was looked at is intact or equal; 1 when something is damaged,
     unequal or cannot be read or written; 2 for a mistake of the user's, which is told in one line."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m rlhf.checkpoint", description=__doc__)
-    commands = parser.add_subparsers(required=True)
+    parser = CommandParser(prog="python -m rlhf.checkpoint", description=__doc__)
+    if argv and not argv[0].startswith("-") and argv[0] not in VERBS:
+        parser.error(f"{argv[0]} is no verb; it is one of {', '.join(VERBS)}.{did_you_mean(nearest(argv[0], VERBS))}")
+    commands = parser.add_subparsers(required=True, metavar="VERB")
     for name in argv[:1] if argv[:1] and argv[0] in VERBS else VERBS:
         verb: Any = importlib.import_module(f"rlhf.checkpoint.verbs.{VERBS[name]}")
         command = commands.add_parser(name, help=verb.HELP, description=verb.HELP)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -171,6 +173,50 @@ def test_mistakes_get_one_line(models, tmp_path, command):
         assert message in err
         assert not (tmp_path / "out").exists()
         assert not list(tmp_path.glob(".incomplete*"))
+
+
+def test_misplaced_folders_cost_no_imports(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    here, gone = str(tmp_path / "full"), str(tmp_path / "gone")
+    mistakes = [
+        ["export", gone, here],
+        ["export", here, here],
+        ["import", gone, f"{gone}/global_step_0"],
+        ["convert", gone, here, "--to", "dcp"],
+        ["merge", "--local_dir", here, "--target_dir", gone, "--hf_model_path", "Qwen/Qwen2.5-0.5B"],
+        ["test", "--local_dir", here, "--test_hf_dir", gone],
+        ["diff", here, gone],
+    ]
+    code = (
+        "import json, sys\n"
+        "from rlhf.checkpoint.__main__ import main\n"
+        "codes = [main(arguments) for arguments in json.loads(sys.argv[1])]\n"
+        "print(codes, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(mistakes)], capture_output=True, text=True)
+    assert done.stdout == f"{[2] * len(mistakes)} False\n"
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(mistakes)
+    assert "--hf_model_path=Qwen/Qwen2.5-0.5B is no folder" in lines[4]
+
+
+def test_mistyped_words_get_one_line(capsys):
+    for arguments, message in (
+        (["exprot", "a", "b"], "exprot is no verb; .*Did you mean export?"),
+        (["export", "a", "b", "--dtpye", "bfloat16"], "--dtpye bfloat16 is not known. Did you mean --dtype?"),
+        (["export", "a", "b", "c"], "c is not known."),
+        (["merge", "--local_dir", "a"], "required: --target_dir/--target-dir."),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        err = capsys.readouterr().err
+        assert (caught.value.code, err.count("\n")) == (2, 1), err
+        assert all(part in err for part in (*message.split(".*"), "--help"))
+
+
+def test_options_of_verl_are_taken(models, tmp_path, command):
+    merged(command, models / "llama", tmp_path / "out", "--use_cpu_initialization")
 
 
 def test_wrong_words_are_usage_errors(tmp_path, capsys):

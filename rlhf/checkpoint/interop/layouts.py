@@ -2,6 +2,7 @@
 
 import importlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import UserError, did_you_mean, nearest
@@ -48,6 +49,13 @@ def backends() -> list[str]:
     return [AUTO, *dict.fromkeys(entry.backend for entry in LAYOUTS)]
 
 
+def check_folder(path: Path) -> None:
+    """Raise UserError unless there is a folder."""
+    if not path.is_dir():
+        what = "is no folder" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}. Give the folder of a checkpoint.")
+
+
 def open_source(origin: "Origin", backend: str = AUTO) -> "TensorSource":
     """Open a checkpoint of the layout `backend` or, with `auto`, of the first that recognises the folder.
 
@@ -56,9 +64,7 @@ def open_source(origin: "Origin", backend: str = AUTO) -> "TensorSource":
     if backend not in backends():
         found = did_you_mean(nearest(backend, backends()))
         raise UserError(f"--backend={backend} is not known; it is one of {', '.join(backends())}.{found}")
-    if not origin.path.is_dir():
-        what = "is no folder" if origin.path.exists() else "does not exist"
-        raise UserError(f"{origin.path} {what}. Give the folder of a checkpoint.")
+    check_folder(origin.path)
     asked = [entry for entry in LAYOUTS if backend in (AUTO, entry.backend)]
     # A layout that the user names says best itself what is missing.
     if backend != AUTO and len(asked) == 1:

@@ -39,7 +39,7 @@ def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Pa
     checkpoint or replace one of the `sources`, or is being written by another process.
     """
     target = target.absolute()
-    _check(target, overwrite, [path.resolve() for path in sources])
+    check_target(target, overwrite, sources)
     make_dir_durably(target.parent)
     if not remove_leftovers(target):
         raise UserError(f"{target} is being written by another process. Wait for it, or give another target.")
@@ -69,9 +69,11 @@ def prove(root: Path, written: Iterable[WrittenFile]) -> None:
             raise DamagedCheckpoint(f"{root / name} was not written as it should be, try again: {error}") from None
 
 
-def _check(target: Path, overwrite: bool, sources: list[Path]) -> None:
+def check_target(target: Path, overwrite: bool, sources: Iterable[Path]) -> None:
+    """Raise UserError when `target` must not be written, as `output_folder` does."""
+    target = target.absolute()
     real = target.resolve()
-    for source in sources:
+    for source in [path.resolve() for path in sources]:
         if real == source or real in source.parents:
             raise UserError(f"{target} holds what is read ({source}). Give another target.")
     for parent in real.parents:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rlhf.checkpoint.interop.target import output_folder, prove
 from rlhf.checkpoint.verbs.hf_output import DTYPES, tell, to_hf_folder
 from rlhf.checkpoint.verbs.native_output import tell_start, to_native_folder
-from rlhf.checkpoint.verbs.origins import add_layout_options
+from rlhf.checkpoint.verbs.origins import add_cpu_option, add_layout_options, check_places
 from rlhf.checkpoint.verbs.work_bar import work_bar
 from rlhf.errors import UserError
 
@@ -46,26 +46,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("torch_dist", "mp_rank"),
         help="torch_dist: megatron-core's, loads at any number of ranks (default); mp_rank: a file for each rank",
     )
-    parser.add_argument(
-        "--use_cpu_initialization",
-        "--use-cpu-initialization",
-        action="store_true",
-        help="accepted as verl's converter takes it: all is done on the CPU",
-    )
+    add_cpu_option(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace the target if it is there")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Write TARGET."""
-    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
-    from rlhf.checkpoint.interop.source import Origin
-
     source, target = _places(arguments)
     for name, known in ONLY_FOR.items():
         if getattr(arguments, name) is not None and arguments.to not in known:
             option = name.replace("_", "-")
             raise UserError(f"--{option} is for --to {' or '.join(known)}, not for --to {arguments.to}. Leave it out.")
+    check_places([source], arguments.hf_model_path, target, arguments.overwrite)
+    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
+    from rlhf.checkpoint.interop.source import Origin
+
     role = arguments.role or "actor"
     origin = Origin(source, arguments.hf_model_path, role=role, tag=arguments.tag, adapter="merge")
     if arguments.to == NATIVE:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from rlhf.checkpoint.interop.layouts import AUTO, backends
+from rlhf.checkpoint.verbs.origins import check_places
 from rlhf.checkpoint.verbs.shown import printable
 from rlhf.checkpoint.verbs.work_bar import work_bar
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
@@ -56,13 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Exit code 0 when all that was compared is equal, to the bit, 1 when something differs."""
+    if arguments.largest < 0:
+        raise UserError(f"--largest {arguments.largest} is no number of lines. Give 0 for all.")
+    check_places([arguments.a, arguments.b], arguments.hf_model_path)
     from rlhf.checkpoint.interop.differences import documents, value_differences
     from rlhf.checkpoint.interop.native.layout_native import recognises
     from rlhf.checkpoint.interop.open_roles import open_roles
     from rlhf.checkpoint.interop.source import Origin
 
-    if arguments.largest < 0:
-        raise UserError(f"--largest {arguments.largest} is no number of lines. Give 0 for all.")
     only = arguments.only or [DOCUMENTS, WEIGHTS, MOMENTS]
     # Of our own checkpoints the model's files are not needed, and `model.path` may be gone.
     given = arguments.hf_model_path

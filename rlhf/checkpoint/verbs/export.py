@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.hf_output import add_output_options, tell, to_hf_folder
+from rlhf.checkpoint.verbs.origins import check_places
 
 NAME = "export"
 HELP = "make a Hugging Face folder of one of our runs or checkpoints"
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Write the folder."""
+    check_places([arguments.path], arguments.hf_model_path, arguments.target, arguments.overwrite)
     from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
     from rlhf.checkpoint.interop.source import Origin
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.native_output import tell_start, to_native_folder
-from rlhf.checkpoint.verbs.origins import add_layout_options
+from rlhf.checkpoint.verbs.origins import add_layout_options, check_places
 
 NAME = "import"
 HELP = "a checkpoint of another tool becomes the start of a new run: weights, moments, step and place in the schedule"
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Write TARGET and say what came along, what did not, and how a run begins at it."""
+    check_places([arguments.source], arguments.hf_model_path, arguments.target, arguments.overwrite)
     from rlhf.checkpoint.interop.source import Origin
 
     # The trainer trains whole models: an adapter goes into its base.

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.hf_output import add_output_options, tell, to_hf_folder
-from rlhf.checkpoint.verbs.origins import add_origin_options, origin_of
+from rlhf.checkpoint.verbs.origins import add_cpu_option, add_origin_options, check_places, origin_of
 from rlhf.errors import UserError
 
 NAME = "merge"
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whether input and output embeddings are one (default: as config.json says)",
     )
     parser.add_argument("--is-value-model", action="store_true", help="the model has a head of one number per token")
+    add_cpu_option(parser)
     add_output_options(parser)
     parser.add_argument(
         "--hf_upload_path", "--hf-upload-path", metavar="NAME", help="upload it to the Hub as NAME, too"
@@ -35,10 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Write the folder and, if asked, upload it."""
-    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
-
     if arguments.private and arguments.hf_upload_path is None:
         raise UserError("--private is for an upload. Give --hf_upload_path NAME, or leave it out.")
+    check_places(arguments.local_dir, arguments.hf_model_path, arguments.target_dir, arguments.overwrite)
+    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
+
     if arguments.hf_upload_path is not None:
         from rlhf.checkpoint.interop.huggingface.hub import prepare_repository, upload_folder
 

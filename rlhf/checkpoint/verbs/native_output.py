@@ -61,7 +61,8 @@ def tell_start(result: dict[str, Any], as_json: bool, console: Console) -> int:
     lines = [f"{result['target']}: {size}, from a checkpoint of layout {result['layout']}", "A new run takes over:"]
     lines += [f"  {line}" for line in result["taken"]]
     lines += ["It begins anew, and is not that run continued to the bit:", *(f"  {line}" for line in result["absent"])]
-    lines += ["Begin it with:", f"  python -m rlhf.train {' '.join(result['start'])} ..."]
+    lines += ["Begin it with (and your data, reward and other settings, under a trainer.experiment_name of its own):"]
+    lines += [f"  python -m rlhf.train {' '.join(result['start'])}"]
     for line in lines:
         console.print(printable(line))
     return EXIT_DONE

@@ -1,10 +1,13 @@
 """Options of a verb that say which checkpoint it reads, of whatever layout."""
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.checkpoint.interop.layouts import AUTO, backends
+from rlhf.checkpoint.interop.layouts import AUTO, backends, check_folder
+from rlhf.checkpoint.interop.target import check_target
+from rlhf.errors import UserError
 
 if TYPE_CHECKING:
     from rlhf.checkpoint.interop.source import Origin
@@ -41,6 +44,32 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face folder with config and tokenizer, where the checkpoint does not bring them",
     )
     parser.add_argument("--tag", help="save within the folder, for DeepSpeed (default: the one that `latest` names)")
+
+
+def add_cpu_option(parser: argparse.ArgumentParser) -> None:
+    """Give a verb an option that verl's users type."""
+    parser.add_argument(
+        "--use_cpu_initialization",
+        "--use-cpu-initialization",
+        action="store_true",
+        help="accepted as verl's tools take it: all is done on the CPU",
+    )
+
+
+def check_places(
+    sources: Iterable[Path], model_files: Path | None = None, target: Path | None = None, overwrite: bool = False
+) -> None:
+    """Raise UserError for a folder that is not there and a target that must not be written: before torch is imported,
+    which takes seconds."""
+    for source in (sources := list(sources)):
+        check_folder(source)
+    if model_files is not None and not model_files.is_dir():
+        raise UserError(
+            f"--hf_model_path={model_files} is no folder. Name one with config and tokenizer; a model of the "
+            "Hub is fetched into one by `hf download NAME --local-dir DIR`."
+        )
+    if target is not None:
+        check_target(target, overwrite, sources)
 
 
 def origin_of(arguments: argparse.Namespace) -> "Origin":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from rlhf.checkpoint.verbs.origins import add_origin_options, origin_of
+from rlhf.checkpoint.verbs.origins import add_cpu_option, add_origin_options, check_places, origin_of
 from rlhf.checkpoint.verbs.shown import printable
 from rlhf.checkpoint.verbs.work_bar import work_bar
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-dtype", action="store_true", help="let the types differ, not only the values")
     parser.add_argument("--is-value-model", action="store_true", help="the models have a head of one number per token")
     parser.add_argument("--rows", type=int, default=2, help="rows of tokens whose logits are compared; 0: none (2)")
+    add_cpu_option(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -59,13 +60,14 @@ class Verdict:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Exit code 0 when all that was compared is equal, within `--atol`, 1 when something differs."""
-    from rlhf.checkpoint.interop.layouts import open_source
-    from rlhf.checkpoint.interop.source import Origin
-
     if not arguments.atol >= 0:
         raise UserError(f"--atol {arguments.atol} is no difference. Give a number of 0 or more.")
     if arguments.rows < 0:
         raise UserError(f"--rows {arguments.rows} is no number of rows. Give 0 for none.")
+    check_places([*arguments.local_dir, arguments.test_hf_dir], arguments.hf_model_path)
+    from rlhf.checkpoint.interop.layouts import open_source
+    from rlhf.checkpoint.interop.source import Origin
+
     with closing(open_source(Origin(arguments.test_hf_dir), "huggingface")) as known:
         origin = origin_of(arguments)
         # A layout that does not bring its configuration has the reference's.
