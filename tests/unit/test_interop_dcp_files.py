@@ -1,7 +1,9 @@
 """Tensors in folders of torch.distributed.checkpoint, read in ranges."""
 
+import json
 import os
 import pickle
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from rlhf.checkpoint.interop.dcp.dcp_files import DcpFolder
+from rlhf.checkpoint.interop.dcp.dcp_safetensors import DcpSafetensors
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
@@ -126,6 +129,59 @@ def compress(folder: Path) -> None:
     change(folder, lambda found: setattr(any_info(found), "transform_descriptors", ["zstd"]))
 
 
+def overlap(folder: Path) -> None:
+    """One half of a tensor twice, and the other half never."""
+    half = TENSORS["cube"][:1].clone()
+    in_chunks(folder, "cube", [((0, 0, 0), half), ((0, 0, 0), half)])
+
+
+def lie_beyond(folder: Path) -> None:
+    in_chunks(folder, "cube", [((1, 0, 0), TENSORS["cube"])])
+
+
+def claim_more(folder: Path) -> None:
+    """A chunk with a billion parts that do not follow each other."""
+
+    def edit(found: Metadata) -> None:
+        entry = found.state_dict_metadata["cube"]
+        entry.size, entry.chunks[0].sizes = torch.Size([1 << 30, 4, 6]), torch.Size([1 << 30, 2, 6])
+
+    change(folder, edit)
+
+
+def point_before(folder: Path) -> None:
+    change(folder, lambda found: setattr(any_info(found), "offset", -40))
+
+
+def name_a_number(folder: Path) -> None:
+    change(folder, lambda found: setattr(any_info(found), "relative_path", 7))
+
+
+def name_no_type(folder: Path) -> None:
+    change(folder, lambda found: setattr(found.state_dict_metadata["cube"].properties, "dtype", "float32"))
+
+
+def pipe(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+    os.mkfifo(folder / ".metadata")
+
+
+def ask_for_memory(folder: Path) -> None:
+    """A place in the memory of the reader that is 4 GiB away."""
+    (folder / ".metadata").write_bytes(b"\x80\x02Nr" + (1 << 28).to_bytes(4, "little") + b".")
+
+
+def ask_for_bytes(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b"x.")
+
+
+def change_torch(folder: Path) -> None:
+    """Attributes for a class that is on the list."""
+    (folder / ".metadata").write_bytes(
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n(N}X\x07\x00\x00\x00changedK\x01stb."
+    )
+
+
 def lose_chunk(folder: Path) -> None:
     in_chunks(folder, "cube", [((0, 0, 0), TENSORS["cube"][:1].clone())])
 
@@ -141,6 +197,15 @@ def lose_chunk(folder: Path) -> None:
         (lead_elsewhere, r"speaks of a file elsewhere: \.\./other"),
         (compress, "is compressed"),
         (lose_chunk, "does not say where all of cube is"),
+        (overlap, "does not say where all of cube is"),
+        (lie_beyond, r"a part of cube, .* at \(1, 0, 0\), is none of"),
+        (claim_more, "does not say where cube is"),
+        (point_before, "is not laid out as torch saves: .*negative"),
+        (name_a_number, "is not laid out as torch saves"),
+        (name_no_type, "is not laid out as torch saves"),
+        (pipe, "is no file"),
+        (ask_for_bytes, "is cut off, or no metadata"),
+        (change_torch, "changes Metadata"),
     ],
 )
 def test_a_broken_folder_gets_one_line(
@@ -153,3 +218,35 @@ def test_a_broken_folder_gets_one_line(
         DcpFolder(folder).read("cube", 0, 48)
     assert "\n" not in str(error.value)
     assert not (folder / "ran").exists()
+    assert not hasattr(Metadata, "changed")
+
+
+def test_a_metadata_takes_no_more_memory_than_it_has(folder: Path) -> None:
+    """Whatever place in the reader's memory it asks for."""
+    ask_for_memory(folder)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DamagedCheckpoint):
+        DcpFolder(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("places", "offsets", "message"),
+    [
+        ({"x": {"saved_offsets": [1, 0]}}, [0, 24], "does not say where all of x is"),  # a row of the whole is nowhere
+        ({"x": {"saved_offsets": ["a", 0]}}, [0, 24], "does not say which part of x"),
+        ({"x": 5}, [0, 24], "does not say which part of x"),
+        (["x"], [0, 24], "does not say which part of x"),
+        ({"x": {"saved_offsets": [0]}}, [0, 24], "begins at"),
+        ({"x": {"saved_offsets": [0, 0]}}, [0, 12], "are not those of its shape"),
+    ],
+)
+def test_safetensors_that_lie_get_one_line(tmp_path: Path, places: Any, offsets: list[int], message: str) -> None:
+    """About where their tensors belong, or how long they are."""
+    entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": offsets}
+    header = {"__metadata__": {"DCP_SHARDING_INFO": json.dumps(places)}, "x": entry}
+    text = json.dumps(header).encode()
+    file = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(24))
+    with pytest.raises(DamagedCheckpoint, match=message):
+        DcpSafetensors(tmp_path).read("x", 0, 9)

@@ -1,13 +1,14 @@
 """Tensors in a folder of torch.distributed.checkpoint: found in its `.metadata`, read in ranges from its data files."""
 
 import io
+import operator
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +19,11 @@ from rlhf.checkpoint.interop.source import TensorInfo
 from rlhf.checkpoint.interop.stored_tensor import StoredTensor, open_torch_file
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.reading import read_regular
 
 METADATA = ".metadata"
+LARGEST = 4 << 30
+"""Bytes of one; a million chunks take 140 MB."""
 OF_METADATA = [
     *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     *("TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
@@ -101,18 +105,24 @@ class DcpFolder:
         described = read_metadata(path / METADATA)
         self.tensors: dict[str, TensorInfo] = {}
         self.objects: list[str] = []
-        self.paths: dict[str, tuple[Any, ...]] = dict(described.planner_data or {})
         self._items: dict[str, dict[tuple[int, ...], Any]] = {}
         self._entries: dict[str, metadata.TensorStorageMetadata] = {}
         self._bands: dict[str, list[Band]] = {}
+        try:
+            self._take(described)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise DamagedCheckpoint(f"{path / METADATA} is not laid out as torch saves: {error!r}") from None
+
+    def _take(self, described: metadata.Metadata) -> None:
+        self.paths: dict[str, tuple[Any, ...]] = {key: tuple(of) for key, of in (described.planner_data or {}).items()}
         for name, entry in described.state_dict_metadata.items():
             if isinstance(entry, metadata.TensorStorageMetadata):
-                self.tensors[name] = TensorInfo(tuple(entry.size), entry.properties.dtype)
+                self.tensors[name] = TensorInfo(counts(entry.size), torch.empty(0, dtype=entry.properties.dtype).dtype)
                 self._entries[name] = entry
             else:
                 self.objects.append(name)
         for index, info in described.storage_data.items():
-            self._items.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
+            self._items.setdefault(index.fqn, {})[counts(index.offset or ())] = info
         self._check_files(described.storage_data)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -123,21 +133,25 @@ class DcpFolder:
         width = info.shape[-1] if len(info.shape) > 1 else 1
         first, last = (start // width, -(-stop // width)) if width else (0, 0)
         rows = torch.empty(last - first, width, dtype=info.dtype)
-        filled = 0
+        there, filled = torch.zeros(rows.shape, dtype=torch.bool), 0
         for band in self._bands[name]:
             begin, end = max(first, band.row), min(last, band.row + band.rows)
             if begin < end:
                 at = band.at + (begin - band.row) * band.columns
                 block = band.stored.read(at, at + (end - begin) * band.columns).view(-1, band.columns)
-                rows[begin - first : end - first, band.column : band.column + band.columns] = block
+                place = slice(begin - first, end - first), slice(band.column, band.column + band.columns)
+                rows[place], there[place] = block, True
                 filled += block.numel()
-        if filled != rows.numel():
+        # Parts that overlap would make up for one that is missing.
+        if filled != rows.numel() or not there.all():
             raise DamagedCheckpoint(f"{self.path / METADATA} does not say where all of {name} is")
         return rows.view(-1)[start - first * width : stop - first * width]
 
     def read_object(self, name: str) -> Any:
         """Value of one of `objects`; raises UserError when that is more than plain values."""
-        [item] = self._items[name].values()
+        if len(found := self._items.get(name, {})) != 1:
+            raise DamagedCheckpoint(f"{self.path / METADATA} does not say where {name} is")
+        [item] = found.values()
         return open_torch_file(self.path / item.relative_path, start=item.offset, size=item.length)
 
     def _laid_out(self, name: str) -> Iterator[Band]:
@@ -145,32 +159,54 @@ class DcpFolder:
         flattened; a vector has one per element."""
         info, items = self.tensors[name], self._items.get(name, {})
         for chunk in self._entries[name].chunks:
-            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            offsets, part = counts(chunk.offsets), TensorInfo(counts(chunk.sizes), info.dtype)
             item = items.get(offsets)
-            if item is None or len(offsets) != len(info.shape):
+            if item is None or part.nbytes > item.length:
                 raise DamagedCheckpoint(f"{self.path / METADATA} does not say where {name} is")
-            stored = _Chunk(self.path / item.relative_path, item.offset, item.length, TensorInfo(sizes, info.dtype))
-            yield from bands(info.shape, offsets, sizes, stored)
+            stored = _Chunk(self.path / item.relative_path, item.offset, item.length, part)
+            yield from self._bands_of(name, offsets, part.shape, stored)
+
+    def _bands_of(
+        self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], stored: ReadableChunk
+    ) -> Iterator[Band]:
+        """The bands of one chunk; raises DamagedCheckpoint unless it is a part of the tensor."""
+        shape = self.tensors[name].shape
+        fits = len(offsets) == len(sizes) == len(shape)
+        if not fits or any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
+            raise DamagedCheckpoint(f"{self.path}: a part of {name}, {sizes} at {offsets}, is none of {shape}")
+        return bands(shape, offsets, sizes, stored)
 
     def _check_files(self, stored: Mapping[Any, Any]) -> None:
+        ends: dict[str, int] = {}
         for info in stored.values():
             if getattr(info, "transform_descriptors", None):
                 raise UserError(
                     f"{self.path} is compressed ({info.transform_descriptors}). Save it without extensions."
                 )
-        files = {info.relative_path for info in stored.values()}
-        for file in sorted(files):
+            end = sum(counts((info.offset, info.length)))
+            ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
+        for file, end in sorted(ends.items()):
             if Path(file).name != file:
                 raise DamagedCheckpoint(f"{self.path / METADATA} speaks of a file elsewhere: {file}")
             if not (self.path / file).is_file():
                 raise UserError(f"{self.path} lacks {file}, which {METADATA} names. Restore it.")
+            if (size := (self.path / file).stat().st_size) < end:
+                raise DamagedCheckpoint(f"{self.path / file} is cut off: {METADATA} speaks of {end} bytes, not {size}")
+
+
+def counts(numbers: Any) -> tuple[int, ...]:
+    """Numbers in a description, which may say anything; raises ValueError for those that count nothing."""
+    found = tuple(map(operator.index, numbers))
+    if any(number < 0 for number in found):
+        raise ValueError(f"{found} has a negative number")
+    return found
 
 
 def read_metadata(path: Path) -> metadata.Metadata:
     """The content of a `.metadata` file; raises UserError naming what it asks for beyond the list of what one may make,
     DamagedCheckpoint for one that is cut off."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path, LARGEST)
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({error.strerror}): the save did not end, or it is no such folder."
@@ -186,8 +222,15 @@ def read_metadata(path: Path) -> metadata.Metadata:
     return found
 
 
-class _Listed(pickle.Unpickler):
-    """Unpickler that makes what is on the list, and refuses all else by its name."""
+class _Listed(pickle._Unpickler):
+    """Unpickler that makes what is on the list, and refuses all else by its name.
+
+    Python's own and not C's: that takes as much memory as a pickle claims to need, and lets one set attributes of what
+    is on the list itself, for the whole process.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    del dispatch[pickle.BYTEARRAY8[0]]  # takes what it claims to need, too; no metadata has one
 
     def __init__(self, file: io.BytesIO, path: Path) -> None:
         super().__init__(file)
@@ -205,6 +248,13 @@ class _Listed(pickle.Unpickler):
             f"{self._path} asks for {asked}, which is not on the list of what a checkpoint may hold: such a file could "
             "run anything. If you trust it, save it anew with torch.distributed.checkpoint."
         )
+
+    def _build(self) -> None:
+        if callable(made := self.stack[-2]):  # type: ignore[attr-defined]  # a class or function, no object of one
+            raise DamagedCheckpoint(f"it changes {made.__name__}")
+        self.load_build()  # type: ignore[attr-defined]
+
+    dispatch[pickle.BUILD[0]] = _build
 
 
 def bands(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint.interop.dcp.dcp_files import Band, DcpFolder, bands
+from rlhf.checkpoint.interop.dcp.dcp_files import Band, DcpFolder, counts
 from rlhf.checkpoint.interop.source import TensorInfo
 from rlhf.checkpoint.interop.stored_tensor import StoredTensor
 from rlhf.errors import UserError
@@ -48,19 +48,30 @@ class DcpSafetensors(DcpFolder):
 
     def _add(self, files: UnprovenFiles, name: str) -> None:
         header, length = read_safetensors_header(files, name)
-        own: Any = parse_json(files.start(name, length)[8:], name).get("__metadata__", {})
-        places = parse_json(own.get(PLACES, "null").encode(), name)
+        places = self._places(files, name, length)
         for tensor, entry in header.items():
-            if not isinstance(places, dict) or OFFSETS not in places.get(tensor, {}):
-                raise DamagedCheckpoint(f"{self.path / name} does not say which part of {tensor} it has")
             if entry["dtype"] not in DTYPES:
                 raise UserError(f"{self.path / name} has tensors of type {entry['dtype']}, which is not read here.")
-            if length + entry["data_offsets"][1] > files.size(name):
+            begin, end = entry["data_offsets"]
+            if length + end > files.size(name):
                 raise DamagedCheckpoint(f"{self.path / name} is cut off: it ends before {tensor}")
-            byte = length + entry["data_offsets"][0]
-            stored = StoredTensor(self.path / name, byte, DTYPES[entry["dtype"]], tuple(entry["shape"]))
-            self._parts.setdefault(tensor, []).append((tuple(places[tensor][OFFSETS]), stored))
+            stored = StoredTensor(self.path / name, length + begin, DTYPES[entry["dtype"]], tuple(entry["shape"]))
+            if end - begin != stored.numel * stored.dtype.itemsize:
+                raise DamagedCheckpoint(f"{self.path / name}: the bytes of {tensor} are not those of its shape")
+            try:
+                offsets = counts(places[tensor][OFFSETS])
+            except (KeyError, TypeError, ValueError):
+                raise DamagedCheckpoint(f"{self.path / name} does not say which part of {tensor} it has") from None
+            if len(offsets) != len(stored.shape):
+                raise DamagedCheckpoint(f"{self.path / name}: {tensor} begins at {offsets} and is {stored.shape}")
+            self._parts.setdefault(tensor, []).append((offsets, stored))
+
+    def _places(self, files: UnprovenFiles, name: str, length: int) -> Any:
+        """What a file says of where its tensors belong."""
+        own = parse_json(files.start(name, length)[8:], name).get("__metadata__")
+        said = own.get(PLACES) if isinstance(own, dict) else None
+        return parse_json(said.encode(), name) if isinstance(said, str) else None
 
     def _laid_out(self, name: str) -> Iterator[Band]:
         for offsets, stored in self._parts[name]:
-            yield from bands(self.tensors[name].shape, offsets, stored.shape, stored)
+            yield from self._bands_of(name, offsets, stored.shape, stored)

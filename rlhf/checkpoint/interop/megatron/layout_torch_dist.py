@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.checkpoint.interop.dcp.dcp_files import METADATA, DcpFolder
+from rlhf.checkpoint.interop.dcp.dcp_files import LARGEST, METADATA, DcpFolder
 from rlhf.checkpoint.interop.excerpts import Excerpt, ExcerptSource, OfSource
 from rlhf.checkpoint.interop.megatron.megatron_model import LAYERS
 from rlhf.checkpoint.interop.megatron.megatron_names import Held, as_transformers, find_model, holds_values
 from rlhf.checkpoint.interop.megatron.megatron_places import find_folder
 from rlhf.checkpoint.interop.source import Origin
 from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.reading import read_regular
 
 NAME = "megatron"
 CONFIG = "metadata.json"
@@ -73,8 +75,8 @@ def _is_distributed(folder: Path) -> bool:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / CONFIG).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        found = json.loads(read_regular(folder / CONFIG, LARGEST))
+    except (DamagedCheckpoint, OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
