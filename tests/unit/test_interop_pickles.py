@@ -187,3 +187,41 @@ def test_an_archive_that_claims_more_than_it_has(tmp_path):
     path.write_bytes(content)
     with pytest.raises(DamagedCheckpoint, match="claims more bytes than it has"), open_archive(path):
         pass
+
+
+class Lying:
+    """Four numbers, unpickled as a tensor of whatever `offset`, `size` and `stride`."""
+
+    def __init__(self, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+        self.form = offset, size, stride
+
+    def __reduce__(self):
+        four = torch.storage.TypedStorage(
+            wrap_storage=torch.arange(4.0).untyped_storage(), dtype=torch.float32, _internal=True
+        )
+        return torch._utils._rebuild_tensor_v2, (four, *self.form, False, {})
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "stride"),
+    [(0, (20,), (1,)), (3, (2,), (1,)), (100, (4,), (1,)), (0, (4, 2), (2, 1)), (0, (1 << 30, 4), (0, 1))],
+)
+def test_a_tensor_has_only_numbers_of_its_own(offset, size, stride, tmp_path):
+    """Neither those of other tensors that lie beside it in the file, nor a few of them without end."""
+    path = saved(tmp_path / "f.pt", {"lying": Lying(offset, size, stride), "other": torch.full((1000,), 7.0)})
+    with pytest.raises(DamagedCheckpoint, match=r"beyond what it has of them|of the same few numbers"):
+        open_torch_file(path)
+
+
+def test_a_tensor_may_repeat_its_numbers(tmp_path):
+    place = open_torch_file(saved(tmp_path / "f.pt", torch.arange(4.0).expand(3, 4)))
+    assert place.read(0, 12).tolist() == [0.0, 1.0, 2.0, 3.0] * 3
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_another_byte_order_is_told(read, tmp_path):
+    path = saved(tmp_path / "file.pt", torch.arange(4.0))
+    other = tmp_path / "big.pt"
+    other.write_bytes(path.read_bytes().replace(b"little", b"big   "))
+    with pytest.raises(UserError, match="another byte order"):
+        read(other)

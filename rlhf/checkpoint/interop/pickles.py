@@ -8,7 +8,7 @@ import re
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -86,18 +86,25 @@ def open_archive(path: Path, start: int = 0, size: int | None = None) -> Iterato
         raise DamagedCheckpoint(f"{path} is {'no file' if path.exists() else 'missing'}")
     with path.open("rb") as whole:
         part = _Part(whole, start, path.stat().st_size - start if size is None else size)
-        _check_archive(path, part)
+        part.records = _check_archive(path, part)
         part.seek(0)
         yield part
 
 
-def _check_archive(path: Path, file: "_Part") -> None:
+def _check_archive(path: Path, file: "_Part") -> dict[int, int]:
+    """First byte and end of each entry."""
     try:
         with zipfile.ZipFile(file) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise DamagedCheckpoint(f"{path} has compressed entries, which torch.save does not write")
             if sum(entry.file_size for entry in archive.infolist()) > file.size:
                 raise DamagedCheckpoint(f"{path} claims more bytes than it has")
+            found = [(entry, _content_of(path, file, entry.header_offset)) for entry in archive.infolist()]
+            for entry, start in found:
+                file.seek(start)
+                if entry.filename.endswith("/byteorder") and file.read(6) != b"little":  # torch swaps what is not there
+                    raise UserError(f"{path} is of a machine with another byte order. Save it anew on one like this.")
+            return {start: start + entry.file_size for entry, start in found}
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError) as error:
         file.seek(0)
         beginning = file.read(SCANNED)
@@ -106,6 +113,15 @@ def _check_archive(path: Path, file: "_Part") -> None:
         if names := _asked_for(beginning):
             raise _refusal(path, names) from None
         raise DamagedCheckpoint(f"{path} is no whole file of torch.save: {_first_sentence(error)}") from None
+
+
+def _content_of(path: Path, file: "_Part", header: int) -> int:
+    """Where the bytes of an entry begin, whose own header, of 30 bytes, a name and more, begins at `header`."""
+    file.seek(max(0, header))
+    said = file.read(30)
+    if header < 0 or not said.startswith(b"PK\3\4"):
+        raise DamagedCheckpoint(f"{path} is no whole file of torch.save: it begins later")
+    return header + 30 + int.from_bytes(said[26:28], "little") + int.from_bytes(said[28:30], "little")
 
 
 @contextmanager
@@ -183,7 +199,10 @@ def _first_sentence(error: Exception) -> str:
 
 
 class _Part(io.RawIOBase):
-    """Bytes [start, start + size) of an open file, as a file."""
+    """Bytes [start, start + size) of an open file, as a file. `records` has the first byte and the end of each entry
+    of the archive that it is."""
+
+    records: Mapping[int, int]
 
     def __init__(self, file: BinaryIO, start: int, size: int) -> None:
         self._file, self._start, self.size, self._at = file, start, size, 0

@@ -1,7 +1,7 @@
 """Tensors where they lie in a file: shape, type and place of each, and ranges read without mapping the file."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,10 @@ from torch import Tensor
 from rlhf.checkpoint.interop.pickles import Allowed, StandIn, TensorStandIn, open_archive, refusing
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.shards import as_bytes
+
+
+MOST_EXPANDED = 64 << 20
+"""Bytes that a tensor may take beyond those of its file, when it repeats what is there."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +104,14 @@ def open_torch_file(path: Path, allowed: Allowed = (), *, start: int = 0, size: 
     """
     with open_archive(path, start, size) as part, refusing(path, allowed):
         content = torch.load(part, map_location="meta", weights_only=True)
-        return _Places(path, start, path.stat().st_size).of(content)
+        return _Places(path, start, part.records).of(content)
 
 
 class _Places:
     """Puts the place in a file where a tensor on the meta device is."""
 
-    def __init__(self, path: Path, start: int, end: int) -> None:
-        self._path, self._start, self._end = path, start, end
+    def __init__(self, path: Path, start: int, records: Mapping[int, int]) -> None:
+        self._path, self._start, self._records = path, start, records
 
     def of(self, content: Any) -> Any:
         if isinstance(content, TensorStandIn):
@@ -124,9 +128,14 @@ class _Places:
 
     def _of_tensor(self, tensor: Tensor) -> StoredTensor:
         storage: Any = tensor.untyped_storage()
-        byte = self._start + storage._checkpoint_offset + int(tensor.storage_offset()) * tensor.dtype.itemsize
-        span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        if tensor.numel() and not 0 <= byte <= self._end - span * tensor.dtype.itemsize:
-            raise DamagedCheckpoint(f"{self._path} speaks of tensors beyond its end")
+        first, width = storage._checkpoint_offset, tensor.dtype.itemsize
+        byte = first + int(tensor.storage_offset()) * width
+        span = width * (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
+        # On the meta device torch does not look at where a tensor ends.
+        if tensor.numel() and not first <= byte <= self._records.get(first, 0) - span:
+            raise DamagedCheckpoint(f"{self._path} speaks of tensors beyond its end, or beyond what it has of them")
+        if tensor.numel() * width > MOST_EXPANDED + max(self._records.values()):
+            raise DamagedCheckpoint(f"{self._path} has {tuple(tensor.shape)} of the same few numbers")
+        byte += self._start
         stride = None if tensor.is_contiguous() else tensor.stride()
         return StoredTensor(self._path, byte, tensor.dtype, tuple(tensor.shape), stride)
