@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,10 +23,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--step", type=int, metavar="N", help="of this step; otherwise the newest, with --all all")
     parser.add_argument("--all", action="store_true", help="of all steps")
     parser.add_argument("--split", choices=(ROLLOUT, VALIDATION), help="of training or of evaluations only")
-    parser.add_argument("--worst", type=int, metavar="K", help="the K with the lowest score, the lowest first")
-    parser.add_argument("--best", type=int, metavar="K", help="the K with the highest score, the highest first")
+    parser.add_argument("--worst", type=_count, metavar="K", help="the K with the lowest score, the lowest first")
+    parser.add_argument("--best", type=_count, metavar="K", help="the K with the highest score, the highest first")
     parser.add_argument("--grep", metavar="TEXT", help="whose prompt or response holds TEXT")
-    parser.add_argument("--count", type=int, default=SHOWN, metavar="N", help=f"so many at most ({SHOWN}); 0 for all")
+    parser.add_argument("--count", type=_count, default=SHOWN, metavar="N", help=f"so many at most ({SHOWN}); 0 for all")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each, with its step")
     arguments = parser.parse_args(argv)
     try:
@@ -52,8 +53,19 @@ def _chosen(arguments: argparse.Namespace) -> Iterable[tuple[int, ShownSample]]:
         )
     for count, sign in ((arguments.worst, 1), (arguments.best, -1)):
         if count is not None:
-            return sorted(found, key=lambda each: sign * float(each[1]["score"]))[:count]
+            return sorted(found, key=lambda each: _rank(sign * float(each[1]["score"])))[:count]
     return found[: arguments.count or None]
+
+
+def _rank(score: float) -> tuple[bool, float]:
+    """By which samples are sorted: one that is no number is the last."""
+    return math.isnan(score), score
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text} is no number of samples")
+    return int(text)
 
 
 def _steps(files: SampleFiles, arguments: argparse.Namespace) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rlhf.errors import UserError
 from rlhf.printable import printable_lines
@@ -59,15 +59,24 @@ class SampleFiles:
         path = self._folder / f"step_{step}.jsonl"
         if not path.is_file():
             return
-        with path.open(encoding="utf-8", errors="surrogatepass") as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    sample = json.loads(line)
-                except ValueError:
+                    sample = json.loads(line.decode(errors="surrogatepass"))
+                except (ValueError, RecursionError):
                     sample = None
-                if not isinstance(sample, dict) or not isinstance(sample.get("response"), str):
+                if not _is_sample(sample):
                     raise UserError(f"{path}, line {number}, is no sample; remove the file, the run does not need it.")
                 yield sample
+
+
+def _is_sample(value: Any) -> TypeGuard[ShownSample]:
+    """Whether a line has what is shown and sorted by."""
+    if not isinstance(value, dict) or not isinstance(value.get("response"), str):
+        return False
+    numbers = value.get("score"), value.get("advantage") or 0.0
+    terms = value.get("rewards", {}), value.get("extra", {})
+    return all(isinstance(n, int | float) for n in numbers) and all(isinstance(term, dict) for term in terms)
 
 
 @dataclass(frozen=True)
@@ -117,10 +126,14 @@ def as_text(sample: ShownSample) -> str:
     if sample.get("advantage") is not None:
         numbers.append(f"advantage {sample['advantage']:+.4g}")
     terms = {**sample.get("rewards", {}), **sample.get("extra", {})}
-    numbers += [f"{name} {value:.4g}" for name, value in terms.items() if len(terms) > 1]
+    numbers += [f"{name} {_short(value)}" for name, value in terms.items() if len(terms) > 1]
     numbers.append(f"{sample.get('length')} tokens ({sample.get('finish_reason')})")
     head = f"{sample.get('split')} {sample.get('uid')}.{sample.get('sample')}: {', '.join(numbers)}"
     truth = sample.get("ground_truth")
     parts = [("prompt", sample.get("prompt")), ("response", sample["response"]), ("reference answer", truth)]
     shown = [f"  {name}: {part}".replace("\n", "\n    ") for name, part in parts if part is not None]
     return printable_lines("\n".join([head, *shown]))
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)

@@ -90,11 +90,37 @@ def test_a_folder_without_samples_is_one_line(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"response": 3}', "\x00" * 9])
+TORN = [
+    *(b"{", b"[]", b'{"response": 3}', b"\x00" * 9, b'{"response": "\xff"}', b'{"response": "7"}', b"[" * 100_000),
+    *(b'{"response": "7", "score": %s}' % score for score in (b"null", b'"a"')),
+    b'{"response": "7", "score": 1, "advantage": "a"}',
+    b'{"response": "7", "score": 1, "rewards": [1]}',
+]
+
+
+@pytest.mark.parametrize("content", TORN)
 def test_a_torn_file_is_named(run, content):
-    (run / "samples" / "step_3.jsonl").write_text(content)
+    (run / "samples" / "step_3.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=r"step_3\.jsonl, line 1, is no sample"):
         list(SampleFiles(run).read(3))
+
+
+def test_a_score_that_is_no_number_is_neither_best_nor_worst(tmp_path, capsys):
+    SampleFiles(tmp_path).write(1, [sample("rollout", uid, score) for uid, score in enumerate((float("nan"), 1, -1))])
+    assert [each["uid"] for each in shown(capsys, tmp_path, "--worst", 2)] == [2, 1]
+    assert [each["uid"] for each in shown(capsys, tmp_path, "--best", 2)] == [1, 2]
+
+
+def test_figures_of_a_reward_function_may_be_texts():
+    assert "kind easy" in as_text(sample("rollout", 0, 1.0) | {"extra": {"kind": "easy"}})
+
+
+@pytest.mark.parametrize("option", ["--worst", "--best", "--count"])
+def test_a_number_of_samples_is_none_below_zero(run, option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        samples.main([str(run), option, "-1"])
+    assert ended.value.code == EXIT_USER_ERROR
+    assert "-1 is no number of samples" in capsys.readouterr().err
 
 
 def test_the_command_needs_no_torch(run):
