@@ -8,9 +8,12 @@ from collections import OrderedDict
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from rlhf.checkpoint.interop.deepspeed.deepspeed_files import open_states
+from rlhf.checkpoint.interop.fsdp.fsdp_files import open_mapping
 from rlhf.checkpoint.interop.pickles import StandIn, open_archive, read_pickle, stand_in
 from rlhf.checkpoint.interop.stored_tensor import StoredTensor, open_torch_file
 from rlhf.errors import UserError
@@ -225,3 +228,12 @@ def test_another_byte_order_is_told(read, tmp_path):
     other.write_bytes(path.read_bytes().replace(b"little", b"big   "))
     with pytest.raises(UserError, match="another byte order"):
         read(other)
+
+
+def test_no_array_of_numpy_is_made(tmp_path):
+    """Its types believe what a pickle says of them: the bytes of an array then count as addresses of objects."""
+    state = {"rng": np.random.get_state()}
+    for read in (open_mapping, open_states):
+        found = read(saved(tmp_path / "f.pt", state | {"weight": torch.ones(2)}))
+        assert isinstance(found["rng"][1], StandIn), read
+        assert isinstance(found["weight"], StoredTensor)

@@ -6,8 +6,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlhf.checkpoint.interop.pickles import Allowed, stand_in
 from rlhf.checkpoint.interop.source import Origin
 from rlhf.checkpoint.interop.stored_tensor import open_torch_file
@@ -19,21 +17,22 @@ MODEL_STATES, OPTIM_STATES = "*_model_states.pt", "*_optim_states.pt"
 RANK = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(?:model|optim)_states\.pt")
 
 
-# A save asks for a few of DeepSpeed's classes, and an application may add numpy's random state and its arguments; none
-# of them runs anything.
+# A save asks for a few of DeepSpeed's classes, and an application may add numpy's random state and its arguments; nobody
+# looks at it. None of numpy's is made: its types take what a pickle says of them, and then its bytes for pointers.
 ALLOWED: Allowed = [
-    stand_in("deepspeed.runtime.zero.config.ZeroStageEnum"),
-    stand_in("deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    stand_in("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-    stand_in("deepspeed.utils.tensor_fragment.fragment_address"),
-    stand_in("argparse.Namespace"),
-    (np._core.multiarray._reconstruct, "numpy._core.multiarray._reconstruct"),  # type: ignore[attr-defined]
-    (np._core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),  # type: ignore[attr-defined]
-    (np._core.multiarray.scalar, "numpy._core.multiarray.scalar"),  # type: ignore[attr-defined]
-    (np._core.multiarray.scalar, "numpy.core.multiarray.scalar"),  # type: ignore[attr-defined]
-    np.ndarray,
-    np.dtype,
-    *(type(np.dtype(name)) for name in ("bool", "int32", "int64", "uint8", "uint32", "uint64", "float32", "float64")),
+    *(
+        stand_in(name)
+        for name in (
+            "deepspeed.runtime.zero.config.ZeroStageEnum",
+            "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+            "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+            "deepspeed.utils.tensor_fragment.fragment_address",
+            "argparse.Namespace",
+            "numpy.ndarray",
+            "numpy.dtype",
+            *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+        )
+    ),
     codecs.encode,
     defaultdict,
 ]
