@@ -26,7 +26,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--worst", type=_count, metavar="K", help="the K with the lowest score, the lowest first")
     parser.add_argument("--best", type=_count, metavar="K", help="the K with the highest score, the highest first")
     parser.add_argument("--grep", metavar="TEXT", help="whose prompt or response holds TEXT")
-    parser.add_argument("--count", type=_count, default=SHOWN, metavar="N", help=f"so many at most ({SHOWN}); 0 for all")
+    parser.add_argument(
+        "--count", type=_count, default=SHOWN, metavar="N", help=f"so many at most ({SHOWN}); 0 for all"
+    )
     parser.add_argument("--json", action="store_true", help="a line of JSON for each, with its step")
     arguments = parser.parse_args(argv)
     try:

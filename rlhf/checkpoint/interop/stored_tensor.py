@@ -13,7 +13,6 @@ from rlhf.checkpoint.interop.pickles import Allowed, StandIn, TensorStandIn, ope
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.shards import as_bytes
 
-
 MOST_EXPANDED = 64 << 20
 """Bytes that a tensor may take beyond those of its file, when it repeats what is there."""
 

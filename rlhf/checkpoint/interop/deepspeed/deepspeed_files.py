@@ -17,8 +17,8 @@ MODEL_STATES, OPTIM_STATES = "*_model_states.pt", "*_optim_states.pt"
 RANK = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(?:model|optim)_states\.pt")
 
 
-# A save asks for a few of DeepSpeed's classes, and an application may add numpy's random state and its arguments; nobody
-# looks at it. None of numpy's is made: its types take what a pickle says of them, and then its bytes for pointers.
+# A save asks for a few of DeepSpeed's classes, and an application may add numpy's random state and its arguments;
+# nobody looks at it. None of numpy's is made: its types take what a pickle says of them, and then bytes for addresses.
 ALLOWED: Allowed = [
     *(
         stand_in(name)
