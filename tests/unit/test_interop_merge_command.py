@@ -68,6 +68,20 @@ def test_types_and_shards(models, tmp_path, command):
     assert equal_bits(merged(command, tmp_path / "b", tmp_path / "again"), found)
 
 
+def test_numbers_that_float16_does_not_have_are_told(models, tmp_path, command):
+    source = shutil.copytree(models / "llama", tmp_path / "large")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][3] = 1e5
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    for verb in (["merge", "--local_dir", source, "--target_dir"], ["convert", "--to", "dcp", source]):
+        code, _, err = command(*verb, tmp_path / "half", "--dtype", "float16")
+        assert (code, err.count("\n"), "model.norm.weight has values beyond 65504" in err) == (2, 1, True)
+        assert not (tmp_path / "half").exists()
+    tensors["model.norm.weight"][3] = torch.inf  # is one in every type
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    assert merged(command, source, tmp_path / "half", "--dtype", "float16")["model.norm.weight"][3] == torch.inf
+
+
 def test_tied_embeddings(models, tmp_path, command):
     source = shutil.copytree(models / "qwen2", tmp_path / "both")
     whole = load_file(source / "model.safetensors")

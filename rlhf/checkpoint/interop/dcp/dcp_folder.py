@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rlhf.checkpoint.interop.dcp.dcp_writer import write_dcp
-from rlhf.checkpoint.interop.huggingface.hf_folder import DTYPES, Progress
+from rlhf.checkpoint.interop.huggingface.hf_folder import DTYPES, Progress, converted
 from rlhf.checkpoint.interop.small_files import read_small_files
 from rlhf.checkpoint.interop.source import Contents, TensorInfo, TensorSource
 from rlhf.storage.files import WrittenFile, write_file
@@ -59,7 +59,7 @@ class AsSaved:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """See `TensorSource.read`."""
-        return self._source.read(self._names[name], start, stop).to(self.contents.tensors[name].dtype)
+        return converted(name, self._source.read(self._names[name], start, stop), self.contents.tensors[name].dtype)
 
     def close(self) -> None:
         """See `TensorSource.close`."""

@@ -148,6 +148,17 @@ def same_tensor(source: TensorSource, name: str, other: str) -> bool:
     )
 
 
+def converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor`, of the weight `name`, in another type; raises UserError for numbers that float16 does not have."""
+    result = tensor.to(dtype)
+    if dtype == torch.float16 and result is not tensor and bool((result.isinf() & tensor.isfinite()).any()):
+        raise UserError(
+            f"{name} has values beyond 65504, which float16 does not have. Take bfloat16 (--dtype, or "
+            "checkpoint.hf_dtype of a run)."
+        )
+    return result
+
+
 def one_ahead(items: Iterator[T]) -> Iterator[T]:
     """The same items, each made in another thread while the one before it is in use."""
     end: Any = object()
@@ -164,7 +175,7 @@ def _chunks(source: TensorSource, plan: HfPlan, file: WeightsFile, progress: Pro
 
     def read() -> Iterator[Tensor]:
         for name, start, stop in ranges_of(stored):
-            yield source.read(name, start, stop).to(plan.tensors[name].dtype)
+            yield converted(name, source.read(name, start, stop), plan.tensors[name].dtype)
 
     for tensor in one_ahead(read()):
         yield as_bytes(tensor)
