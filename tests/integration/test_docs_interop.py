@@ -39,7 +39,7 @@ def test_a_run_is_started_from_a_checkpoint_of_another_system(here, sums, capsys
     said = run(capsys, of_verl)
     assert "from a checkpoint of layout fsdp" in said
     (training,) = training_of(heading)
-    assert f"python -m rlhf.train {' '.join(training[:3]).replace('start/', f'{here}/start/')} ..." in said
+    assert f"python -m rlhf.train {' '.join(training[:3]).replace('start/', f'{here}/start/')}\n" in said
     assert json.loads(run(capsys, of_trl))["layout"] == "trainer"
     short = ("data.max_prompt_length=40", "data.max_response_length=10", "trainer.total_training_steps=101")
     begun = [argument.replace("start/", f"{here}/start/") for argument in training]
