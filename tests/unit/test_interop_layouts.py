@@ -32,6 +32,13 @@ def test_each_has_what_a_layout_has():
         assert callable(layout.open_source)
 
 
+def test_a_tag_that_would_not_be_looked_at(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    for backend in ("auto", "huggingface"):
+        with pytest.raises(UserError, match="--tag=step-9 names one of several saves"):
+            open_source(Origin(tmp_path, tag="step-9"), backend)
+
+
 def test_what_nobody_knows(tmp_path):
     with pytest.raises(UserError, match=f"{tmp_path / 'x'} does not exist"):
         open_source(Origin(tmp_path / "x"))

@@ -20,6 +20,8 @@ class LayoutEntry:
     backend: str
     module: str
     known_by: str
+    tagged: bool = False
+    """Whether a folder has several saves, of which `--tag` names one."""
 
     def load(self) -> "Layout":
         """Import its module."""
@@ -30,16 +32,18 @@ class LayoutEntry:
 LAYOUTS: tuple[LayoutEntry, ...] = (
     LayoutEntry("native", "native.layout_native", "manifest.json, or global_step_N with one"),
     # Before what else lies in a folder of the Trainer's: it has the float32 weights and the moments.
-    LayoutEntry("deepspeed", "deepspeed.layout_deepspeed", "TAG/*_model_states.pt"),
+    LayoutEntry("deepspeed", "deepspeed.layout_deepspeed", "TAG/*_model_states.pt", tagged=True),
     # Before dcp: its folders are of that kind, too.
-    LayoutEntry("megatron", "megatron.layout_torch_dist", "metadata.json of megatron-core, with .metadata"),
-    LayoutEntry("dcp", "dcp.layout_dcp", ".metadata of torch.distributed.checkpoint, in it or in step-N"),
+    LayoutEntry(
+        "megatron", "megatron.layout_torch_dist", "metadata.json of megatron-core, with .metadata", tagged=True
+    ),
+    LayoutEntry("dcp", "dcp.layout_dcp", ".metadata of torch.distributed.checkpoint, in it or in step-N", tagged=True),
     LayoutEntry("trainer", "huggingface.layout_trainer", "trainer_state.json or adapter_config.json"),
     LayoutEntry(
         "huggingface", "huggingface.layout_huggingface", "model.safetensors or pytorch_model.bin, or their index.json"
     ),
     LayoutEntry("fsdp", "fsdp.layout_fsdp", "model_world_size_W_rank_R.pt, or a folder actor with it"),
-    LayoutEntry("megatron", "megatron.layout_megatron", "mp_rank_XX_YYY/model_states.pt"),
+    LayoutEntry("megatron", "megatron.layout_megatron", "mp_rank_XX_YYY/model_states.pt", tagged=True),
 )
 """In the order in which they are asked whether a folder is theirs."""
 
@@ -68,9 +72,18 @@ def open_source(origin: "Origin", backend: str = AUTO) -> "TensorSource":
     asked = [entry for entry in LAYOUTS if backend in (AUTO, entry.backend)]
     # A layout that the user names says best itself what is missing.
     if backend != AUTO and len(asked) == 1:
-        return asked[0].load().open_source(origin)
+        return _opened(asked[0], origin)
     for entry in asked:
-        if (layout := entry.load()).recognises(origin):
-            return layout.open_source(origin)
+        if entry.load().recognises(origin):
+            return _opened(entry, origin)
     looked_for = "; ".join(f"{entry.known_by} ({entry.backend})" for entry in asked)
     raise UserError(f"{origin.path} holds no checkpoint that is known here. Looked for: {looked_for}.")
+
+
+def _opened(entry: LayoutEntry, origin: "Origin") -> "TensorSource":
+    if origin.tag is not None and not entry.tagged:
+        raise UserError(
+            f"--tag={origin.tag} names one of several saves in a folder, and {origin.path} is taken for one of layout "
+            f"{entry.backend}, which has none. Give the folder of the save, without --tag."
+        )
+    return entry.load().open_source(origin)

@@ -43,7 +43,9 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="Hugging Face folder with config and tokenizer, where the checkpoint does not bring them",
     )
-    parser.add_argument("--tag", help="save within the folder, for DeepSpeed (default: the one that `latest` names)")
+    parser.add_argument(
+        "--tag", help="save within the folder, of DeepSpeed, torch DCP or Megatron (default: the newest)"
+    )
 
 
 def add_cpu_option(parser: argparse.ArgumentParser) -> None:
