@@ -100,12 +100,12 @@ def build_collector(
         config.algorithm.filter_groups,
         config.reward,
         config.rollout.async_steps,
-        config.trainer.log_rollouts,
         prompts,
         generation,
         coordinator,
         device,
         ends_with=driver.ends_with,
+        log_rollouts=config.trainer.log_rollouts,
     )
 
 

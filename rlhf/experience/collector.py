@@ -52,14 +52,14 @@ class Collector:
     filter_groups: FilterGroupsConfig
     reward: RewardConfig
     async_steps: int
-    log_rollouts: int
-    """Rollouts of a step that people get to see; -1 for all."""
     prompts: PromptShare
     generation: Generation
     coordinator: Coordinator
     device: torch.device
     ends_with: Callable[[int, float], bool]
     """Whether the run ends with a step and the epochs after it, so that nothing is begun ahead."""
+    log_rollouts: int = 0
+    """Rollouts of a step that people get to see; -1 for all."""
     _prefetch: Prefetch = field(init=False)
     _sampling: PlainSampling | DynamicSampling = field(init=False)
     # The last step of this process, and a hash of its batch over all ranks.
