@@ -69,7 +69,7 @@ def test_it_says_what_comes_along_what_does_not_and_how_to_begin(saved, tmp_path
         assert f"\n  {line}\n" in said
     assert said.index("A new run takes over:") < said.index("It begins anew, and is not that run continued to the bit:")
     begin = f"trainer.resume_mode=resume_path trainer.resume_from_path={target}"
-    assert f"python -m rlhf.train model.path={target}/actor/huggingface {begin} ..." in said
+    assert f"python -m rlhf.train model.path={target}/actor/huggingface {begin}\n" in said
     assert main(["inspect", str(target)]) == EXIT_DONE
     assert f"imported from    {saved} (native)\n" in capsys.readouterr().out
 
