@@ -4,10 +4,14 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 
+from rlhf.checkpoint.interop.fsdp.fsdp_tensors import Box, SpreadTensor
 from rlhf.checkpoint.interop.layouts import LAYOUTS, backends, open_source
-from rlhf.checkpoint.interop.source import Origin
+from rlhf.checkpoint.interop.source import Origin, TensorInfo
+from rlhf.checkpoint.interop.stored_tensor import StoredTensor
 from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
 
 ROOM = Path(__file__).parents[2] / "rlhf" / "checkpoint" / "interop"
 
@@ -51,3 +55,17 @@ def test_what_nobody_knows(tmp_path):
     with pytest.raises(UserError, match="--backend=nativ is not known; it is one of auto"):
         open_source(Origin(tmp_path), "nativ")
     assert backends()[0] == "auto"
+
+
+def test_parts_that_overlap_are_no_whole(tmp_path):
+    """As many numbers as the whole has, and one place twice: another has none."""
+    (tmp_path / "f").write_bytes(bytes(16))
+    parts = [
+        StoredTensor(tmp_path / "f", 0, torch.float32, (3,)),
+        StoredTensor(tmp_path / "f", 12, torch.float32, (1,)),
+    ]
+    spread = SpreadTensor(TensorInfo((4,), torch.float32), [Box((0,), parts[0]), Box((2,), parts[1])])
+    with pytest.raises(DamagedCheckpoint, match="no whole of"):
+        spread.read(0, 4)
+    spread = SpreadTensor(TensorInfo((4,), torch.float32), [Box((0,), parts[0]), Box((3,), parts[1])])
+    assert spread.read(0, 4).tolist() == [0.0] * 4

@@ -38,6 +38,7 @@ class SpreadTensor:
         width = math.prod(shape[1:])
         first, last = start // max(width, 1), -(-stop // max(width, 1))
         rows = torch.empty((last - first, *shape[1:]), dtype=self.info.dtype)
+        there = torch.zeros(rows.shape, dtype=torch.bool)
         for box in self.boxes:
             begin, size = box.begin[0], box.stored.shape[0]
             low, high = max(first, begin), min(last, begin + size)
@@ -45,7 +46,10 @@ class SpreadTensor:
                 each = math.prod(box.stored.shape[1:])
                 part = box.stored.read((low - begin) * each, (high - begin) * each)
                 columns = [slice(at, at + n) for at, n in zip(box.begin[1:], box.stored.shape[1:], strict=True)]
-                rows[(slice(low - first, high - first), *columns)] = part.view(high - low, *box.stored.shape[1:])
+                place = (slice(low - first, high - first), *columns)
+                rows[place], there[place] = part.view(high - low, *box.stored.shape[1:]), True
+        if not there.all():  # parts that overlap made up for one that is missing
+            raise DamagedCheckpoint(f"{self.boxes[0].stored.path}: the ranks' parts are no whole of {shape}")
         return rows.view(-1)[start - first * width : stop - first * width]
 
 
