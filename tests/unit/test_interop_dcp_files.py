@@ -161,6 +161,10 @@ def name_no_type(folder: Path) -> None:
     change(folder, lambda found: setattr(found.state_dict_metadata["cube"].properties, "dtype", "float32"))
 
 
+def lose_chunks(folder: Path) -> None:
+    change(folder, lambda found: delattr(found.state_dict_metadata["cube"], "chunks"))
+
+
 def pipe(folder: Path) -> None:
     (folder / ".metadata").unlink()
     os.mkfifo(folder / ".metadata")
@@ -203,6 +207,7 @@ def lose_chunk(folder: Path) -> None:
         (point_before, "is not laid out as torch saves: .*negative"),
         (name_a_number, "is not laid out as torch saves"),
         (name_no_type, "is not laid out as torch saves"),
+        (lose_chunks, "is not laid out as torch saves"),
         (pipe, "is no file"),
         (ask_for_bytes, "is cut off, or no metadata"),
         (change_torch, "changes Metadata"),

@@ -106,7 +106,7 @@ class DcpFolder:
         self.tensors: dict[str, TensorInfo] = {}
         self.objects: list[str] = []
         self._items: dict[str, dict[tuple[int, ...], Any]] = {}
-        self._entries: dict[str, metadata.TensorStorageMetadata] = {}
+        self._chunks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         self._bands: dict[str, list[Band]] = {}
         try:
             self._take(described)
@@ -118,7 +118,7 @@ class DcpFolder:
         for name, entry in described.state_dict_metadata.items():
             if isinstance(entry, metadata.TensorStorageMetadata):
                 self.tensors[name] = TensorInfo(counts(entry.size), torch.empty(0, dtype=entry.properties.dtype).dtype)
-                self._entries[name] = entry
+                self._chunks[name] = [(counts(chunk.offsets), counts(chunk.sizes)) for chunk in entry.chunks]
             else:
                 self.objects.append(name)
         for index, info in described.storage_data.items():
@@ -158,9 +158,8 @@ class DcpFolder:
         """The bands of all chunks of a tensor. Rows are those of the tensor with all but its last dimension
         flattened; a vector has one per element."""
         info, items = self.tensors[name], self._items.get(name, {})
-        for chunk in self._entries[name].chunks:
-            offsets, part = counts(chunk.offsets), TensorInfo(counts(chunk.sizes), info.dtype)
-            item = items.get(offsets)
+        for offsets, sizes in self._chunks[name]:
+            part, item = TensorInfo(sizes, info.dtype), items.get(offsets)
             if item is None or part.nbytes > item.length:
                 raise DamagedCheckpoint(f"{self.path / METADATA} does not say where {name} is")
             stored = _Chunk(self.path / item.relative_path, item.offset, item.length, part)
