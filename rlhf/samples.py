@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rlhf.command_parser import CommandParser
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.printable import printable
 from rlhf.storage.layout import SAMPLES
@@ -18,7 +19,7 @@ SHOWN = 10
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 when samples were shown, 2 when there are none such."""
-    parser = argparse.ArgumentParser(prog="python -m rlhf.samples", description=__doc__)
+    parser = CommandParser(prog="python -m rlhf.samples", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument("--step", type=int, metavar="N", help="of this step; otherwise the newest, with --all all")
     parser.add_argument("--all", action="store_true", help="of all steps")

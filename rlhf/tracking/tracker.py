@@ -88,7 +88,8 @@ class Tracker:
         Called again, it goes on as a new process would, except that a tracker which is off stays off.
 
         Args:
-            saved: `state_dict` at the end of `resume_step`. Where it is of this history, nothing before is read.
+            saved: `state_dict` at the end of `resume_step`. Where it is of this history, nothing before is read; empty
+                for a checkpoint that has none, as one of another tool's.
 
         Raises:
             UserError: metrics.jsonl is damaged.
@@ -104,7 +105,7 @@ class Tracker:
         known = mark is not None and self.history.has(mark)
         self.history.cut_after(self._last_step, mark)
         self.samples.cut_after(self._last_step)
-        if not known and not forked:
+        if not known and not forked and saved != {}:
             self._warn_of_gaps()
         self._each("start", lambda sink: sink.start(self.history))
 

@@ -25,6 +25,7 @@ STOREYS = (
     {"storage", "ranks"},
     {"config"},
     {"user_functions"},
+    {"command_parser"},
     {"errors", "events", "printable"},
 )
 """The rooms, from the top down; a room imports from its own storey and from those below."""

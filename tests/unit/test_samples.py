@@ -84,6 +84,15 @@ def test_what_is_not_there_is_one_line(run, capsys, arguments, said):
     assert error.count("\n") == 1
 
 
+def test_a_mistyped_option_is_one_line(run, capsys):
+    with pytest.raises(SystemExit) as end:
+        samples.main([str(run), "--wrost", "3"])
+    assert end.value.code == EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert "--wrost 3 is not known. Did you mean --worst?" in error
+    assert error.count("\n") == 1
+
+
 def test_a_folder_without_samples_is_one_line(tmp_path, capsys):
     for path, said in ((tmp_path, "has no samples"), (tmp_path / "none", "is no folder")):
         assert samples.main([str(path)]) == EXIT_USER_ERROR

@@ -139,6 +139,11 @@ def test_a_resume_goes_on_where_the_checkpoint_saw_the_end(tmp_path: Path, caplo
     assert caplog.text == ""
 
 
+def test_a_checkpoint_of_another_tool_has_no_history_to_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracker_of(tmp_path).start(300, {})
+    assert caplog.text == ""
+
+
 def test_a_history_that_was_deleted_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved = saved_after(tmp_path, 5)
     (tmp_path / "metrics.jsonl").unlink()

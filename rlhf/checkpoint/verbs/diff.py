@@ -12,9 +12,9 @@ from rich.console import Console
 
 from rlhf.checkpoint.interop.layouts import AUTO, backends
 from rlhf.checkpoint.verbs.origins import check_places
-from rlhf.checkpoint.verbs.shown import printable
 from rlhf.checkpoint.verbs.work_bar import work_bar
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
+from rlhf.printable import printable
 
 if TYPE_CHECKING:
     from rlhf.checkpoint.interop.differences import Compared, TensorDifference, ValueDifference

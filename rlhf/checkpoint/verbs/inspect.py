@@ -13,8 +13,9 @@ from rlhf.checkpoint.driver_state import parse_driver_state
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
 from rlhf.checkpoint.verbs.places import looked_at
 from rlhf.checkpoint.verbs.runs import FoundCheckpoint
-from rlhf.checkpoint.verbs.shown import as_json, printable, size_text, sizes_of
+from rlhf.checkpoint.verbs.shown import as_json, size_text, sizes_of
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE
+from rlhf.printable import printable
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import DRIVER_STATE, INDEX
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from rlhf.checkpoint.verbs.shown import printable, size_text
+from rlhf.checkpoint.verbs.shown import size_text
 from rlhf.checkpoint.verbs.work_bar import work_bar
 from rlhf.errors import EXIT_DONE
+from rlhf.printable import printable
 
 if TYPE_CHECKING:
     from rlhf.checkpoint.interop.source import Origin

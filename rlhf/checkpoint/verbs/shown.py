@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 from rlhf.checkpoint.commit.manifest import Manifest
-from rlhf.printable import printable as printable
 
 
 def sizes_of(manifest: Manifest) -> str:

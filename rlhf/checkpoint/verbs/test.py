@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.origins import add_cpu_option, add_origin_options, check_places, origin_of
-from rlhf.checkpoint.verbs.shown import printable
 from rlhf.checkpoint.verbs.work_bar import work_bar
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
+from rlhf.printable import printable
 
 if TYPE_CHECKING:
     from rlhf.checkpoint.interop.differences import TensorDifference

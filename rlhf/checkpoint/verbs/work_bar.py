@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from rlhf.checkpoint.verbs.shown import printable
+from rlhf.printable import printable
 
 
 @contextmanager
