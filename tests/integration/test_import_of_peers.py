@@ -146,12 +146,13 @@ def test_verls(models, tmp_path, sums):
 
 @NEEDS_DEEPSPEED
 @pytest.mark.slow
-def test_deepspeeds(models, tmp_path, sums):
+def test_deepspeeds(tmp_path, sums):
     """Stage 2 on two ranks with two groups of parameters, and stage 3 with parameters that are frozen."""
     kinds = ["zero2-grouped", "zero3-bfloat16-frozen"]
     run_ranks(2, deepspeed_saves.save_all, str(tmp_path), kinds, deadline_s=300, join=tmp_path / "join")
     for kind in kinds:
-        model = models / deepspeed_saves.SAVES[kind].architecture
+        architecture, model = deepspeed_saves.SAVES[kind].architecture, tmp_path / kind / "model"
+        causal_lm(architecture, model, **deepspeed_saves.SETTINGS[architecture])
         with closing(open_source(Origin(tmp_path / kind), "deepspeed")) as source:
             infos = source.contents.tensors | source.contents.moments
             theirs = {name: source.read(name, 0, info.numel).view(info.shape) for name, info in infos.items()}

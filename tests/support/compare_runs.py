@@ -21,9 +21,9 @@ def history(run_dir: Path) -> list[dict]:
     return [{key: value for key, value in record.items() if not key.startswith("perf/")} for record in records]
 
 
-def differences(left: Path, right: Path) -> list[str]:
-    """What differs between the newest checkpoints and histories of two run directories; empty when they are equal bit
-    for bit."""
+def differences(left: Path, right: Path, *, samples: bool = True) -> list[str]:
+    """What differs between the newest checkpoints, histories and shown samples of two run directories; empty when they
+    are equal bit for bit. `samples` that were shown on another disk do not come from a remote."""
     a, b = scan(left)[0], scan(right)[0]
     files_a, files_b = verify(a).files, verify(b).files
     found = [f"only one run has {name}" for name in sorted(files_a.keys() ^ files_b.keys())]
@@ -44,6 +44,8 @@ def differences(left: Path, right: Path) -> list[str]:
                 f"metrics of step {record_a['step']}: "
                 + ", ".join(f"{k} {record_a.get(k)} / {record_b.get(k)}" for k in keys)
             )
+    if not samples:
+        return found
     shown_a, shown_b = ({path.name: path.read_bytes() for path in (run / SAMPLES).glob("*")} for run in (left, right))
     names = sorted(name for name in shown_a.keys() | shown_b.keys() if shown_a.get(name) != shown_b.get(name))
     return found + [f"samples/{name} differs" for name in names]
