@@ -16,6 +16,10 @@ from rlhf.events import announce
 from rlhf.storage.hashing import BLOCK, BlockHashes, hash_block
 from rlhf.storage.layout import TEMPORARY
 
+WRITE_BYTES = 512 << 10
+"""Bytes of one write. For larger ones the kernel looks for larger pieces of free memory: a GiB in writes of 8 MiB took
+1.3 s of the processor on ext4, in writes of up to 1 MiB 0.2 s."""
+
 
 @dataclass(frozen=True)
 class WrittenFile:
@@ -47,7 +51,7 @@ def write_file(root: Path, path: str, chunks: Iterable[bytes | memoryview]) -> W
             if hashing is None:
                 hashes.update(view)
             while view:
-                view = view[file.write(view) :]
+                view = view[file.write(view[:WRITE_BYTES]) :]
             if hashing is not None:
                 hashing.result()
             if number == 0:  # of a safetensors file the header without its tensors: half written
@@ -139,7 +143,7 @@ def write_range(path: Path, size: int, offset: int, content: memoryview) -> None
             os.ftruncate(descriptor, size)
             written = 0
             while written < len(content):
-                written += os.pwrite(descriptor, content[written:], offset + written)
+                written += os.pwrite(descriptor, content[written : written + WRITE_BYTES], offset + written)
     finally:
         os.close(descriptor)
 
@@ -163,7 +167,7 @@ class SharedFile:
         view, position = content, number * BLOCK
         with _naming(self._path):
             while view:
-                count = os.pwrite(self._descriptor, view, position)
+                count = os.pwrite(self._descriptor, view[:WRITE_BYTES], position)
                 view, position = view[count:], position + count
         if not self._begun:
             announce("commit.file_write")
