@@ -1,6 +1,7 @@
 """Ways to save and load the same state, each on every rank: raw files, this package's, and those of other libraries."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,20 +84,20 @@ class State:
         return {"config.json": b"{}"}
 
 
-class Way:
+class Way(ABC):
     """A way to save the state into an empty folder that all ranks see, and to bring it back from there. All is
     collective."""
 
-    def prepare(self, folder: Path) -> None:
+    def prepare(self, folder: Path) -> None:  # noqa: B027 - most have nothing to do
         """What a run does once, before any save."""
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Done when everything is durable."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, folder: Path) -> None:
         """Into the live tensors."""
-        raise NotImplementedError
 
 
 class Raw(Way):
