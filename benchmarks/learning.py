@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf.config.algorithm_table import ALGORITHMS
+from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS
 from rlhf.models import tiny
 
 NOISE, NOISE_SEED = 0.3, 7
@@ -33,12 +33,14 @@ GAIN = 0.20
 SETTINGS = (
     "actor.ppo_mini_batch_size=16",
     "actor.ppo_epochs=2",
-    # Not the weakened policy: it would have to learn what there is to say before it can say how good a start is.
-    f"critic.path={tiny.FOLDER}",
-    "critic.ppo_epochs=2",
     "data.reasoning_gym.val_size=300",
     "trainer.save_freq=0",
     "trainer.device=cpu",
+)
+CRITIC = (
+    # Not the weakened policy: it would have to learn what there is to say before it can say how good a start is.
+    f"critic.path={tiny.FOLDER}",
+    "critic.ppo_epochs=2",
 )
 
 
@@ -95,12 +97,17 @@ def weakened_policy(folder: Path) -> Path:
     return folder
 
 
+def settings_of(algorithm: str) -> tuple[str, ...]:
+    """The settings of its run that are not the command's to choose."""
+    return (*SETTINGS, *CRITIC) if ESTIMATORS[ALGORITHMS[algorithm].adv_estimator].critic else SETTINGS
+
+
 def train(folder: Path, policy: Path, name: str, seed: int, arguments: argparse.Namespace) -> Run:
     """One run to its end; raises CalledProcessError when it fails."""
     label = f"{name}_{seed}"
     command = [
         *(sys.executable, "-m", "rlhf.train", f"algorithm={name}", f"trainer.seed={seed}", f"model.path={policy}"),
-        *(f"trainer.default_local_dir={folder}", f"trainer.experiment_name={label}", *SETTINGS),
+        *(f"trainer.default_local_dir={folder}", f"trainer.experiment_name={label}", *settings_of(name)),
         *(f"trainer.total_training_steps={arguments.steps}", f"trainer.test_freq={arguments.every}"),
         *arguments.overrides,
     ]

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from rlhf.config import Config
+from rlhf.config.algorithm_rules import idle_critic
 from rlhf.config.library import PACKAGE, Library
 from rlhf.config.schema import SECTIONS, SETTINGS, nearest_setting, setting_of
 from rlhf.errors import UserError, did_you_mean, nearest
@@ -51,7 +52,10 @@ def compose_config(overrides: list[str], library: Library) -> Config:
             problems.append(f"{key}={'null' if value is None else value}: must be {setting.expects}.")
     if problems:
         raise UserError("\n".join(problems))
-    return _resolve(composed)
+    config = _resolve(composed)
+    if problems := list(idle_critic(config, values)):
+        raise UserError("\n".join(problems))
+    return config
 
 
 def _parse_override(text: str) -> Override:

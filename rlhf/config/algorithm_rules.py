@@ -1,6 +1,7 @@
 """Rules of the algorithm: names and files of its functions, and what its estimator needs of the rest of the run."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 from rlhf.config import Config
 from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES, Estimator
@@ -13,8 +14,27 @@ POLICY_LOSS_TAKES = ("log_probs", "old_log_probs", "advantages", "mask", "config
 
 def needs_critic(config: Config) -> bool:
     """Whether a critic is trained: as `critic.enable` says, or else when the estimator uses values."""
-    enabled = config.critic.enable
-    return _estimator(config).critic if enabled is None else enabled
+    return trains_critic(config.algorithm.adv_estimator, config.critic.enable)
+
+
+def trains_critic(adv_estimator: str, enable: bool | None) -> bool:
+    """`needs_critic` from the two settings that decide it."""
+    return ESTIMATORS.get(adv_estimator, Estimator()).critic if enable is None else enable
+
+
+def idle_critic(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """Settings of a critic among those `given` on the command line, where there is none; one line each.
+
+    A recipe may hold them for the algorithms that have one.
+    """
+    if needs_critic(config):
+        return
+    for key, value in given:
+        if key.startswith("critic.") and key != "critic.enable" and value is not None:
+            yield (
+                f"{key}={value}: has effect only with a critic, and algorithm.adv_estimator="
+                f"{config.algorithm.adv_estimator} trains none. Remove it, or set algorithm=ppo."
+            )
 
 
 def needs_greedy_baseline(config: Config) -> bool:

@@ -10,6 +10,7 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf.config import Config
+from rlhf.config.algorithm_rules import needs_critic
 from rlhf.config.resolved import from_yaml, to_yaml
 from rlhf.config.schema import SETTINGS
 from rlhf.errors import UserError
@@ -49,12 +50,14 @@ def compare(stored: Config, present: Config) -> ConfigDiff:
     """Sort the settings that differ by their `resume` rule (see `rlhf.config.fields`)."""
     diff = ConfigDiff([], [])
     optimizers = [role.optim for config in (stored, present) for role in (config.actor, config.critic)]
+    no_critic = not needs_critic(stored) and not needs_critic(present)
     constant_rate = all(optim.lr_scheduler_type == "constant" for optim in optimizers)
     for setting in (setting for setting in SETTINGS.values() if setting.metadata["resume"] != "start"):
         change = Change(setting.key, setting.value(stored), setting.value(present))
         if change.stored == change.present:
             continue
         harmless = setting.metadata["resume"] == "harmless" or (constant_rate and setting.key in RUN_LENGTH)
+        harmless = harmless or (no_critic and setting.key.startswith("critic.") and setting.key != "critic.enable")
         (diff.harmless if harmless else diff.trajectory).append(change)
     return diff
 

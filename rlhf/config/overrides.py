@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from rlhf.config import Config
+from rlhf.config.algorithm_rules import trains_critic
 from rlhf.config.library import PACKAGE, Library
 from rlhf.config.schema import SETTINGS
 
@@ -57,11 +58,15 @@ def command_of(settings: Mapping[str, Any]) -> list[str]:
     root of this machine the last name is left (see `fit_to_show`).
     """
     base, arguments = _without_recipe(), ["recipes=null"]
+    # Where there is none, what a recipe says of a critic has no effect, and is refused on a command line.
+    enable = settings.get("critic.enable")
+    critic = trains_critic(settings.get("algorithm.adv_estimator", base["algorithm.adv_estimator"]), enable)
     if settings.get("model.path") == str(TINY):
         arguments.append("model=tiny")
     for key, value in settings.items():
         counts = key in NAMES or SETTINGS[key].metadata["resume"] == "trajectory"
-        if counts and value != base[key] and value != str(TINY):
+        idle = not critic and key.startswith("critic.") and key != "critic.enable"
+        if counts and not idle and value != base[key] and value != str(TINY):
             arguments.append(f"{key}={_written(fit_to_show(value))}")
     return arguments
 

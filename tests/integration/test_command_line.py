@@ -181,6 +181,11 @@ WRONG_COMMANDS = [
     (['trainer.experiment_name="${a"'], "trainer.experiment_name=${a: no viable alternative at input"),
     (["rollout.top_p=1.5"], "rollout.top_p=1.5: must be at most 1."),
     (["rollout.n=1"], "rollout.n=1: grpo compares the samples of one prompt; set rollout.n to 2 or more."),
+    (
+        ["critic.optim.lr=1e-4"],
+        "critic.optim.lr=0.0001: has effect only with a critic, and algorithm.adv_estimator=grpo trains none. Remove "
+        "it, or set algorithm=ppo.",
+    ),
     (["algorithm=dappo"], "algorithm=dappo: the group has no such entry. Did you mean dapo?"),
     (["algorithm.adv_estimator=ppo"], "algorithm.adv_estimator=ppo: ppo is a whole algorithm; write algorithm=ppo."),
     (["actor.policy_loss.loss_mode=my.py:f"], "actor.policy_loss.loss_mode=my.py:f: no file "),

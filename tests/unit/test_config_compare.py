@@ -40,6 +40,16 @@ def test_a_longer_run_matters_only_to_a_decaying_rate(schedule, key, role):
     assert [c.key for c in diff.trajectory] == ([] if schedule == "constant" else [f"trainer.{key}"])
 
 
+def test_settings_of_a_critic_matter_only_where_there_is_one():
+    for estimator in ("grpo", "gae"):
+        stored, present = Config(), Config()
+        stored.algorithm.adv_estimator = present.algorithm.adv_estimator = estimator
+        present.critic.grad_clip = 0.5
+        diff = compare(stored, present)
+        assert [c.key for c in (diff.trajectory if estimator == "gae" else diff.harmless)] == ["critic.grad_clip"]
+        assert len(diff.trajectory + diff.harmless) == 1
+
+
 def test_changes_are_refused_with_both_values_and_every_way_out():
     stored, present = Config(), Config()
     present.actor.optim.lr, present.rollout.n = 0.5, 4

@@ -1,6 +1,6 @@
 """The benchmark of learning sees a policy that does not learn, a clip that never acts, a critic that knows nothing."""
 
-from benchmarks.learning import SETTINGS, Run, row, weakened_policy
+from benchmarks.learning import Run, row, settings_of, weakened_policy
 from rlhf.compose import compose_config
 from rlhf.config.algorithm_table import ALGORITHMS
 from rlhf.config.library import Library
@@ -39,6 +39,6 @@ def test_a_row_has_the_mean_and_the_spread_over_the_seeds():
 def test_every_algorithm_takes_several_optimizer_steps_per_batch(tmp_path):
     policy = weakened_policy(tmp_path / "policy")
     for name in ALGORITHMS:
-        config = compose_config([f"algorithm={name}", f"model.path={policy}", *SETTINGS], Library.find(None))
+        config = compose_config([f"algorithm={name}", f"model.path={policy}", *settings_of(name)], Library.find(None))
         validate(config, {})
         assert config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs == 8
