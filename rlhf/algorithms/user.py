@@ -1,5 +1,6 @@
 """Estimators and losses from a file of the user's: what they return is checked at every call."""
 
+import traceback
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -24,7 +25,7 @@ def checked_estimator(said: str, function: Callable[..., Any]) -> Callable[[Esti
 
     @wraps(function)
     def estimator(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-        estimate = function(inputs, config)
+        estimate = _called(said, function, inputs, config)
         if not isinstance(estimate, Estimate):
             raise UserError(
                 f"{said} returned {_kind(estimate)}. Return rlhf.algorithms.advantages.Estimate(advantages)."
@@ -52,7 +53,7 @@ def checked_policy_loss(said: str, function: Callable[..., Any]) -> Callable[...
     def policy_loss(
         log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig
     ) -> PolicyLoss:
-        loss = function(log_probs, old_log_probs, advantages, mask, config)
+        loss = _called(said, function, log_probs, old_log_probs, advantages, mask, config)
         if not isinstance(loss, PolicyLoss):
             raise UserError(
                 f"{said} returned {_kind(loss)}. Return rlhf.algorithms.losses.PolicyLoss(losses, figures)."
@@ -64,6 +65,22 @@ def checked_policy_loss(said: str, function: Callable[..., Any]) -> Callable[...
         return loss
 
     return policy_loss
+
+
+def _called(said: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's result; what it raises is a UserError with its traceback, as it would raise again after a restart.
+
+    What a device, its memory or a peer raises there may be gone by then, and propagates.
+    """
+    try:
+        return function(*arguments)
+    except (UserError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError):
+        raise
+    except Exception as error:
+        # Without this frame: the user's is the first.
+        theirs = error.__traceback__ and error.__traceback__.tb_next
+        lines = "".join(traceback.format_exception(type(error), error, theirs)).rstrip()
+        raise UserError(f"{said} raised an error, which ends the run. Correct it.\n{lines}") from error
 
 
 def _inside(said: str, name: str, tensor: Any, inputs: EstimatorInput) -> Tensor:

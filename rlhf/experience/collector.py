@@ -19,6 +19,7 @@ from rlhf.experience.plain_sampling import PlainSampling
 from rlhf.experience.prefetch import Prefetch
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.experience.shown_samples import shown_rollouts
+from rlhf.experience.timeouts import tell_timeouts
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward.settings import REWARD_MODEL
 from rlhf.tracking.sample_files import ShownSample
@@ -103,6 +104,7 @@ class Collector:
         metrics |= slowest([seconds for seconds, _ in told]) | sampler.metrics()
         if not any(older for _, older in told):
             batch.staleness = None
+        tell_timeouts(f"Step {step}", stats.slow, self.coordinator)
         metrics["data/epoch"] = int(self.prompts.epochs)
         metrics |= generation_metrics(
             groups,

@@ -12,6 +12,7 @@ from rlhf.experience.metrics import Summary, merge
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.responses import score_responses
 from rlhf.experience.shown_samples import shown_answers
+from rlhf.experience.timeouts import tell_timeouts
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reward
 from rlhf.rollout import Request, SamplingParams
@@ -51,6 +52,7 @@ class Evaluator:
         samples = self.sampler.generate(requests, version=step, step=step)
         self.sampler.rest()
         scored = score_responses(self.reward, self.tokenizer, zip(mine, samples, strict=True))
+        tell_timeouts(f"Evaluation after step {step}", self.reward.take_timeouts(), self.coordinator)
         self.show(shown_answers(list(zip(mine, samples, strict=True)), scored, self.tokenizer, self.coordinator))
         results = [result for of_prompt in scored for result in of_prompt]
         figures = {

@@ -8,7 +8,7 @@ from statistics import median_low
 from rlhf.batch import Batch
 from rlhf.experience.groups import Group
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.reward import RewardResult
+from rlhf.reward import RewardResult, Timeouts
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class RolloutStats:
     failures: int = 0
     rollout_seconds: float = 0.0
     reward_seconds: float = 0.0
+    slow: list[Timeouts] = field(default_factory=list)
+    """The samples of which `timeouts` tells, but for those from before a resume."""
 
     def add(self, other: "RolloutStats") -> None:
         """Count what `other` has, too."""

@@ -4,7 +4,7 @@ Loads no torch: every reward process imports it.
 """
 
 from rlhf.config.reward import RewardConfig
-from rlhf.reward.failures import FailurePolicy
+from rlhf.reward.failures import FailurePolicy, Timeouts, merge_timeouts
 from rlhf.reward.function import SETTING
 from rlhf.reward.inprocess import ExactMatch, ReasoningGym
 from rlhf.reward.pool import ProcessPool
@@ -44,4 +44,15 @@ def _term(function: str, weight: float, config: RewardConfig, reward_model: Scor
     return Term(label_of(function), weight, scorer, policy)
 
 
-__all__ = ["Reward", "RewardError", "RewardItem", "RewardResult", "Score", "Scorer", "build_reward", "check_reward"]
+__all__ = [
+    "Reward",
+    "RewardError",
+    "RewardItem",
+    "RewardResult",
+    "Score",
+    "Scorer",
+    "Timeouts",
+    "build_reward",
+    "check_reward",
+    "merge_timeouts",
+]

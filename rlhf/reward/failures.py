@@ -1,12 +1,43 @@
-"""Policy for samples on which a function failed: `reward.on_error` and `reward.failed_score`."""
+"""Policy for samples on which a function failed: `reward.on_error` and `reward.failed_score`; what took too long."""
 
 import logging
 import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from rlhf.config.reward import RewardConfig
-from rlhf.reward.scores import Score
+from rlhf.errors import UserError
+from rlhf.reward.scores import RewardItem, Score
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Samples on which one function took longer than `reward.timeout_s`."""
+
+    function: str
+    timeout_s: float
+    failed_score: float
+    """What they score."""
+    count: int
+    example: str
+    """The first of them, for a person."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.function} took longer than reward.timeout_s={self.timeout_s:g} on {self.count} samples, which "
+            f"score {self.failed_score:g}. The first: {self.example}"
+        )
+
+
+def merge_timeouts(parts: Iterable[Timeouts]) -> list[Timeouts]:
+    """One entry for each function, with the counts added up and the first example."""
+    merged: dict[str, Timeouts] = {}
+    for part in parts:
+        first = merged.get(part.function)
+        merged[part.function] = part if first is None else replace(first, count=first.count + part.count)
+    return list(merged.values())
 
 
 class FailurePolicy:
@@ -16,12 +47,21 @@ class FailurePolicy:
         self._function = function
         self._config = config
         self._told = False
+        self._timeouts: list[Timeouts] = []
         self._lock = threading.Lock()
 
     def failed(self, error: Exception, *, forgive: bool = False) -> Score:
-        """The score after `error`, told in the log once; with `on_error=stop` raises the error, unless `forgive`."""
+        """The score after `error`, told in the log once.
+
+        With `on_error=stop` a UserError with `error` in it, unless `forgive`: the same text fails again after every
+        restart.
+        """
         if self._config.on_error == "stop" and not forgive:
-            raise error
+            raise UserError(
+                f"reward.functions={self._function} failed on a sample, and reward.on_error=stop ends the run there. "
+                f"Correct the function, or set reward.on_error=score, which gives such samples "
+                f"reward.failed_score={self._config.failed_score:g} and counts them.\n{error}"
+            ) from error
         with self._lock:
             first, self._told = not self._told, True
         if first:
@@ -34,12 +74,15 @@ class FailurePolicy:
             )
         return Score(self._config.failed_score, failed=True)
 
-    def timed_out(self) -> Score:
-        """The score on a sample that took longer than `reward.timeout_s`."""
-        log.warning(
-            "reward.functions: %s took longer than reward.timeout_s=%g on a sample, which scores %g.",
-            self._function,
-            self._config.timeout_s,
-            self._config.failed_score,
-        )
-        return Score(self._config.failed_score, timed_out=True)
+    def timed_out(self, items: Sequence[RewardItem]) -> list[Score]:
+        """The scores of samples that took longer than `reward.timeout_s`; `take_timeouts` tells of them."""
+        limits = self._config.timeout_s, self._config.failed_score
+        with self._lock:
+            self._timeouts.append(Timeouts(self._function, *limits, len(items), str(items[0])))
+        return [Score(self._config.failed_score, timed_out=True) for _ in items]
+
+    def take_timeouts(self) -> list[Timeouts]:
+        """The samples that took too long since the last call: one entry, or none."""
+        with self._lock:
+            taken, self._timeouts = self._timeouts, []
+        return merge_timeouts(taken)

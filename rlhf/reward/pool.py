@@ -51,10 +51,11 @@ class ProcessPool:
         try:
             reply = self._ask(process, item)
         except TimeoutError:
-            return self._policy.timed_out()
+            return self._policy.timed_out([item])[0]
         except ProcessDiedError as error:
             died = RewardError(f"{self._verifier}: the reward process died twice ({error}) on one sample: {item}")
-            if process.stopped:
+            # What was killed from outside, as when the machine runs out of memory, may live after a restart.
+            if process.stopped or (error.killed and not self._forgive_deaths):
                 raise died from error
             return self._policy.failed(died, forgive=self._forgive_deaths)
         else:

@@ -1,11 +1,14 @@
 """Items and scores: the input and the output of rewards, and the interface of one function."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 NUMBER = "number"
 """Field that a question to a reward process has in common with its answer, and with no other."""
+
+_SHOWN = 1000
+"""Characters of each field of a sample that a message has."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,9 @@ class RewardItem:
     extra_info: dict[str, Any]
     messages: list[dict[str, str]]
     """The prompt as a chat; a reward model reads it, functions don't get it."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{each.name}={_cut(getattr(self, each.name))}" for each in fields(self))
 
 
 @dataclass(frozen=True)
@@ -60,4 +66,9 @@ class Scorer(Protocol):
 
 
 class RewardError(Exception):
-    """A function failed on a sample; the message has the sample and the function's traceback."""
+    """A function failed on a sample, or its process did; the message has the sample and the function's traceback."""
+
+
+def _cut(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"

@@ -37,7 +37,11 @@ _missing_told: set[str] = set()
 
 
 class ProcessDiedError(Exception):
-    """The process ended by itself, or said what no reward process says."""
+    """The process ended by itself or was `killed`, or said what no reward process says."""
+
+    def __init__(self, how: str, *, killed: bool = False):
+        super().__init__(how)
+        self.killed = killed
 
 
 class ScoringProcess:
@@ -144,7 +148,8 @@ class ScoringProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(0.5)
             status = self.kill()
-            raise ProcessDiedError(f"signal {-status}" if status < 0 else f"exit status {status}") from error
+            how = f"signal {-status}" if status < 0 else f"exit status {status}"
+            raise ProcessDiedError(how, killed=status == -signal.SIGKILL) from error
 
     def _has_spoken(self, from_child: int) -> bool:
         """Whether it has said more than it was asked, which would pass for the answer to the next question."""

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rlhf.errors import UserError
-from rlhf.reward.failures import FailurePolicy
+from rlhf.reward.failures import FailurePolicy, Timeouts
 from rlhf.reward.scores import RewardError, RewardItem, RewardResult, Score, Scorer
 from rlhf.reward.settings import REWARD_MODEL, TAKEN
 
@@ -69,6 +69,10 @@ class Reward:
             timeouts=sum(given.timed_out for given in row),
             failures=sum(given.failed for given in row),
         )
+
+    def take_timeouts(self) -> list[Timeouts]:
+        """The samples that took too long since the last call, by function."""
+        return [timeouts for term in self._terms for timeouts in term.policy.take_timeouts()]
 
     def close(self) -> None:
         """End every process, in the middle of a sample if need be."""

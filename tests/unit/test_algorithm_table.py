@@ -222,6 +222,12 @@ def not_finite(inputs, config):
 
 def not_finite_outside(inputs, config):
     return Estimate(torch.where(inputs.mask.bool(), 1.0, torch.nan))
+
+def raises(inputs, config):
+    return Estimate(inputs.mask.nothing_of_the_kind)
+
+def out_of_memory(inputs, config):
+    raise torch.OutOfMemoryError("on the device")
 """
 
 
@@ -261,6 +267,19 @@ def test_what_an_estimator_returns_is_checked(estimators, name, message):
         estimator(OUTCOME, Config().algorithm)
 
 
+def test_an_estimator_that_raises_is_told_with_one_traceback(estimators):
+    with pytest.raises(UserError) as caught:
+        load_estimator(f"{estimators}:raises")(OUTCOME, Config().algorithm)
+    said = str(caught.value)
+    assert said.startswith(f"algorithm.adv_estimator={estimators}:raises raised an error, which ends the run.")
+    assert said.count("Traceback") == said.count("nothing_of_the_kind'") == 1
+    assert "inputs.mask.nothing_of_the_kind" in said
+    assert "rlhf/algorithms/user.py" not in said
+    # What another attempt may get over is one for the supervisor.
+    with pytest.raises(torch.OutOfMemoryError):
+        load_estimator(f"{estimators}:out_of_memory")(OUTCOME, Config().algorithm)
+
+
 def test_a_critic_needs_returns(estimators):
     estimator = load_estimator(f"{estimators}:good")
     with pytest.raises(UserError, match="returned no returns, but the run has a critic"):
@@ -286,6 +305,9 @@ def figure(log_probs, old_log_probs, advantages, mask, config):
 
 def detached(log_probs, old_log_probs, advantages, mask, config):
     return PolicyLoss(-advantages * log_probs.detach(), {})
+
+def raises(log_probs, old_log_probs, advantages, mask, config):
+    return log_probs @ mask
 """
 
 
@@ -300,6 +322,7 @@ def test_a_loss_of_the_user(tmp_path):
         "summed": "returned losses of torch.float32[].",
         "figure": "returned mean of type float.",
         "detached": "returned losses without a gradient.",
+        "raises": "raised an error, which ends the run. Correct it.\nTraceback",
     }.items():
         with pytest.raises(UserError, match=re.escape(f"actor.policy_loss.loss_mode={file}:{name} {message}")):
             load_policy_loss(f"{file}:{name}")(*arguments)

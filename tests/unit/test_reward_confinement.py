@@ -15,7 +15,7 @@ import pytest
 
 from rlhf.config import RewardConfig
 from rlhf.errors import UserError
-from rlhf.reward import RewardError, RewardItem, RewardResult, build_reward
+from rlhf.reward import RewardItem, RewardResult, build_reward
 from rlhf.reward.scoring_handle import ScoringProcess
 from tests.support.running import wait_until_gone
 
@@ -157,7 +157,7 @@ def test_memory_is_limited_and_the_next_sample_has_it_all(shared, probe_of):
     greedy, after = shared("x = bytearray(100 << 30)"), shared("x = bytearray(1 << 20)")
     assert (greedy.score, greedy.failures, greedy.timeouts) == (-1.0, 1, 0)
     assert (after.score, after.failures) == (1.0, 0)
-    with pytest.raises(RewardError, match=r"more memory than reward\.memory_gb=0\.5 on one sample"):
+    with pytest.raises(UserError, match=r"more memory than reward\.memory_gb=0\.5 on one sample"):
         probe_of(memory_gb=0.5, on_error="stop")("x = bytearray(1 << 30)")
     look = "import resource\nout['limit'] = resource.getrlimit(resource.RLIMIT_DATA)[0]"
     assert probe_of(memory_gb=None)(look).extra == {"limit": -1.0}
@@ -225,7 +225,7 @@ def test_what_functions_do_still_works(shared, tmp_path):
 )
 def test_a_function_that_needs_more_is_told_how_to_get_it(probe_of, monkeypatch, code, told):
     monkeypatch.setenv("MY_API_KEY", SECRET)
-    with pytest.raises(RewardError) as raised:
+    with pytest.raises(UserError) as raised:
         probe_of(on_error="stop")(code)
     for setting in ("reward.writable", "reward.network", "reward.pass_env"):
         assert (setting in str(raised.value)) == told

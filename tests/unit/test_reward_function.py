@@ -108,14 +108,16 @@ def test_a_process_that_dies_once_is_restarted(reward_of, tmp_path):
 
 def test_a_process_that_dies_twice_is_an_error_with_the_sample(reward_of):
     reward = reward_of("os._exit(3)", num_workers=1)
-    with pytest.raises(RewardError, match=r"(?s)exit status 3.*needle"):
+    with pytest.raises(UserError, match=r"(?s)exit status 3.*needle"):
         reward.score(items("needle"))
 
 
 def test_an_exception_carries_traceback_and_sample(reward_of):
     reward = reward_of("return 1 / len(solution_str[1:])", num_workers=1)
-    with pytest.raises(RewardError, match=r"(?s)response='q'.*my_reward\.py.*ZeroDivisionError"):
+    with pytest.raises(UserError, match=r"(?s)my_reward\.py:score failed.*response='q'.*ZeroDivisionError") as caught:
         reward.score(items("q"))
+    assert str(caught.value).count("ZeroDivisionError") == 1
+    assert "reward.on_error=score" in str(caught.value)
     assert reward.score(items("abc"))[0].score == 0.5, "the pool must live on"
 
 

@@ -31,6 +31,8 @@ def moody(solution_str, **kwargs):
         raise SystemExit
     if solution_str == "die":
         os._exit(3)
+    if solution_str == "killed":
+        os.kill(os.getpid(), 9)
     if solution_str == "hang":
         time.sleep(60)
     return {"nan": float("nan"), "none": None, "dict": {"digit_count": 1}}.get(solution_str, 0.5)
@@ -156,9 +158,10 @@ def test_a_failure_is_scored_and_counted_when_asked(reward_of, bad):
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [
-        ("raise", RewardError, r"(?s)response='raise'.*a needle of a traceback"),
-        ("exit", RewardError, r"(?s)response='exit'.*SystemExit"),
-        ("die", RewardError, r"(?s)moody: .*died twice \(exit status 3\).*response='die'"),
+        ("raise", UserError, r"(?s)reward\.on_error=stop.*response='raise'.*a needle of a traceback"),
+        ("exit", UserError, r"(?s)reward\.on_error=stop.*response='exit'.*SystemExit"),
+        ("die", UserError, r"(?s)moody: .*died twice \(exit status 3\).*response='die'"),
+        ("killed", RewardError, r"(?s)moody: .*died twice \(signal 9\).*response='killed'"),
         ("nan", UserError, r"(?s)moody returned nan.*response='nan'"),
         ("none", UserError, "moody returned None"),
         ("dict", UserError, "moody returned a dict without 'score'"),
@@ -176,6 +179,16 @@ def test_a_timeout_is_scored_whatever_the_policy(reward_of, on_error):
     reward = reward_of("FILE:length", "FILE:moody", on_error=on_error, failed_score=-2.0, timeout_s=1.0)
     (result,) = reward.score(items("hang"))
     assert result == RewardResult(2.0, {"length": 4.0, "moody": -2.0}, timeouts=1)
+
+
+def test_timeouts_are_told_together_with_their_number_and_one_sample(reward_of, folder, caplog):
+    reward = reward_of("FILE:length", "FILE:moody", failed_score=-2.0, timeout_s=0.5)
+    reward.score(items("hang", "fine", "hang"))
+    (told,) = reward.take_timeouts()
+    assert told.function == f"{folder}/rewards.py:moody"
+    assert "took longer than reward.timeout_s=0.5 on 2 samples, which score -2. The first: " in str(told)
+    assert str(told).count("response='hang'") == 1
+    assert reward.take_timeouts() == caplog.messages == []
 
 
 def test_two_functions_may_fail_on_one_sample(reward_of, folder):
@@ -233,5 +246,5 @@ def test_a_model_without_a_number_follows_the_policy(reward_of):
     model = Model()
     (result,) = reward_of("reward_model", "exact_match", model=model, on_error="score").score(items("42", chat="nan"))
     assert result == RewardResult(1.0, {"reward_model": 0.0, "exact_match": 1.0}, failures=1)
-    with pytest.raises(RewardError, match=r"reward_model gave inf to one sample: .*response='42'"):
+    with pytest.raises(UserError, match=r"reward_model gave inf to one sample: .*response='42'"):
         reward_of("reward_model", model=model).score(items("42", chat="inf"))
