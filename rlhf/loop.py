@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf.batch import Batch
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.driver_state import DriverState
 from rlhf.errors import UserError
@@ -26,6 +27,7 @@ from rlhf.learning.credit import Advantages
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.reference import Reference
+from rlhf.ranks.phase_clock import PhaseClock
 from rlhf.reward import Reward
 from rlhf.rollout import RolloutEngine
 from rlhf.tracking.run_log import RunLog
@@ -47,6 +49,7 @@ class Components:
     evaluator: Evaluator
     checkpointer: Checkpointer
     run_log: RunLog
+    clock: PhaseClock
     run_dir: Path
     driver: DriverState
     reward: Reward
@@ -66,7 +69,7 @@ def train(c: Components) -> None:
 
 
 def _train(c: Components) -> None:
-    driver, actor = c.driver, c.actor
+    driver = c.driver
     if c.resumed:
         c.run_log.note(c.checkpointer.loaded)
     else:
@@ -81,38 +84,28 @@ def _train(c: Components) -> None:
         collected = c.collector.collect(step)
         batch, metrics = collected.batch, collected.metrics
         last = driver.ends_with(step, collected.epochs)
-        update_started = time.monotonic()
 
         announce("update.before")
         c.guards.begin(step, metrics["reward/mean"])
-        if c.reference is not None:
-            batch.ref_log_probs = c.reference.all_log_probs(batch)
-        if actor.moves_within_batch or c.advantages.uses_kl:
-            batch.old_log_probs = actor.all_log_probs(batch)
-        if c.critic is not None:
-            batch.values = c.critic.all_values(batch)
-        metrics |= c.advantages.fill(batch, c.guards)
+        metrics |= estimate(c, batch)
         c.run_log.show(c.collector.shown(collected))
-        if c.critic is not None:
-            metrics |= c.critic.update(batch, c.guards)
-        if step > c.critic_warmup:
-            metrics |= actor.update(batch, c.guards)
+        metrics |= update(c, batch, step)
         if c.guards.settle(step, last=last) == "rollback":
             roll_back(c)
             continue
         if c.reference is not None:
-            c.reference.maybe_update(actor.backend, step)
+            c.reference.maybe_update(c.actor.backend, step)
         announce("update.after")
 
         seconds = time.monotonic() - started
         driver.finish_step(collected.tokens, c.samples_per_step, seconds, collected.epochs)
         metrics |= (
-            c.guards.metrics()
+            c.clock.take()
+            | c.guards.metrics()
             | c.checkpointer.metrics()
             | {
                 "tokens/total": driver.tokens,
-                "perf/step_seconds": seconds,
-                "perf/update_seconds": started + seconds - update_started,
+                "timing_s/step": seconds,
                 "perf/tokens_per_second": collected.tokens / seconds,
             }
         )
@@ -125,12 +118,40 @@ def _train(c: Components) -> None:
             c.checkpointer.leave(step, metrics)
 
 
+def estimate(c: Components, batch: Batch) -> dict[str, float]:
+    """Fill `batch` with log-probs, values and advantages; returns figures. Collective."""
+    if c.reference is not None:
+        with c.clock.phase("ref"):
+            batch.ref_log_probs = c.reference.all_log_probs(batch)
+    if c.actor.moves_within_batch or c.advantages.uses_kl:
+        with c.clock.phase("old_log_prob"):
+            batch.old_log_probs = c.actor.all_log_probs(batch)
+    if c.critic is not None:
+        with c.clock.phase("values"):
+            batch.values = c.critic.all_values(batch)
+    with c.clock.phase("adv"):
+        return c.advantages.fill(batch, c.guards)
+
+
+def update(c: Components, batch: Batch, step: int) -> dict[str, float]:
+    """Train the critic and the actor on `batch`; returns figures. Collective."""
+    metrics: dict[str, float] = {}
+    if c.critic is not None:
+        with c.clock.phase("update_critic"):
+            metrics |= c.critic.update(batch, c.guards)
+    if step > c.critic_warmup:
+        with c.clock.phase("update_actor"):
+            metrics |= c.actor.update(batch, c.guards)
+    return metrics
+
+
 def roll_back(c: Components) -> None:
     """Bring everything back to the newest checkpoint, to go on without the data of the step that the guards refused.
     Collective."""
     announce("rollback.before")
     memory = c.guards.remember(c.collector.position)
     c.collector.forget()
+    c.clock.take()
     # Promise 16: the same way as after a crash.
     if not c.checkpointer.resume():
         raise UserError(

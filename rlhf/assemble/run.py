@@ -30,6 +30,7 @@ from rlhf.loop import Components
 from rlhf.models import loading
 from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.phase_clock import PhaseClock
 from rlhf.ranks.rng import seed_everything
 from rlhf.ranks.status import StatusWriter
 from rlhf.ranks.stop import PreemptionFlag
@@ -99,6 +100,7 @@ def _build(
         evaluator=evaluator,
         checkpointer=checkpointer,
         run_log=run_log,
+        clock=PhaseClock(device),
         run_dir=config.run_dir,
         driver=driver,
         reward=reward,

@@ -21,6 +21,7 @@ from rlhf.experience.prompt_share import PromptShare
 from rlhf.experience.shown_samples import shown_rollouts
 from rlhf.experience.timeouts import tell_timeouts
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.memory_use import largest, memory_use
 from rlhf.reward.settings import REWARD_MODEL
 from rlhf.tracking.sample_files import ShownSample
 
@@ -100,9 +101,11 @@ class Collector:
         own_seconds = sampler.seconds - generated_before
         if REWARD_MODEL not in self.reward.functions:  # for which ranks wait for each other
             own_seconds += stats.reward_seconds
-        told = self.coordinator.gather((own_seconds, any(g.version < step - 1 for g in groups)))
-        metrics |= slowest([seconds for seconds, _ in told]) | sampler.metrics()
-        if not any(older for _, older in told):
+        older = any(group.version < step - 1 for group in groups)
+        told = self.coordinator.gather((own_seconds, older, memory_use(self.device)))
+        metrics |= slowest([seconds for seconds, _, _ in told]) | largest([used for *_, used in told])
+        metrics |= sampler.metrics()
+        if not any(older for _, older, _ in told):
             batch.staleness = None
         tell_timeouts(f"Step {step}", stats.slow, self.coordinator)
         metrics["data/epoch"] = int(self.prompts.epochs)

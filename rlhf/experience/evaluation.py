@@ -1,5 +1,6 @@
 """Evaluation of the policy on held-out prompts, on its cadence; the ranks share the prompts."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,6 +47,7 @@ class Evaluator:
     def evaluate(self, step: int) -> dict[str, float]:
         """`val/accuracy` and `val/reward` of the policy after `step` steps. Collective."""
         assert self.prompts is not None
+        started = time.monotonic()
         announce("evaluation.before")
         mine = [self.prompts[i] for i in range(self.coordinator.rank, len(self.prompts), self.coordinator.world_size)]
         requests = [Request(prompt.index, prompt.token_ids, self.params) for prompt in mine]
@@ -55,10 +57,11 @@ class Evaluator:
         tell_timeouts(f"Evaluation after step {step}", self.reward.take_timeouts(), self.coordinator)
         self.show(shown_answers(list(zip(mine, samples, strict=True)), scored, self.tokenizer, self.coordinator))
         results = [result for of_prompt in scored for result in of_prompt]
-        figures = {
+        seen = {
             "val/accuracy": Summary.of(float(r.correct) for r in results),
             "val/reward": Summary.of(r.score for r in results),
         }
-        every = merge(figures, self.coordinator)
+        every = merge(seen, self.coordinator)
         announce("evaluation.after")
-        return {name: summary.mean for name, summary in every.items()}
+        figures = {name: summary.mean for name, summary in every.items()}
+        return figures | {"timing_s/testing": time.monotonic() - started}

@@ -39,10 +39,10 @@ class Generation:
 
     def groups(self, drawn: Sequence[DrawnPrompt], stats: RolloutStats, *, version: int, step: int) -> list[Group]:
         """The scored group of each of this rank's prompts, by the policy after `version` steps. Collective."""
-        started = time.monotonic()
+        started = time.monotonic() - self.sampler.sync_seconds  # handing over weights is a phase of its own
         samples = self._samples(drawn, stats, version, step)
         announce("rollout.after")
-        stats.rollout_seconds += time.monotonic() - started
+        stats.rollout_seconds += time.monotonic() - self.sampler.sync_seconds - started
         return self.scored(drawn, samples, stats)
 
     def requests(self, drawn: Sequence[DrawnPrompt]) -> list[Request]:

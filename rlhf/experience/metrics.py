@@ -153,8 +153,8 @@ def generation_metrics(
     metrics = {
         "reward/timeouts": every["timeouts"].total,
         "reward/failures": every["failures"].total,
-        "perf/rollout_seconds": stats.rollout_seconds,
-        "perf/reward_seconds": stats.reward_seconds,
+        "timing_s/gen": stats.rollout_seconds,
+        "timing_s/reward": stats.reward_seconds,
     }
     if "journal_bytes" in every:
         metrics["perf/journal_bytes"] = every["journal_bytes"].total

@@ -76,7 +76,7 @@ class PolicySampler:
     def metrics(self) -> dict[str, float]:
         """Figures of the engine, and of this rank's handing over of weights, since the last call."""
         seconds, self.sync_seconds = self.sync_seconds, 0.0
-        return {"perf/weight_sync_seconds": seconds} | self.engine.metrics()
+        return {"timing_s/update_weights": seconds} | self.engine.metrics()
 
     def forget(self) -> None:
         """Take the weights anew at the next call: after a roll-back a version that was seen before has other ones."""

@@ -12,6 +12,9 @@ from rlhf.storage.history_file import DamagedHistory, HistoryMark, end_of_step, 
 
 Record = dict[str, Any]
 """`{"step": n, "reward/mean": 0.5, ...}`: an int and then floats or ints by metric name."""
+OF_THE_MACHINE = ("perf/", "timing_s/")
+"""Beginnings of the metrics that depend on the clock or the machine; all others are equal in runs that are equal bit
+for bit."""
 
 
 def _line(record: Record) -> bytes:

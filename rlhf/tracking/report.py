@@ -74,7 +74,7 @@ class _Curve:
 
 
 def _summarize(records: Iterable[Record], checkpoint: Path | None) -> dict[str, Any]:
-    names = ("val/accuracy", "reward/mean", "perf/tokens_per_second", "perf/step_seconds")
+    names = ("val/accuracy", "reward/mean", "perf/tokens_per_second", "timing_s/step")
     curves = accuracy, reward, speed, seconds = tuple(map(_Curve, names))
     first: int | None = None
     last: Record = {"step": 0}

@@ -12,6 +12,7 @@ from rlhf.experience.collector import Collector
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
+from rlhf.tracking.history import OF_THE_MACHINE
 from tests.support.checkpoints import equal_bits
 from tests.support.numeric_ranks import run_ranks
 from tests.support.plain_collect import BATCH, FILTERED, MINI, UNFILTERED, N, build, new_driver
@@ -53,7 +54,9 @@ def walk(rank: Rank, last: int) -> list[dict[str, Any]]:
         records.append(
             {
                 "batch": {f.name: getattr(collected.batch, f.name) for f in fields(Batch)},
-                "metrics": {name: value for name, value in collected.metrics.items() if not name.startswith("perf/")},
+                "metrics": {
+                    name: value for name, value in collected.metrics.items() if not name.startswith(OF_THE_MACHINE)
+                },
             }
         )
     return records

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.storage.layout import CONFIG, DRIVER_STATE, SAMPLES, scan
+from rlhf.tracking.history import OF_THE_MACHINE
 
 # Facts of a run that are no part of its trajectory; the history is compared itself, without what depends on the clock.
 OF_THE_RUN = ("run_id", "wall_seconds", "history")
@@ -18,7 +19,7 @@ def driver_state(checkpoint: Path) -> dict:
 def history(run_dir: Path) -> list[dict]:
     """The metric history without what depends on the clock."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in record.items() if not key.startswith("perf/")} for record in records]
+    return [{key: value for key, value in record.items() if not key.startswith(OF_THE_MACHINE)} for record in records]
 
 
 def differences(left: Path, right: Path, *, samples: bool = True) -> list[str]:

@@ -235,14 +235,14 @@ def test_a_fork_has_a_history_of_its_own(config, tmp_path, elsewhere):
     prepare(config)
     history = History(config.run_dir / HISTORY)
     for step in range(7):
-        history.append({"step": step, "val/accuracy": 1.0, "perf/step_seconds": 1.0})
+        history.append({"step": step, "val/accuracy": 1.0, "timing_s/step": 1.0})
     (config.run_dir / "tensorboard").mkdir()
     write_report(config.run_dir)
     whole = history.path.read_bytes()
     fork(config, step_dir(other.run_dir if elsewhere else config.run_dir, 4))
     prepare(config)
     for step in range(5, 7):
-        history.append({"step": step, "reward/mean": 0.5, "perf/step_seconds": 2.0})
+        history.append({"step": step, "reward/mean": 0.5, "timing_s/step": 2.0})
     prepare(config)
     text = write_report(config.run_dir)
     assert "5 to 6 in 4 s" in text

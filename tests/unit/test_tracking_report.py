@@ -19,7 +19,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     history.append({"step": 0, "val/accuracy": 0.4})
     for step in range(1, 5):
         accuracy = {"val/accuracy": {2: 0.95, 4: 0.9}[step]} if step % 2 == 0 else {}
-        perf = {"perf/step_seconds": 2.5, "perf/tokens_per_second": float(step)}
+        perf = {"timing_s/step": 2.5, "perf/tokens_per_second": float(step)}
         history.append({"step": step, "reward/mean": step / 4, **perf, **accuracy})
     for name in ("global_step_2", "global_step_4", "global_step_10", "global_step_x", "global_step_12.corrupt"):
         (tmp_path / name).mkdir()
@@ -88,7 +88,7 @@ def test_a_history_that_begins_later_is_told_so(tmp_path: Path) -> None:
     """A fork's, or one that was deleted: nothing in it was measured before the training."""
     history = History(tmp_path / "metrics.jsonl")
     for step in range(21, 29):
-        history.append({"step": step, "val/accuracy": 0.5 + step / 100, "perf/step_seconds": 1.0})
+        history.append({"step": step, "val/accuracy": 0.5 + step / 100, "timing_s/step": 1.0})
     text = write_report(tmp_path)
     assert "21 to 28 in 8 s" in text
     assert "78.0% after, 78.0% best" in text

@@ -51,9 +51,10 @@ class SaveResult:
     wait_seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Seconds, bytes and bytes per second: of all under `perf/save_*`, of each part under `perf/save_*/PART`."""
+        """Seconds, bytes and bytes per second: of all under `perf/save_*`, of each part under `perf/save_*/PART`;
+        `timing_s/save_checkpoint` is what the training waited."""
         waited = {
-            "perf/save_blocked_seconds": self.blocked_seconds,
+            "timing_s/save_checkpoint": self.blocked_seconds,
             "perf/save_wait_seconds": self.wait_seconds,
         }
         return waited | throughput_figures("save", Throughput(self.total_bytes, self.seconds), self.by_part)
