@@ -1,19 +1,44 @@
 """The resolved configuration as a file: written by the supervisor, read by every rank, copied into every checkpoint."""
 
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from rlhf.config import Config
 
+# Either way takes as long as a small save, and one process asks for the same again and again: at each step of a start,
+# and for every checkpoint that it looks at.
+_KEPT = 64
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A configuration as it was when it was shown, since it may change."""
+
+    text: str
+    config: Config = field(compare=False)
+
 
 def to_yaml(config: Config) -> str:
     """The configuration as YAML, every value resolved."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+    return _to_yaml(_Shown(repr(config), config))
+
+
+@lru_cache(_KEPT)
+def _to_yaml(shown: _Shown) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(shown.config), resolve=True)
 
 
 def from_yaml(text: str) -> Config:
     """Rebuild the dataclasses from `to_yaml`'s text; a key that the schema lacks is an error."""
+    return deepcopy(_parsed(text))
+
+
+@lru_cache(_KEPT)
+def _parsed(text: str) -> Config:
     merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text))
     config = OmegaConf.to_object(merged)
     assert isinstance(config, Config)

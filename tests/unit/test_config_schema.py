@@ -70,3 +70,21 @@ def test_resolved_file_round_trip():
     config.data.reasoning_gym.config = {"min_terms": 2}
     config.actor.optim.lr = 3e-4
     assert from_yaml(to_yaml(config)) == config
+
+
+def test_resolved_text_follows_changes_of_either_side():
+    """Both ways are kept in memory."""
+    config = Config()
+    config.model.path = "org/name"
+    text = to_yaml(config)
+    own = from_yaml(text)
+    own.actor.optim.lr = config.actor.optim.lr = 3e-4
+    own.actor.optim.betas.append(0.5)
+    assert to_yaml(config) == text.replace("lr: 1.0e-06", "lr: 0.0003", 1) != text
+    assert from_yaml(text).actor.optim.betas == config.actor.optim.betas
+    assert from_yaml(text).actor.optim.lr == 1e-6
+    # Equal values of two types are two texts.
+    config.data.reasoning_gym.config = {"a": 1}
+    whole = to_yaml(config)
+    config.data.reasoning_gym.config = {"a": True}
+    assert to_yaml(config) != whole
