@@ -98,7 +98,7 @@ def _train(c: Components) -> None:
         announce("update.after")
 
         seconds = time.monotonic() - started
-        driver.finish_step(collected.tokens, c.samples_per_step, seconds, collected.epochs)
+        driver.finish_step(collected.tokens.total, c.samples_per_step, seconds, collected.epochs)
         metrics |= (
             c.clock.take()
             | c.guards.metrics()
@@ -106,7 +106,7 @@ def _train(c: Components) -> None:
             | {
                 "tokens/total": driver.tokens,
                 "timing_s/step": seconds,
-                "perf/tokens_per_second": collected.tokens / seconds,
+                "perf/tokens_per_second": collected.tokens.total / seconds,
             }
         )
         metrics |= c.evaluator.maybe_evaluate(step, last=last)

@@ -14,7 +14,7 @@ from rlhf.experience.dynamic_sampling import DynamicSampling
 from rlhf.experience.generation import Generation
 from rlhf.experience.groups import Group, from_tensors, to_tensors
 from rlhf.experience.journal import combined, digests
-from rlhf.experience.metrics import RolloutStats, generation_metrics, slowest, step_metrics
+from rlhf.experience.metrics import RolloutStats, TokenCounts, generation_metrics, slowest, step_metrics
 from rlhf.experience.plain_sampling import PlainSampling
 from rlhf.experience.prefetch import Prefetch
 from rlhf.experience.prompt_share import PromptShare
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Collected:
-    """The batch of a step: this rank's part of it, and metrics and tokens (prompts and responses) of all ranks."""
+    """The batch of a step: this rank's part of it, and metrics and tokens of all ranks."""
 
     batch: Batch
     groups: list[Group]
     """Of which `batch` is."""
     metrics: dict[str, float]
-    tokens: int
+    tokens: TokenCounts
     epochs: float
     """Passes over the prompts up to the end of this batch, those that were dropped included."""
 
@@ -96,8 +96,7 @@ class Collector:
         if journal is not None:
             self._trained = (step, combined(self.coordinator.gather(digests(groups))))
         batch = collate(groups, generation.tokenizer.pad_token_id, step - 1, self.device)
-        results = [result for group in groups for result in group.results]
-        figures, tokens = step_metrics(batch, results, generation.params.max_tokens, self.coordinator)
+        figures, tokens = step_metrics(batch, groups, generation.params.max_tokens, self.coordinator)
         own_seconds = sampler.seconds - generated_before
         if REWARD_MODEL not in self.reward.functions:  # for which ranks wait for each other
             own_seconds += stats.reward_seconds

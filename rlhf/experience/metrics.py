@@ -8,7 +8,7 @@ from statistics import median_low
 from rlhf.batch import Batch
 from rlhf.experience.groups import Group
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.reward import RewardResult, Timeouts
+from rlhf.reward import Timeouts
 
 
 @dataclass(frozen=True)
@@ -88,37 +88,50 @@ class RolloutStats:
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
-def step_metrics(
-    batch: Batch, results: list[RewardResult], max_response_length: int, coordinator: Coordinator
-) -> tuple[dict[str, float], int]:
-    """Reward and length metrics of a batch over all ranks, and its prompt and response tokens. Collective.
+@dataclass(frozen=True)
+class TokenCounts:
+    """Tokens of a batch over all ranks."""
 
-    `results` are the rewards of the batch's samples: the mean of each reward function's own score and of each further
-    number is a metric.
+    total: int
+    """Of prompts and responses."""
+    responses: int
+    squares: int
+    """Sum of the squared lengths of the samples, with which the cost of attention grows."""
+
+
+def step_metrics(
+    batch: Batch, groups: Sequence[Group], max_response_length: int, coordinator: Coordinator
+) -> tuple[dict[str, float], TokenCounts]:
+    """Reward and length metrics of a batch of `groups` over all ranks, and its tokens. Collective.
+
+    The mean of each reward function's own score and of each further number is a metric.
     """
-    responses, prompts = batch.response_lengths.tolist(), batch.prompt_lengths.tolist()
+    rows = [(len(group.prompt_ids), sample) for group in groups for sample in group.samples]
+    responses = [len(sample.token_ids) for _, sample in rows]
     mine = {
         "reward": Summary.of(batch.scores.tolist()),
         "response_length": Summary.of(responses),
-        "prompt_length": Summary.of(prompts),
+        "response_length_terminated": Summary.of(len(s.token_ids) for _, s in rows if s.finish_reason == "stop"),
+        "prompt_length": Summary.of(prompt for prompt, _ in rows),
+        "length": Summary.of(prompt + len(sample.token_ids) for prompt, sample in rows),
         "clipped": Summary.of(float(n >= max_response_length) for n in responses),
+        # One sample alone has nothing to differ from.
+        "no_signal": Summary.of(not group.has_signal("seq_reward") for group in groups if len(group.samples) > 1),
     }
-    numbers = [result.extra | result.terms for result in results]
+    numbers = [result.extra | result.terms for group in groups for result in group.results]
     for name in {name for of_sample in numbers for name in of_sample}:
         mine[f"reward/{name}"] = Summary.of(of_sample[name] for of_sample in numbers if name in of_sample)
     every = merge(mine, coordinator)
-    reward, response, prompt = every["reward"], every["response_length"], every["prompt_length"]
     metrics = {name: summary.mean for name, summary in every.items() if name.startswith("reward/")}
-    metrics |= {
-        "reward/mean": reward.mean,
-        "reward/std": reward.std,
-        "response_length/mean": response.mean,
-        "response_length/min": response.low,
-        "response_length/max": response.high,
-        "response_length/clip_ratio": every["clipped"].mean,
-        "prompt_length/mean": prompt.mean,
-    }
-    return metrics, int(response.total + prompt.total)
+    for name in ("reward", "response_length", "response_length_terminated", "prompt_length"):
+        if name in every:
+            summary = every[name]
+            metrics |= {f"{name}/mean": summary.mean, f"{name}/min": summary.low, f"{name}/max": summary.high}
+    metrics |= {"reward/std": every["reward"].std, "response_length/clip_ratio": every["clipped"].mean}
+    if "no_signal" in every:
+        metrics["reward/frac_zero_std"] = every["no_signal"].mean
+    length = every["length"]
+    return metrics, TokenCounts(int(length.total), int(every["response_length"].total), int(length.squares))
 
 
 def generation_metrics(

@@ -13,7 +13,7 @@ from rlhf.algorithms.statistics import masked
 from rlhf.batch import Batch
 from rlhf.config import AlgorithmConfig
 from rlhf.learning.guards import Guards
-from rlhf.ranks.collectives import all_sum
+from rlhf.ranks.collectives import all_max, all_sum
 
 
 class Advantages:
@@ -38,8 +38,7 @@ class Advantages:
             figures = self._subtract_kl(batch, mask, guards)
         inputs = EstimatorInput(batch.token_rewards, mask, self._group_size, batch.values, batch.baselines, all_sum)
         batch.advantages, batch.returns = self._estimator(inputs, self._config)
-        mean, square = _token_means(mask, batch.advantages, batch.advantages.square())
-        return figures | {"advantages/mean": mean, "advantages/std": max(square - mean**2, 0.0) ** 0.5}
+        return figures | _advantage_figures(batch.advantages, mask)
 
     def _subtract_kl(self, batch: Batch, mask: Tensor, guards: Guards) -> dict[str, float]:
         assert batch.token_rewards is not None
@@ -70,7 +69,20 @@ class Advantages:
             self.kl_coef = state["kl_coef"]
 
 
-def _token_means(mask: Tensor, *values: Tensor) -> list[float]:
-    shares = torch.stack([loss_sum(v, mask, "token-mean").double() for v in values] + [mask.sum().double()])
-    *totals, tokens = all_sum(shares).tolist()
-    return [total / max(tokens, 1.0) for total in totals]
+def _advantage_figures(advantages: Tensor, mask: Tensor) -> dict[str, float]:
+    """Mean, spread and extremes of the advantages [N, R] per response token of all ranks; no extremes where no rank
+    has a token."""
+    sums = [loss_sum(values, mask, "token-mean").double() for values in (advantages, advantages.square())]
+    shares = all_sum(torch.stack([*sums, mask.sum().double()]))
+    extremes = all_max(torch.stack([_highest(advantages, mask), _highest(-advantages, mask)]))
+    # Read together: one wait for the device.
+    total, square, tokens, high, low = torch.cat([shares, extremes]).tolist()
+    mean = total / max(tokens, 1.0)
+    figures = {"advantages/mean": mean, "advantages/std": max(square / max(tokens, 1.0) - mean**2, 0.0) ** 0.5}
+    return figures | {"advantages/min": -low, "advantages/max": high} if tokens else figures
+
+
+def _highest(values: Tensor, mask: Tensor) -> Tensor:
+    """The largest of the masked values, float64; minus infinity if there is none."""
+    inside = torch.where(mask.bool(), values.double(), -torch.inf)
+    return inside.max() if inside.numel() else inside.new_tensor(-torch.inf)

@@ -44,10 +44,11 @@ class Critic:
         Collective."""
         figures = update(self.backend, batch, self._passes, self._share_of, guards, "critic")
         if figures:
-            square, error = figures.pop("return_square"), figures.pop("error_square")
+            square, error_square = figures.pop("return_square"), figures.pop("error_square")
             variance = square - figures["return_mean"] ** 2
+            unexplained = error_square - figures.pop("error_mean") ** 2
             # Of returns that are equal up to their float32 rounding there is nothing to explain.
-            figures["explained_variance"] = 1 - error / variance if variance > CONSTANT * square else 0.0
+            figures["explained_variance"] = 1 - unexplained / variance if variance > CONSTANT * square else 0.0
         return {f"critic/{name}": value for name, value in figures.items()}
 
     def _share_of(self, micro: Batch, counts: Counts) -> Share:
@@ -64,6 +65,7 @@ class Critic:
             "value_mean": values,
             "return_mean": targets,
             "return_square": targets.square(),
+            "error_mean": targets - micro.values,
             "error_square": (targets - micro.values).square(),
         }
         means = {name: loss_sum(v.detach(), mask, "token-mean") / counts.tokens for name, v in figures.items()}

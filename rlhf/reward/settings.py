@@ -13,7 +13,7 @@ from rlhf.user_functions import split_spec
 REWARD_MODEL = "reward_model"
 NAMES = (*VERIFIERS, REWARD_MODEL)
 # Metrics of every run, reward/<name>, that no function's may replace.
-TAKEN = ("mean", "std", "overlong", "timeouts", "failures")
+TAKEN = ("mean", "min", "max", "std", "frac_zero_std", "overlong", "timeouts", "failures", "kl", "kl_coef")
 
 
 def label_of(function: str) -> str:

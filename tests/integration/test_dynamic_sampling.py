@@ -13,6 +13,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
+from rlhf.tracking.history import OF_THE_MACHINE
 from tests.support.numeric_ranks import run_ranks
 from tests.support.plain_collect import (
     BATCH,
@@ -61,7 +62,7 @@ def walk(steps: int, settings: dict[str, Any], restart_after: int | None) -> lis
     for step in range(1, steps + 1):
         collected = collector.collect(step)
         batch = collected.batch
-        driver.finish_step(collected.tokens, len(batch), 0.0, collected.epochs)
+        driver.finish_step(collected.tokens.total, len(batch), 0.0, collected.epochs)
         prompts, responses = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
         columns = {
             "prompt": [ids[:p] for ids, p in zip(batch.input_ids.tolist(), prompts, strict=True)],
@@ -73,7 +74,7 @@ def walk(steps: int, settings: dict[str, Any], restart_after: int | None) -> lis
             "baseline": [None] * len(batch) if batch.baselines is None else batch.baselines.tolist(),
         }
         groups = [{name: v[i : i + N] for name, v in columns.items()} for i in range(0, len(batch), N)]
-        records.append({"groups": groups, "metrics": collected.metrics, "tokens": collected.tokens})
+        records.append({"groups": groups, "metrics": collected.metrics, "tokens": collected.tokens.total})
         if step == restart_after:
             parts, position = coordinator.gather(collector.tensors()), collector.prompts.position
             collector = build(driver, coordinator, **settings)
@@ -161,7 +162,9 @@ def test_every_step_is_that_of_the_plain_way(ranks, plain, name, world_size):
             assert part["tokens"] == expected["tokens"]
             assert {k: told[k] for k in expected["metrics"]} == pytest.approx(expected["metrics"], abs=1e-6)
             rest = told.keys() - expected["metrics"].keys()
-            assert {key.split("/")[0] for key in rest} == {"reward", "response_length", "prompt_length"}
+            rest = {key for key in rest if not key.startswith(OF_THE_MACHINE)}
+            lengths = {"response_length", "response_length_terminated", "prompt_length"}
+            assert {key.split("/")[0] for key in rest} == {"reward"} | lengths
             assert rest & {"reward/overlong", "sampling/reward_mean"} == set()
 
 

@@ -99,14 +99,14 @@ def walk(rank: Rank, last: int = STEPS) -> list[dict[str, Any]]:
         engine, [term] = rank.collector.generation.sampler.engine, rank.collector.generation.reward._terms
         engine.generated = engine.updates = term.scorer.scored = 0
         collected = rank.collector.collect(step)
-        rank.driver.finish_step(collected.tokens, len(collected.batch), 0.0, collected.epochs)
+        rank.driver.finish_step(collected.tokens.total, len(collected.batch), 0.0, collected.epochs)
         metrics = collected.metrics
         records.append(
             {
                 "batch": {f.name: getattr(collected.batch, f.name) for f in fields(Batch)},
                 "metrics": {name: value for name, value in metrics.items() if not name.startswith(OF_THE_MACHINE)},
                 "perf": {name: value for name, value in metrics.items() if name.startswith("perf/journal")},
-                "tokens": collected.tokens,
+                "tokens": collected.tokens.total,
                 "generated": engine.generated,
                 "updates": engine.updates,
                 "scored": term.scorer.scored,

@@ -50,7 +50,7 @@ def walk(rank: Rank, last: int) -> list[dict[str, Any]]:
     records = []
     for step in range(rank.driver.step + 1, last + 1):
         collected = rank.collector.collect(step)
-        rank.driver.finish_step(collected.tokens, len(collected.batch), 0.0, collected.epochs)
+        rank.driver.finish_step(collected.tokens.total, len(collected.batch), 0.0, collected.epochs)
         records.append(
             {
                 "batch": {f.name: getattr(collected.batch, f.name) for f in fields(Batch)},

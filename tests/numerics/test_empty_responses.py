@@ -126,6 +126,16 @@ def test_of_constant_returns_there_is_nothing_to_explain(constant):
     assert figures["critic/explained_variance"] == 0
 
 
+def test_values_that_are_off_by_a_constant_explain_every_difference():
+    batch = random_batch(seed=5, samples=6)
+    config = CriticConfig(optim=OPTIM)
+    with single_rank():
+        critic = Critic(engine(tiny_value_model(), config, BackendConfig()), config, scale=9, mini_batches=1)
+        values = critic.all_values(batch)
+        figures = critic.update(replace(batch, values=values, returns=values + 3), guards())
+    assert figures["critic/explained_variance"] == pytest.approx(1)
+
+
 class Banning(nn.Module):
     """A policy for which some tokens cannot come: their logits are -inf, as those that pad a vocabulary may be."""
 

@@ -2,6 +2,7 @@
 of ranks."""
 
 import math
+import statistics
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +54,9 @@ def filled(estimator: str, kind: str = "adaptive") -> dict[str, Any]:
         figures = advantages.fill(batch, guards())
         rewards = torch.zeros(len(batch), whole_batch(seed).rollout_log_probs.shape[1])
         rewards[:, : batch.token_rewards.shape[1]] = batch.token_rewards
-        results.append({"figures": figures, "token_rewards": rewards, "coef": advantages.kl_coef})
+        estimated = batch.advantages[batch.response_mask.bool()].tolist()
+        told = {"figures": figures, "token_rewards": rewards, "coef": advantages.kl_coef, "advantages": estimated}
+        results.append(told)
     return {"results": results, "state": advantages.state_dict()}
 
 
@@ -98,6 +101,24 @@ def test_penalty_and_adaptive_coefficient(world_size):
         for rank in ranks:
             assert math.isclose(rank["results"][number]["coef"], beta, rel_tol=1e-6)
     assert all(math.isclose(rank["state"]["kl_coef"], beta, rel_tol=1e-6) for rank in ranks)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_figures_of_advantages_are_of_every_token_of_all_ranks(world_size):
+    ranks = run_ranks(world_size, fixed_grpo)
+    for number in range(2):
+        every = [value for rank in ranks for value in rank["results"][number]["advantages"]]
+        expected = {
+            "mean": statistics.fmean(every),
+            "std": statistics.pstdev(every),
+            "min": min(every),
+            "max": max(every),
+        }
+        assert expected["min"] < 0 < expected["max"]
+        for rank in ranks:
+            figures = rank["results"][number]["figures"]
+            found = {name: figures[f"advantages/{name}"] for name in expected}
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def test_a_fixed_coefficient_stays():

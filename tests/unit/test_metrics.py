@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from rlhf.batch import Batch
-from rlhf.experience.metrics import Summary, merge, slowest, step_metrics
+from rlhf.experience.groups import Group
+from rlhf.experience.metrics import Summary, TokenCounts, merge, slowest, step_metrics
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import RewardResult
+from rlhf.rollout import Sample
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -52,11 +54,20 @@ def test_step_metrics():
     extras = [{"format": 1.0}, {"format": 0.0, "rare": 7.0}, {"format": 1.0}, {}]
     # Unlike the results' scores, the batch's have the over-long punishment.
     results = [RewardResult(s + 1, {"maths": s, "style": 2 * s + 1}, e) for s, e in zip(scores, extras, strict=True)]
-    metrics, tokens = step_metrics(batch, results, 8, Coordinator(GlooTransport()))
-    assert tokens == sum(prompts) + sum(responses)
+    reasons = ["stop", "length", "stop", "length"]
+    samples = [Sample(0, 0, [1] * n, [0.0] * n, reason, 0) for n, reason in zip(responses, reasons, strict=True)]
+    groups = [
+        Group(0, [1] * 3, samples[:2], results[:2], [0.0, 0.0], None),
+        Group(1, [1] * 5, samples[2:], results[2:], [-0.5, 0.0], None),  # the punishment evens them out
+    ]
+    metrics, tokens = step_metrics(batch, groups, 8, Coordinator(GlooTransport()))
+    assert tokens == TokenCounts(sum(prompts) + sum(responses), sum(responses), 7**2 + 11**2 + 7**2 + 13**2)
     assert metrics == pytest.approx(
         {
             "reward/mean": 1.5 / 4,
+            "reward/min": 0,
+            "reward/max": 1,
+            "reward/frac_zero_std": 0.5,
             "reward/std": math.sqrt((1 + 0.25) / 4 - (1.5 / 4) ** 2),
             "reward/maths": 1.5 / 4,
             "reward/style": 7 / 4,
@@ -66,9 +77,24 @@ def test_step_metrics():
             "response_length/min": 2,
             "response_length/max": 8,
             "response_length/clip_ratio": 0.5,
+            "response_length_terminated/mean": 3,
+            "response_length_terminated/min": 2,
+            "response_length_terminated/max": 4,
             "prompt_length/mean": 4,
+            "prompt_length/min": 3,
+            "prompt_length/max": 5,
         }
     )
+
+
+def test_what_no_sample_is_has_no_metric():
+    batch = Batch(torch.zeros(1, 4), torch.tensor([2]), torch.tensor([2]), torch.zeros(1, 2), torch.tensor([1.0]))
+    sample = Sample(0, 0, [1, 1], [0.0, 0.0], "length", 0)
+    group = Group(0, [1, 1], [sample], [RewardResult(1.0, {"maths": 1.0})], [0.0], None)
+    metrics, _ = step_metrics(batch, [group], 2, Coordinator(GlooTransport()))
+    assert metrics["response_length/clip_ratio"] == 1
+    assert not any(name.startswith("response_length_terminated") for name in metrics)
+    assert "reward/frac_zero_std" not in metrics, "a sample alone differs from nothing"
 
 
 def test_the_slowest_rank_is_named_with_its_distance_to_the_median():
