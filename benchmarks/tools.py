@@ -1,10 +1,10 @@
 """python -m benchmarks.tools: what `merge` of a checkpoint costs beside copying its bytes: seconds and memory.
 
 A checkpoint of a random Llama (float32, divided over two ranks as FSDP2 does) is merged and copied in turn, each by a
-process of its own, from memory to the disk. The copy is `cp` and then `sync` of what it wrote, since a merge is on the
-disk when it ends; a merge hashes what it reads, and reads back what it wrote. The seconds are of the whole command,
-those of Python's imports are told beside them; where other work is on the machine, the processor's seconds say more.
-Memory is the largest resident set of the process.
+process of its own, from memory to the disk: as it is stored, and in bfloat16, for which torch is imported. The copy is
+`cp` and then `sync` of what it wrote, since a merge is on the disk when it ends; a merge hashes what it reads, and
+reads back what it wrote. The seconds are of the whole command, those of Python's imports are told beside them; where
+other work is on the machine, the processor's seconds say more. Memory is the largest resident set of the process.
 """
 
 import argparse
@@ -21,22 +21,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-import rlhf
-from rlhf.backends.fsdp2 import row_range
-from rlhf.checkpoint.commit.manifest import Manifest, describe, write_manifest
-from rlhf.checkpoint.driver_state import DriverState
-from rlhf.config import Config
-from rlhf.config.resolved import to_yaml
-from rlhf.storage.files import WrittenFile, write_file, write_json
-from rlhf.storage.layout import CONFIG, DRIVER_STATE, INDEX, rank_file
-from rlhf.storage.shard_index import FileShards, merge_shares
-from rlhf.storage.shards import Shard, Shards, tensor_table, write_shards
-
-TINY_POLICY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
-RANKS, FOLDER = 2, "actor/model"
+IMPORTS = "import rlhf.checkpoint.verbs.merge, rlhf.checkpoint.interop.huggingface.hf_work"
 
 
 @dataclass(frozen=True)
@@ -48,41 +33,12 @@ class Cost:
     resident: int
 
 
-def make_checkpoint(root: Path, nbytes: int) -> Path:
-    """A checkpoint of about `nbytes` bytes of weights below `root`, and the folder that its run began with."""
-    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "vocab_size": 32_000}
-    layers = max(1, round((nbytes / 4 - 2 * 32_000 * 1024) / (16 << 20)))
-    config = LlamaConfig(num_hidden_layers=layers, **shape)  # type: ignore[arg-type]
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in LlamaForCausalLM(config).named_parameters()}
-    base = shutil.copytree(TINY_POLICY, root / "base", ignore=shutil.ignore_patterns("*.safetensors"))
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(base)
-    checkpoint = root / "global_step_1"
-    written: list[WrittenFile] = []
-    shares: list[FileShards] = []
-    for rank in range(RANKS):
-        shards = _shards(shapes, rank)
-        files, share = write_shards(checkpoint, FOLDER, rank_file(rank), shards)
-        written, shares = written + files, [*shares, share]
-    index = merge_shares(tensor_table(shards), shares)
-    written.append(write_file(checkpoint, f"{FOLDER}/{INDEX}", [index]))
-    settings = Config()
-    settings.model.path = str(base)
-    written.append(write_file(checkpoint, CONFIG, [to_yaml(settings).encode()]))
-    written.append(write_json(checkpoint, DRIVER_STATE, DriverState("r", 1, 1.0, step=1).state_dict()))
-    manifest = Manifest(1, RANKS, "fsdp2", ["model"], ["actor"], "", {}, "2026-01-01", {}, [1] * RANKS)
-    write_manifest(checkpoint, Manifest(**vars(manifest) | {"files": describe(written)}))
-    return checkpoint
+def make(root: Path, nbytes: int) -> Path:
+    """Make the checkpoint, by a process of its own: what this one has in memory counts as a command's until that runs,
+    so torch must not be in it."""
+    from benchmarks.random_checkpoint import make_checkpoint
 
-
-def _shards(shapes: dict[str, tuple[int, ...]], rank: int) -> Shards:
-    torch.manual_seed(rank)
-    shards = {}
-    for name, shape in shapes.items():
-        start, stop = row_range(shape, rank, RANKS)
-        shards[name] = Shard(shape, start, torch.randn(stop - start))
-    return shards
+    return make_checkpoint(root, nbytes)
 
 
 def run(*commands: Sequence[str]) -> Cost:
@@ -108,8 +64,9 @@ def measure(checkpoint: Path, disk: Path, repeats: int, shard_size: str) -> dict
             ["cp", "-r", str(checkpoint), str(target)],
             ["find", str(target), "-type", "f", "-exec", "sync", "{}", "+"],
         ],
-        "imports": [[sys.executable, "-c", "import torch, rlhf.checkpoint.interop.native.layout_native"]],
+        "imports": [[sys.executable, "-c", IMPORTS]],
         "merge": [[sys.executable, "-m", "rlhf.checkpoint", *merge]],
+        "merge --dtype bfloat16": [[sys.executable, "-m", "rlhf.checkpoint", *merge, "--dtype", "bfloat16"]],
     }
     costs: dict[str, list[Cost]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
@@ -151,9 +108,8 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="rlhf-benchmark-", dir=arguments.source) as source,
         tempfile.TemporaryDirectory(prefix="rlhf-benchmark-", dir=arguments.disk) as disk,
     ):
-        # By a process of its own: the memory of a new one counts as its parent's until it runs another program.
         with ProcessPoolExecutor(1, get_context("spawn")) as maker:
-            checkpoint = maker.submit(make_checkpoint, Path(source), int(arguments.size * 1e6)).result()
+            checkpoint = maker.submit(make, Path(source), int(arguments.size * 1e6)).result()
         size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
         sys.stdout.write(f"a checkpoint of {size / 1e6:.0f} MB\n")
         sys.stdout.flush()

@@ -15,6 +15,7 @@ from pathlib import Path
 from rlhf.events import announce
 from rlhf.storage.hashing import BLOCK, BlockHashes, hash_block
 from rlhf.storage.layout import TEMPORARY
+from rlhf.storage.reading import fill
 
 WRITE_BYTES = 512 << 10
 """Bytes of one write. For larger ones the kernel looks for larger pieces of free memory: a GiB in writes of 8 MiB took
@@ -149,10 +150,11 @@ def write_range(path: Path, size: int, offset: int, content: memoryview) -> None
 
 
 class SharedFile:
-    """The file `root/path`, which several processes write together, each block by one of them; made if it is not there.
+    """The file `root/path`, which is written in any order, by several processes a block of it by one of them; made if
+    it is not there.
 
-    Nothing is synced but by `sync`. A block begins at a multiple of 4 MiB, so that no page has two writers, of whom a
-    network file system may forget one.
+    Nothing is synced but by `sync`. A block begins at a multiple of 4 MiB, so that no page has two processes writing
+    it, of which a network file system may forget one.
     """
 
     def __init__(self, root: Path, path: str) -> None:
@@ -164,15 +166,23 @@ class SharedFile:
     def write(self, number: int, content: memoryview) -> str:
         """Write all bytes of a block; returns their hash."""
         hashing = self._beside.submit(hash_block, content)
-        view, position = content, number * BLOCK
-        with _naming(self._path):
-            while view:
-                count = os.pwrite(self._descriptor, view[:WRITE_BYTES], position)
-                view, position = view[count:], position + count
-        if not self._begun:
-            announce("commit.file_write")
-            self._begun = True
+        self.write_at(number * BLOCK, content)
         return hashing.result()
+
+    def write_at(self, position: int, content: memoryview) -> None:
+        """Write bytes at a position, in a file that no other process writes."""
+        with _naming(self._path):
+            while content:
+                count = os.pwrite(self._descriptor, content[:WRITE_BYTES], position)
+                content, position = content[count:], position + count
+        if not self._begun:
+            self._begun = True
+            announce("commit.file_write")
+
+    def read_at(self, position: int, into: memoryview) -> None:
+        """Read back what was written; raises DamagedCheckpoint where the file ends before."""
+        with _naming(self._path):
+            fill(self._descriptor, [into] if into else [], position, self._path.name)
 
     def sync(self) -> None:
         """Make durable what this process has written."""

@@ -33,8 +33,8 @@ class CheckedFiles:
     """The files below `root` as a manifest describes them (`files`: path -> size and hashes), read with proof.
 
     Whatever is read raises DamagedCheckpoint, "<path>: <what is wrong>", unless each block that it touches is as it was
-    written. What lies in the destination is undefined then. `checked` has the numbers of the blocks that were proven,
-    by path; `bytes_read` counts them.
+    written. What lies in the destination is undefined then. `checked` has the numbers of the blocks that `read` and
+    `prove` have proven, by path; `bytes_read` counts them.
     """
 
     def __init__(self, root: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -98,6 +98,30 @@ class CheckedFiles:
         """Read blocks only to compare them with their hashes."""
         self._read_blocks(name, {number: [] for number in blocks})
 
+    def parts(self, name: str, number: int) -> Iterator[tuple[int, memoryview]]:
+        """The bytes of a block, part by part, each with its position in the file and good until the next one is asked
+        for; what they are is known only when the last one has come without DamagedCheckpoint."""
+        entry, digest, memory = self._entry(name), xxhash.xxh3_128(), memoryview(bytearray(PART))
+        with _damage(name), _regular(self._elsewhere.get(name, self._root) / name, f"{name}:") as descriptor:
+            end = min((number + 1) * BLOCK, entry["size"])
+            for position in range(number * BLOCK, end, PART):
+                view = memory[: end - position]
+                fill(descriptor, [view], position, name)
+                digest.update(view)
+                yield position, view
+        self._compare(name, number, digest.hexdigest())
+
+    def compare_block(self, name: str, number: int, content: Iterable[memoryview]) -> None:
+        """Raise DamagedCheckpoint unless `content`, read elsewhere, is a block as it was written here."""
+        digest = xxhash.xxh3_128()
+        for view in content:
+            digest.update(view)
+        self._compare(name, number, digest.hexdigest())
+
+    def _compare(self, name: str, number: int, found: str) -> None:
+        if found != self._entry(name)["xxh3_128"][number * HASH_DIGITS : (number + 1) * HASH_DIGITS]:
+            raise DamagedCheckpoint(f"{name}: content differs from its hash")
+
     def _entry(self, name: str) -> Mapping[str, Any]:
         if name not in self._files:
             raise DamagedCheckpoint(f"{name}: not in the manifest")
@@ -121,12 +145,11 @@ class CheckedFiles:
         end = min(position + BLOCK, entry["size"])
         digest, scratch = xxhash.xxh3_128(), memoryview(bytearray(PART))
         for views in _reads(position, end, wanted, scratch):
-            _fill(descriptor, views, position, name)
+            fill(descriptor, views, position, name)
             for view in views:
                 digest.update(view)
                 position += len(view)
-        if digest.hexdigest() != entry["xxh3_128"][number * HASH_DIGITS : (number + 1) * HASH_DIGITS]:
-            raise DamagedCheckpoint(f"{name}: content differs from its hash")
+        self._compare(name, number, digest.hexdigest())
 
 
 class UnprovenFiles(CheckedFiles):
@@ -141,7 +164,7 @@ class UnprovenFiles(CheckedFiles):
 
     def _read_block(self, descriptor: int, name: str, number: int, wanted: list[Range]) -> None:
         for start, into in wanted:
-            _fill(descriptor, [into], start, name)
+            fill(descriptor, [into], start, name)
 
 
 def parse_json(content: bytes, name: str) -> Any:
@@ -163,7 +186,7 @@ def read_regular(path: Path, limit: int) -> bytes:
             if size > limit:
                 raise DamagedCheckpoint(f"{path} has {size} bytes, more than any such file ({limit})")
             content = bytearray(size)
-            _fill(descriptor, [memoryview(content)] if content else [], 0, str(path))
+            fill(descriptor, [memoryview(content)] if content else [], 0, str(path))
             return bytes(content)
     except OSError as error:
         if not is_unreadable(error):
@@ -225,8 +248,9 @@ def _reads(position: int, end: int, wanted: list[Range], scratch: memoryview) ->
     yield views
 
 
-def _fill(descriptor: int, views: list[memoryview], position: int, name: str) -> None:
-    """Read from `position` on into `views`, one after the other, to the last byte."""
+def fill(descriptor: int, views: list[memoryview], position: int, name: str) -> None:
+    """Read from `position` on into `views`, one after the other, to the last byte; raises DamagedCheckpoint, naming the
+    file `name`, when it ends before."""
     while views:
         count = os.preadv(descriptor, views, position)
         if not count:

@@ -22,6 +22,20 @@ from rlhf.storage.reading import CheckedFiles
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """Bytes of an element, by the names of the safetensors specification."""
+TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""The same types as torch names them."""
+FLOATS = {kind for kind, name in TORCH_NAMES.items() if "float" in name}
 ROW_BYTES = 24
 _MOST_BYTES = 1 << 60
 """More than any checkpoint has, and few enough for sums in int64."""
@@ -52,6 +66,11 @@ class Piece:
     stop: int
     file: str
     position: int
+
+
+def nbytes_of(kind: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of a type and shape."""
+    return ITEM_BYTES[kind] * math.prod(shape)
 
 
 def hash_of_table(tensors: Tensors) -> str:

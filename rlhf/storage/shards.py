@@ -5,7 +5,6 @@ size any other reads at any other. Shards lie in safetensors files, one per rank
 says which range is where, down to the byte of the file.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,38 +12,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.hashing import BLOCK
 from rlhf.storage.reading import CheckedFiles
-from rlhf.storage.safetensors_header import make_safetensors_header, read_safetensors_header
-from rlhf.storage.shard_index import (
-    ITEM_BYTES,
-    FileShards,
-    Piece,
-    ShardIndex,
-    Tensors,
-    hash_of_table,
-    rows_of,
-)
+from rlhf.storage.safetensors_header import make_safetensors_header
+from rlhf.storage.shard_index import FLOATS, TORCH_NAMES, FileShards, ShardIndex, Tensors, hash_of_table, rows_of
+from rlhf.storage.whole_tensors import WholeTensors
 
 # Page-locked memory through which tensors reach another device.
 LANDING_BYTES = 16 * BLOCK
-# Names as in the safetensors specification.
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-FLOATS = {name for name, dtype in DTYPES.items() if dtype.is_floating_point}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in TORCH_NAMES.items()}
+"""Types by the names of the safetensors specification."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -115,31 +94,6 @@ def write_shards(root: Path, folder: str, file_name: str, shards: Shards) -> tup
     if not flat:
         return [], share
     return [write_file(root, f"{folder}/{file_name}", safetensors_chunks(flat))], share
-
-
-class WholeTensors:
-    """Places of the tensors in plain safetensors files of a folder, each tensor whole in one of them."""
-
-    def __init__(self, files: CheckedFiles, folder: str, file_names: Iterable[str]) -> None:
-        self.path = folder
-        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._places: dict[str, tuple[str, int]] = {}
-        for file_name in file_names:
-            header, length = read_safetensors_header(files, f"{folder}/{file_name}")
-            for name, entry in header.items():
-                begin, end = entry["data_offsets"]
-                if end - begin != ITEM_BYTES.get(entry["dtype"], 0) * math.prod(entry["shape"]):
-                    raise DamagedCheckpoint(f"{folder}/{file_name}: says that {name} has {end - begin} bytes")
-                self.tensors[name] = entry["dtype"], tuple(entry["shape"])
-                self._places[name] = file_name, length + begin
-
-    def find(self, wanted: Mapping[str, tuple[int, int]], rank: int, world_size: int) -> list[Piece]:
-        """As `ShardIndex.find`."""
-        return [
-            Piece(name, start, stop, file, first + start * ITEM_BYTES[self.tensors[name][0]])
-            for name, (start, stop) in wanted.items()
-            for file, first in [self._places[name]]
-        ]
 
 
 class TensorReader:

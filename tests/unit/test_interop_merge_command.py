@@ -12,9 +12,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlhf.checkpoint.__main__ import main
+from rlhf.checkpoint.interop.huggingface import hf_work
 from rlhf.storage.layout import step_dir
 from tests.support import tiny_models
-from tests.support.checkpoints import PlainRole, equal_bits, flip_bit, make_checkpointer, make_config, save_steps
+from tests.support.checkpoints import (
+    TINY_POLICY,
+    PlainRole,
+    equal_bits,
+    flip_bit,
+    make_checkpointer,
+    make_config,
+    save_steps,
+)
+from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +223,57 @@ def test_misplaced_folders_cost_no_imports(tmp_path):
     lines = done.stderr.splitlines()
     assert len(lines) == len(mistakes)
     assert "--hf_model_path=Qwen/Qwen2.5-0.5B is no folder" in lines[4]
+
+
+def test_weights_that_stay_as_they_are_cost_no_imports(tmp_path):
+    run_dir = make_config(tmp_path).run_dir
+    save_steps(make_config(tmp_path), PlainRole(), 1)
+    code = (
+        "import json, sys\n"
+        "from rlhf.checkpoint.__main__ import main\n"
+        "codes = [main(arguments) for arguments in json.loads(sys.argv[1])]\n"
+        "print(codes, sorted({'torch', 'transformers'} & set(sys.modules)))\n"
+    )
+    as_stored = [
+        ["merge", "--local_dir", run_dir, "--target_dir", tmp_path / "a", "--tie-word-embedding"],
+        ["export", run_dir, tmp_path / "b", "--dtype", "float32"],
+        ["convert", step_dir(run_dir, 1), tmp_path / "c", "--to", "hf"],
+    ]
+    texts = json.dumps([[str(word) for word in words] for words in as_stored])
+    done = subprocess.run([sys.executable, "-c", code, texts], capture_output=True, text=True)
+    assert (done.stderr, done.stdout.splitlines()[-1]) == ("", "[0, 0, 0] []")
+    for name in "abc":
+        assert equal_bits(load_file(tmp_path / name / "model.safetensors"), {"weight": PlainRole().weight})
+
+
+@pytest.mark.parametrize("contents", ["model", "hf_model"])
+def test_copied_weights_are_the_computed_ones(tmp_path, command, monkeypatch, contents):
+    run_thread_ranks(3, save_part, tmp_path, contents)
+    run_dir, options = make_config(tmp_path).run_dir, ("--max-shard-size", "8KB", "--no-tie-word-embedding")
+    copied = merged(command, run_dir, tmp_path / "copied", *options)
+    monkeypatch.setattr(hf_work, "plan_as_stored", lambda *arguments: None)
+    assert equal_bits(merged(command, run_dir, tmp_path / "computed", *options), copied)
+    folders = [{path.name: path.read_bytes() for path in (tmp_path / n).iterdir()} for n in ("copied", "computed")]
+    assert folders[0] == folders[1]
+    assert sum(name.endswith(".safetensors") for name in folders[0]) > 3
+
+
+def save_part(rank: int, folder: Path, contents: str) -> None:
+    """One rank's part of a save of weights of several sizes."""
+
+    class Some(PlainRole):
+        def model_shards(self):
+            found = {"last": super().model_shards()["weight"]}
+            for number, size in enumerate((1, 3000, 2, 5000, 64)):
+                found[f"layers.{number}"] = PlainRole(size, rank, 3, seed=number).model_shards()["weight"]
+            return found
+
+        def hf_files(self):
+            return {path.name: path.read_bytes() for path in TINY_POLICY.glob("*.json")}
+
+    config = make_config(folder)
+    config.checkpoint.contents = [contents]
+    make_checkpointer(config, Some(1000, rank, 3), 3, make_coordinator()).save(1)
 
 
 def test_mistyped_words_get_one_line(capsys):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.checkpoint.interop.native import layout_native
+from rlhf.checkpoint.interop.native import native_tensors
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import step_dir
@@ -77,7 +77,7 @@ def test_small_tensors_are_read_together(tmp_path, monkeypatch):
         before = source.files.bytes_read
         found = whole(source)
         together = source.files.bytes_read - before
-    monkeypatch.setattr(layout_native, "MOST_AHEAD", 1)
+    monkeypatch.setattr(native_tensors, "MOST_AHEAD", 1)
     with opened(make_config(tmp_path).run_dir) as source:
         before = source.files.bytes_read
         assert equal_bits(whole(source), found)

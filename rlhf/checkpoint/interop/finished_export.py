@@ -10,9 +10,13 @@ import xxhash
 import yaml
 
 from rlhf.checkpoint.commit.manifest import Manifest, manifest_bytes, read_manifest
+from rlhf.checkpoint.interop.huggingface.hf_plan import HfOptions
+from rlhf.checkpoint.interop.huggingface.hf_work import hf_work
+from rlhf.checkpoint.interop.native.layout_native import open_source
+from rlhf.checkpoint.interop.source import Origin
 from rlhf.checkpoint.interop.target import output_folder, prove
 from rlhf.config.checkpoint import CheckpointConfig
-from rlhf.storage.files import WrittenFile, write_json
+from rlhf.storage.files import write_json
 from rlhf.storage.layout import CONFIG, HF_FOLDER, step_dir
 from rlhf.storage.reading import CheckedFiles
 
@@ -44,8 +48,9 @@ def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> Non
         )
         return
     with output_folder(target, overwrite=True, sources=[checkpoint]) as folder:
-        files = [file for role in manifest.roles for file in _write_role(checkpoint, role, settings.hf_dtype, folder)]
-        prove(folder, [*files, write_json(folder, SOURCE, origin)])
+        for role in manifest.roles:
+            _write_role(checkpoint, role, settings.hf_dtype, folder)
+        prove(folder, [write_json(folder, SOURCE, origin)])
     log.info("The model for other tools, as of %s, was written to %s.", checkpoint.name, target)
 
 
@@ -101,13 +106,7 @@ def _written_from(target: Path) -> Any:
         return None
 
 
-def _write_role(checkpoint: Path, role: str, dtype: str | None, folder: Path) -> list[WrittenFile]:
-    # With torch, which a run that has nothing to export does without.
-    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions, plan_hf_folder, write_hf_folder
-    from rlhf.checkpoint.interop.native.layout_native import open_source
-    from rlhf.checkpoint.interop.source import Origin
-
+def _write_role(checkpoint: Path, role: str, dtype: str | None, folder: Path) -> None:
     options = HfOptions(dtype=dtype, compared=False, value_model=role == "critic")
     with closing(open_source(Origin(checkpoint, role=role))) as source:
-        written = write_hf_folder(source, plan_hf_folder(source, checkpoint, options), folder / role)
-    return [WrittenFile(f"{role}/{file.path}", file.size, file.xxh3_128) for file in written]
+        hf_work(source, checkpoint, options).write(folder / role)

@@ -1,13 +1,14 @@
-"""Interface of a layout: a checkpoint of any tool as named tensors, of which ranges are read."""
+"""Interface of a layout: a checkpoint of any tool as named tensors, of which ranges are read. Imports no torch."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class TensorInfo:
     """Shape and type of a whole tensor, before it was split over ranks."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: "torch.dtype"
 
     @property
     def numel(self) -> int:
@@ -85,9 +86,13 @@ class TensorSource(Protocol):
 
     layout: str
     """Its name as `--backend` takes it."""
-    contents: Contents
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
+    @property
+    def contents(self) -> Contents:
+        """Tensors, and what else there is."""
+        ...
+
+    def read(self, name: str, start: int, stop: int) -> "Tensor":
         """Elements [start, stop) of the flattened (row-major) tensor or moment `name`: 1-D, contiguous, on the CPU, in
         the stored type. Raises DamagedCheckpoint when they cannot be had."""
         ...

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
-from rlhf.checkpoint.interop.huggingface.hf_folder import Progress
+from rlhf.checkpoint.interop.huggingface.hf_plan import Progress
 from rlhf.checkpoint.interop.source import TensorInfo, TensorSource
 from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.shards import as_bytes

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             option = name.replace("_", "-")
             raise UserError(f"--{option} is for --to {' or '.join(known)}, not for --to {arguments.to}. Leave it out.")
     check_places([source], arguments.hf_model_path, target, arguments.overwrite)
-    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
+    from rlhf.checkpoint.interop.huggingface.hf_plan import HfOptions
     from rlhf.checkpoint.interop.source import Origin
 
     role = arguments.role or "actor"

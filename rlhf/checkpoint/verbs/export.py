@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Write the folder."""
     check_places([arguments.path], arguments.hf_model_path, arguments.target, arguments.overwrite)
-    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
+    from rlhf.checkpoint.interop.huggingface.hf_plan import HfOptions
     from rlhf.checkpoint.interop.source import Origin
 
     origin = Origin(arguments.path, model_files=arguments.hf_model_path, role=arguments.role)

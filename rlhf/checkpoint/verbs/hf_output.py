@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from rlhf.checkpoint.interop.target import output_folder, prove
+from rlhf.checkpoint.interop.target import output_folder
 from rlhf.checkpoint.verbs.shown import size_text
 from rlhf.checkpoint.verbs.work_bar import work_bar
 from rlhf.errors import EXIT_DONE
 from rlhf.printable import printable
 
 if TYPE_CHECKING:
-    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
+    from rlhf.checkpoint.interop.huggingface.hf_plan import HfOptions
     from rlhf.checkpoint.interop.source import Origin
 
 
@@ -47,8 +47,9 @@ def to_hf_folder(
     origin: "Origin", backend: str, options: "HfOptions", target: Path, overwrite: bool = False
 ) -> dict[str, Any]:
     """Write the model of a checkpoint as the Hugging Face folder `target`; returns what `--json` prints."""
-    from rlhf.checkpoint.interop.huggingface.hf_folder import plan_hf_folder, write_hf_folder
+    from rlhf.checkpoint.interop.huggingface.hf_work import hf_work
     from rlhf.checkpoint.interop.layouts import open_source
+    from rlhf.storage.shard_index import TORCH_NAMES
 
     sources = [origin.path, *origin.parts, *([origin.model_files] if origin.model_files else [])]
     with output_folder(target, overwrite=overwrite, sources=sources) as folder:
@@ -57,18 +58,19 @@ def to_hf_folder(
                 # It comes with the configuration that it was trained under, and its critic has a value head.
                 own, critic = origin.model_files is None, origin.role == "critic"
                 options = replace(options, compared=not own, value_model=options.value_model or critic)
-            plan = plan_hf_folder(source, origin.path, options)
-            with work_bar(f"{target}", plan.nbytes) as progress:
-                written = write_hf_folder(source, plan, folder, progress)
+            work = hf_work(source, origin.path, options)
+            with work_bar(f"{target}", work.plan.nbytes) as progress:
+                work.write(folder, progress)
             layout = source.layout
-        prove(folder, written)
+        written = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        files = {str(path.relative_to(folder)): path.stat().st_size for path in written}
     return {
         "target": str(target),
         "layout": layout,
-        "tensors": len(plan.tensors),
-        "bytes": plan.nbytes,
-        "dtypes": sorted({str(info.dtype).removeprefix("torch.") for info in plan.tensors.values()}),
-        "files": {file.path: file.size for file in written},
+        "tensors": len(work.plan.tensors),
+        "bytes": work.plan.nbytes,
+        "dtypes": sorted({TORCH_NAMES[kind] for kind, _ in work.plan.tensors.values()}),
+        "files": files,
     }
 
 

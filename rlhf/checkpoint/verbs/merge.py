@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.private and arguments.hf_upload_path is None:
         raise UserError("--private is for an upload. Give --hf_upload_path NAME, or leave it out.")
     check_places(arguments.local_dir, arguments.hf_model_path, arguments.target_dir, arguments.overwrite)
-    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
+    from rlhf.checkpoint.interop.huggingface.hf_plan import HfOptions
 
     if arguments.hf_upload_path is not None:
         from rlhf.checkpoint.interop.huggingface.hub import prepare_repository, upload_folder

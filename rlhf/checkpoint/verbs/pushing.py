@@ -14,7 +14,7 @@ from rlhf.errors import EXIT_DONE, UserError
 from rlhf.printable import printable
 
 if TYPE_CHECKING:
-    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
+    from rlhf.checkpoint.interop.huggingface.hf_plan import HfOptions
     from rlhf.checkpoint.interop.source import Origin
 
 NAME = "push"
@@ -81,7 +81,7 @@ def _push_checkpoint(arguments: argparse.Namespace) -> tuple[str, str]:
     """Merge into a scratch folder, which a kill leaves to the next one to remove."""
     from contextlib import closing
 
-    from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions
+    from rlhf.checkpoint.interop.huggingface.hf_plan import HfOptions
     from rlhf.checkpoint.interop.huggingface.model_card import card_of
     from rlhf.checkpoint.interop.native.layout_native import NAME as NATIVE
     from rlhf.checkpoint.interop.native.layout_native import open_source

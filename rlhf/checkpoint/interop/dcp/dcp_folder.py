@@ -5,10 +5,13 @@ from pathlib import Path
 from torch import Tensor
 
 from rlhf.checkpoint.interop.dcp.dcp_writer import write_dcp
-from rlhf.checkpoint.interop.huggingface.hf_folder import DTYPES, Progress, converted
+from rlhf.checkpoint.interop.huggingface.hf_folder import converted
+from rlhf.checkpoint.interop.huggingface.hf_plan import Progress
 from rlhf.checkpoint.interop.small_files import read_small_files
 from rlhf.checkpoint.interop.source import Contents, TensorInfo, TensorSource
 from rlhf.storage.files import WrittenFile, write_file
+from rlhf.storage.hf_layout import FLOAT_TYPES
+from rlhf.storage.shards import DTYPES
 
 
 def write_dcp_folder(
@@ -48,7 +51,7 @@ class AsSaved:
         self.paths: dict[str, tuple[str, ...]] = {}
         self.contents = Contents({})
         for name, info in source.contents.tensors.items():
-            to = DTYPES[dtype] if dtype is not None and info.dtype.is_floating_point else info.dtype
+            to = DTYPES[FLOAT_TYPES[dtype]] if dtype is not None and info.dtype.is_floating_point else info.dtype
             self._add(name, (name,), TensorInfo(info.shape, to))
         for name, info in source.contents.moments.items() if moments else ():
             self._add(name, ("optimizer", f"state.{name}"), info)

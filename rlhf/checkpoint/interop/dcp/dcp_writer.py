@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rlhf.checkpoint.interop.dcp.dcp_files import METADATA
-from rlhf.checkpoint.interop.huggingface.hf_folder import Progress
+from rlhf.checkpoint.interop.huggingface.hf_plan import Progress
 from rlhf.checkpoint.interop.source import TensorInfo, TensorSource
 from rlhf.checkpoint.interop.torch_file import saved_range
 from rlhf.storage.files import WrittenFile, write_file

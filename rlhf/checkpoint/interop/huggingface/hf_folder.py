@@ -1,29 +1,21 @@
 """Writer of Hugging Face folders from any open checkpoint; no more than a few ranges of tensors are in memory."""
 
-import json
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from rlhf.checkpoint.interop.huggingface.hf_plan import HfOptions, HfPlan, Progress, as_json, in_dtype, planned
 from rlhf.checkpoint.interop.small_files import parse_model_config, read_small_files
 from rlhf.checkpoint.interop.source import TensorInfo, TensorSource
 from rlhf.errors import UserError
 from rlhf.storage.files import WrittenFile, write_file
-from rlhf.storage.hf_layout import (
-    MODEL_CONFIG,
-    STEM,
-    WeightsFile,
-    index_of_weights,
-    lay_out_weights,
-    saying_dtype,
-)
-from rlhf.storage.shards import DTYPE_NAMES, as_bytes
+from rlhf.storage.hf_layout import MODEL_CONFIG, WeightsFile
+from rlhf.storage.shard_index import Tensors
+from rlhf.storage.shards import DTYPE_NAMES, DTYPES, as_bytes
 
 T = TypeVar("T")
 ADAPTER, ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
@@ -32,50 +24,6 @@ ONE_FILE = 1 << 60
 RANGE_BYTES = 8 << 20
 """Bytes of a tensor that are read at a time. Larger ones cost more: the C library takes memory for them from the system
 anew each time, and clearing its pages takes longer than reading."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Types that weights can be written in, by the names that configurations have for them."""
-
-log = logging.getLogger(__name__)
-Progress = Callable[[int], None]
-"""Called with the bytes that were written since the last call."""
-
-
-@dataclass(frozen=True)
-class HfOptions:
-    """Wishes about a Hugging Face folder.
-
-    `dtype` (float32, ...) converts the floating point tensors; None keeps each. `shard_bytes` are the most of one file
-    of weights. `tied` overrides the configuration's `tie_word_embeddings`. A `value_model` has a head of one number per
-    token. `compared` says whether the tensors are compared with the architecture of the configuration, which a
-    checkpoint with its own configuration does not need.
-    """
-
-    dtype: str | None = None
-    shard_bytes: int | None = None
-    tied: bool | None = None
-    value_model: bool = False
-    compared: bool = True
-
-
-@dataclass(frozen=True)
-class HfPlan:
-    """Contents of a folder, before anything is written: its tensors with the types that they get, its small files, the
-    beginning of its weights' names."""
-
-    tensors: dict[str, TensorInfo]
-    small_files: dict[str, bytes]
-    shard_bytes: int | None = None
-    stem: str = STEM
-
-    def files(self) -> list[WeightsFile]:
-        """The files of weights."""
-        table = {name: (DTYPE_NAMES[info.dtype], info.shape) for name, info in self.tensors.items()}
-        return lay_out_weights(table, self.shard_bytes, self.stem)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(info.nbytes for info in self.tensors.values())
 
 
 def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfPlan:
@@ -93,11 +41,11 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
         raise UserError(f"{where}: {odd} has the type {tensors[odd].dtype}, which is not written here.")
     if contents.adapter is not None:
         small = {name: text for name, text in small.items() if name not in (MODEL_CONFIG, "generation_config.json")}
-        small[ADAPTER_CONFIG] = _json(contents.adapter)
-        return HfPlan(_converted(tensors, options.dtype), small, ONE_FILE, ADAPTER)
+        small[ADAPTER_CONFIG] = as_json(contents.adapter)
+        return HfPlan(in_dtype(_table(tensors), options.dtype), small, ONE_FILE, ADAPTER)
     config = parse_model_config(small, contents.model_files)
-    changes: dict[str, Any] = {} if options.tied is None else {"tie_word_embeddings": options.tied}
-    if options.compared or options.value_model or "architectures" not in config:
+    changes: dict[str, Any] = {}
+    if options.need_architecture(config):
         # With transformers, which takes seconds.
         from rlhf.checkpoint.interop.huggingface.architecture import architecture_of, check_fit
 
@@ -114,21 +62,15 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
     if options.value_model:
         changes |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "classifier_dropout": 0.0}
         config.pop("num_labels", None)
-    if changes:
-        small[MODEL_CONFIG] = _json(config | changes)
-    written = _converted(tensors, options.dtype)
-    return HfPlan(written, saying_dtype(small, _main_dtype(written)), options.shard_bytes)
+    return planned(in_dtype(_table(tensors), options.dtype), small, config, changes, options)
 
 
 def write_hf_folder(
     source: TensorSource, plan: HfPlan, folder: Path, progress: Progress = lambda count: None
 ) -> list[WrittenFile]:
     """Write a planned folder into the empty `folder`; returns what was written, with hashes of the memory that was."""
-    files = plan.files()
-    written = [write_file(folder, file.name, _chunks(source, plan, file, progress)) for file in files]
-    for name, content in (plan.small_files | index_of_weights(files)).items():
-        written.append(write_file(folder, name, [content]))
-    return written
+    written = [write_file(folder, file.name, _chunks(source, plan, file, progress)) for file in plan.weights()]
+    return written + [write_file(folder, name, [content]) for name, content in plan.others().items()]
 
 
 def ranges_of(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int, int]]:
@@ -175,29 +117,15 @@ def _chunks(source: TensorSource, plan: HfPlan, file: WeightsFile, progress: Pro
 
     def read() -> Iterator[Tensor]:
         for name, start, stop in ranges_of(stored):
-            yield converted(name, source.read(name, start, stop), plan.tensors[name].dtype)
+            yield converted(name, source.read(name, start, stop), DTYPES[plan.tensors[name][0]])
 
     for tensor in one_ahead(read()):
         yield as_bytes(tensor)
         progress(tensor.nbytes)
 
 
-def _converted(tensors: Mapping[str, TensorInfo], dtype: str | None) -> dict[str, TensorInfo]:
-    if dtype is None:
-        return dict(tensors)
-    return {
-        name: TensorInfo(info.shape, DTYPES[dtype] if info.dtype.is_floating_point else info.dtype)
-        for name, info in tensors.items()
-    }
-
-
-def _main_dtype(tensors: Mapping[str, TensorInfo]) -> str | None:
-    """The type that most bytes of the weights have, as configurations name it."""
-    names, sizes = {dtype: name for name, dtype in DTYPES.items()}, dict[str, int]()
-    for info in tensors.values():
-        if (name := names.get(info.dtype)) is not None:
-            sizes[name] = sizes.get(name, 0) + info.nbytes
-    return max(sizes, key=lambda name: sizes[name], default=None)
+def _table(tensors: Mapping[str, TensorInfo]) -> Tensors:
+    return {name: (DTYPE_NAMES[info.dtype], info.shape) for name, info in tensors.items()}
 
 
 def _require_equal(source: TensorSource, where: Path, name: str, origin: str) -> None:
@@ -206,7 +134,3 @@ def _require_equal(source: TensorSource, where: Path, name: str, origin: str) ->
             f"{where}: {name} and {origin} differ, and the configuration says that they are one. Name "
             "the model's own folder with --hf_model_path, or keep both: merge takes it with --no-tie-word-embedding."
         )
-
-
-def _json(document: object) -> bytes:
-    return (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

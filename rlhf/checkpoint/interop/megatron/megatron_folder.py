@@ -6,7 +6,7 @@ from pathlib import Path
 from rlhf.checkpoint.interop.dcp.dcp_folder import AsSaved
 from rlhf.checkpoint.interop.dcp.dcp_writer import write_dcp
 from rlhf.checkpoint.interop.excerpts import ExcerptSource
-from rlhf.checkpoint.interop.huggingface.hf_folder import Progress
+from rlhf.checkpoint.interop.huggingface.hf_plan import Progress
 from rlhf.checkpoint.interop.megatron.megatron_model import EMBEDDING, LAYERS, OUTPUT, MegatronModel, read_model
 from rlhf.checkpoint.interop.megatron.megatron_names import Excerpts, Shapes, as_megatron
 from rlhf.checkpoint.interop.small_files import read_small_files

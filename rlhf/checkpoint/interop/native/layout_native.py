@@ -1,30 +1,33 @@
-"""Layout `native`: checkpoints of this trainer, from any backend and number of ranks, proven while they are read."""
+"""Layout `native`: checkpoints of this trainer, from any backend and number of ranks, proven while they are read.
+
+Imports torch only to give tensors: what copies weights as they are does without.
+"""
 
 import logging
-from itertools import takewhile
+from functools import cached_property
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
 from rlhf.checkpoint.driver_state import parse_driver_state
 from rlhf.checkpoint.interop.native.native_model_files import NativeModelFiles
-from rlhf.checkpoint.interop.source import Contents, Origin, TensorInfo, TrainedSoFar
-from rlhf.checkpoint.save.snapshot import HF_FOLDER
+from rlhf.checkpoint.interop.source import Contents, Origin, TrainedSoFar
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.hashing import BLOCK
-from rlhf.storage.layout import DRIVER_STATE, MANIFEST, REFERENCE, SCHEDULE, scan
+from rlhf.storage.layout import DRIVER_STATE, HF_FOLDER, MANIFEST, REFERENCE, SCHEDULE, scan
 from rlhf.storage.reading import CheckedFiles
-from rlhf.storage.shards import DTYPES, Shard, TensorReader
+from rlhf.storage.shard_index import ShardIndex
+from rlhf.storage.whole_tensors import WholeTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf.checkpoint.interop.native.native_tensors import NativeTensors
 
 NAME = "native"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 REFERENCE_ROLE = "ref"
-READ_AHEAD, MOST_AHEAD = 16 << 20, 128 << 20
-"""Bytes of whole tensors that are read together, of many ranks' files up to the second: each block of a file is proven
-as a whole, so small tensors one by one would read it again and again."""
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +60,10 @@ def open_source(origin: Origin) -> "NativeCheckpoint":
 
 
 class NativeCheckpoint:
-    """One open checkpoint of this trainer, whose files may lie in several folders (`parts` of storage domains)."""
+    """One open checkpoint of this trainer, whose files may lie in several folders (`parts` of storage domains).
+
+    Its weights are known by types and places without torch, which `contents` and `read` import.
+    """
 
     layout = NAME
 
@@ -65,26 +71,24 @@ class NativeCheckpoint:
         self.path = folders[0]
         self.manifest = read_manifest(self.path)
         self.files = _files_in(folders, self.manifest)
-        self._weights, self._moments = self._readers(origin.role)
-        self._model_files: NativeModelFiles | None = None
-        self.contents = self._contents(origin)
-        self._order = list(self.contents.tensors | self.contents.moments)
-        self._place = {name: number for number, name in enumerate(self._order)}
-        self._ahead: dict[str, Tensor] = {}
-        self._together = min(max(READ_AHEAD, self.manifest.world_size * BLOCK), MOST_AHEAD)
+        self.folder, self.weights = self._weights_of(origin.role)
+        optimizer = f"{origin.role}/optimizer"
+        self._optimizer = optimizer if self.manifest.in_folder(optimizer) else None
+        self._absent = [] if self._optimizer else ["the optimizer's moments: checkpoint.contents had no optimizer"]
+        self._progress = self._trained_so_far(origin.role)
+        self._given = origin.model_files
+        self._own = None if self._given else NativeModelFiles(self.path, self.manifest, self.files, origin.role)
 
-    def _readers(self, role: str) -> tuple[TensorReader, TensorReader | None]:
-        """Readers of the weights and, where they were saved, of the moments."""
+    def _weights_of(self, role: str) -> tuple[str, ShardIndex | WholeTensors]:
+        """The folder of the weights in the checkpoint, and where in it each is."""
         manifest = self.manifest
         if role == REFERENCE_ROLE and manifest.in_folder(REFERENCE):
-            return TensorReader.of_component(self.files, REFERENCE), None
+            return REFERENCE, ShardIndex(self.files, REFERENCE)
         if role not in manifest.roles:
             known = [*manifest.roles, *([REFERENCE_ROLE] if manifest.in_folder(REFERENCE) else [])]
             raise UserError(f"{self.path} has no role {role}; it has {', '.join(known)}. Set --role.")
-        optimizer = f"{role}/optimizer"
-        moments = TensorReader.of_component(self.files, optimizer) if manifest.in_folder(optimizer) else None
-        if manifest.in_folder(f"{role}/model"):
-            return TensorReader.of_component(self.files, f"{role}/model"), moments
+        if manifest.in_folder(folder := f"{role}/model"):
+            return folder, ShardIndex(self.files, folder)
         folder = f"{role}/{HF_FOLDER}"
         whole = [Path(name).name for name in manifest.in_folder(folder) if name.endswith(".safetensors")]
         if not whole:
@@ -92,69 +96,64 @@ class NativeCheckpoint:
                 f"{self.path} has no weights of {role}: checkpoint.contents was {', '.join(manifest.contents)}. Take a "
                 "checkpoint with model or hf_model."
             )
-        return TensorReader.of_whole_tensors(self.files, folder, whole), moments
+        return folder, WholeTensors(self.files, folder, whole)
 
-    def _contents(self, origin: Origin) -> Contents:
-        moments = {} if self._moments is None else _table(self._moments)
-        moments = {name: info for name, info in moments.items() if name.rpartition(".")[2] in MOMENTS}
-        absent = [] if moments else ["the optimizer's moments: checkpoint.contents had no optimizer"]
+    def _trained_so_far(self, role: str) -> TrainedSoFar:
         schedule = None
-        if (name := f"{origin.role}/{SCHEDULE}") in self.manifest.files:
+        if (name := f"{role}/{SCHEDULE}") in self.manifest.files:
             document = self.files.document(name)
             schedule = document.get("lr_scheduler") if isinstance(document, dict) else None
         if schedule is None:
-            absent.append("the learning rate schedule: checkpoint.contents had no extra")
+            self._absent.append("the learning rate schedule: checkpoint.contents had no extra")
         state = parse_driver_state(self.files.content(DRIVER_STATE), DRIVER_STATE)
-        progress = TrainedSoFar(state["step"], (schedule or {}).get("last_epoch"), schedule)
-        folder = origin.model_files
-        if folder is None:
-            self._model_files = NativeModelFiles(self.path, self.manifest, self.files, origin.role)
-            folder = self._model_files.folder
-        return Contents(_table(self._weights), moments, progress, folder, absent=absent)
+        return TrainedSoFar(state["step"], (schedule or {}).get("last_epoch"), schedule)
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
+    @property
+    def model_files(self) -> Path:
+        """The folder with config and tokenizer, good until `close`."""
+        found = self._given or self._own
+        assert found is not None
+        return found if isinstance(found, Path) else found.folder
+
+    @cached_property
+    def contents(self) -> Contents:
+        """See `TensorSource.contents`."""
+        tensors = self._components[0].infos
+        moments = {n: info for part in self._components[1:] for n, info in part.infos.items() if _is_moment(n)}
+        return Contents(tensors, moments, self._progress, self.model_files, absent=self._absent)
+
+    @cached_property
+    def _components(self) -> "list[NativeTensors]":
+        """The weights and, where they were saved, the moments."""
+        from rlhf.checkpoint.interop.native.native_tensors import NativeTensors  # with torch
+        from rlhf.storage.shards import TensorReader
+
+        places = [(self.folder, self.weights)]
+        if self._optimizer is not None:
+            places.append((self._optimizer, ShardIndex(self.files, self._optimizer)))
+        together = self.manifest.world_size * BLOCK
+        return [NativeTensors(TensorReader(self.files, *place), together) for place in places]
+
+    def read(self, name: str, start: int, stop: int) -> "Tensor":
         """See `TensorSource.read`."""
-        if name not in self._ahead:
-            info = self._info(name)
-            if (stop - start) * info.dtype.itemsize >= self._together or (start, stop) != (0, info.numel):
-                return self._fetch({name: (start, stop)})[name]
-            self._ahead = self._fetch({following: (0, self._info(following).numel) for following in self._batch(name)})
-        return self._ahead.pop(name)[start:stop]
-
-    def _info(self, name: str) -> TensorInfo:
-        return self.contents.tensors.get(name) or self.contents.moments[name]
-
-    def _batch(self, name: str) -> list[str]:
-        """`name` and whole tensors after it, as much as is read together."""
-        size, kind = 0, name in self.contents.tensors
-
-        def fits(following: str) -> bool:
-            nonlocal size
-            size += self._info(following).nbytes
-            return size <= self._together and (following in self.contents.tensors) == kind
-
-        return [name, *list(takewhile(fits, self._order[self._place[name] :]))[1:]]
-
-    def _fetch(self, wanted: dict[str, tuple[int, int]]) -> dict[str, Tensor]:
-        """Ranges of tensors that are all weights, or all moments."""
-        reader = self._weights if next(iter(wanted)) in self.contents.tensors else self._moments
-        assert reader is not None
-        found = {n: torch.empty(stop - start, dtype=self._info(n).dtype) for n, (start, stop) in wanted.items()}
         try:
-            reader.read_into({n: Shard(self._info(n).shape, start, found[n]) for n, (start, _) in wanted.items()})
+            return self._components[name not in self.contents.tensors].read(name, start, stop)
         except DamagedCheckpoint as error:
-            raise DamagedCheckpoint(f"{self.path} is damaged: {error}") from None
-        return found
+            raise self.damaged(error) from None
+
+    def damaged(self, error: DamagedCheckpoint) -> DamagedCheckpoint:
+        """The same error with the name of the checkpoint."""
+        return DamagedCheckpoint(f"{self.path} is damaged: {error}")
 
     def close(self) -> None:
         """See `TensorSource.close`."""
-        self._ahead = {}
-        if self._model_files is not None:
-            self._model_files.close()
+        self.__dict__.pop("_components", None)
+        if self._own is not None:
+            self._own.close()
 
 
-def _table(reader: TensorReader) -> dict[str, TensorInfo]:
-    return {name: TensorInfo(shape, DTYPES[dtype]) for name, (dtype, shape) in reader.tensors.items()}
+def _is_moment(name: str) -> bool:
+    return name.rpartition(".")[2] in MOMENTS
 
 
 def _files_in(folders: list[Path], manifest: Manifest) -> CheckedFiles:

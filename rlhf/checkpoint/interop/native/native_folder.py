@@ -10,17 +10,17 @@ import torch
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest, describe, write_manifest
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.interop.huggingface.hf_folder import HfOptions, HfPlan, plan_hf_folder, write_hf_folder
+from rlhf.checkpoint.interop.huggingface.hf_folder import plan_hf_folder, write_hf_folder
+from rlhf.checkpoint.interop.huggingface.hf_plan import HfOptions, HfPlan
 from rlhf.checkpoint.interop.native.named_as_trained import TrainedTensor, named_as_trained
 from rlhf.checkpoint.interop.native.native_component import Part, part_of, write_component, zeros
 from rlhf.checkpoint.interop.open_roles import CRITIC
 from rlhf.checkpoint.interop.source import TensorInfo, TensorSource
 from rlhf.checkpoint.interop.target import output_folder, prove
-from rlhf.checkpoint.save.snapshot import HF_FOLDER
 from rlhf.checkpoint.start.run_dir import new_run_id
 from rlhf.errors import UserError
 from rlhf.storage.files import WrittenFile, write_json
-from rlhf.storage.layout import DRIVER_STATE, SCHEDULE, step_of
+from rlhf.storage.layout import DRIVER_STATE, HF_FOLDER, SCHEDULE, step_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -71,7 +71,8 @@ def plan_native_folder(roles: Mapping[str, TensorSource], path: Path) -> dict[st
         hf = plan_hf_folder(source, path, HfOptions(value_model=role == CRITIC))
         files = source.contents.model_files
         assert files is not None  # the plan has read them
-        plans[role] = RolePlan(path, source, named_as_trained(hf.tensors, files, path, role), hf)
+        kept = {name: source.contents.tensors[name] for name in hf.tensors}
+        plans[role] = RolePlan(path, source, named_as_trained(kept, files, path, role), hf)
     return plans
 
 

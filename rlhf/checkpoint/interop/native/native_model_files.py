@@ -7,13 +7,12 @@ import yaml
 
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.interop.small_files import is_small_file, read_small_files, with_chat_template
-from rlhf.checkpoint.save.snapshot import HF_FOLDER
 from rlhf.errors import UserError
 from rlhf.models.fingerprint import fingerprint
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import make_dir, write_small
 from rlhf.storage.hf_layout import MODEL_CONFIG
-from rlhf.storage.layout import CONFIG
+from rlhf.storage.layout import CONFIG, HF_FOLDER
 from rlhf.storage.reading import CheckedFiles
 from rlhf.storage.scratch import Scratch
 

@@ -1,0 +1,154 @@
+"""Copy of ranges of checked files into new ones: each block of a source is read once, and proven again by its copy.
+
+Imports no torch.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import SharedFile
+from rlhf.storage.hashing import BLOCK
+from rlhf.storage.reading import PART, THREADS, CheckedFiles
+
+AT_A_TIME = 256
+"""Blocks that wait for a thread: a GiB of them."""
+Block = tuple[str, int]
+"""File of the source, and the number of a block of it."""
+
+
+class RangeCopy(NamedTuple):
+    """Bytes [start, stop) of a file of the source, and where they go."""
+
+    source: str
+    start: int
+    stop: int
+    target: str
+    position: int
+
+
+class CheckedCopy:
+    """Files below `root` that consist of `headers` (path -> first bytes) and of `ranges` of `files`, which do not
+    overlap.
+
+    A block of `files` is read once, wherever its ranges go, and is in memory 256 KiB at a time.
+    """
+
+    def __init__(
+        self, files: CheckedFiles, ranges: Iterable[RangeCopy], root: Path, headers: Mapping[str, bytes]
+    ) -> None:
+        self._files, self._root, self._headers = files, root, headers
+        self._targets = {path: SharedFile(root, path) for path in headers}
+        self._ranges: dict[Block, list[RangeCopy]] = defaultdict(list)
+        for piece in ranges:
+            for number in range(piece.start // BLOCK, -(-piece.stop // BLOCK)):
+                self._ranges[piece.source, number].append(_cut(piece, number * BLOCK, (number + 1) * BLOCK))
+        for parts in self._ranges.values():
+            parts.sort(key=lambda part: part.start)
+        # The targets are written from their beginnings to their ends, as far as the order of the sources lets them.
+        order = {path: number for number, path in enumerate(headers)}
+        self._blocks = sorted(
+            self._ranges,
+            key=lambda block: min((order[part.target], part.position) for part in self._ranges[block]),
+        )
+
+    def write(self, progress: Callable[[int], None] = lambda count: None) -> None:
+        """Write the files; `progress` is told the bytes as they are written. Raises DamagedCheckpoint, naming the file,
+        for a block of the source that is not as it was written."""
+        for path, header in self._headers.items():
+            self._targets[path].write_at(0, memoryview(header))
+        for count in self._on_all(self._copy):
+            progress(count)
+
+    def finish(self) -> None:
+        """Sync the files and read them back; raises DamagedCheckpoint, naming the file, for one that is not as the
+        source."""
+        with ThreadPoolExecutor(1) as beside:
+            # The disk works while the processor does.
+            synced = beside.submit(self._sync)
+            self._prove_headers()
+            for _ in self._on_all(self._prove):
+                pass
+            synced.result()
+
+    def _sync(self) -> None:
+        for target in self._targets.values():
+            target.sync()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for target in self._targets.values():
+            target.close()
+
+    def _on_all(self, work: Callable[[Block], int]) -> Iterator[int]:
+        """The results of `work` on each block, a few of them at a time."""
+        todo = iter(self._blocks)
+        with ThreadPoolExecutor(THREADS) as threads:
+            while some := list(islice(todo, AT_A_TIME)):
+                yield from threads.map(work, some)
+
+    def _copy(self, block: Block) -> int:
+        """Write the ranges of a block; returns their bytes."""
+        count = 0
+        for start, view in self._files.parts(*block):
+            for part in _within(self._ranges[block], start, start + len(view)):
+                self._targets[part.target].write_at(part.position, view[part.start - start : part.stop - start])
+                count += part.stop - part.start
+        return count
+
+    def _prove_headers(self) -> None:
+        for path, header in self._headers.items():
+            found = bytearray(len(header))
+            with self._as_not_written([path]):
+                self._targets[path].read_at(0, memoryview(found))
+                if found != header:
+                    raise DamagedCheckpoint(f"{path}: another header")
+
+    def _prove(self, block: Block) -> int:
+        """Compare a block of the source with its hash once more, this time as the targets have it."""
+        with self._as_not_written(dict.fromkeys(part.target for part in self._ranges[block])):
+            self._files.compare_block(*block, self._read_back(block))
+        return 0
+
+    @contextmanager
+    def _as_not_written(self, targets: Iterable[str]) -> Iterator[None]:
+        """Say of damage that it is of the copy, in one of `targets`."""
+        try:
+            yield
+        except DamagedCheckpoint as error:
+            names = " or ".join(str(self._root / target) for target in targets)
+            raise DamagedCheckpoint(f"{names} was not written as it should be, try again: {error}") from None
+
+    def _read_back(self, block: Block) -> Iterator[memoryview]:
+        """The bytes of a block as the targets have them; what no target has comes from the source."""
+        name, number = block
+        end, memory = min((number + 1) * BLOCK, self._files.size(name)), memoryview(bytearray(PART))
+        for start in range(number * BLOCK, end, PART):
+            view, stop = memory[: end - start], min(start + PART, end)
+            done = start
+            for part in [*_within(self._ranges[block], start, stop), RangeCopy("", stop, stop, "", 0)]:
+                if done < part.start:
+                    self._files.read(name, [(done, view[done - start : part.start - start])])
+                if part.start < part.stop:
+                    self._targets[part.target].read_at(part.position, view[part.start - start : part.stop - start])
+                done = part.stop
+            yield view
+
+
+def _within(parts: list[RangeCopy], start: int, stop: int) -> Iterator[RangeCopy]:
+    """What of sorted ranges lies in the bytes [start, stop)."""
+    first = bisect_right(parts, start, key=lambda part: part.stop)
+    for part in takewhile(lambda part: part.start < stop, islice(parts, first, None)):
+        yield _cut(part, start, stop)
+
+
+def _cut(part: RangeCopy, start: int, stop: int) -> RangeCopy:
+    """What of a range lies in the bytes [start, stop)."""
+    low, high = max(part.start, start), min(part.stop, stop)
+    return RangeCopy(part.source, low, high, part.target, part.position + low - part.start)

@@ -1,0 +1,34 @@
+"""Places of whole tensors in plain safetensors files, such as a Hugging Face folder's. Imports no torch."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.reading import CheckedFiles
+from rlhf.storage.safetensors_header import read_safetensors_header
+from rlhf.storage.shard_index import ITEM_BYTES, Piece
+
+
+class WholeTensors:
+    """Places of the tensors in plain safetensors files of a folder, each tensor whole in one of them."""
+
+    def __init__(self, files: CheckedFiles, folder: str, file_names: Iterable[str]) -> None:
+        self.path = folder
+        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        for file_name in file_names:
+            header, length = read_safetensors_header(files, f"{folder}/{file_name}")
+            for name, entry in header.items():
+                begin, end = entry["data_offsets"]
+                if end - begin != ITEM_BYTES.get(entry["dtype"], 0) * math.prod(entry["shape"]):
+                    raise DamagedCheckpoint(f"{folder}/{file_name}: says that {name} has {end - begin} bytes")
+                self.tensors[name] = entry["dtype"], tuple(entry["shape"])
+                self._places[name] = file_name, length + begin
+
+    def find(self, wanted: Mapping[str, tuple[int, int]], rank: int, world_size: int) -> list[Piece]:
+        """As `ShardIndex.find`."""
+        return [
+            Piece(name, start, stop, file, first + start * ITEM_BYTES[self.tensors[name][0]])
+            for name, (start, stop) in wanted.items()
+            for file, first in [self._places[name]]
+        ]
