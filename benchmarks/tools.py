@@ -34,8 +34,8 @@ class Cost:
 
 
 def make(root: Path, nbytes: int) -> Path:
-    """Make the checkpoint, by a process of its own: what this one has in memory counts as a command's until that runs,
-    so torch must not be in it."""
+    """Checkpoint for the benchmark, made where it is called, by a process of its own: what is in the memory of this one
+    counts as a command's until that runs, so torch must not be in it."""
     from benchmarks.random_checkpoint import make_checkpoint
 
     return make_checkpoint(root, nbytes)
