@@ -1,32 +1,82 @@
-"""Composition of a run's configuration: schema, groups, recipe, command line. The only file that imports Hydra."""
+"""Composition of a run's configuration: schema, groups, recipe, command line.
+
+Only this file and library_folder.py import Hydra.
+"""
 
 import re
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, cast
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Glob, Override, OverrideType
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from rlhf.config import Config
 from rlhf.config.algorithm_rules import idle_critic
+from rlhf.config.help_texts import commented_yaml
 from rlhf.config.library import PACKAGE, Library
-from rlhf.config.schema import SECTIONS, SETTINGS, nearest_setting, setting_of
+from rlhf.config.schema import SECTIONS, SETTINGS, hint, meant, nearest_setting, setting_instead, setting_of
 from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.library_folder import LibraryFolder
 
 GLOBAL_PACKAGE = "# @package _global_"
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A configuration before anything is resolved, in which settings may be missing (`???`), and the settings that the
+    command line has changed in it."""
+
+    tree: DictConfig
+    typed: list[tuple[str, Any]]
+
+    @property
+    def missing(self) -> str:
+        """One line for each setting that is missing."""
+        missing = sorted(OmegaConf.missing_keys(self.tree))
+        return "\n".join(f"{key} is not set: add {key}=VALUE to the command or recipe." for key in missing)
+
+    def resolved(self) -> Config:
+        """The dataclasses, every value resolved. Raises UserError for missing settings and lost interpolations, and for
+        typed ones without effect."""
+        with _interpolating():
+            if self.missing:
+                raise UserError(self.missing)
+            config = OmegaConf.to_object(self.tree)
+        assert isinstance(config, Config)
+        if problems := list(idle_critic(config, self.typed)):
+            raise UserError("\n".join(problems))
+        return config
+
+    def commented_yaml(self) -> str:
+        """Every setting with its help, every value resolved but those that are missing. Raises UserError for a lost
+        interpolation."""
+        with _interpolating():
+            plain = OmegaConf.to_container(self.tree, resolve=True)
+        return commented_yaml(cast(dict[str, Any], plain))
 
 
 def compose_config(overrides: list[str], library: Library) -> Config:
     """Schema, groups, recipe, then the command line, in this order; resolved and typed.
 
     Raises:
-        UserError: for anything wrong on the command line (all of it at once) or in a file.
+        UserError: for anything wrong on the command line (all of it at once) or in a file, and for a setting that is
+            missing.
     """
+    return composition(overrides, library).resolved()
+
+
+def composition(overrides: list[str], library: Library) -> Composition:
+    """The same before anything is resolved. Raises UserError likewise."""
     choices, values, problems = [], [], []
     for text in overrides:
         try:
@@ -40,7 +90,11 @@ def compose_config(overrides: list[str], library: Library) -> Config:
     if problems:
         raise UserError("\n".join(problems))
 
+    LibraryFolder.filled.clear()
+    LibraryFolder.left_open.clear()
     composed = _compose(choices, library)
+    for key in LibraryFolder.left_open - LibraryFolder.filled:
+        OmegaConf.update(composed, key, "???")
     for key, value in values:
         try:
             OmegaConf.update(composed, key, value, merge=False, force_add=True)
@@ -52,10 +106,37 @@ def compose_config(overrides: list[str], library: Library) -> Config:
             problems.append(f"{key}={'null' if value is None else value}: must be {setting.expects}.")
     if problems:
         raise UserError("\n".join(problems))
-    config = _resolve(composed)
-    if problems := list(idle_critic(config, values)):
-        raise UserError("\n".join(problems))
-    return config
+    return Composition(composed, values)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Overrides of one run of a sweep, and those among them that differ from run to run."""
+
+    overrides: list[str]
+    swept: tuple[str, ...]
+
+
+def combinations(overrides: Sequence[str]) -> list[Combination]:
+    """All combinations of the values that overrides list in Hydra's way (`a=1,2`, `a=range(1,4)`, `a=choice(x,y)`); the
+    last varies fastest."""
+    alternatives = [_alternatives(text) for text in overrides]
+    return [
+        Combination(list(texts), tuple(t for t, others in zip(texts, alternatives, strict=True) if len(others) > 1))
+        for texts in product(*alternatives)
+    ]
+
+
+def _alternatives(text: str) -> list[str]:
+    try:
+        override = OverridesParser.create().parse_override(text)
+        if not override.is_sweep_override():
+            return [text]
+        if not override.is_discrete_sweep() or isinstance(override.value(), Glob):
+            raise UserError(f"{text}: -m takes lists of values: KEY=a,b or KEY=range(1,4).")
+        return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+    except HydraException:
+        return [text]  # told when it is composed
 
 
 def _parse_override(text: str) -> Override:
@@ -72,7 +153,9 @@ def _parse_override(text: str) -> Override:
     if override.type is OverrideType.DEL:
         raise UserError(f"{text}: settings cannot be removed; write KEY=null, or recipes=null for no recipe.")
     if override.is_sweep_override():
-        raise UserError(f"{text}: one run takes one value; a list is written in brackets, KEY=[a,b].")
+        raise UserError(
+            f"{text}: one run takes one value; a list is written in brackets, KEY=[a,b], and -m makes a run of each."
+        )
     if override.package is not None:
         raise UserError(f"{text}: write GROUP=ENTRY, without @.")
     return override
@@ -90,7 +173,8 @@ def _choice(override: Override, library: Library) -> str:
     for name in names:
         if name not in known:
             what = "there is no such recipe" if group == "recipes" else "the group has no such entry"
-            raise UserError(f"{group}={name}: {what}.{did_you_mean(nearest(name, known))} Choices: {', '.join(known)}.")
+            near = did_you_mean(setting_instead(group, name) or meant(name, known))
+            raise UserError(f"{group}={name}: {what}.{near} Choices: {', '.join(known)}.")
     return f"{group}=[{','.join(names)}]"
 
 
@@ -99,7 +183,7 @@ def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
     if setting_of(key):
         return [(key, value)]
     if key not in SECTIONS:
-        near = did_you_mean(nearest_setting(key)) or " `--cfg job` prints all settings."
+        near = hint(key) or " `--cfg job` prints all settings."
         raise UserError(f"{key}={value}: there is no setting {key}.{near}")
     if not isinstance(value, dict):
         inside = next(k for k in SETTINGS if k.startswith(key + "."))
@@ -110,7 +194,9 @@ def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
 def _compose(choices: list[str], library: Library) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("rlhf.package", lambda path: str(PACKAGE / path), replace=True)
-    quoted = ",".join("'file://" + str(path).replace("'", "\\'") + "'" for path in library.others)
+    LibraryFolder.groups = frozenset(library.groups)
+    SourcesRegistry.instance().register(LibraryFolder)
+    quoted = ",".join("'library://" + str(path).replace("'", "\\'") + "'" for path in library.others)
     try:
         with initialize_config_dir(config_dir=str(library.conf), version_base="1.3"):
             return compose("train", overrides=[*choices, f"hydra.searchpath=[{quoted}]"])
@@ -122,11 +208,12 @@ def _compose(choices: list[str], library: Library) -> DictConfig:
         raise UserError(f"{' '.join(choices)}: not a text file in YAML: {str(error).splitlines()[0]}.") from error
     except MissingConfigException as error:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        if (head := group.partition("/")[0]) in library.groups:  # the name of a Hub model has a slash of its own
+            group, name = head, f"{group}/{name}".removeprefix(f"{head}/")
         where = f"{' '.join(choices)}: the defaults name {group + '=' * bool(group)}{name}, which does not exist."
         known = library.entries(group) if group in (*library.groups, "recipes") else {}
-        raise UserError(
-            f"{where}{did_you_mean(nearest(name, known))} Choices: {', '.join(known) or 'none'}."
-        ) from error
+        near = did_you_mean(setting_instead(group, name) or meant(name, known))
+        raise UserError(f"{where}{near} Choices: {', '.join(known) or 'none'}.") from error
     except HydraException as error:
         raise UserError(_composition_problem(error, choices, library)) from error
 
@@ -147,7 +234,7 @@ def _composition_problem(error: HydraException, choices: list[str], library: Lib
     if isinstance(cause, GrammarParseError):
         return f"{where}{key}={cause.value}: {reason}."
     if key and key not in SECTIONS and not setting_of(key):
-        return f"{where}there is no setting {key}.{did_you_mean(nearest_setting(key))}"
+        return f"{where}there is no setting {key}.{hint(key)}"
     if setting := setting_of(key):
         return f"{where}{key}: {reason}; must be {setting.expects}."
     return f"{where}{reason}"
@@ -161,15 +248,9 @@ def _no_group(name: str, library: Library) -> str:
     return f"there is no group {name}.{did_you_mean(nearest(name, groups))} Choices: {', '.join(groups)}."
 
 
-def _resolve(composed: DictConfig) -> Config:
+@contextmanager
+def _interpolating() -> Iterator[None]:
     try:
-        missing = sorted(OmegaConf.missing_keys(composed))
-        if missing:
-            raise UserError(
-                "\n".join(f"{key} is not set: add {key}=VALUE to the command or recipe." for key in missing)
-            )
-        config = OmegaConf.to_object(composed)
+        yield
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
-    assert isinstance(config, Config)
-    return config

@@ -8,6 +8,8 @@ EXIT_CRASHED = 1
 EXIT_USER_ERROR = 2
 # EX_TEMPFAIL of sysexits.h: SLURM, Kubernetes and batch systems can be told to requeue on it.
 EXIT_REQUEUE = 75
+NEAR = 0.7
+"""Likeness of two words, by difflib's ratio, from which one may be meant by the other."""
 
 
 class UserError(Exception):
@@ -28,7 +30,7 @@ class Unsaved(Exception):
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice most like `word`, or None when nothing is near."""
-    found = difflib.get_close_matches(word, list(choices), n=1)
+    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=NEAR)
     return found[0] if found else None
 
 

@@ -8,19 +8,19 @@ import logging
 import os
 import signal
 import sys
-from pathlib import Path
-from typing import NoReturn
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Until the supervisor or the rank handles it, Ctrl-C ends the command as SIGTERM does, without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from rlhf.compose import compose_config
+from rlhf.arguments import parse
+from rlhf.completion import answer
+from rlhf.compose import compose_config, composition
 from rlhf.config import Config
 from rlhf.config.library import Library
-from rlhf.config.resolved import to_yaml
 from rlhf.config.validate import validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from rlhf.info import info_page, version_line
 from rlhf.ranks.open_files import raise_open_files
 
 
@@ -35,17 +35,45 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    arguments = _parse(argv)
+    arguments = parse(argv)
     library = Library.find(arguments.config_dir)
-    if arguments.help:
-        sys.stdout.write(library.help_page())
+    if (text := _asked(arguments, library)) is not None:
+        sys.stdout.write(text)
         return EXIT_DONE
+    if arguments.cfg:
+        return _print_config(arguments.overrides, library)
+    if arguments.multirun:
+        from rlhf.sweep import plan, run_all
+
+        return run_all(plan(arguments.overrides, library), _start)
     config = compose_config(arguments.overrides, library)
     validate(config)
-    if arguments.cfg:
-        sys.stdout.write(to_yaml(config))
-        return EXIT_DONE
+    return _start(config)
 
+
+def _asked(arguments: argparse.Namespace, library: Library) -> str | None:
+    """What an option asks to be told, instead of a run."""
+    if arguments.shell_completion is not None:
+        return answer(arguments.shell_completion, library)
+    if arguments.help:
+        return library.help_page()
+    if arguments.version:
+        return version_line()
+    return info_page() if arguments.info else None
+
+
+def _print_config(overrides: list[str], library: Library) -> int:
+    """Print every setting; what a run lacks is told beside it, and rules are checked once it lacks nothing."""
+    composed = composition(overrides, library)
+    sys.stdout.write(composed.commented_yaml())
+    if composed.missing:
+        sys.stderr.write(f"{composed.missing}\n")
+    else:
+        validate(composed.resolved())
+    return EXIT_DONE
+
+
+def _start(config: Config) -> int:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         check_inputs(config)
         from rlhf.worker import main_under_torchrun
@@ -65,20 +93,6 @@ def check_inputs(config: Config) -> None:
     check_sources(config.data, config.reward.functions, config.trainer.seed)
     check_reward(config.reward, config.reward_model)
     check_trackers(config.trainer.logger)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (--help shows the usage)")
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--config-dir", type=Path)
-    parser.add_argument("--cfg", choices=("job",))
-    parser.add_argument("--help", "-h", action="store_true")
-    return parser.parse_intermixed_args(argv)
 
 
 if __name__ == "__main__":

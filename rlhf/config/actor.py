@@ -27,7 +27,9 @@ class ActorConfig:
     """Passes of the optimizer over each batch."""
     policy_loss: PolicyLossConfig = setting(PolicyLossConfig)
     clip_ratio_low: float = setting(0.2, ge=0)
+    """Lower side of the clip: a ratio of new to old probability counts as at least 1 minus this."""
     clip_ratio_high: float = setting(0.2, ge=0)
+    """Upper side of the clip: a ratio counts as at most 1 plus this."""
     clip_ratio_c: float = setting(3.0, gt=1)
     """Dual clip: for negative advantages the loss is at most this times the advantage's size (`vanilla` only)."""
     loss_agg_mode: str = setting("token-mean", choices=LOSS_AGG_MODES)
@@ -37,7 +39,9 @@ class ActorConfig:
     use_kl_loss: bool = setting(False)
     """Add the KL to the reference policy to the loss."""
     kl_loss_coef: float = setting(0.001, ge=0)
+    """Weight of that KL."""
     kl_loss_type: str = setting("k3", choices=KL_KINDS)
+    """Estimator of that KL; verl's `low_var_kl` is `k3`."""
     entropy_coeff: float = setting(0.0, ge=0)
     """Weight of the entropy bonus."""
     grad_clip: float = setting(1.0, gt=0)

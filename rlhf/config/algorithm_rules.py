@@ -5,7 +5,8 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES, Estimator
-from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.config.schema import meant
+from rlhf.errors import UserError, did_you_mean
 from rlhf.user_functions import check_positional
 
 ESTIMATOR_TAKES = ("inputs", "config")
@@ -72,7 +73,7 @@ def _wrong_name(setting: str, name: str, known: Collection[str], takes: tuple[st
         return f"{setting}={name}: {name} is a whole algorithm; write algorithm={name}."
     return (
         f"{setting}={name}: must be one of {', '.join(known)}, or path/to/file.py:function."
-        f"{did_you_mean(nearest(name, known))}"
+        f"{did_you_mean(meant(name, known))}"
     )
 
 

@@ -7,15 +7,20 @@ from rlhf.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 HELP = """\
-usage: python -m rlhf.train [recipes=NAME] [GROUP=ENTRY ...] [KEY=VALUE ...] [--config-dir DIR] [--cfg job] [--help]
+usage: python -m rlhf.train [recipes=NAME] [GROUP=ENTRY ...] [KEY=VALUE ...] [-m] [--config-dir DIR] [--cfg job]
+                            [--help] [--version] [--info] [--shell-completion install=SHELL]
 
 Trains a language model with reinforcement learning. The same command again resumes the run.
 
   recipes=NAME      a named experiment; recipes=null is none, recipes=[a,b] applies both
   GROUP=ENTRY       one entry of a configuration group
   KEY=VALUE         one setting; wins over groups and recipes
+  -m, --multirun    a run for each combination of values in KEY=a,b, one after the other
   --config-dir DIR  more entries and recipes: DIR/recipes/NAME.yaml, DIR/GROUP/ENTRY.yaml
-  --cfg job         print the resolved configuration (every setting) and exit
+  --cfg job         print the resolved configuration (every setting, with its help) and exit
+  --version         print the release and exit
+  --info            print releases, devices and what is installed, and exit
+  --shell-completion install=bash   (or zsh) print a script for eval "$(...)"; -sc for short
   --help            print this page and exit
 
 examples:
@@ -23,6 +28,7 @@ examples:
   python -m rlhf.train trainer.nproc=2 trainer.experiment_name=two_ranks
   python -m rlhf.train recipes=minimal model.path=Qwen/Qwen2.5-0.5B-Instruct data.train_files=train.jsonl
   python -m rlhf.train recipes=gsm8k_qwen_0.5b actor.optim.lr=2e-6 trainer.logger=[wandb]
+  python -m rlhf.train -m actor.optim.lr=1e-5,5e-5 algorithm=grpo,rloo
 """
 
 

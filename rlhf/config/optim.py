@@ -8,9 +8,13 @@ from rlhf.config.fields import setting
 @dataclass
 class OptimConfig:
     lr: float = setting(1e-6, gt=0)
+    """Learning rate after the warm-up."""
     betas: list[float] = setting([0.9, 0.999])
+    """AdamW's decay rates of its two moments."""
     eps: float = setting(1e-8, gt=0)
+    """AdamW's term against division by zero."""
     weight_decay: float = setting(0.01, ge=0)
+    """AdamW's weight decay."""
     lr_scheduler_type: str = setting("constant", choices=("constant", "linear", "cosine"))
     """Shape of the learning rate after the warm-up."""
     lr_warmup_steps: int = setting(0, ge=0)

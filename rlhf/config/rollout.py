@@ -11,7 +11,9 @@ class ValKwargsConfig:
     temperature: float = setting(0.0, ge=0, resume="harmless")
     """0 is greedy."""
     top_p: float = setting(1.0, gt=0, le=1, resume="harmless")
+    """Sample from the smallest set of tokens with at least this probability."""
     top_k: int = setting(-1, ge=-1, resume="harmless")
+    """Sample from the k likeliest tokens; -1 or 0 from all."""
     n: int = setting(1, ge=1, resume="harmless")
     """Samples per held-out prompt; the accuracy is their mean."""
 
@@ -39,6 +41,7 @@ class ServersConfig:
     backoff_s: float = setting(1.0, ge=0, resume="harmless")
     """Wait before a server that failed is tried again; doubles with each failure in a row."""
     backoff_max_s: float = setting(60.0, ge=0, resume="harmless")
+    """Longest such wait, in seconds."""
 
 
 @dataclass

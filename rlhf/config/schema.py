@@ -3,12 +3,13 @@
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from rlhf.config import Config
-from rlhf.errors import nearest
+from rlhf.config.other_names import PREFIXES, REMARKS, SETTINGS_OF_OTHERS, VALUES_OF_OTHERS
+from rlhf.errors import did_you_mean, nearest
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,52 @@ def setting_of(key: str) -> Setting | None:
     return next((p for p in parents if p is not None and typing.get_origin(p.type) is dict), None)
 
 
+def hint(key: str) -> str:
+    """The end of a message about a wrong dotted key: what is said of a name that other trainers have, or the setting
+    (or group) that is meant; empty when nothing is near."""
+    said = remark(key)
+    return f" {said}" if said else did_you_mean(nearest_setting(key))
+
+
+def remark(key: str) -> str | None:
+    """Sentence about a name that other trainers have and that stands for no one setting of ours."""
+    return REMARKS.get(key) or REMARKS.get(_without_prefix(key))
+
+
 def nearest_setting(key: str) -> str | None:
-    """The setting (or group) that a wrong dotted key most likely means: the same name elsewhere, then a similar one."""
-    section, _, name = key.rpartition(".")
+    """The setting (or group) that a wrong dotted key most likely means: another trainer's, the same name elsewhere,
+    then a similar one."""
+    own = _without_prefix(key)
+    if found := SETTINGS_OF_OTHERS.get(key) or SETTINGS_OF_OTHERS.get(own):
+        return found
+    if setting_of(own) or own in SECTIONS:
+        return own
+    section, _, name = own.rpartition(".")
     if same := [k for k in SETTINGS if k.rpartition(".")[2] == name]:
-        return max(same, key=lambda k: difflib.SequenceMatcher(None, key, k).ratio())
+        return max(same, key=lambda k: difflib.SequenceMatcher(None, own, k).ratio())
     if section in SECTIONS:
         found = nearest(name, [k.rpartition(".")[2] for k in SETTINGS if k.rpartition(".")[0] == section])
         return f"{section}.{found}" if found else None
-    return nearest(key, [*SETTINGS, *SECTIONS])
+    return nearest(own, [*SETTINGS, *SECTIONS])
+
+
+def _without_prefix(key: str) -> str:
+    return next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), key)
+
+
+def meant(value: str, choices: Collection[str]) -> str | None:
+    """The choice that a wrong value most likely means: what another trainer calls so, else a similar word."""
+    if value in VALUES_OF_OTHERS:
+        return VALUES_OF_OTHERS[value] if VALUES_OF_OTHERS[value] in choices else None
+    return nearest(value, choices)
+
+
+def setting_instead(group: str, value: str) -> str | None:
+    """Override for a value that was given to the group of that name: a model's folder, a file of data, a function."""
+    if group == "model" and "/" in value:
+        return f"model.path={value}"
+    if group == "data" and ("/" in value or "." in value):
+        return f"data.train_files={value}"
+    if group == "reward" and ":" in value:
+        return f"'reward.functions=[{value}]'"
+    return None

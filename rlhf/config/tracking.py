@@ -10,7 +10,9 @@ class WandbConfig:
     mode: str = setting("online", choices=("online", "offline"), resume="harmless")
     """`offline` writes files for `wandb sync`."""
     entity: str | None = setting(None, resume="harmless")
+    """User or team on wandb; null takes the login's own."""
     tags: list[str] = setting([], resume="harmless")
+    """Tags of the run on wandb."""
 
 
 @dataclass

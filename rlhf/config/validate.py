@@ -10,7 +10,7 @@ from rlhf.config import BackendConfig, Config
 from rlhf.config.algorithm_rules import algorithm_problems
 from rlhf.config.checkpoint_rules import checkpoint_problems
 from rlhf.config.rollout_rules import rollout_problems
-from rlhf.config.schema import SETTINGS, Setting
+from rlhf.config.schema import SETTINGS, Setting, meant
 from rlhf.errors import UserError, did_you_mean, nearest
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
@@ -55,7 +55,7 @@ def _out_of_bounds(setting: Setting, config: Config) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return f"{shown}: must be a finite number."
     if rules["choices"] and value not in rules["choices"]:
-        return f"{shown}: must be one of {', '.join(rules['choices'])}.{did_you_mean(nearest(value, rules['choices']))}"
+        return f"{shown}: must be one of {', '.join(rules['choices'])}.{did_you_mean(meant(value, rules['choices']))}"
     if rules["ge"] is not None and value < rules["ge"]:
         return f"{shown}: must be at least {rules['ge']}."
     if rules["gt"] is not None and value <= rules["gt"]:

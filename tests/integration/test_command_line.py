@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+import rlhf
 from rlhf import train
 from rlhf.compose import GLOBAL_PACKAGE, compose_config
 from rlhf.config import Config
+from rlhf.config.help_texts import help_texts
 from rlhf.config.library import Library
 from rlhf.config.resolved import from_yaml
+from rlhf.config.schema import SETTINGS
 from rlhf.config.validate import validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 
@@ -36,7 +39,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def to_be_set(path: Path) -> list[str]:
     """Overrides for what a recipe or entry leaves to the user."""
     text = path.read_text()
-    return ["model.path=org/name"] * ("path: ???" in text) + ["data.train_files=a.jsonl"] * ("train_files: []" in text)
+    return ["model.path=org/name"] * ("path: ???" in text) + ["data.train_files=a.jsonl"] * any(
+        f"train_files: {open}" in text for open in ("???", "[]")
+    )
 
 
 @pytest.fixture
@@ -170,7 +175,7 @@ WRONG_COMMANDS = [
     (["~trainer.nproc"], "~trainer.nproc: settings cannot be removed; write KEY=null, or recipes=null for no recipe."),
     (
         ["data.train_files=a,b"],
-        "data.train_files=a,b: one run takes one value; a list is written in brackets, KEY=[a,b].",
+        "data.train_files=a,b: one run takes one value; a list is written in brackets, KEY=[a,b], and -m makes",
     ),
     (["hydra.run.dir=x"], "hydra.run.dir=x: there is no setting hydra.run.dir."),
     (["recipes=null"], "model.path is not set: add model.path=VALUE to the command or recipe."),
@@ -189,10 +194,23 @@ WRONG_COMMANDS = [
     (["algorithm=dappo"], "algorithm=dappo: the group has no such entry. Did you mean dapo?"),
     (["algorithm.adv_estimator=ppo"], "algorithm.adv_estimator=ppo: ppo is a whole algorithm; write algorithm=ppo."),
     (["actor.policy_loss.loss_mode=my.py:f"], "actor.policy_loss.loss_mode=my.py:f: no file "),
-    (["recipes=minimal", "model.path=a/b"], "data.train_files=[]: set a file, a glob or a Hub name"),
+    (["recipes=minimal", "model.path=a/b"], "data.train_files is not set: add data.train_files=VALUE to the command"),
+    (
+        ["model=Qwen/Qwen2.5-0.5B"],
+        "model=Qwen/Qwen2.5-0.5B: the group has no such entry. Did you mean model.path=Qwen/",
+    ),
+    (["data=train.jsonl"], "data=train.jsonl: the group has no such entry. Did you mean data.train_files=train.jsonl?"),
+    (["reward=a.py:f"], "reward=a.py:f: the group has no such entry. Did you mean 'reward.functions=[a.py:f]'?"),
+    (["recipe=minimal"], "recipe=minimal: there is no setting recipe. Did you mean recipes?"),
+    (["trainer.device=gpu"], "trainer.device=gpu: must be one of auto, cpu, cuda. Did you mean cuda?"),
+    (
+        ["actor.kl_loss_type=low_var_kl"],
+        "actor.kl_loss_type=low_var_kl: must be one of k1, k2, k3, abs, k1+, k3+, abs+.",
+    ),
+    (["actor_rollout_ref.actor.clip_ratio=0.2"], "actor_rollout_ref.actor.clip_ratio=0.2: there is no setting"),
     (["--config-dir", "/nowhere"], "--config-dir /nowhere: there is no such folder."),
     (["--cfg", "hydra"], "argument --cfg: invalid choice: 'hydra'"),
-    (["--nproc", "2"], "unrecognized arguments: --nproc (--help shows the usage)"),
+    (["--nproc", "2"], "--nproc 2: settings are written without dashes. Did you mean trainer.nproc=2?"),
 ]
 
 
@@ -233,6 +251,14 @@ BROKEN_FILES = {
     "twice": (P + "trainer:\n  seed: 1\n  seed: 2\n", "{file}:4: not valid YAML: found duplicate key seed."),
     "binary": ("\x00\x01", "recipes=[mine]: not a text file in YAML: "),
     "no package line": ("trainer:\n  seed: 1\n", "{file}: the first line of a recipe must be `# @package _global_`."),
+    "unknown entry as in a command": (
+        P + "algorithm: pppo\n",
+        "recipes=[mine]: the defaults name algorithm=pppo, which does not exist. Did you mean ppo?",
+    ),
+    "a model for an entry": (
+        P + "model: Qwen/a\n",
+        "recipes=[mine]: the defaults name model=Qwen/a, which does not exist. Did you mean model.path=Qwen/a?",
+    ),
     "unknown entry": (
         P + "defaults:\n  - override /model: tinny\n",
         "recipes=[mine]: the defaults name model=tinny, which does not exist. Did you mean tiny? Choices: hf, tiny.",
@@ -316,10 +342,12 @@ def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("argument", ["trainer.nproq=2", "trainer.nproc=abc", "rollout.n=1", "recipes=nope", "--help"])
+@pytest.mark.parametrize(
+    "argument", ["trainer.nproq=2", "trainer.nproc=abc", "rollout.n=1", "recipes=nope", "--help", "--info"]
+)
 def test_answers_before_anything_heavy_is_imported(tmp_path, argument):
     done = run(tmp_path, "-c", RUN_AND_LIST_MODULES, argument)
-    assert done.returncode == (EXIT_DONE if argument == "--help" else EXIT_USER_ERROR), done.stderr
+    assert done.returncode == (EXIT_DONE if argument.startswith("--") else EXIT_USER_ERROR), done.stderr
 
 
 def test_cfg_job_prints_the_resolved_configuration_and_leaves_nothing_behind(tmp_path):
@@ -341,3 +369,51 @@ def test_a_mistake_is_one_line_without_traceback(tmp_path):
 def test_compose_config_raises_user_errors_only():
     with pytest.raises(UserError, match="there is no setting"):
         compose("trainer.nproq=2")
+
+
+def test_cfg_job_leaves_what_is_missing_and_says_so(capsys):
+    assert train.main(["--cfg", "job", "recipes=minimal", "trainer.seed=9"]) == EXIT_DONE
+    out, err = capsys.readouterr()
+    assert "path: ???" in out.replace("'", "")
+    assert "  seed: 9" in out
+    assert [line.partition(" ")[0] for line in err.splitlines()] == ["data.train_files", "model.path"]
+
+
+def test_cfg_job_refuses_what_a_run_refuses(capsys):
+    assert train.main(["--cfg", "job", "rollout.n=1"]) == EXIT_USER_ERROR
+    out, err = capsys.readouterr()
+    assert "  n: 1\n" in out
+    assert err.startswith("rollout.n=1: grpo compares")
+
+
+def test_cfg_job_has_the_help_of_every_setting(capsys):
+    train.main(["--cfg", "job"])
+    text = " ".join(line.strip().lstrip("# ") for line in capsys.readouterr().out.splitlines())
+    assert help_texts().keys() == SETTINGS.keys()
+    assert [key for key, said in help_texts().items() if said not in text] == []
+
+
+def test_a_file_may_choose_entries_as_the_command_does(user_dir, capsys):
+    (user_dir / "recipes" / "mine.yaml").write_text(
+        P + "algorithm: ppo\nmodel: tiny\ndata: reasoning_gym\ntrainer:\n  seed: 5\n"
+    )
+    (user_dir / "recipes" / "more.yaml").write_text(P + "defaults:\n  - mine\n  - _self_\nalgorithm: dapo\n")
+    config = compose("recipes=mine", config_dir=user_dir)
+    assert (config.algorithm.adv_estimator, config.trainer.seed) == ("gae", 5)
+    assert config == compose("recipes=mine", "algorithm=ppo", config_dir=user_dir)
+    assert compose("recipes=mine", "algorithm=gspo", config_dir=user_dir).actor.policy_loss.loss_mode == "gspo"
+    assert compose("recipes=more", config_dir=user_dir).algorithm.filter_groups.enable
+    twice = user_dir / "recipes" / "twice.yaml"
+    twice.write_text(P + "defaults:\n  - override /algorithm: grpo\nalgorithm: ppo\n")
+    said = refusal(capsys, "--config-dir", str(user_dir), "recipes=twice")
+    assert said == f"{twice}: algorithm is chosen twice; leave one out."
+
+
+def test_version_and_info(capsys):
+    assert train.main(["--version"]) == EXIT_DONE
+    assert capsys.readouterr().out.startswith(f"rlhf {rlhf.__version__} (Python 3.")
+    assert train.main(["--info"]) == EXIT_DONE
+    rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["torch"].startswith("2.")
+    assert rows["GPU"]
+    assert {"rlhf", "cores", "memory", "vllm", "deepspeed", "wandb"} <= rows.keys()

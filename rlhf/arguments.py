@@ -1,0 +1,62 @@
+"""Arguments of python -m rlhf.train: its options, and a word for those that are settings written as options."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from rlhf.config.schema import nearest_setting, remark, setting_instead
+from rlhf.errors import UserError, did_you_mean, nearest
+
+FLAGS = ("--help", "-h", "--version", "--info", "--multirun", "-m")
+WITH_VALUE = ("--config-dir", "--cfg", "--shell-completion", "-sc")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help shows the usage)")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The options, and `overrides` with everything else in its order.
+
+    Raises:
+        UserError: an option that there is not; all of them at once.
+    """
+    if problems := list(_unknown(argv)):
+        raise UserError("\n".join(problems))
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--config-dir", type=Path)
+    parser.add_argument("--cfg", choices=("job",))
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--shell-completion", "-sc", metavar="install=bash")
+    for flag in ("--version", "--info"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
+    return parser.parse_intermixed_args(argv)
+
+
+def _unknown(argv: list[str]) -> Iterator[str]:
+    """What is wrong with each argument that looks like an option and is none."""
+    words = iter(zip(argv, [*argv[1:], ""], strict=True))
+    for word, following in words:
+        option, equals, value = word.partition("=")
+        if option in WITH_VALUE and not equals:
+            next(words, None)
+        elif option not in (*FLAGS, *WITH_VALUE) and option.startswith("-") and option.strip("-"):
+            if not equals and following and not following.startswith("-") and "=" not in following:
+                value = following
+                next(words)
+            yield _explained(word if equals or not value else f"{word} {value}", option.lstrip("-"), value)
+
+
+def _explained(typed: str, name: str, value: str) -> str:
+    key = name.replace("-", "_")
+    if said := remark(key):
+        return f"{typed}: there is no such option. {said}"
+    if meant := nearest_setting(key):
+        meant = setting_instead(meant, value) or f"{meant}={value or 'VALUE'}"
+        return f"{typed}: settings are written without dashes. Did you mean {meant}?"
+    option = nearest(f"--{name}", (*FLAGS, *WITH_VALUE))
+    return f"{typed}: there is no such option.{did_you_mean(option)} --help shows the usage."

@@ -1,0 +1,122 @@
+"""Names that users of other trainers type, and the settings that the command then offers."""
+
+import pytest
+
+from rlhf.arguments import parse
+from rlhf.config.library import Library
+from rlhf.config.other_names import REMARKS, SETTINGS_OF_OTHERS, VALUES_OF_OTHERS
+from rlhf.config.schema import SECTIONS, SETTINGS, hint, meant, nearest_setting, remark, setting_of
+from rlhf.errors import UserError, nearest
+
+# The settings of examples/grpo_trainer/run_qwen2_5_7b_math.sh and of its neighbours in verl, in their order.
+VERL_SCRIPT = """algorithm.adv_estimator data.train_files data.val_files data.train_batch_size data.max_prompt_length
+data.max_response_length data.filter_overlong_prompts data.truncation actor_rollout_ref.model.path
+actor_rollout_ref.actor.optim.lr actor_rollout_ref.model.use_remove_padding
+actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+actor_rollout_ref.actor.use_kl_loss actor_rollout_ref.actor.kl_loss_coef actor_rollout_ref.actor.kl_loss_type
+actor_rollout_ref.actor.entropy_coeff actor_rollout_ref.model.enable_gradient_checkpointing
+actor_rollout_ref.actor.fsdp_config.param_offload actor_rollout_ref.actor.fsdp_config.optimizer_offload
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu actor_rollout_ref.rollout.tensor_model_parallel_size
+actor_rollout_ref.rollout.name actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.n
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu actor_rollout_ref.ref.fsdp_config.param_offload
+algorithm.use_kl_in_reward trainer.critic_warmup trainer.logger trainer.project_name trainer.experiment_name
+trainer.n_gpus_per_node trainer.nnodes trainer.save_freq trainer.test_freq trainer.total_epochs"""
+
+
+def test_what_is_offered_is_there():
+    groups = {*Library.find(None).groups, "recipes"}
+    offered = set(SETTINGS_OF_OTHERS.values())
+    assert {name for name in offered if not setting_of(name)} <= groups | SECTIONS
+
+
+def test_no_name_of_the_table_is_a_setting_of_ours():
+    typed = {*SETTINGS_OF_OTHERS, *REMARKS}
+    assert not typed & {*SETTINGS, "recipes"}
+    assert not SETTINGS_OF_OTHERS.keys() & REMARKS.keys()
+
+
+def test_settings_that_remarks_name_are_there():
+    words = {word.strip(".,;()'") for text in REMARKS.values() for word in text.split()}
+    names = {word.partition("=")[0].strip("'") for word in words if word.split(".")[0] in SECTIONS and "." in word}
+    assert {name for name in names if not setting_of(name)} == set()
+
+
+def test_values_that_are_offered_are_choices():
+    choices = {choice for setting in SETTINGS.values() for choice in setting.metadata["choices"]}
+    assert set(VALUES_OF_OTHERS.values()) <= choices | {"grpo", "reinforce_plus_plus"}
+
+
+@pytest.mark.parametrize("key", VERL_SCRIPT.split())
+def test_every_setting_of_a_script_of_verls_has_an_answer(key):
+    own = key.removeprefix("actor_rollout_ref.")
+    assert own in SETTINGS or own in SETTINGS_OF_OTHERS or own in REMARKS
+    assert key in SETTINGS or hint(key)
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        ("trainer.n_gpus_per_node", "trainer.nproc"),
+        ("data.truncation", "data.overlong_prompts"),
+        ("learning_rate", "actor.optim.lr"),
+        ("actor_rollout_ref.actor.optim.lr", "actor.optim.lr"),
+        ("actor_rollout_ref.model.path", "model.path"),
+        ("num_generations", "rollout.n"),
+        ("pretrain", "model.path"),
+        ("ds.zero_stage", "backend.zero_stage"),
+    ],
+)
+def test_a_name_of_another_trainers(typed, ours):
+    assert nearest_setting(typed) == ours
+    assert hint(typed) == f" Did you mean {ours}?"
+
+
+@pytest.mark.parametrize("typed", ["actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio", "eps_clip", "epsilon"])
+def test_the_clip_of_both_sides_is_never_the_dual_clip(typed):
+    assert remark(typed) == "It clips on both sides; set actor.clip_ratio_low and actor.clip_ratio_high."
+    assert "clip_ratio_c" not in hint(typed)
+
+
+def test_a_value_that_is_only_spelled_alike_is_not_offered():
+    assert meant("gpu", ("auto", "cpu", "cuda")) == "cuda"
+    assert meant("gpu", ("cpu",)) is None
+    assert nearest("gpu", ("cpu",)) is None
+    assert meant("bf16", ("none", "bfloat16")) == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ["--trainer.nproc=2"],
+            "--trainer.nproc=2: settings are written without dashes. Did you mean trainer.nproc=2?",
+        ),
+        (["--learning_rate", "1e-6"], "--learning_rate 1e-6: settings are written without dashes. Did you mean actor."),
+        (
+            ["--num-generations=8"],
+            "--num-generations=8: settings are written without dashes. Did you mean rollout.n=8?",
+        ),
+        (["--model", "a/b"], "--model a/b: settings are written without dashes. Did you mean model.path=a/b?"),
+        (["--eps_clip", "0.2"], "--eps_clip 0.2: there is no such option. It clips on both sides;"),
+        (
+            ["--config-name", "x"],
+            "--config-name x: there is no such option. A named experiment is chosen with recipes=",
+        ),
+        (["--hlep"], "--hlep: there is no such option. Did you mean --help?"),
+        (["--zzz"], "--zzz: there is no such option. --help shows the usage."),
+    ],
+)
+def test_settings_written_as_options(argv, said):
+    with pytest.raises(UserError) as refusal:
+        parse(["rollout.n=4", *argv, "trainer.seed=1"])
+    assert str(refusal.value).startswith(said)
+
+
+def test_options_and_overrides_in_any_order():
+    found = parse(["a=1", "--cfg", "job", "b=2", "-m", "--config-dir=x", "c=-1"])
+    assert (found.overrides, found.cfg, found.multirun, str(found.config_dir)) == (
+        ["a=1", "b=2", "c=-1"],
+        "job",
+        True,
+        "x",
+    )

@@ -1,0 +1,95 @@
+"""Sweeps: their combinations, names and directories, and what becomes of the others when a run fails."""
+
+import pytest
+
+from rlhf.compose import combinations
+from rlhf.config.library import Library
+from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
+from rlhf.sweep import LONGEST_NAME, plan, run_all, run_name
+
+LIBRARY = Library.find(None)
+
+
+def test_combinations_in_hydras_way():
+    found = combinations(["a=1,2", "b=[3,4]", "c=range(1,3)", "+d='x,y'", "e=choice(u,v)"])
+    assert len(found) == 8
+    assert found[0].overrides == ["a=1", "b=[3,4]", "c=1", "+d='x,y'", "e=u"]
+    assert found[0].swept == ("a=1", "c=1", "e=u")
+    assert [f.swept[-1] for f in found[:2]] == ["e=u", "e=v"]
+
+
+@pytest.mark.parametrize("wrong", ["a=interval(0,1)", "a=glob(*)"])
+def test_a_sweep_without_a_list_is_refused(wrong):
+    with pytest.raises(UserError, match="-m takes lists of values"):
+        combinations([wrong])
+
+
+def test_each_run_has_a_directory_named_by_its_values():
+    runs = plan(["actor.optim.lr=1e-5,5e-5", "algorithm=grpo,rloo", "trainer.seed=3"], LIBRARY)
+    assert [run.config.run_dir.name for run in runs] == [
+        f"offline-actor.optim.lr-{lr}-algorithm-{algorithm}"
+        for lr in ("1e-05", "5e-05")
+        for algorithm in ("grpo", "rloo")
+    ]
+    assert [run.config.actor.optim.lr for run in runs] == [1e-5, 1e-5, 5e-5, 5e-5]
+    assert {run.config.trainer.seed for run in runs} == {3}
+
+
+def test_experiments_that_are_swept_name_themselves():
+    runs = plan(["trainer.experiment_name=a,b", "trainer.project_name=${trainer.experiment_name}"], LIBRARY)
+    assert [run.config.trainer.experiment_name for run in runs] == ["a", "b"]
+
+
+def test_names_are_plain_and_differ_where_values_do():
+    assert run_name("e", ["data.train_files=a.jsonl", "trainer.seed=1"]) == "e-data.train_files-a.jsonl-trainer.seed-1"
+    one, other = (run_name("e", [f"data.train_files=a{c}b"]) for c in "/:")
+    assert one != other
+    assert one.startswith("e-data.train_files-a_b-")
+    assert len(run_name("e", ["data.train_files=" + "x" * 300])) < LONGEST_NAME + 20
+
+
+def test_mistakes_of_all_runs_are_told_before_the_first_starts():
+    with pytest.raises(UserError) as refusal:
+        plan(["rollout.n=1,4,0", "trainer.nproq=2"], LIBRARY)
+    assert str(refusal.value).splitlines() == [
+        "trainer.nproq=2: there is no setting trainer.nproq. Did you mean trainer.nproc?"
+    ]
+    with pytest.raises(UserError) as refusal:
+        plan(["rollout.n=1,4,0"], LIBRARY)
+    assert [line.partition(":")[0] for line in str(refusal.value).splitlines()] == ["rollout.n=1", "rollout.n=0"]
+    with pytest.raises(UserError, match="two runs of the sweep are the same"):
+        plan(["trainer.seed=1,1"], LIBRARY)
+
+
+def test_under_torchrun_there_is_no_sweep(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(UserError, match="under torchrun a command is one run"):
+        plan(["trainer.seed=1,2"], LIBRARY)
+
+
+@pytest.mark.parametrize(
+    ("codes", "started", "code"),
+    [
+        ([EXIT_DONE, EXIT_DONE, EXIT_DONE], 3, EXIT_DONE),
+        ([EXIT_DONE, EXIT_CRASHED, EXIT_DONE], 3, EXIT_CRASHED),
+        ([None, EXIT_DONE, EXIT_DONE], 3, EXIT_USER_ERROR),
+        ([None, EXIT_DONE, EXIT_CRASHED], 3, EXIT_CRASHED),
+        ([EXIT_CRASHED, EXIT_REQUEUE, EXIT_DONE], 2, EXIT_REQUEUE),
+    ],
+)
+def test_the_others_run_when_one_fails(codes, started, code, capsys):
+    runs, seen = plan(["trainer.seed=1,2,3"], LIBRARY), []
+
+    def start(config):
+        seen.append(config.trainer.seed)
+        if (end := codes[len(seen) - 1]) is None:
+            raise UserError("a mistake")
+        return end
+
+    assert run_all(runs, start) == code
+    assert seen == [1, 2, 3][:started]
+    failed = [line for line in capsys.readouterr().err.splitlines() if "Failed with exit code" in line]
+    if code != EXIT_REQUEUE:
+        wrong = [f"trainer.seed={n}" for n, c in enumerate(codes, 1) if c != EXIT_DONE]
+        assert [line.rpartition(", in ")[0].rpartition(": ")[2] for line in failed] == wrong
