@@ -1,0 +1,122 @@
+"""Stages of .ci/run side by side: whose output is whose, what fails with what, and that nothing is left of any."""
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.launching import ROOT
+from tests.support.published import eventually
+
+DEADLINE_S = 60
+HEAD = f"""
+set -euo pipefail
+exec </dev/null
+nproc() {{ echo 2; }}
+source {ROOT}/.ci/stages.sh
+patience_s=1
+"""
+
+
+def start(folder: Path, stages: str) -> "subprocess.Popen[str]":
+    (folder / "script").write_text(HEAD + stages + "run_stages\n")
+    (folder / "tmp").mkdir()
+    return subprocess.Popen(
+        ["bash", "script"],
+        cwd=folder,
+        env=os.environ | {"TMPDIR": str(folder / "tmp")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(script: "subprocess.Popen[str]", folder: Path) -> str:
+    """All that it said. Its folder is gone, and so is every process that left its number."""
+    output = script.communicate(timeout=DEADLINE_S)[0]
+    assert not list((folder / "tmp").iterdir()), output
+    for path in folder.glob("*.pid"):
+        eventually(lambda path=path: not runs(int(path.read_text())), DEADLINE_S)
+    return output
+
+
+def runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_what_fails_is_named_and_what_needs_it_does_not_run(tmp_path):
+    stages = r"""
+    fails() { echo before; false; echo never; }
+    stage "a b" 2 "" "alone a b" sleep 0.2
+    stage "fails" 1 "a b" "make fails" fails
+    stage "after it" 1 "a b,fails" "x" touch never
+    stage "after that" 1 "after it" "x" touch never
+    stage "killed" 1 "" "kill it" bash -c 'kill -KILL $$'
+    stage "quoted" 1 "a b" "x" printf '%s\n' "it's \$HOME"
+    """
+    script = start(tmp_path, stages)
+    output = finish(script, tmp_path)
+    assert script.returncode == 1
+    assert "Stage fails failed with exit code 1. By itself: make fails\n" in output
+    assert "Stage killed failed with exit code 137. By itself: kill it\n" in output
+    assert "Stage after it did not run, since fails failed." in output
+    assert "Stage after that did not run, since after it failed." in output
+    assert "=== fails\nbefore\nStage" in output
+    assert "=== quoted\nit's $HOME\n=== quoted: exit code 0" in output
+    assert re.search(r"^ +\d+ +\d+  fails  FAILED$", output, re.MULTILINE)
+    assert re.search(r"^ +\d+ +\d+  a b$", output, re.MULTILINE)
+    assert not (tmp_path / "never").exists()
+
+
+def test_stages_share_the_places_and_each_speaks_in_one_piece(tmp_path):
+    """Two of them talk in turns; a large one that would make five places of three waits for both."""
+    talk = "for i in 1 2 3; do echo {0}$i; touch {0}$i; until [ -e {1}$i ]; do sleep 0.01; done; done"
+    stages = f"""
+    stage "x" 2 "" "alone" bash -c 'nice; {talk.format("x", "y")}'
+    stage "y" 1 "" "alone" bash -c 'nice; {talk.format("y", "x")}'
+    stage "large" 2 "" "alone" bash -c 'ls x3 y3'
+    """
+    script = start(tmp_path, stages)
+    output = finish(script, tmp_path)
+    assert script.returncode == 0
+    low = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    assert f"=== x\n{os.getpriority(os.PRIO_PROCESS, 0)}\nx1\nx2\nx3\n=== x: exit code 0" in output
+    assert f"=== y\n{low}\ny1\ny2\ny3\n=== y: exit code 0" in output
+    assert output.index("... large begins") > min(output.index("=== x:"), output.index("=== y:"))
+    assert "CI passed in" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_whatever_ends_it_nothing_is_left_behind(tmp_path, number):
+    """Not of a stage that ends when it is asked, nor of one that is deaf, nor what has left a stage's group."""
+    stages = """
+    tidy() { echo "tidy speaks"; exec python3 -c '
+import os, time
+try:
+    open("tidy.pid", "w").write(str(os.getpid()))
+    time.sleep(300)
+except KeyboardInterrupt:
+    print("asked to end")
+'
+    }
+    deaf() {
+      setsid bash -c 'echo $$ >gone.pid; exec sleep 300' &
+      exec bash -c 'trap "" INT TERM; echo $BASHPID >deaf.pid; while true; do sleep 300; done'
+    }
+    stage "tidy" 1 "" "alone" tidy
+    stage "deaf" 1 "" "alone" deaf
+    """
+    script = start(tmp_path, stages)
+    pids = [tmp_path / f"{name}.pid" for name in ("tidy", "deaf", "gone")]
+    eventually(lambda: all(path.exists() and path.read_text().strip() for path in pids), DEADLINE_S)
+    assert all(runs(int(path.read_text())) for path in pids)
+    os.kill(script.pid, number)
+    output = finish(script, tmp_path)
+    assert script.returncode == 128 + number
+    assert "=== tidy\ntidy speaks\nasked to end\n=== tidy: still running after" in output
+    assert f"CI failed with exit code {128 + number} after" in output
