@@ -90,8 +90,8 @@ def check_inputs(config: Config) -> None:
     from rlhf.reward import check_reward
     from rlhf.tracking import check_trackers
 
-    check_sources(config.data, config.reward.functions, config.trainer.seed)
     check_reward(config.reward, config.reward_model)
+    check_sources(config.data, config.reward, config.trainer.seed)
     check_trackers(config.trainer.logger)
 
 

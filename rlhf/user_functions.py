@@ -33,6 +33,17 @@ def find_function(setting: str, spec: str) -> ast.arguments | None:
     Raises:
         UserError: naming the setting, its value and what to correct; also for an async function.
     """
+    binding = find_definition(setting, spec)
+    if isinstance(binding, ast.AsyncFunctionDef):
+        raise UserError(
+            f"{setting}={spec}: the function is async, and nobody would await it. Make it a plain one (asyncio.run "
+            "inside)."
+        )
+    return None if binding is None else binding.args
+
+
+def find_definition(setting: str, spec: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """As `find_function`, but the whole definition, which may be async."""
     path, name = split_spec(setting, spec)
     said = f"{setting}={spec}"
     if not path.is_file():
@@ -49,11 +60,7 @@ def find_function(setting: str, spec: str) -> ast.arguments | None:
             "Correct the name after the colon."
         )
     binding = bound[name]
-    if isinstance(binding, ast.AsyncFunctionDef):
-        raise UserError(
-            f"{said}: the function is async, and nobody would await it. Make it a plain one (asyncio.run inside)."
-        )
-    return binding.args if isinstance(binding, ast.FunctionDef) else None
+    return binding if isinstance(binding, ast.FunctionDef | ast.AsyncFunctionDef) else None
 
 
 def check_positional(setting: str, spec: str, takes: Sequence[str]) -> None:
@@ -83,7 +90,7 @@ def hash_of_files(functions: Sequence[str]) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(xxhash.xxh3_128_digest(path.read_bytes()) for path in paths))
 
 
-def load_function(setting: str, spec: str) -> Callable[..., Any]:
+def load_function(setting: str, spec: str, *, may_be_async: bool = False) -> Callable[..., Any]:
     """Run the file (once per process, however many of its functions are named) and return the function.
 
     Modules that lie beside the file can be imported by it.
@@ -91,7 +98,7 @@ def load_function(setting: str, spec: str) -> Callable[..., Any]:
     Raises:
         UserError: for what `find_function` finds, a file that raises, or a name that is no function.
     """
-    find_function(setting, spec)
+    (find_definition if may_be_async else find_function)(setting, spec)
     path, name = split_spec(setting, spec)
     try:
         function = getattr(_module(path), name)

@@ -113,9 +113,9 @@ def _build(
 def _prompt_sets(
     config: Config, tokenizer: PreTrainedTokenizerBase, coordinator: Coordinator
 ) -> tuple[PromptSet, PromptSet | None]:
-    data, rewards, seed = config.data, config.reward.functions, config.trainer.seed
-    train_set = build_train_set(data, rewards, seed, tokenizer)
-    val_set = build_val_set(data, rewards, seed, tokenizer)
+    data, reward, seed = config.data, config.reward, config.trainer.seed
+    train_set = build_train_set(data, reward, seed, tokenizer)
+    val_set = build_val_set(data, reward, seed, tokenizer)
     if len(set(coordinator.gather(train_set.fingerprint))) > 1:
         raise UserError(
             f"The ranks read different training prompts from {data.train_files or data.reasoning_gym}: give every node "

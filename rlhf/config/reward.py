@@ -1,6 +1,7 @@
 """Section `reward`: the reward functions and their failures."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf.config.fields import setting
 
@@ -22,14 +23,15 @@ class OverlongBufferConfig:
 class RewardConfig:
     functions: list[str] = setting(["reasoning_gym"])
     """The rewards, added up: `reasoning_gym`, `math_verify`, `exact_match`, `reward_model`, or `path/to/file.py:name`,
-    called as name(data_source=, solution_str=, ground_truth=, extra_info=) in a process of its own; it returns a
-    number, or a dict with `score` and further numbers to log. The first one decides what counts as right (a score of at
-    least 1)."""
+    a function as verl's or TRL's files have it, called in a process of its own with the arguments that it names. The
+    first one decides what counts as right (a score of at least 1)."""
+    kwargs: dict[str, Any] = setting({})
+    """Further arguments for the functions of files, each for those that take it (verl's `reward_kwargs`)."""
     weights: list[float] | None = setting(None)
     """One weight for each of `functions`; null weighs all 1."""
     timeout_s: float = setting(10.0, gt=0)
-    """Seconds for one sample in a reward process; past them the process is killed, the sample scores `failed_score` and
-    is counted."""
+    """Seconds for one sample in a reward process, and for each of those of a call that judges several; past them the
+    process is killed, the sample or the samples score `failed_score` and are counted."""
     on_error: str = setting("stop", choices=("stop", "score"))
     """A function that raises, returns no number or dies twice on a sample: end the run, or give the sample
     `failed_score` and count it."""

@@ -1,6 +1,6 @@
 """Items of the data room: a raw row of any source, the tokenised prompt made from it, and its place in a run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -14,6 +14,8 @@ class Row:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Further columns that reward functions read."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Prompt:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    columns: dict[str, Any] = field(default_factory=dict)
+    """As the row's."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """File of tokenised prompts in Arrow's streaming format, as `datasets.Dataset.from_file` reads it; mapped, not loaded.
 
-Columns: `index` (of the row in its source), `row` (JSON: messages, data source, reference answer, extra info),
-`token_ids`, and `check`, the xxh3-64 of the other three, which is compared whenever a row is read. Nothing in it is
-code, and no rank holds more of it than the rows in its hands.
+Columns: `index` (of the row in its source), `row` (JSON: messages, data source, reference answer, extra info, the
+further columns that rewards read, if any), `token_ids`, and `check`, the xxh3-64 of the other three, which is compared
+whenever a row is read. Nothing in it is code, and no rank holds more of it than the rows in its hands.
 """
 
 import json
@@ -125,7 +125,7 @@ def _check(index: int, row: bytes, token_ids: np.ndarray) -> int:
 
 
 def _check_plain(row: Row) -> None:
-    for value in (row.ground_truth, row.extra_info):
+    for value in (row.ground_truth, row.extra_info, row.columns):
         if (kind := _not_plain(value)) is not None:
             raise NotPlain(f"{row.where} has a value of type {kind.__name__}, which JSON lacks")
 
@@ -193,8 +193,8 @@ class MappedPrompts:
                 f"{self._path}: prompt {i} is damaged on the disk. Delete the folder {self._path.parent}, which is "
                 "made again from the data files, and run the same command again."
             )
-        messages, data_source, ground_truth, extra_info = json.loads(row)
-        return Prompt(index, messages, token_ids.tolist(), data_source, ground_truth, extra_info)
+        messages, data_source, ground_truth, extra_info, *columns = json.loads(row)
+        return Prompt(index, messages, token_ids.tolist(), data_source, ground_truth, extra_info, *columns)
 
 
 def _value(buffers: list[Any], j: int, offset_type: str, value_type: str) -> np.ndarray:

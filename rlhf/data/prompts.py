@@ -82,6 +82,7 @@ class PromptsInMemory:
             data_source=row.data_source,
             ground_truth=row.ground_truth,
             extra_info=row.extra_info,
+            columns=row.columns,
         )
 
 
@@ -93,7 +94,14 @@ class RowsHash:
 
     def add(self, row: Row) -> str:
         """Take in the next row; returns it as the JSON that is hashed."""
-        text = json.dumps((row.messages, row.data_source, row.ground_truth, row.extra_info), default=str)
+        facts = (
+            row.messages,
+            row.data_source,
+            row.ground_truth,
+            row.extra_info,
+            *([row.columns] if row.columns else []),
+        )
+        text = json.dumps(facts, default=str)
         self._digest.update(text.encode())
         self._digest.update(b"\n")
         return text

@@ -4,7 +4,7 @@ import glob
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf.data.rows import VERL_COLUMNS, listed, suggestion
 from rlhf.errors import UserError
+from rlhf.reward import WantedColumns
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +50,13 @@ class Source:
             return [self.path]
         return [Path(file["filename"]) for file in self.hub_split.cache_files]
 
-    def records(self, prompt_key: str, answer_key: str) -> Iterator[Record]:
-        """The records in order; parquet files are read by the columns that the trainer uses."""
+    def records(self, prompt_key: str, answer_key: str, wanted: WantedColumns) -> Iterator[Record]:
+        """The records in order; parquet files are read by the columns that the trainer and the rewards use."""
         if self.path is None:
             return ((f"{self.setting}: {self.spec} row {n}", record) for n, record in enumerate(self.hub_split))
         if self.path.suffix == ".parquet":
-            return _parquet_records(self, {prompt_key, answer_key, *VERL_COLUMNS})
+            ours = {prompt_key, answer_key, *VERL_COLUMNS}
+            return _parquet_records(self, lambda name: name in ours or wanted.reads(name))
         return _jsonl_records(self)
 
 
@@ -95,7 +97,7 @@ def _resolve_one(setting: str, spec: str, default_split: str) -> list[Source]:
     return [Source(setting, spec, p, default_split) for p in paths]
 
 
-def _parquet_records(source: Source, wanted: set[str]) -> Iterator[Record]:
+def _parquet_records(source: Source, wanted: Callable[[str], bool]) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -104,7 +106,7 @@ def _parquet_records(source: Source, wanted: set[str]) -> Iterator[Record]:
         with pq.ParquetFile(source.path) as file:
             names = file.schema_arrow.names
             # Without any column of ours the error of parse_row should see all of them; usually they are many and wide.
-            columns = [name for name in names if name in wanted] or names
+            columns = [name for name in names if wanted(name)] or names
             for batch in file.iter_batches(batch_size=1000, columns=columns):
                 for record in batch.to_pylist():
                     yield f"{source.setting}: {source.path} row {number}", {name: record.get(name) for name in names}

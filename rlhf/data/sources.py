@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
-from rlhf.config import DataConfig
+from rlhf.config import DataConfig, RewardConfig
 from rlhf.config.reward import VERIFIERS
 from rlhf.data import procedural
 from rlhf.data.cached_prompts import cached_prompts, is_large, tokenizer_identity
@@ -18,37 +19,38 @@ from rlhf.data.records import Source, resolve
 from rlhf.data.rows import parse_row
 from rlhf.data.tokens import LengthLimit
 from rlhf.errors import UserError
+from rlhf.reward import WantedColumns
 
 log = logging.getLogger(__name__)
 
 _TRAIN, _VAL, _GYM = "data.train_files", "data.val_files", "data.reasoning_gym"
 
 
-def build_train_set(data: DataConfig, rewards: Sequence[str], seed: int, tokenizer: Any) -> PromptSet:
+def build_train_set(data: DataConfig, reward: RewardConfig, seed: int, tokenizer: Any) -> PromptSet:
     """The training prompts, tokenised.
 
     Args:
-        rewards: `reward.functions`, which say whether rows need an answer.
+        reward: its functions say whether rows need an answer, and which further columns.
         seed: `trainer.seed`, from which generated problems follow.
 
     Raises:
         UserError: any mistake in settings or data.
     """
     if data.train_files is None:
-        return _gym_set(data, tokenizer, procedural.train_rows(data, seed)[: data.train_max_samples])
-    return _file_set(data, rewards, _TRAIN, data.train_max_samples, tokenizer)
+        return _gym_set(data, reward, tokenizer, procedural.train_rows(data, seed)[: data.train_max_samples])
+    return _file_set(data, reward, _TRAIN, data.train_max_samples, tokenizer)
 
 
-def build_val_set(data: DataConfig, rewards: Sequence[str], seed: int, tokenizer: Any) -> PromptSet | None:
+def build_val_set(data: DataConfig, reward: RewardConfig, seed: int, tokenizer: Any) -> PromptSet | None:
     """The held-out prompts, or None if `data` names none; arguments and errors as of `build_train_set`."""
     if data.val_files is not None:
-        return _file_set(data, rewards, _VAL, data.val_max_samples, tokenizer)
+        return _file_set(data, reward, _VAL, data.val_max_samples, tokenizer)
     if data.train_files is not None:
         return None
-    return _gym_set(data, tokenizer, procedural.val_rows(data, seed)[: data.val_max_samples])
+    return _gym_set(data, reward, tokenizer, procedural.val_rows(data, seed)[: data.val_max_samples])
 
 
-def check_sources(data: DataConfig, rewards: Sequence[str], seed: int) -> None:
+def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> None:
     """Find what can be found without a tokenizer: names, files, extensions, columns, a reward that does not fit.
 
     Reads one row of each local file. A Hub data set is loaded (and so downloaded once, before the ranks ask for it).
@@ -58,7 +60,7 @@ def check_sources(data: DataConfig, rewards: Sequence[str], seed: int) -> None:
         if value is None:
             continue
         sources = resolve(setting, value, _split(setting))
-        first_rows = [next(_read(data, rewards, [source]), None) for source in sources]
+        first_rows = [next(_read(data, reward, [source]), None) for source in sources]
         if not any(first_rows):
             raise UserError(f"{setting}={value} has no rows. Name a data set with at least one prompt.")
     if data.train_files is None:
@@ -69,23 +71,26 @@ def _split(setting: str) -> str:
     return "train" if setting == _TRAIN else "test"
 
 
-def _gym_set(data: DataConfig, tokenizer: Any, rows: list[Row]) -> PromptSet:
+def _gym_set(data: DataConfig, reward: RewardConfig, tokenizer: Any, rows: list[Row]) -> PromptSet:
+    if rows:
+        WantedColumns.of(reward).of_record({}, data.prompt_key, rows[0].where)
     return PromptSet.in_memory(rows, tokenizer, LengthLimit(data.max_prompt_length, data.overlong_prompts, _GYM))
 
 
 def _file_set(
-    data: DataConfig, rewards: Sequence[str], setting: str, max_samples: int | None, tokenizer: Any
+    data: DataConfig, reward: RewardConfig, setting: str, max_samples: int | None, tokenizer: Any
 ) -> PromptSet:
     value = data.train_files if setting == _TRAIN else data.val_files
     sources = resolve(setting, value, _split(setting))
     limit = LengthLimit(data.max_prompt_length, data.overlong_prompts, setting)
     if is_large(sources) and (tokens := tokenizer_identity(tokenizer)) is not None:
-        read_with = [data.prompt_key, data.answer_key, max_samples, _need_answer(rewards), _checked_by(rewards)]
+        read_with: list[Any] = [data.prompt_key, data.answer_key, max_samples, _need_answer(reward.functions)]
+        read_with += [_checked_by(reward.functions), WantedColumns.of(reward).as_json()]
         try:
             stored = cached_prompts(
                 cache_folder(data.cache_dir),
                 sources,
-                lambda: islice(_read(data, rewards, sources), max_samples),
+                lambda: islice(_read(data, reward, sources), max_samples),
                 tokenizer,
                 limit,
                 [tokens, *read_with],
@@ -93,20 +98,20 @@ def _file_set(
             return PromptSet(stored, limit)
         except NotPlain as error:
             log.warning("%s, so every rank keeps all prompts of %s in its memory.", error, setting)
-    rows = list(islice(_read(data, rewards, sources), max_samples))
+    rows = list(islice(_read(data, reward, sources), max_samples))
     if not rows:
         raise UserError(f"{setting}={value} has no rows. Name a data set with at least one prompt.")
     return PromptSet.in_memory(rows, tokenizer, limit)
 
 
-def _read(data: DataConfig, rewards: Sequence[str], sources: list[Source]) -> Iterator[Row]:
-    index = 0
+def _read(data: DataConfig, reward: RewardConfig, sources: list[Source]) -> Iterator[Row]:
+    index, rewards, wanted = 0, reward.functions, WantedColumns.of(reward)
     need_answer = _need_answer(rewards)
     for source in sources:
-        for where, record in source.records(data.prompt_key, data.answer_key):
+        for where, record in source.records(data.prompt_key, data.answer_key, wanted):
             row = parse_row(record, index, where, source.label, data.prompt_key, data.answer_key, need_answer)
             _check_reward_fits(rewards, row)
-            yield row
+            yield replace(row, columns=wanted.of_record(record, data.prompt_key, where))
             index += 1
 
 

@@ -18,9 +18,18 @@ def score_responses(
     # The tokenizer makes one text out of no sequences.
     texts = iter(tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else [])
     items = [
-        RewardItem(prompt.data_source, next(texts), prompt.ground_truth, prompt.extra_info, prompt.messages)
-        for prompt, samples in every
-        for _ in samples
+        RewardItem(
+            prompt.data_source,
+            next(texts),
+            prompt.ground_truth,
+            prompt.extra_info,
+            prompt.messages,
+            prompt.columns,
+            sample.token_ids,
+            group,
+        )
+        for group, (prompt, samples) in enumerate(every)
+        for sample in samples
     ]
     results = iter(reward.score(items))
     return [[next(results) for _ in samples] for _, samples in every]

@@ -98,7 +98,7 @@ def _shown(
         "ground_truth": None if prompt is None else prompt.ground_truth,
         "score": score,
         "rewards": result.terms,
-        "extra": result.extra,
+        "extra": {**result.extra, **result.notes},
         "advantage": advantage,
         "length": len(sample.token_ids),
         "finish_reason": sample.finish_reason,

@@ -5,7 +5,7 @@ Loads no torch: every reward process imports it.
 
 from rlhf.config.reward import RewardConfig
 from rlhf.reward.failures import FailurePolicy, Timeouts, merge_timeouts
-from rlhf.reward.function import SETTING
+from rlhf.reward.function import SETTING, WantedColumns
 from rlhf.reward.inprocess import ExactMatch, ReasoningGym
 from rlhf.reward.pool import ProcessPool
 from rlhf.reward.scores import RewardError, RewardItem, RewardResult, Score, Scorer
@@ -52,6 +52,7 @@ __all__ = [
     "Score",
     "Scorer",
     "Timeouts",
+    "WantedColumns",
     "build_reward",
     "check_reward",
     "merge_timeouts",

@@ -91,11 +91,11 @@ class CpuTime:
         self._allowance = timeout_s * (os.cpu_count() or 1)
         self._limit = 0
 
-    def renew(self) -> None:
-        """Leave at least what one sample may use, and at most twice as much and a second."""
-        used = time.process_time()
-        if self._limit - used < self._allowance:
-            self._limit = math.ceil(used + 2 * self._allowance)
+    def renew(self, count: int = 1) -> None:
+        """Leave at least what `count` samples may use, and at most twice as much and a second."""
+        used, allowance = time.process_time(), self._allowance * count
+        if self._limit - used < allowance:
+            self._limit = math.ceil(used + 2 * allowance)
             hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
             soft = self._limit if hard == resource.RLIM_INFINITY else min(self._limit, hard)
             resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))

@@ -1,29 +1,95 @@
 """Check of the user's functions among `reward.functions`, `path/to/file.py:name`, without running the file."""
 
-from rlhf.errors import UserError
-from rlhf.user_functions import find_function
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.config.reward import VERIFIERS, RewardConfig
+from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.reward.signature import GIVEN, PROMPT, Convention, Signature
+from rlhf.user_functions import find_definition
 
 SETTING = "reward.functions"
-KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+REWARD_MODEL = "reward_model"
+NAMES = (*VERIFIERS, REWARD_MODEL)
+
+
+def signature_in_file(spec: str) -> Signature | None:
+    """The parameters of the function that `spec` names; None where its name is bound by anything but a `def`.
+
+    Raises UserError if `spec` names no file, no Python, or no function in it.
+    """
+    found = find_definition(SETTING, spec)
+    return None if found is None else Signature.of_definition(found)
 
 
 def check_function(spec: str) -> None:
-    """UserError if `spec` names no file, no Python, no function in it, or one without the four keywords."""
-    args = find_function(SETTING, spec)
-    if args is None:
-        return
-    taken = {a.arg for a in args.args + args.kwonlyargs}
-    missing = [k for k in KEYWORDS if k not in taken]
-    if missing and args.kwarg is None:
-        raise UserError(
-            f"{SETTING}={spec}: the function does not take {', '.join(missing)}. "
-            f"It is called with {', '.join(KEYWORDS)}; add **kwargs."
-        )
-    required = args.args[: len(args.args) - len(args.defaults)]
-    required += [a for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
-    unfilled = [a.arg for a in args.posonlyargs + required if a.arg not in KEYWORDS]
-    if unfilled:
-        raise UserError(
-            f"{SETTING}={spec}: the function needs {', '.join(unfilled)}, but is called with "
-            f"{', '.join(KEYWORDS)} only. Give a default."
-        )
+    """As `signature_in_file`; UserError also for a function that would not see the response."""
+    signature = signature_in_file(spec)
+    if signature is not None and (problem := signature.problem()):
+        raise UserError(f"{SETTING}={spec}: the function {problem}")
+
+
+def check_kwargs(config: RewardConfig) -> None:
+    """UserError for `reward.kwargs` that no function takes, or that would replace what the trainer gives."""
+    signatures = [signature_in_file(function) for function in config.functions if function not in NAMES]
+    known = [each for each in signatures if each is not None]
+    for name in config.kwargs:
+        said = f"reward.kwargs={config.kwargs}: {name}"
+        if any(name in (*GIVEN[each.convention], PROMPT) for each in known):
+            raise UserError(f"{said} is what the trainer gives to the function. Take another name.")
+        # Of a function that is imported nothing is known before its file runs.
+        if None not in signatures and not any(each.takes(name) for each in known):
+            named = [parameter for each in known for parameter in each.named]
+            near = did_you_mean(nearest(name, named))
+            raise UserError(f"{said} is a parameter of none of reward.functions={config.functions}.{near} Correct it.")
+
+
+@dataclass(frozen=True)
+class WantedColumns:
+    """Columns of the data that reward functions read, besides the prompt's and the answer's."""
+
+    every: bool = False
+    """All that there are."""
+    named: frozenset[str] = frozenset()
+    required: tuple[tuple[str, str], ...] = ()
+    """Those of `named` without which a function cannot be called, each with the function."""
+
+    @classmethod
+    def of(cls, config: RewardConfig) -> "WantedColumns":
+        """Of all functions of the user's."""
+        every, named, required = False, set[str](), list[tuple[str, str]]()
+        for function in config.functions:
+            if function in NAMES:
+                continue
+            signature = signature_in_file(function)
+            if signature is None:
+                every = True
+                continue
+            trl = signature.convention is Convention.TRL
+            every = every or (trl and signature.rest)
+            named.update([PROMPT] * trl, signature.columns(config.kwargs))
+            required += [(name, function) for name in signature.needs(config.kwargs)]
+        return cls(every, frozenset(named), tuple(required))
+
+    def reads(self, name: str) -> bool:
+        """Whether a column of a file has to be read."""
+        return self.every or name in self.named
+
+    def as_json(self) -> list[Any]:
+        """All that the columns of a row follow from."""
+        return [self.every, sorted(self.named), sorted(name for name, _ in self.required)]
+
+    def of_record(self, record: dict[str, Any], prompt_key: str, where: str) -> dict[str, Any]:
+        """The columns of a record for the functions; UserError, naming `where`, if one that they need is missing."""
+        for name, function in self.required:
+            if name not in record:
+                raise UserError(
+                    f"{where}: {SETTING}={function} takes {name}, and the row has no such column; it has "
+                    f"{', '.join(record) or 'none'}.{did_you_mean(nearest(name, record))} Name a column, give {name} "
+                    "a default, or set it in reward.kwargs."
+                )
+        by_name = {name for name in record if self.reads(name) and (name != prompt_key or name in self.named)}
+        found = {name: value for name, value in record.items() if name in by_name}
+        if self.reads(PROMPT) and prompt_key in record:
+            found[PROMPT] = record[prompt_key]
+        return found

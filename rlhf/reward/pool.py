@@ -14,9 +14,6 @@ from rlhf.reward.scoring_handle import ProcessDiedError, ScoringProcess, failure
 
 log = logging.getLogger(__name__)
 
-SENT = ("data_source", "response", "ground_truth", "extra_info")
-"""Fields of an item that its process gets; functions don't take the prompt's chat."""
-
 
 class ProcessPool:
     """Scores items in `num_workers` processes at once, each sample within `timeout_s`."""
@@ -40,46 +37,59 @@ class ProcessPool:
         Unless the policy forgives it: RewardError if the function raises or dies twice on one item, UserError if it
         returns no number. Whatever the policy: either of them if the process cannot start.
         """
-        scores = []
-        for score in self._threads.map(self._score_one, items):
-            scores.append(score)
+        if not items:
+            return []
+        process = self._idle.get()
+        try:
+            sending = process.start()
+        finally:
+            self._idle.put(process)
+        scores: list[Score] = []
+        for part in self._threads.map(self._score_together, sending.divided(items, len(self._processes))):
+            scores += part
             announce("reward.scored")
         return scores
 
-    def _score_one(self, item: RewardItem) -> Score:
+    def _score_together(self, items: Sequence[RewardItem]) -> list[Score]:
         process = self._idle.get()
         try:
-            reply = self._ask(process, item)
+            entries = self._ask(process, items)
         except TimeoutError:
-            return self._policy.timed_out([item])[0]
+            return self._policy.timed_out(items)
         except ProcessDiedError as error:
-            died = RewardError(f"{self._verifier}: the reward process died twice ({error}) on one sample: {item}")
+            died = RewardError(f"{self._verifier}: the reward process died twice ({error}) on {_told(items)}")
             # What was killed from outside, as when the machine runs out of memory, may live after a restart.
             if process.stopped or (error.killed and not self._forgive_deaths):
                 raise died from error
-            return self._policy.failed(died, forgive=self._forgive_deaths)
+            return [self._policy.failed(died, forgive=self._forgive_deaths)] * len(items)
         else:
-            if reply.get("limit"):
+            if any(entry.get("limit") for entry in entries):
                 process.kill()  # what is left of its memory is not what the next sample would have found
-                return self._policy.failed(self._out_of_memory(item), forgive=self._forgive_deaths)
+            whole = len({id(entry) for entry in entries}) < len(entries)
+            return [self._score(entry, items if whole else [item]) for entry, item in zip(entries, items, strict=True)]
         finally:
             self._idle.put(process)
-        wrong = failure(reply, f"\nThe sample: {item}")
-        return Score(**reply) if wrong is None else self._policy.failed(wrong)
 
-    def _out_of_memory(self, item: RewardItem) -> RewardError:
+    def _score(self, entry: dict[str, Any], items: Sequence[RewardItem]) -> Score:
+        """Of one item, from its entry; of several items, when the entry is an error of all of them."""
+        if entry.get("limit"):
+            return self._policy.failed(self._out_of_memory(items), forgive=self._forgive_deaths)
+        if (wrong := failure(entry, f"\nOn {_told(items)}")) is not None:
+            return self._policy.failed(wrong)
+        return self._policy.timed_out(items)[0] if entry["timed_out"] else Score(**entry)
+
+    def _out_of_memory(self, items: Sequence[RewardItem]) -> RewardError:
         limit = f"reward.memory_gb={self._config.memory_gb:g}" if self._config.memory_gb is not None else "there is"
-        return RewardError(f"{self._verifier} asked for more memory than {limit} on one sample: {item}")
+        return RewardError(f"{self._verifier} asked for more memory than {limit} on {_told(items)}")
 
-    def _ask(self, process: ScoringProcess, item: RewardItem) -> dict[str, Any]:
-        request = {name: getattr(item, name) for name in SENT}
+    def _ask(self, process: ScoringProcess, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
         try:
-            return process.ask(request)
+            return process.ask(items)
         except ProcessDiedError as error:
             if process.stopped:
                 raise
             log.warning("A reward process died (%s); starting it again for the same sample.", error)
-            return process.ask(request)
+            return process.ask(items)
 
     def close(self) -> None:
         """End every process, in the middle of a sample if need be."""
@@ -88,3 +98,7 @@ class ProcessPool:
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.kill()
+
+
+def _told(items: Sequence[RewardItem]) -> str:
+    return f"one sample: {items[0]}" if len(items) == 1 else f"{len(items)} samples, the first of them: {items[0]}"

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from rlhf.config.reward import RewardConfig
 from rlhf.errors import UserError
 from rlhf.reward.confinement import Confinement
 from rlhf.reward.environment import reward_environment
-from rlhf.reward.scores import NUMBER, RewardError
+from rlhf.reward.scores import NUMBER, RewardError, RewardItem
+from rlhf.reward.sending import Sending
 from rlhf.storage.files import remove_dir
 
 log = logging.getLogger(__name__)
@@ -28,11 +30,18 @@ START_TIMEOUT_S = 60.0
 MAX_REPLY_BYTES = 1 << 20
 MAX_OUTPUT_BYTES = 1 << 20
 """Bytes of its stdout and stderr that are shown for one request."""
-_KINDS: dict[str, tuple[type, ...]] = {"score": (float, int), "extra": (dict,), "timed_out": (bool,), "failed": (bool,)}
+_NUMBERS = (float, int)
+_KINDS: dict[str, tuple[type, ...]] = {
+    "score": (float, int, type(None)),
+    "extra": (dict,),
+    "timed_out": (bool,),
+    "failed": (bool,),
+}
 _KINDS |= {"error": (str,), "user": (bool,), "limit": (bool,), "traceback": (str,)}
-_KINDS |= {"folder": (str,), "missing": (list,)}
+_KINDS |= {"folder": (str,), "missing": (list,), "sending": (dict,), "notes": (dict,), "scores": (list,)}
 _ERROR, _READY = {"error", "user", "limit", "traceback"}, {"folder", "missing"}
-_REPLIES = ({"score", "extra", "timed_out", "failed"}, _ERROR, _READY, _ERROR | _READY)
+_ENTRIES = ({"score", "extra", "notes", "timed_out", "failed"}, _ERROR)
+_REPLIES = ({"scores"}, _ERROR, _READY | {"sending"}, _ERROR | _READY)
 _missing_told: set[str] = set()
 
 
@@ -56,29 +65,37 @@ class ScoringProcess:
         self._folder: str | None = None
         self.stopped = False
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply to one request within `reward.timeout_s`.
-
-        Raises TimeoutError or ProcessDiedError; the process is gone after either. Raises RewardError or UserError if it
-        cannot start.
-        """
+    def start(self) -> Sending:
+        """Start it, if it does not run, and return how it wants its samples. Raises RewardError or UserError."""
         if self._popen is None:
-            self._start()
+            self._sending = self._start()
+        return self._sending
+
+    def ask(self, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
+        """An entry for each item: a `Score`'s fields, or an error's, of which `failure` makes an exception.
+
+        Each item has `reward.timeout_s`. Raises TimeoutError or ProcessDiedError; the process is gone after either.
+        Raises RewardError or UserError if it cannot start.
+        """
+        sending = self.start()
         if self.stopped:
             self.kill()
             raise ProcessDiedError("closed")
         # Not a count: text of the policy's may have written an answer to the next question beforehand.
         number = secrets.token_hex(8)
-        question = json.dumps({NUMBER: number, **request}, default=str).encode() + b"\n"
-        return self._exchange(question, self._config.timeout_s, number)
+        question = {NUMBER: number, "items": [sending.fields(item) for item in items]}
+        timeout_s = sending.timeout_s(self._config.timeout_s, len(items))
+        line = json.dumps(question, default=str).encode() + b"\n"
+        reply = self._exchange(line, timeout_s, number, len(items))
+        return reply["scores"] if "scores" in reply else [reply] * len(items)
 
-    def _start(self) -> None:
+    def _start(self) -> Sending:
         config = self._config
         writable = [str(Path(path).expanduser().absolute()) for path in config.writable]
         confinement = Confinement(config.memory_gb, config.network, writable)
         # -P: the working directory comes last in PYTHONPATH, so that nothing there hides a module of the trainer's.
         command = [sys.executable, "-P", "-m", "rlhf.reward.scoring_process", self._verifier, str(os.getpid())]
-        command += [json.dumps(dataclasses.asdict(confinement)), str(config.timeout_s)]
+        command += [json.dumps(dataclasses.asdict(confinement)), str(config.timeout_s), json.dumps(config.kwargs)]
         # A session of its own: Ctrl-C is the trainer's to handle, and a kill reaches what the user's code started.
         # No file of the trainer's: who has its log open may empty it.
         self._popen = subprocess.Popen(
@@ -110,9 +127,10 @@ class ScoringProcess:
             self.kill()
             raise
         _tell_missing(ready["missing"])
+        return Sending(**ready["sending"])
 
-    def _exchange(self, request: bytes, timeout_s: float, number: str | None = None) -> dict[str, Any]:
-        """Send `request` and read one line that bears its number, both before the deadline."""
+    def _exchange(self, request: bytes, timeout_s: float, number: str | None = None, count: int = 1) -> dict[str, Any]:
+        """Send `request` and read one line that bears its number, on `count` samples, both before the deadline."""
         assert self._popen is not None
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
@@ -133,10 +151,10 @@ class ScoringProcess:
                 if not data:
                     raise BrokenPipeError
                 self._unread += data
-                if len(self._unread) > MAX_REPLY_BYTES:
+                if len(self._unread) > MAX_REPLY_BYTES * count:
                     raise ValueError
             line, self._unread = self._unread.split(b"\n", 1)
-            return _parsed(line, number)
+            return _parsed(line, number, count)
         except TimeoutError:
             self.kill()
             raise
@@ -222,18 +240,32 @@ def _kill_group(popen: subprocess.Popen[bytes]) -> None:
         os.killpg(popen.pid, signal.SIGKILL)
 
 
-def _parsed(line: bytes, number: str | None) -> dict[str, Any]:
+def _parsed(line: bytes, number: str | None, count: int) -> dict[str, Any]:
     """The reply as JSON. ValueError for another shape, or one to another question: text of the policy's may have
     written it."""
-    reply = json.loads(line)
-    if type(reply) is not dict or reply.pop(NUMBER, None) != number or reply.keys() not in _REPLIES:
+    reply = json.loads(line, parse_constant=_refuse)
+    if type(reply) is not dict or reply.pop(NUMBER, None) != number:
         raise ValueError
-    if any(type(value) not in _KINDS[key] for key, value in reply.items()):
+    _check_shape(reply, _REPLIES)
+    if "scores" in reply and len(reply["scores"]) != count:
         raise ValueError
-    numbers = [*reply.get("extra", {}).values(), reply.get("score", 0.0)]
-    if any(type(number) not in _KINDS["score"] or not _is_finite(number) for number in numbers):
-        raise ValueError
+    for entry in reply.get("scores", []):
+        _check_shape(entry, _ENTRIES)
+        numbers = [*entry.get("extra", {}).values(), entry.get("score") or 0.0]
+        if any(type(number) not in _NUMBERS or not _is_finite(number) for number in numbers):
+            raise ValueError
     return reply
+
+
+def _check_shape(value: Any, shapes: tuple[set[str], ...]) -> None:
+    if type(value) is not dict or value.keys() not in shapes:
+        raise ValueError
+    if any(type(part) not in _KINDS[key] for key, part in value.items()):
+        raise ValueError
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)  # NaN and infinities
 
 
 def _is_finite(number: float) -> bool:
@@ -255,7 +287,7 @@ def _tell_missing(missing: list[str]) -> None:
 
 
 def failure(reply: dict[str, Any], sample: str = "") -> Exception | None:
-    """Error that a reply tells, with the sample that it is about; None where the reply is a score."""
+    """Error that a reply or an entry of one tells, with the sample that it is about; None where it is a score."""
     if "error" not in reply:
         return None
     if reply["user"]:

@@ -1,30 +1,30 @@
 """Reward process, the end that scores: one JSON line in, one JSON line out.
 
-`python -m rlhf.reward.scoring_process VERIFIER PARENT_PID CONFINEMENT TIMEOUT_S`, where VERIFIER is `math_verify`,
-`reasoning_gym` or `/path/to/file.py:name`, and CONFINEMENT a `Confinement` as JSON. The first line out says ready, or
-why not.
+`python -m rlhf.reward.scoring_process VERIFIER PARENT_PID CONFINEMENT TIMEOUT_S KWARGS`, where VERIFIER is
+`math_verify`, `reasoning_gym` or `/path/to/file.py:name`, CONFINEMENT a `Confinement` and KWARGS `reward.kwargs`, both
+as JSON. The first line out says ready and how samples are to be sent, or why not. Later ones have an entry for each
+sample of the question, or one error for all of them.
 """
 
 import dataclasses
 import errno
-import inspect
 import json
 import logging
-import math
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
-from numbers import Real
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf.errors import UserError
 from rlhf.reward import verifiers
+from rlhf.reward.calls import FunctionCall
 from rlhf.reward.confinement import Confinement, CpuTime, confine
-from rlhf.reward.function import KEYWORDS, SETTING
+from rlhf.reward.function import SETTING
 from rlhf.reward.kernel import PR_SET_PDEATHSIG, prctl
 from rlhf.reward.scores import NUMBER, RewardItem, Score
+from rlhf.reward.sending import Sending
 from rlhf.user_functions import load_function
 
 _LONGEST = 50_000
@@ -36,28 +36,29 @@ _CONFINED = (
 )
 _REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS)
 
-Verifier = Callable[[RewardItem], Score]
+Scoring = Callable[[Sequence[RewardItem]], list[dict[str, Any]]]
+"""An entry of a reply for each item."""
 
 
-def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: float) -> None:
+def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: float, kwargs: dict[str, Any]) -> None:
     """Serve until the parent closes the pipe."""
     _die_with(parent_pid)
     confined = confine(confinement)
     requests, replies = _take_pipes()
     try:
-        score = _load(verifier)
-        _send(replies, dataclasses.asdict(confined))
+        score, sending = _load(verifier, kwargs, timeout_s)
+        _send(replies, dataclasses.asdict(confined) | {"sending": dataclasses.asdict(sending)})
     # Also SystemExit: a script without a __main__ guard must not look like a process that died by itself.
     except BaseException as error:
         _send(replies, dataclasses.asdict(confined) | _failure(error))
         return
     cpu_time = CpuTime(timeout_s)
     for line in requests:
-        cpu_time.renew()
         question = json.loads(line)
-        number = question.pop(NUMBER)
+        number, items = question[NUMBER], [RewardItem(**fields) for fields in question["items"]]
+        cpu_time.renew(len(items))
         try:
-            reply = dataclasses.asdict(score(RewardItem(**question, messages=[])))
+            reply: dict[str, Any] = {"scores": score(items)}
         except BaseException as error:
             reply = _failure(error)
         _send(replies, reply | {NUMBER: number})
@@ -93,8 +94,16 @@ def _failure(error: BaseException) -> dict[str, Any]:
         "error": str(error)[-_LONGEST:] + hint,
         "user": isinstance(error, UserError),
         "limit": isinstance(error, MemoryError),
-        "traceback": traceback.format_exc()[-_LONGEST:] + hint,
+        "traceback": _traceback(error)[-_LONGEST:] + hint,
     }
+
+
+def _traceback(error: BaseException) -> str:
+    """From the first frame of the user's on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__") in (__name__, FunctionCall.__module__):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
 
 
 def _meets_confinement(error: BaseException | None) -> bool:
@@ -110,63 +119,30 @@ def _meets_confinement(error: BaseException | None) -> bool:
     return False
 
 
-def _load(verifier: str) -> Verifier:
+def _load(verifier: str, kwargs: dict[str, Any], timeout_s: float) -> tuple[Scoring, Sending]:
     if verifier == "math_verify":
         # It warns once that its own timeouts are off; the pool's deadline is the timeout.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         verifiers.math_verify(RewardItem("", "\\boxed{1}", "1", {}, []))
-        return verifiers.math_verify
+        return _each(verifiers.math_verify), Sending()
     if verifier == "reasoning_gym":
         import reasoning_gym  # noqa: F401
 
-        return verifiers.reasoning_gym
-    return _user_function(verifier)
+        return _each(verifiers.reasoning_gym), Sending()
+    said = f"{SETTING}={verifier}"
+    call = FunctionCall(said, load_function(SETTING, verifier, may_be_async=True), kwargs, timeout_s, _failure)
+    return call, Sending.for_function(call.signature)
 
 
-def _user_function(spec: str) -> Verifier:
-    function = load_function(SETTING, spec)
-    _check_call(function, spec)
-
-    def score(item: RewardItem) -> Score:
-        value = function(
-            data_source=item.data_source,
-            solution_str=item.response,
-            ground_truth=item.ground_truth,
-            extra_info=item.extra_info,
-        )
-        return as_score(value, spec)
-
-    return score
-
-
-def _check_call(function: Any, spec: str) -> None:
-    """What the early check of the file cannot see: names that are assigned, imported or made."""
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(KEYWORDS))
-    except TypeError as error:
-        raise UserError(
-            f"{SETTING}={spec} cannot be called with {', '.join(KEYWORDS)}: {error}. Correct its parameters."
-        ) from error
-    except ValueError:
-        pass  # something built in, without a signature to look at
-
-
-def as_score(value: Any, spec: str) -> Score:
-    """Score from what the user's function returned; UserError unless it is a finite number or a dict of them with
-    `score`."""
-    numbers = value if isinstance(value, dict) else {"score": value}
-    for key, number in numbers.items():
-        if not isinstance(number, Real) or not math.isfinite(number):
-            what = f"{key}={number!r}" if isinstance(value, dict) else repr(value)
-            raise UserError(
-                f"{SETTING}={spec} returned {what} ({type(number).__name__}). Return a finite number, or a "
-                f"dict of them with 'score'."
-            )
-    if "score" not in numbers:
-        raise UserError(f"{SETTING}={spec} returned a dict without 'score': {value!r}. Add it.")
-    extra = {str(key): float(number) for key, number in numbers.items() if key != "score"}
-    return Score(float(numbers["score"]), extra)
+def _each(verifier: Callable[[RewardItem], Score]) -> Scoring:
+    return lambda items: [dataclasses.asdict(verifier(item)) for item in items]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Confinement(**json.loads(sys.argv[3])), float(sys.argv[4]))
+    main(
+        sys.argv[1],
+        int(sys.argv[2]),
+        Confinement(**json.loads(sys.argv[3])),
+        float(sys.argv[4]),
+        json.loads(sys.argv[5]),
+    )

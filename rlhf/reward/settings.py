@@ -4,14 +4,12 @@ import math
 import os
 from pathlib import Path
 
-from rlhf.config.reward import VERIFIERS, RewardConfig
+from rlhf.config.reward import RewardConfig
 from rlhf.config.reward_model import RewardModelConfig
 from rlhf.errors import UserError, did_you_mean, nearest
-from rlhf.reward.function import SETTING, check_function
+from rlhf.reward.function import NAMES, REWARD_MODEL, SETTING, check_function, check_kwargs
 from rlhf.user_functions import split_spec
 
-REWARD_MODEL = "reward_model"
-NAMES = (*VERIFIERS, REWARD_MODEL)
 # Metrics of every run, reward/<name>, that no function's may replace.
 TAKEN = ("mean", "min", "max", "std", "frac_zero_std", "overlong", "timeouts", "failures", "kl", "kl_coef")
 
@@ -53,6 +51,7 @@ def check_functions(config: RewardConfig) -> None:
             )
         if label in TAKEN:
             raise UserError(f"{said}: the metric reward/{label} has a meaning already. Rename the function {label}.")
+    check_kwargs(config)
     _check_weights(config)
     _check_confinement(config)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf.errors import UserError
 from rlhf.reward.failures import FailurePolicy, Timeouts
@@ -46,26 +46,33 @@ class Reward:
             [self._checked(term, given, item) for given, item in zip(scores[term.label], items, strict=True)]
             for term in self._terms
         ]
-        return [self._sum(row) for row in zip(*columns, strict=True)]
+        return [self._sum(row, item) for row, item in zip(zip(*columns, strict=True), items, strict=True)]
 
     def _checked(self, term: Term, given: Score, item: RewardItem) -> Score:
-        meaning = f"a number that {term.label} returns"
-        for name in given.extra:
+        meaning = f"what {term.label} returns"
+        for name in (*given.extra, *given.notes):
             if (other := self._meanings.setdefault(name, meaning)) != meaning:
                 raise UserError(
                     f"reward.functions: {term.label} returned {name!r}, but the metric reward/{name} has a meaning "
                     f"already: {other}. Give it another name."
                 )
-        if math.isfinite(given.score):
+        if given.score is None or math.isfinite(given.score):
             return given
         return term.policy.failed(RewardError(f"{term.label} gave {given.score} to one sample: {item}"))
 
-    def _sum(self, row: Iterable[Score]) -> RewardResult:
-        row = list(row)
+    def _sum(self, given: Iterable[Score], item: RewardItem) -> RewardResult:
+        row = list(given)
+        if all(score.score is None for score in row):
+            labels = ", ".join(term.label for term in self._terms)
+            nothing = RewardError(f"None of {labels} gave one sample a score: {item}")
+            row[0] = replace(row[0], score=self._terms[0].policy.failed(nothing).score, failed=True)
+        every = [(term, score) for term, score in zip(self._terms, row, strict=True)]
+        scores = [(term, score.score) for term, score in every if score.score is not None]
         return RewardResult(
-            score=sum(term.weight * given.score for term, given in zip(self._terms, row, strict=True)),
-            terms={term.label: given.score for term, given in zip(self._terms, row, strict=True)},
+            score=sum(term.weight * score for term, score in scores),
+            terms={term.label: score for term, score in scores},
             extra={name: number for given in row for name, number in given.extra.items()},
+            notes={name: note for given in row for name, note in given.notes.items()},
             timeouts=sum(given.timed_out for given in row),
             failures=sum(given.failed for given in row),
         )

@@ -22,8 +22,8 @@ _NAME = re.compile(r"step_(\d+)\.jsonl")
 ShownSample = Mapping[str, Any]
 """One sample: `split` (`rollout` or `validation`), `uid` and `sample` (its prompt's place and its own number),
 `data_source`, `prompt` and `response` (texts), `ground_truth`, `score` (the whole reward), `rewards` (each function's
-own), `extra` (further numbers of theirs), `advantage` (mean over its tokens; null in a validation), `length` (tokens of
-the response), `finish_reason`, `version` (steps that the policy had done)."""
+own), `extra` (what else they said: numbers, texts, lists), `advantage` (mean over its tokens; null in a validation),
+`length` (tokens of the response), `finish_reason`, `version` (steps that the policy had done)."""
 
 
 class SampleFiles:
@@ -126,14 +126,12 @@ def as_text(sample: ShownSample) -> str:
     if sample.get("advantage") is not None:
         numbers.append(f"advantage {sample['advantage']:+.4g}")
     terms = {**sample.get("rewards", {}), **sample.get("extra", {})}
-    numbers += [f"{name} {_short(value)}" for name, value in terms.items() if len(terms) > 1]
+    notes = {name: value for name, value in terms.items() if not isinstance(value, int | float)}
+    numbers += [f"{name} {value:.4g}" for name, value in terms.items() if len(terms) > 1 and name not in notes]
     numbers.append(f"{sample.get('length')} tokens ({sample.get('finish_reason')})")
     head = f"{sample.get('split')} {sample.get('uid')}.{sample.get('sample')}: {', '.join(numbers)}"
     truth = sample.get("ground_truth")
     parts = [("prompt", sample.get("prompt")), ("response", sample["response"]), ("reference answer", truth)]
+    parts += notes.items()
     shown = [f"  {name}: {part}".replace("\n", "\n    ") for name, part in parts if part is not None]
     return printable_lines("\n".join([head, *shown]))
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else str(value)

@@ -107,9 +107,12 @@ PROFILES = {
         on_every_rank=("rollback.before", "rollback.after"),
         spare=16,
     ),
-    # A second reward from processes of its own.
+    # Two more rewards from processes of their own: of one sample, and of all that a prompt has.
     "rewards": Profile(
-        ("reward.functions=[reasoning_gym,tests/support/graded.py:nearness]", "reward.weights=[1,0.5]"),
+        (
+            "reward.functions=[reasoning_gym,tests/support/graded.py:nearness,tests/support/graded.py:others]",
+            "reward.weights=[1,0.5,0.25]",
+        ),
         on_every_rank=("reward.scored",),
     ),
     # Two servers of ours, on machines that have vLLM.

@@ -220,7 +220,7 @@ CASES: dict[str, Case] = {
         "algorithm.filter_groups.max_num_gen_batches=4",
         "algorithm.filter_groups.on_limit=stop",
     ),
-    **of("own reward", "reward.timeout_s=0.2"),
+    **of("own reward", "reward.timeout_s=0.2", "reward.kwargs={odd: 4}"),
     **of("failing reward", "reward.on_error=stop", "reward.failed_score=-2", "reward.pass_env=[PATH_OF_A_TEST]"),
     **of("moving reference", "ref.update_freq=3", "ref.alpha=0.9"),
     **of("refused", "guards.action=stop", "guards.max_events=1"),
@@ -250,9 +250,9 @@ ENDS_THE_RUN = {"reward.on_error", "guards.action", "guards.max_events", "algori
 REWARDS = """
 import os, time
 
-def short(data_source, solution_str, ground_truth, extra_info):
+def short(data_source, solution_str, ground_truth, extra_info, odd=0):
     time.sleep(0.4 if len(solution_str) > 2 else 0)
-    return -float(len(solution_str))
+    return odd * (len(solution_str) % 2) - float(len(solution_str))
 
 def fails(data_source, solution_str, ground_truth, extra_info):
     if "PATH_OF_A_TEST" not in os.environ and len(solution_str) % 2:

@@ -1,6 +1,8 @@
 """Reward function of a file, which runs in processes of its own."""
 
+import asyncio
 import time
+from collections.abc import Callable
 
 
 def nearness(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
@@ -8,3 +10,11 @@ def nearness(data_source: str, solution_str: str, ground_truth: str, extra_info:
     time.sleep(0.002)
     right = sum(a == b for a, b in zip(solution_str, str(ground_truth), strict=False))
     return right / max(1, len(str(ground_truth)))
+
+
+async def others(prompts: list, completions: list, ground_truth: list, log_extra: Callable, **columns: list) -> list:
+    """TRL's convention: the share of a prompt's samples that say something else, after a while that a kill can hit."""
+    await asyncio.sleep(0.002 * len(completions))
+    texts = [completion[0]["content"] for completion in completions]
+    log_extra("beside", [sorted(set(texts) - {text}) for text in texts])
+    return [1 - texts.count(text) / len(texts) for text in texts]

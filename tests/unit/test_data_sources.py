@@ -43,9 +43,9 @@ def config_of(train=None, val=None, *, reward="exact_match", function=None, seed
     )
 
 
-def sections(config: Config) -> tuple[DataConfig, list[str], int]:
+def sections(config: Config) -> tuple[DataConfig, RewardConfig, int]:
     """What the prompt sets are made from."""
-    return config.data, config.reward.functions, config.trainer.seed
+    return config.data, config.reward, config.trainer.seed
 
 
 def jsonl(path: Path, *rows) -> str:
@@ -102,8 +102,66 @@ def test_globs_in_sorted_order_keys_and_limits(tmp_path, tokenizer):
 
 
 def test_a_function_may_judge_without_reference_answers(tmp_path, tokenizer):
-    config = config_of(jsonl(tmp_path / "p.jsonl", {"prompt": "tell a joke"}), function="rewards.py:funny")
+    (tmp_path / "rewards.py").write_text("def funny(solution_str): return 1")
+    config = config_of(jsonl(tmp_path / "p.jsonl", {"prompt": "tell a joke"}), function=f"{tmp_path}/rewards.py:funny")
     assert build_train_set(*sections(config), tokenizer)[0].ground_truth is None
+
+
+REWARDS = """
+from os import path as imported
+
+def verl(data_source, solution_str, ground_truth, extra_info, **kwargs): ...
+def named(solution_str, prompt, level, hint=None): ...
+def by_key(solution_str, question): ...
+def trl(completions, **kwargs): ...
+def trl_named(completions, level): ...
+"""
+LEVELS = [
+    {"question": "1 + 1", "answer": "2", "level": 3, "other": "x"},
+    {"question": "2 + 2", "answer": "4", "level": None},
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("function", "columns"),
+    [
+        ("verl", {}),
+        ("named", {"prompt": "1 + 1", "level": 3}),
+        ("by_key", {"question": "1 + 1"}),
+        ("trl", {"prompt": "1 + 1", "answer": "2", "level": 3, "other": "x"}),
+        ("trl_named", {"prompt": "1 + 1", "level": 3}),
+        ("imported", {"prompt": "1 + 1", "answer": "2", "level": 3, "other": "x"}),
+    ],
+)
+def test_columns_that_a_function_reads_are_in_the_prompt(tmp_path, tokenizer, kind, function, columns):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    path = {"jsonl": jsonl, "parquet": parquet}[kind](tmp_path / f"t.{kind}", *LEVELS)
+    config = config_of(path, function=f"{tmp_path}/rewards.py:{function}", prompt_key="question")
+    check_sources(*sections(config))
+    prompts = build_train_set(*sections(config), tokenizer)
+    assert prompts[0].columns == columns
+    without = build_train_set(*sections(config_of(path, prompt_key="question")), tokenizer)
+    assert (prompts.fingerprint == without.fingerprint) == (not columns)
+    assert prompts[0].token_ids == without[0].token_ids
+
+
+def test_a_column_that_a_function_needs_is_missed_in_each_row(tmp_path, tokenizer):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    config = config_of(jsonl(tmp_path / "t.jsonl", PLAIN | {"levels": 1}), function=f"{tmp_path}/rewards.py:named")
+    said = (
+        "t.jsonl line 1: reward.functions=",
+        "named takes level",
+        "it has prompt, answer, levels",
+        "Did you mean levels?",
+    )
+    fails(config, tokenizer, *said)
+    config.reward.kwargs = {"level": 1}
+    assert build_train_set(*sections(config), tokenizer)[0].columns == {"prompt": "2 + 2"}
+    config = config_of(
+        jsonl(tmp_path / "t.jsonl", PLAIN | {"level": 1}, PLAIN), function=f"{tmp_path}/rewards.py:named"
+    )
+    fails(config, tokenizer, "t.jsonl line 2", checked=False)
 
 
 def test_missing_file_names_the_nearest(tmp_path, tokenizer):
@@ -203,12 +261,12 @@ def test_reward_must_fit_the_data(tmp_path, tokenizer):
 
 CHECK_HUB_NAMES = """
 import sys
-from rlhf.config import DataConfig
+from rlhf.config import DataConfig, RewardConfig
 from rlhf.data import check_sources
 from rlhf.errors import UserError
 for name in sys.argv[1:]:
     try:
-        check_sources(DataConfig(train_files=name), ["exact_match"], 1)
+        check_sources(DataConfig(train_files=name), RewardConfig(functions=["exact_match"]), 1)
         print("ok")
     except UserError as error:
         print(error)
@@ -265,7 +323,7 @@ def test_checking_local_files_loads_no_heavy_library(tmp_path):
     path = jsonl(tmp_path / "t.jsonl", PLAIN)
     code = (
         "import sys\nfrom rlhf.config import *\nfrom rlhf.data import check_sources\n"
-        f"check_sources(DataConfig(train_files={path!r}), ['exact_match'], 1)\n"
+        f"check_sources(DataConfig(train_files={path!r}), RewardConfig(functions=['exact_match']), 1)\n"
         "heavy = {'torch', 'transformers', 'datasets', 'reasoning_gym', 'pyarrow'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

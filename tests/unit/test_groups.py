@@ -22,7 +22,9 @@ def group(uid: int, lengths: list[int], **more: Any) -> Group:
         token_ids = [100 * uid + 10 * number + i for i in range(length)]
         samples.append(Sample(uid, number, token_ids, log_probs, "stop" if number % 2 else "length", number + 3))
         terms = {"zweite": AWKWARD[number], "Prüfung": 1.0}
-        results.append(RewardResult(AWKWARD[-number], terms, {"länge": length / 3}, number % 2, number % 3))
+        results.append(
+            RewardResult(AWKWARD[-number], terms, {"länge": length / 3}, number % 2, number % 3, {"text": ["ä", None]})
+        )
     values: dict[str, Any] = {
         "penalties": [-0.7 * i for i in range(len(lengths))],
         "baseline": None,

@@ -64,7 +64,7 @@ def test_samples_are_exact():
 
 def test_rewards_are_exact():
     results = [
-        RewardResult(1 / 3, {"b": 0.1, "a": 2.0}, {"words": 1e-300}, timeouts=1, failures=2),
+        RewardResult(1 / 3, {"b": 0.1, "a": 2.0}, {"words": 1e-300}, 1, 2, {"read": "\ud800\n", "list": [None, 1]}),
         RewardResult(-0.0, {"b": float("nan"), "a": float("inf")}),
     ]
     document, tail = from_payload(results_payload(7, "functions", results))

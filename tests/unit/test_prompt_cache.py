@@ -22,7 +22,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.config import DataConfig
+from rlhf.config import DataConfig, RewardConfig
 from rlhf.config.library import PACKAGE
 from rlhf.data import PromptSet, PromptStream, build_train_set, cached_prompts, file_hashes, prompt_cache
 from rlhf.errors import UserError
@@ -30,7 +30,7 @@ from rlhf.models.loading import ModelSource, load_tokenizer
 from tests.support.small_disks import small_disk
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-REWARDS = ["exact_match"]
+REWARDS = RewardConfig(functions=["exact_match"])
 
 
 def make_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
@@ -78,13 +78,30 @@ def numbered(path: Path, count: int) -> str:
     return jsonl(path, *({"prompt": f"{i} + 1", "answer": str(i + 1)} for i in range(count)))
 
 
-def build(files: str | list[str], cache: Path | None, tokenizer=None, **settings) -> PromptSet:
+def build(files: str | list[str], cache: Path | None, tokenizer=None, reward=REWARDS, **settings) -> PromptSet:
     data = DataConfig(train_files=files, cache_dir=None if cache is None else str(cache), **settings)
-    return build_train_set(data, REWARDS, 1, tokenizer or make_tokenizer())
+    return build_train_set(data, reward, 1, tokenizer or make_tokenizer())
 
 
 def sets(cache: Path) -> list[str]:
     return [path.name for path in cache.iterdir() if path.is_dir() and path.name != "files"]
+
+
+def test_columns_for_rewards_are_cached_by_what_the_functions_read(tmp_path, cache, monkeypatch):
+    (tmp_path / "rewards.py").write_text("def one(solution_str, level): ...\ndef all(completions, **kwargs): ...\n")
+    files = jsonl(tmp_path / "t.jsonl", *({"prompt": "p", "answer": "a", "level": i, "b": [i]} for i in range(3)))
+    rewards = [RewardConfig(functions=[f"{tmp_path}/rewards.py:{name}"]) for name in ("one", "all")]
+    cached = [build(files, cache, reward=reward) for reward in (REWARDS, *rewards)]
+    assert len(sets(cache)) == 3
+    assert [prompts[2].columns for prompts in cached] == [
+        {},
+        {"level": 2},
+        {"answer": "a", "level": 2, "b": [2], "prompt": "p"},
+    ]
+    monkeypatch.setattr(cached_prompts, "LARGE", 1 << 40)
+    for prompts, reward in zip(cached, (REWARDS, *rewards), strict=True):
+        plain = build(files, None, reward=reward)
+        assert (list(map(repr, prompts)), prompts.fingerprint) == (list(map(repr, plain)), plain.fingerprint)
 
 
 @pytest.mark.parametrize("overlong", ["filter", "left", "right", "middle"])

@@ -248,6 +248,26 @@ def test_what_leaves_its_session_ends_with_the_sample(probe_of):
     wait_until_gone(f"sleep\0{seconds}")
 
 
+REST = '"notes": {}, "timed_out": false, "failed": false}'
+FORGED = (
+    f'{{"score": 1{"0" * 400}, "extra": {{}}, {REST}',
+    f'{{"score": 1, "extra": {{"a": 1{"0" * 400}}}, {REST}',
+    f'{{"score": 1, "extra": {{"a": NaN}}, {REST}',
+    f'{{"score": "1", "extra": {{}}, {REST}',
+    f'{{"score": 1, "extra": {{}}, {REST}, {{"score": 1, "extra": {{}}, {REST}',
+    '{"score": 1, "extra": {}, "notes": [], "timed_out": false, "failed": false}',
+    '{"score": 1, "extra": {}, "notes": {"a": [Infinity]}, "timed_out": false, "failed": false}',
+    '{"score": 1}',
+    "1",
+)
+"""Entries of answers that bear the question's number, and are wrong otherwise."""
+
+
+def answer_of(entries: str) -> str:
+    """Python code of an answer's bytes, where `number` is known."""
+    return f'b\'{{"number": "\' + number + b\'", "scores": [{entries}]}}\\n\''
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -256,15 +276,17 @@ def test_what_leaves_its_session_ends_with_the_sample(probe_of):
         "b'{}\\n'",
         'b\'{"score": "1"}\\n\'',
         'b\'{"score": 1, "path": 2}\\n\'',
-        'b\'{"score": 1%s, "extra": {}, "timed_out": false, "failed": false}\\n\' % (b"0" * 400)',
-        'b\'{"score": 1, "extra": {"a": 1%s}, "timed_out": false, "failed": false}\\n\' % (b"0" * 400)',
-        'b\'{"score": 1, "extra": {"a": NaN}, "timed_out": false, "failed": false}\\n\'',
+        *map(answer_of, FORGED),
         "b'[' * 200_000 + b'\\n'",
         "b'x' * 50_000_000",
     ],
 )
 def test_a_forged_answer_costs_the_sample_not_the_run(shared, answer):
-    code = f"data = {answer}\nfor fd in range(3, 20):\n    try:\n        while data: data = data[os.write(fd, data):]\n"
+    code = "import sys\nframe = sys._getframe()\nwhile 'question' not in frame.f_locals: frame = frame.f_back\n"
+    code += "number = frame.f_locals['number'].encode()\n"
+    code += (
+        f"data = {answer}\nfor fd in range(3, 20):\n    try:\n        while data: data = data[os.write(fd, data):]\n"
+    )
     result = shared(code + "    except OSError: pass")
     assert (result.score, result.failures) == (-1.0, 1)
     assert shared("pass").score == 1.0
@@ -274,7 +296,8 @@ def test_a_forged_answer_costs_the_sample_not_the_run(shared, answer):
 def test_an_answer_that_nobody_asked_for_is_not_the_next_samples(shared, numbered):
     """Also not one that comes when the next question has been asked: to the first one, after a forged answer to it."""
     code = "import json, sys\nframe = sys._getframe()\nwhile 'question' not in frame.f_locals: frame = frame.f_back\n"
-    code += "answer = {'score': 7.0, 'extra': {}, 'timed_out': False, 'failed': False}\n"
+    code += "entry = {'score': 7.0, 'extra': {}, 'notes': {}, 'timed_out': False, 'failed': False}\n"
+    code += "answer = {'scores': [entry]}\n"
     code += "answer['number'] = frame.f_locals['number']\n" if numbered else ""
     code += "answer = json.dumps(answer).encode() + b'\\n'\nfor fd in range(3, 20):\n"
     code += "    try: os.write(fd, answer)\n    except OSError: pass\ntime.sleep(0.3)"

@@ -123,7 +123,7 @@ def test_an_exception_carries_traceback_and_sample(reward_of):
 
 @pytest.mark.parametrize(
     "value",
-    ["None", "float('nan')", "float('inf')", "'1'", "[1]", "{}", "{'score': None}", "{'score': 1, 'why': 'text'}"],
+    ["None", "float('nan')", "float('inf')", "'1'", "[1]", "{}", "{'score': None}", "{'score': 1, 'x': float('nan')}"],
 )
 def test_anything_but_a_number_is_a_user_error(reward_of, value):
     reward = reward_of(f"return {value}", num_workers=1)
@@ -206,9 +206,8 @@ def test_reward_process_imports_no_torch():
         ("{}/reward.py:score", "Did you mean rewards.py"),
         ("{}/rewards.py:scor", "Did you mean score"),
         ("{}/broken.py:score", "cannot be read as Python"),
-        ("{}/rewards.py:narrow", "does not take extra_info"),
-        ("{}/rewards.py:greedy", "needs model"),
-        ("{}/rewards.py:later", "is async"),
+        ("{}/rewards.py:blind", "takes none of solution_str, solution_strs, completions, completion_ids"),
+        ("{}/rewards.py:by_position", "takes solution_str by position only"),
     ],
 )
 def test_bad_specs_are_found_before_anything_runs(tmp_path, spec, message):
@@ -216,9 +215,8 @@ def test_bad_specs_are_found_before_anything_runs(tmp_path, spec, message):
     (tmp_path / "rewards.py").write_text(
         "raise SystemExit('checking must not run the file')\n"
         "def score(**kwargs): return 1\n"
-        "def narrow(data_source, solution_str, ground_truth): return 1\n"
-        "def greedy(model, **kwargs): return 1\n"
-        "async def later(**kwargs): return 1\n"
+        "def blind(data_source, ground_truth): return 1\n"
+        "def by_position(solution_str, /, **kwargs): return 1\n"
     )
     with pytest.raises(UserError, match=r"reward\.functions=") as caught:
         check_reward(RewardConfig(functions=[spec.format(tmp_path)]), RewardModelConfig())

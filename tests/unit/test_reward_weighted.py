@@ -51,7 +51,7 @@ def signals(extra_info, **kwargs):
     return 1
 
 made_later = [1].append
-narrow = lambda solution_str: 1
+narrow = lambda solution: 1
 
 if os.path.exists(__file__ + ".die"):
     os._exit(4)
@@ -215,7 +215,7 @@ def test_failures_are_told_once_for_each_function_with_the_traceback(reward_of, 
     ("bad", "meaning"),
     [
         ("taken", "overlong has a meaning already: a figure of every run"),
-        ("same_number", "digit_count has a meaning already: a number that digits returns"),
+        ("same_number", "digit_count has a meaning already: what digits returns"),
         ("name_of_another", "length has a meaning already: the score of length"),
     ],
 )
@@ -228,7 +228,7 @@ def test_numbers_with_names_of_other_metrics_end_the_run_whatever_the_policy(rew
 @pytest.mark.parametrize("name", ["made_later", "narrow"])
 def test_a_call_that_cannot_work_ends_the_run_whatever_the_policy(reward_of, name):
     reward = reward_of(f"FILE:{name}", on_error="score")
-    with pytest.raises(UserError, match=rf"{name} cannot be called with data_source, solution_str"):
+    with pytest.raises(UserError, match=rf"{name}: the function takes"):
         reward.score(items("x"))
 
 

@@ -121,7 +121,9 @@ def test_a_score_that_is_no_number_is_neither_best_nor_worst(tmp_path, capsys):
 
 
 def test_figures_of_a_reward_function_may_be_texts():
-    assert "kind easy" in as_text(sample("rollout", 0, 1.0) | {"extra": {"kind": "easy"}})
+    noted = as_text(sample("rollout", 0, 1.0) | {"extra": {"length": 3, "kind": "easy\nto read", "seen": ["a", 1]}})
+    assert "length 3" in noted.splitlines()[0]
+    assert noted.endswith("\n  kind: easy\n    to read\n  seen: ['a', 1]")
 
 
 @pytest.mark.parametrize("option", ["--worst", "--best", "--count"])

@@ -1,0 +1,192 @@
+"""Calls of a user's reward function by its convention, in a reward process, and the scores from what it returns."""
+
+import asyncio
+import inspect
+import json
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from numbers import Real
+from typing import Any
+
+from rlhf.errors import UserError
+from rlhf.reward.scores import RewardItem, Score
+from rlhf.reward.signature import FIELDS, PROMPT, Convention, Signature
+
+_LONGEST_NOTE = 10_000
+"""Characters of a text or list beside a score that are kept."""
+
+Failure = Callable[[BaseException], dict[str, Any]]
+"""An error as an entry of a reply."""
+
+
+class FunctionCall:
+    """The function of `said` (the setting with its value), called with whatever it takes."""
+
+    def __init__(
+        self, said: str, function: Callable[..., Any], kwargs: dict[str, Any], timeout_s: float, failure: Failure
+    ) -> None:
+        self._said, self._function, self._timeout_s, self._failure = said, function, timeout_s, failure
+        self.signature = signature = Signature.of(function)
+        if problem := signature.problem():
+            raise UserError(f"{said}: the function {problem}")
+        self._convention = signature.convention
+        self._kwargs = {name: value for name, value in kwargs.items() if signature.takes(name)}
+        self._columns = set(signature.columns(kwargs))
+        # One for all calls: clients that a file opens belong to the loop in which they were opened.
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __call__(self, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
+        """An entry of a reply for each item. Raises what the function raises; of concurrent calls each has its own."""
+        if self._convention is not Convention.SAMPLE:
+            return [asdict(score) for score in self._batch(items)]
+        if not self.signature.is_async:
+            values = [self._finished(self._function(**self._of_sample(item))) for item in items]
+            return [asdict(as_score(value, self._said)) for value in values]
+        self._loop = self._loop or asyncio.new_event_loop()
+        return self._loop.run_until_complete(self._together(items))
+
+    async def _together(self, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
+        return list(await asyncio.gather(*map(self._entry, items)))
+
+    async def _entry(self, item: RewardItem) -> dict[str, Any]:
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                value = await self._function(**self._of_sample(item))
+            return asdict(as_score(value, self._said))
+        except (Exception, SystemExit) as error:
+            # Its own time-outs are errors like any other.
+            return asdict(Score(0.0, timed_out=True)) if limit.expired() else self._failure(error)
+
+    def _of_sample(self, item: RewardItem) -> dict[str, Any]:
+        every = {"solution_str": item.response, "messages": item.messages}
+        every |= {name: getattr(item, name) for name in FIELDS}
+        given = {name: value for name, value in every.items() if self.signature.takes(name)}
+        columns = _columns(item)
+        return given | {name: columns[name] for name in self._columns if name in columns} | self._kwargs
+
+    def _batch(self, items: Sequence[RewardItem]) -> list[Score]:
+        logged = _Logged(self._said, len(items))
+        given = self._of_trl(items, logged) if self._convention is Convention.TRL else self._of_batch(items)
+        values = self._finished(self._function(**given))
+        values = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(items):
+            what = f"{len(values)} scores" if isinstance(values, list | tuple) else f"{values!r}"
+            raise UserError(f"{self._said} returned {what} for {len(items)} samples. Return a list, one for each.")
+        may_abstain = self._convention is Convention.TRL
+        return [logged.added_to(as_score(value, self._said, may_abstain), i) for i, value in enumerate(values)]
+
+    def _finished(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+        self._loop = self._loop or asyncio.new_event_loop()
+
+        async def awaited(it: Awaitable[Any]) -> Any:
+            return await it
+
+        return self._loop.run_until_complete(awaited(value))
+
+    def _of_batch(self, items: Sequence[RewardItem]) -> dict[str, Any]:
+        every: dict[str, Any] = {"solution_strs": [item.response for item in items]}
+        every |= {"messages": [item.messages for item in items]}
+        every |= {f"{name}s": [getattr(item, name) for item in items] for name in FIELDS}
+        given = {name: value for name, value in every.items() if self.signature.takes(name)}
+        return given | self._column_lists(items, self._columns) | self._kwargs
+
+    def _of_trl(self, items: Sequence[RewardItem], logged: "_Logged") -> dict[str, Any]:
+        every = {
+            "prompts": [_columns(item)[PROMPT] for item in items],
+            "completions": [_completion(item) for item in items],
+            "completion_ids": [item.token_ids for item in items],
+            "log_extra": logged.extra,
+            "log_metric": logged.metric,
+        }
+        given = {name: value for name, value in every.items() if self.signature.takes(name)}
+        names = set(self._columns)
+        if self.signature.rest:
+            names |= {name for item in items for name in item.columns} - {PROMPT, "completion", "completion_ids"}
+        return self._column_lists(items, names) | given | self._kwargs
+
+    def _column_lists(self, items: Sequence[RewardItem], names: set[str]) -> dict[str, list[Any]]:
+        rows = [_columns(item) for item in items]
+        return {name: [row.get(name) for row in rows] for name in sorted(names) if any(name in row for row in rows)}
+
+
+class _Logged:
+    """Receiver of what a function of TRL's logs beside its scores, for the samples of one call."""
+
+    def __init__(self, said: str, count: int) -> None:
+        self._said, self._count = said, count
+        self._notes: dict[str, list[Any]] = {}
+        self._numbers: dict[str, float] = {}
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        """`log_extra` of TRL: a value for each sample."""
+        if len(values) != self._count:
+            raise UserError(f"{self._said} logged {len(values)} values of {column!r} for {self._count} samples.")
+        self._notes[str(column)] = list(values)
+
+    def metric(self, name: str, value: float) -> None:
+        """`log_metric` of TRL: a number of all samples."""
+        self._numbers[str(name)] = _number(self._said, value, f"{name}={value!r}")
+
+    def added_to(self, score: Score, i: int) -> Score:
+        """The score of sample `i` with what was logged of it."""
+        notes = {name: as_note(values[i]) for name, values in self._notes.items()}
+        return Score(score.score, score.extra | self._numbers, score.notes | notes)
+
+
+def _columns(item: RewardItem) -> dict[str, Any]:
+    return {name: getattr(item, name) for name in FIELDS} | {PROMPT: item.messages} | item.columns
+
+
+def _completion(item: RewardItem) -> Any:
+    """As TRL has it: a text for a prompt that is one, else a chat."""
+    if isinstance(item.columns.get(PROMPT), str):
+        return item.response
+    return [{"role": "assistant", "content": item.response}]
+
+
+def as_score(value: Any, said: str, may_abstain: bool = False) -> Score:
+    """Score from what the function of `said` returned of one sample.
+
+    Finite numbers beside the `score` of a dict are for metrics, all else is kept as a note. None is no score, where the
+    function `may_abstain`. Raises UserError for anything else.
+    """
+    if value is None and may_abstain:
+        return Score(None)
+    if not isinstance(value, dict):
+        return Score(_number(said, value, repr(value)))
+    if "score" not in value:
+        raise UserError(f"{said} returned a dict without 'score': {value!r}. Add it.")
+    others = {str(key): _plain(each) for key, each in value.items() if key != "score"}
+    numbers = {key: _number(said, each, f"{key}={each!r}") for key, each in others.items() if isinstance(each, Real)}
+    notes = {key: as_note(each) for key, each in others.items() if key not in numbers}
+    return Score(_number(said, value["score"], f"score={value['score']!r}"), numbers, notes)
+
+
+def _plain(value: Any) -> Any:
+    """A number out of an array without axes, as NumPy's and torch's; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
+def _number(said: str, value: Any, shown: str) -> float:
+    value = _plain(value)
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise UserError(
+            f"{said} returned {shown} ({type(value).__name__}). Return a finite number, or a dict with a 'score' that "
+            "is one."
+        )
+    return float(value)
+
+
+def as_note(value: Any) -> Any:
+    """`value` as JSON has it, cut where it is long; what JSON lacks becomes text."""
+    try:
+        text = json.dumps(value, default=str)
+    except (TypeError, ValueError, RecursionError):  # keys that are no texts, a list that holds itself
+        text = json.dumps(repr(value))
+    if len(text) > _LONGEST_NOTE:
+        return (value if isinstance(value, str) else text)[:_LONGEST_NOTE] + " ..."
+    return json.loads(text, parse_constant=str)

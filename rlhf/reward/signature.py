@@ -1,0 +1,123 @@
+"""Signature of a reward function of the user's: the convention it follows, and what it reads of a sample.
+
+Functions as verl's and TRL's files have them, told apart by the names of their parameters.
+"""
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+FIELDS = ("data_source", "ground_truth", "extra_info")
+"""Facts of every row, also of one of a file without such columns."""
+PROMPT = "prompt"
+"""Column under which a function finds the prompt as the data have it, whatever `data.prompt_key` is."""
+
+
+class Convention(Enum):
+    """Names of the arguments, and how many samples a call judges."""
+
+    SAMPLE = "sample"
+    """verl's `compute_score`: one sample."""
+    BATCH = "batch"
+    """verl's batch reward manager: lists, of all samples of a prompt."""
+    TRL = "trl"
+    """TRL: lists, of all samples of a prompt, with every column of the rows as a list."""
+
+
+GIVEN = {
+    Convention.SAMPLE: ("solution_str", "messages", *FIELDS),
+    Convention.BATCH: ("solution_strs", "messages", *(f"{name}s" for name in FIELDS)),
+    Convention.TRL: ("prompts", "completions", "completion_ids", "log_extra", "log_metric"),
+}
+"""Arguments of a function besides columns of the rows and `reward.kwargs`."""
+_USUAL = {
+    Convention.SAMPLE: ("solution_str", *FIELDS),
+    Convention.BATCH: ("solution_strs", *(f"{name}s" for name in FIELDS)),
+    Convention.TRL: GIVEN[Convention.TRL],
+}
+"""Those of them that `**kwargs` get, as in verl and TRL."""
+_TRL = {"prompts", "completions", "completion_ids"}
+_RESPONSES = ("solution_str", "solution_strs", "completions", "completion_ids")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Parameters of a function."""
+
+    named: tuple[str, ...]
+    """Those that can be given by keyword."""
+    required: tuple[str, ...]
+    """Of these, those without a default."""
+    positional: tuple[str, ...]
+    """Those without a default that can only be given by position."""
+    rest: bool
+    """Whether it has `**kwargs`."""
+    is_async: bool
+
+    @classmethod
+    def of_definition(cls, node: ast.FunctionDef | ast.AsyncFunctionDef) -> "Signature":
+        """From the file's text."""
+        args = node.args
+        by_position = [a.arg for a in args.posonlyargs + args.args]
+        needed = by_position[: len(by_position) - len(args.defaults)]
+        only = [a.arg for a in args.posonlyargs]
+        keywords = [a.arg for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
+        return cls(
+            (*(a.arg for a in args.args), *(a.arg for a in args.kwonlyargs)),
+            (*(name for name in needed if name not in only), *keywords),
+            tuple(name for name in needed if name in only),
+            args.kwarg is not None,
+            isinstance(node, ast.AsyncFunctionDef),
+        )
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> "Signature":
+        """From the function itself; one that does not say its parameters is taken to take any."""
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except ValueError:
+            return cls((), (), (), True, False)
+        by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return cls(
+            tuple(p.name for p in by_name),
+            tuple(p.name for p in by_name if p.default is p.empty),
+            tuple(p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty),
+            any(p.kind is p.VAR_KEYWORD for p in parameters),
+            inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
+        )
+
+    @property
+    def convention(self) -> Convention:
+        """By the first of these names that it has: `solution_str`, `solution_strs`, then those of TRL."""
+        if "solution_str" not in self.named and "solution_strs" in self.named:
+            return Convention.BATCH
+        if "solution_str" in self.named or _TRL.isdisjoint(self.named):
+            return Convention.SAMPLE
+        return Convention.TRL
+
+    def takes(self, name: str) -> bool:
+        """Whether it gets the argument of that name, of those that its convention has, or `reward.kwargs`."""
+        given = GIVEN[self.convention]
+        return name in self.named or (self.rest and (name not in given or name in _USUAL[self.convention]))
+
+    def columns(self, kwargs: dict[str, Any]) -> Iterator[str]:
+        """The columns of the rows that it names."""
+        known = GIVEN[self.convention]
+        yield from (name for name in self.named if name not in known and name not in kwargs)
+
+    def needs(self, kwargs: dict[str, Any]) -> Iterator[str]:
+        """Of these, those that must be there; what every row has always is."""
+        yield from (name for name in self.columns(kwargs) if name in self.required and name not in (*FIELDS, PROMPT))
+
+    def problem(self) -> str | None:
+        """Reason why it cannot be called, as the end of a message; None if it can."""
+        if self.positional:
+            return f"takes {', '.join(self.positional)} by position only, but is called by keyword. Remove the /."
+        if not self.rest and _TRL.union(_RESPONSES).isdisjoint(self.named):
+            return (
+                f"takes none of {', '.join(_RESPONSES)}, so that it would not see the response. Name one, or **kwargs."
+            )
+        return None
