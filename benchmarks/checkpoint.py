@@ -1,12 +1,12 @@
 """python -m benchmarks.checkpoint: what saves and loads cost beside what the disk and the memory allow, as ratios.
 
-All ways save and load the same state in turn, on every rank at once; a time is the slowest rank's. A figure is the
-median of the runs, a ratio the median of the ratios of paired runs. Loads from the disk begin with an empty page cache,
-those from tmpfs are from memory.
+All ways save and load the same state in turn, in an order that rotates, on every rank at once; a time is the slowest
+rank's. A figure is the median of the runs, with the smallest and the largest in brackets, a ratio the median of the
+ratios of runs of one round. Loads from the disk begin with an empty page cache, those from tmpfs are from memory.
 
-`asynchronous` compares the time for which a save behind the training stops it with a copy of the state into memory that
-is there already. The steps after it (matrix products of about 20 ms on every rank) run until the checkpoint is
-published; `next steps` says how much slower.
+`asynchronous` compares the time for which a save behind the training stops it, ours and `dcp.async_save`, with a copy
+of the state into memory that is there already. The steps after it (matrix products of about 20 ms on every rank) run
+until the checkpoint is durable; `next steps` says how much slower.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,10 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.checkpoint_ways import State, make_checkpointer, ways
-from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.gloo import GlooTransport
-from rlhf.storage.layout import step_dir
+from benchmarks.checkpoint_ways import Behind, DcpBehind, OursBehind, State, ways
+from benchmarks.figures import ratios, rotated, spread
 
 STEP_S, QUIET_STEPS = 0.02, 20
 Times = dict[str, list[float]]
@@ -56,7 +54,7 @@ def save_and_load(
     found = ways(State(nbytes), skipped)
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in found}
     for repeat in range(repeats + 1):
-        for name, way in found.items():
+        for name, way in rotated(found.items(), repeat):
             folder = root / f"{name}-{repeat}".replace(" ", "_")
             if dist.get_rank() == 0:
                 folder.mkdir()
@@ -101,31 +99,29 @@ def make_work() -> Callable[[], None]:
     return work
 
 
-def asynchronous(root: Path, nbytes: int, repeats: int, contents: Sequence[str] = ()) -> Times:
-    """Seconds of a copy, of the stall, until the commit; steps meanwhile, and how much slower. The first round is not
-    counted. Saves have `contents` beside the usual."""
-    state, coordinator = State(nbytes), Coordinator(GlooTransport())
+def asynchronous(behind: dict[str, Behind], state: State, repeats: int) -> dict[str, Times]:
+    """Seconds of a copy, of the stall, until the commit; steps meanwhile, and how much slower, of each way. The first
+    round is not counted."""
     live = state.tensors
     copies = [torch.zeros_like(tensor) for tensor in live]
-    checkpointer = make_checkpointer(root, state, coordinator, async_save=True, contents=contents)
     work = make_work()
     names = ("copy", "stall", "commit", "steps", "slower")
-    times: Times = {name: [] for name in names}
+    times: dict[str, Times] = {way: {name: [] for name in names} for way in behind}
     for step in range(1, repeats + 2):
-        published = step_dir(root / "rlhf" / "default", step)
-        quiet = statistics.mean(_once(work) for _ in range(QUIET_STEPS))
-        copy = timed(lambda: [c.copy_(t) for c, t in zip(copies, live, strict=True)])
-        dist.barrier()
-        began = time.perf_counter()
-        checkpointer.save(step)
-        stall = time.perf_counter() - began
-        busy = steps_until(published.exists, work)
-        commit = time.perf_counter() - began
-        checkpointer.finish()
-        figures = [_slowest(f) for f in (copy, stall, commit, len(busy), statistics.mean(busy) / quiet)]
-        if step > 1:
-            for name, figure in zip(names, figures, strict=True):
-                times[name].append(figure)
+        for way, saver in rotated(behind.items(), step):
+            quiet = statistics.mean(_once(work) for _ in range(QUIET_STEPS))
+            copy = timed(lambda: [c.copy_(t) for c, t in zip(copies, live, strict=True)])
+            dist.barrier()
+            began = time.perf_counter()
+            saver.start(step)
+            stall = time.perf_counter() - began
+            busy = steps_until(saver.done, work)
+            commit = time.perf_counter() - began
+            saver.finish()
+            figures = [_slowest(f) for f in (copy, stall, commit, len(busy), statistics.mean(busy) / quiet)]
+            if step > 1:
+                for name, figure in zip(names, figures, strict=True):
+                    times[way][name].append(figure)
     return times
 
 
@@ -158,13 +154,19 @@ def measure(rank: int, world_size: int, join: str, folders: dict[str, Path], arg
                 root.mkdir()
             dist.barrier()
             say(*table_of_ways(where, save_and_load(root, nbytes, arguments.repeats, arguments.skip)))
-            behind += table_of_async(where, asynchronous(root, nbytes, arguments.repeats))
-            exported = asynchronous(root / "exported", nbytes, arguments.repeats, ["hf_model"])
-            behind += table_of_async(f"{where} and hf_model", exported)
+            state = State(nbytes)
+            savers: dict[str, Behind] = {
+                "rlhf": OursBehind(state, root),
+                "rlhf, and hf_model": OursBehind(state, root / "exported", ["hf_model"]),
+                "dcp.async_save": DcpBehind(state, root),
+            }
+            for way, times in asynchronous(savers, state, arguments.repeats).items():
+                behind.append(row_of_async(f"{where} | {way}", times))
             if rank == 0:
                 shutil.rmtree(root)
     say(
-        "\n| storage | state | copy | stall | to copy | until published | next steps |\n|---|---|---|---|---|---|---|\n"
+        "\n| storage | state | way | copy | stall | to copy | until durable | next steps |\n"
+        "|---|---|---|---|---|---|---|---|\n"
     )
     say(*behind)
     dist.destroy_process_group()
@@ -185,25 +187,22 @@ def table_of_ways(where: str, times: dict[str, tuple[list[float], list[float]]])
         cells = [
             cell
             for seconds, base in zip((saves, loads), limit, strict=True)
-            for cell in (f"{statistics.median(seconds):.3f} s", f"{ratio(seconds, base):.2f}")
+            for cell in (f"{spread(seconds)} s", spread(ratios(seconds, base), ".2f"))
         ]
         rows.append(f"| {where} | {name} | {' | '.join(cells)} |\n")
     return rows
 
 
-def table_of_async(where: str, times: Times) -> list[str]:
+def row_of_async(where: str, times: Times) -> str:
     """One row."""
-    copy, stall, commit, steps, slower = (statistics.median(times[name]) for name in times)
-    return [
-        f"| {where} | {copy:.3f} s | {stall:.3f} s | {ratio(times['stall'], times['copy']):.2f} | {commit:.2f} s, "
-        f"{steps:.0f} steps "
-        f"| {slower:.2f} |\n"
+    cells = [
+        f"{spread(times['copy'])} s",
+        f"{spread(times['stall'])} s",
+        spread(ratios(times["stall"], times["copy"]), ".2f"),
+        f"{spread(times['commit'])} s, {statistics.median(times['steps']):.0f} steps",
+        spread(times["slower"], ".2f"),
     ]
-
-
-def ratio(seconds: list[float], base: list[float]) -> float:
-    """The median of the ratios of paired runs."""
-    return statistics.median(a / b for a, b in zip(seconds, base, strict=True))
+    return f"| {where} | {' | '.join(cells)} |\n"
 
 
 def main() -> int:

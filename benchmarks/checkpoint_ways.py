@@ -1,6 +1,7 @@
 """Ways to save and load the same state, each on every rank: raw files, this package's, and those of other libraries."""
 
 import os
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -25,6 +26,7 @@ from rlhf.config.compare import ConfigDiff, ResolvedConfig
 from rlhf.config.resolved import to_yaml
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
+from rlhf.storage.layout import step_dir
 from rlhf.storage.shards import Shard, Shards, as_bytes
 
 LAYER = 4 << 20
@@ -155,15 +157,28 @@ class TorchSave(Way):
             self._tensors[name].copy_(tensor)
 
 
+class TorchMapped(TorchSave):
+    """`TorchSave`, whose load maps the file: each byte is read where it is copied into place."""
+
+    def load(self, folder: Path) -> None:
+        for name, tensor in torch.load(folder / self._name, weights_only=True, mmap=True).items():
+            self._tensors[name].copy_(tensor)
+
+
+def sharded(state: State) -> dict[str, Tensor]:
+    """The state as DTensors, as torch.distributed.checkpoint takes it. Collective."""
+    mesh = init_device_mesh("cpu", (state.world_size,))
+    return {
+        f"{name}.{kind}": DTensor.from_local(tensor, mesh, [placement_types.Shard(0)])
+        for (name, kind), tensor in state.local.items()
+    }
+
+
 class Dcp(Way):
     """torch.distributed.checkpoint of sharded DTensors, which go and come in place."""
 
     def __init__(self, state: State) -> None:
-        mesh = init_device_mesh("cpu", (state.world_size,))
-        self._tensors = {
-            f"{name}.{kind}": DTensor.from_local(tensor, mesh, [placement_types.Shard(0)])
-            for (name, kind), tensor in state.local.items()
-        }
+        self._tensors = sharded(state)
 
     def save(self, folder: Path) -> None:
         dcp.save(self._tensors, checkpoint_id=folder)
@@ -261,12 +276,70 @@ def ways(state: State, skipped: Sequence[str]) -> dict[str, Way]:
         "rlhf": Ours,
         "torch.distributed.checkpoint": Dcp,
         "torch.save, fsync": TorchSave,
+        "torch.save, fsync, torch.load(mmap=True)": TorchMapped,
     }
     if find_spec("deepspeed") is not None:
         kinds["DeepSpeed, ZeRO 2, fsync"] = DeepSpeed
     if find_spec("verl") is not None:
         kinds["verl, FSDP2, fsync"] = Verl
     return {name: kind(state) for name, kind in kinds.items() if not name.lower().startswith(tuple(skipped))}
+
+
+class Behind(ABC):
+    """A way to save the state behind the training into a new folder for each step. All but `done` is collective."""
+
+    @abstractmethod
+    def start(self, step: int) -> None:
+        """Return as soon as the training may go on."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether what was started is durable, and published where the way does that."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until it is, and make room for the next."""
+
+
+class OursBehind(Behind):
+    """`Checkpointer` with `checkpoint.async_save` in `root`; saves have `contents` beside the usual."""
+
+    def __init__(self, state: State, root: Path, contents: Sequence[str] = ()) -> None:
+        self._checkpointer = make_checkpointer(
+            root, state, Coordinator(GlooTransport()), async_save=True, contents=contents
+        )
+        self._root = root
+
+    def start(self, step: int) -> None:
+        self._published = step_dir(self._root / "rlhf" / "default", step)
+        self._checkpointer.save(step)
+
+    def done(self) -> bool:
+        return self._published.exists()
+
+    def finish(self) -> None:
+        self._checkpointer.finish()
+
+
+class DcpBehind(Behind):
+    """`dcp.async_save` with its defaults, which sync every file; its folder has its own name from the beginning."""
+
+    def __init__(self, state: State, root: Path) -> None:
+        self._tensors, self._root = sharded(state), root
+
+    def start(self, step: int) -> None:
+        self._folder = self._root / f"dcp_{step}"
+        self._written = dcp.async_save(self._tensors, checkpoint_id=self._folder)
+
+    def done(self) -> bool:
+        return self._written.done()
+
+    def finish(self) -> None:
+        self._written.result()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._folder)
+        dist.barrier()
 
 
 def make_checkpointer(

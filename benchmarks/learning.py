@@ -117,7 +117,7 @@ def train(folder: Path, policy: Path, name: str, seed: int, arguments: argparse.
     return Run.of([json.loads(line) for line in lines])
 
 
-def spread(values: Sequence[float], form: str = ".1f") -> str:
+def mean_and_deviation(values: Sequence[float], form: str = ".1f") -> str:
     """The mean, and of several values their standard deviation."""
     mean = f"{statistics.fmean(values):{form}}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):{form}}"
@@ -125,11 +125,11 @@ def spread(values: Sequence[float], form: str = ".1f") -> str:
 
 def row(name: str, runs: Sequence[Run]) -> str:
     """The table's row of one algorithm."""
-    curve = [spread([100 * run.accuracy[step] for run in runs]) for step in sorted(runs[0].accuracy)]
-    gain = spread([100 * run.gain for run in runs])
-    clipped = spread([100 * run.clipped for run in runs], ".2f")
+    curve = [mean_and_deviation([100 * run.accuracy[step] for run in runs]) for step in sorted(runs[0].accuracy)]
+    gain = mean_and_deviation([100 * run.gain for run in runs])
+    clipped = mean_and_deviation([100 * run.clipped for run in runs], ".2f")
     explained = [run.explained for run in runs if run.explained is not None]
-    cells = [f"`{name}`", *curve, gain, clipped, spread(explained, ".2f") if explained else ""]
+    cells = [f"`{name}`", *curve, gain, clipped, mean_and_deviation(explained, ".2f") if explained else ""]
     return f"| {' | '.join(cells)} |\n"
 
 

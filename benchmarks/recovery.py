@@ -2,8 +2,8 @@
 start.
 
 A small run of the bundled policy saves at step 3; its last rank is killed in step 6, and the supervisor brings all
-ranks back. Both columns are medians over the same runs, and so is the ratio of the two totals of a run. The phases are
-those of rank 0:
+ranks back. Both columns are medians over the same runs, with the smallest and the largest in brackets, and so is the
+ratio of the two totals of a run. The phases are those of rank 0:
 
 detection       until the supervisor has seen the crash and every rank has ended
 start           until the new process is there; after a crash this has the wait of trainer.restart_backoff_s, in a cold
@@ -19,12 +19,13 @@ import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from benchmarks.figures import ratios, spread
 
 SAVED, KILLED, STEPS = 3, 6, 7
 EVENT = "update.before"
@@ -140,11 +141,11 @@ def main() -> int:
         title = f"\n## {ranks} rank{'s' if ranks > 1 else ''}, {arguments.repeats} runs\n\n"
         sys.stdout.write(title + "| phase | after SIGKILL | cold start |\n|---|---|---|\n")
         for phase in PHASES:
-            warm = statistics.median(recovery[phase] for recovery, _ in outcomes)
-            cold = f"{statistics.median(cold[phase] for _, cold in outcomes):.2f} s" if phase in COLD else ""
-            sys.stdout.write(f"| {phase} | {warm:.2f} s | {cold} |\n")
-        ratio = statistics.median(recovery["total"] / cold["total"] for recovery, cold in outcomes)
-        sys.stdout.write(f"\nA recovery takes {ratio:.2f} of a cold start.\n")
+            warm = spread([recovery[phase] for recovery, _ in outcomes], ".2f")
+            cold = f"{spread([cold[phase] for _, cold in outcomes], '.2f')} s" if phase in COLD else ""
+            sys.stdout.write(f"| {phase} | {warm} s | {cold} |\n")
+        totals = [[figures["total"] for figures in column] for column in zip(*outcomes, strict=True)]
+        sys.stdout.write(f"\nA recovery takes {spread(ratios(*totals), '.2f')} of a cold start.\n")
         sys.stdout.flush()
     return 0
 

@@ -1,13 +1,13 @@
 """python -m benchmarks.rollout: tokens per second of the rollout engines beside transformers' generate, as ratios.
 
 The embedded engine, vLLM in this process (where it is installed) and `generate` as TRL calls it sample from the same
-model with the same prompts and limits, in turn; a ratio is the median of those of runs beside each other. `equal` lets
-every sample run to the limit; `skewed` ends samples by many end-of-sequence tokens, so that a few are much longer than
-the rest. On a CUDA device where there is one.
+model with the same prompts and limits, in turn, in an order that rotates. A figure is the median of the runs, with the
+smallest and the largest in brackets, a ratio that of runs of one round. `equal` lets every sample run to the limit;
+`skewed` ends samples by many end-of-sequence tokens, so that a few are much longer than the rest. On a CUDA device
+where there is one.
 """
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.figures import ratios, rotated, spread
 from rlhf.config import RolloutConfig
 from rlhf.config.vllm_versions import installation_problem
 from rlhf.models.loading import hf_files
@@ -117,17 +118,12 @@ def speeds(ways: dict[str, Callable[[int], int]], repeats: int) -> dict[str, lis
     """Tokens per second of each way, run after run, in turn; each runs once before, to warm up."""
     measured: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
-        for name, run in ways.items():
+        for name, run in rotated(ways.items(), repeat):
             started = time.perf_counter()
             tokens = run(repeat)
             if repeat:
                 measured[name].append(tokens / (time.perf_counter() - started))
     return measured
-
-
-def ratio(a: list[float], b: list[float]) -> float:
-    """The median of the ratios of runs beside each other."""
-    return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
 def main() -> int:
@@ -167,11 +163,11 @@ def main() -> int:
         measured = speeds(ways, arguments.repeats)
         if vllm is not None:
             vllm.close()
-        shown = ", ".join(f"{name} {statistics.median(figures):,.0f} tokens/s" for name, figures in measured.items())
+        shown = ", ".join(f"{name} {spread(figures, ',.0f')} tokens/s" for name, figures in measured.items())
         pairs = [(name, "generate") for name in measured if name != "generate"]
         pairs += [("vLLM", "embedded")] if vllm is not None else []
-        ratios = ", ".join(f"{a}/{b} {ratio(measured[a], measured[b]):.2f}" for a, b in pairs)
-        sys.stdout.write(f"{shape}, limit {limit}: {shown}; {ratios}\n")
+        compared = ", ".join(f"{a}/{b} {spread(ratios(measured[a], measured[b]), '.2f')}" for a, b in pairs)
+        sys.stdout.write(f"{shape}, limit {limit}: {shown}; {compared}\n")
         sys.stdout.flush()
     dist.destroy_process_group()
     return 0

@@ -10,7 +10,6 @@ other work is on the machine, the processor's seconds say more. Memory is the la
 import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+
+from benchmarks.figures import ratios, rotated, spread
 
 IMPORTS = "import rlhf.checkpoint.verbs.merge, rlhf.checkpoint.interop.huggingface.hf_work"
 
@@ -70,7 +71,7 @@ def measure(checkpoint: Path, disk: Path, repeats: int, shard_size: str) -> dict
     }
     costs: dict[str, list[Cost]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
-        for name, commands in ways.items():
+        for name, commands in rotated(ways.items(), repeat):
             cost = run(*commands)
             if repeat:
                 costs[name].append(cost)
@@ -79,15 +80,14 @@ def measure(checkpoint: Path, disk: Path, repeats: int, shard_size: str) -> dict
 
 
 def table(costs: dict[str, list[Cost]]) -> list[str]:
-    """A row for each way: medians, and the ratios of paired runs to the copy's."""
+    """A row for each way: medians with their spread, and the ratios of runs of one round to the copy's."""
     rows = ["| | seconds | to cp and sync | processor's seconds | to cp and sync | most memory |\n", "|---" * 6 + "|\n"]
     base = costs["cp and sync"]
     for name, runs in costs.items():
         cells = []
         for what in ("seconds", "processor"):
             figures, others = ([getattr(cost, what) for cost in each] for each in (runs, base))
-            ratios = [a / b for a, b in zip(figures, others, strict=True)]
-            cells += [f"{statistics.median(figures):.2f} s", f"{statistics.median(ratios):.2f}"]
+            cells += [f"{spread(figures, '.2f')} s", spread(ratios(figures, others), ".2f")]
         most = max(cost.resident for cost in runs) / 2**20
         rows.append(f"| {name} | {' | '.join(cells)} | {most:.0f} MiB |\n")
     return rows
