@@ -237,3 +237,56 @@ def test_no_array_of_numpy_is_made(tmp_path):
         found = read(saved(tmp_path / "f.pt", state | {"weight": torch.ones(2)}))
         assert isinstance(found["rng"][1], StandIn), read
         assert isinstance(found["weight"], StoredTensor)
+
+
+@pytest.mark.parametrize("order", ["ahead", "backwards", "all but the last", "columns"])
+def test_a_flipped_bit_of_a_tensor_is_seen_while_it_is_read(order, tmp_path):
+    """By the archive's own checksum, in whatever order the ranges come."""
+    weight = torch.arange(4000.0)
+    path = saved(tmp_path / "f.pt", {"other": torch.ones(9), "weight": weight})
+    ranges = [(at, at + 100) for at in range(0, 4000, 100)]
+    chosen = {
+        "ahead": ranges,
+        "backwards": ranges[::-1],
+        "all but the last": ranges[:-1],
+        "columns": [(at + half, at + half + 50) for half in (0, 50) for at in range(0, 4000, 100)],
+    }[order]
+    whole = [open_torch_file(path)["weight"].read(*each) for each in chosen]
+    assert all(torch.equal(part, weight[slice(*each)]) for part, each in zip(whole, chosen, strict=True))
+    content = path.read_bytes()
+    value = weight[3990:3991].numpy().tobytes()
+    assert content.count(value) == 1
+    path.write_bytes(content.replace(value, bytes([value[0] ^ 1, *value[1:]])))
+    place = open_torch_file(path)["weight"]
+    with pytest.raises(DamagedCheckpoint, match=r"f\.pt is not as it was written: bytes .*\(CRC-32\).* Copy it anew"):
+        [place.read(*each) for each in chosen]
+    assert torch.equal(open_torch_file(path)["other"].read(0, 9), torch.ones(9))
+
+
+def test_where_no_checksums_were_taken_none_are_compared(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = saved(tmp_path / "f.pt", {"weight": torch.arange(50.0)})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(open_torch_file(path)["weight"].read(0, 50), torch.arange(50.0))
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_flipped_bit_in_a_pickle_is_seen_before_it_is_read(read, tmp_path):
+    path = saved(tmp_path / "f.pt", {"weight": torch.arange(50.0)})
+    path.write_bytes(path.read_bytes().replace(b"weight", b"weigit"))
+    with pytest.raises(DamagedCheckpoint, match=r"data\.pkl in it is not as it was written\. Copy it anew"):
+        read(path)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_damaged_file_of_tensors_is_not_taken_for_mischief(read, tmp_path):
+    """All that it asks for is what every such file asks for."""
+    path = tmp_path / "f.pt"
+    path.write_bytes(pickle.dumps(OrderedDict(weight=[1, 2])))
+    with pytest.raises(DamagedCheckpoint, match=r"f\.pt is no whole file of torch\.save: .*\. Copy it anew"):
+        read(path)
+    path.write_bytes(b"")
+    with pytest.raises(DamagedCheckpoint, match=r"f\.pt is no whole file of torch\.save: it is empty\. Copy it anew"):
+        read(path)

@@ -8,6 +8,7 @@ import re
 import threading
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from rlhf.checkpoint.interop.record_sum import AGAIN
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
@@ -26,6 +28,8 @@ BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """Beginning of a file that torch wrote before its files were zip archives."""
 SCANNED = 1 << 20
 """Bytes of a refused pickle that are searched for what it asks for."""
+OF_TENSORS = ("torch.", "collections.")
+"""Beginnings of names that every pickle of tensors asks for."""
 
 _list_lock = threading.Lock()  # torch has one list of what is allowed per process
 
@@ -91,8 +95,8 @@ def open_archive(path: Path, start: int = 0, size: int | None = None) -> Iterato
         yield part
 
 
-def _check_archive(path: Path, file: "_Part") -> dict[int, int]:
-    """First byte and end of each entry."""
+def _check_archive(path: Path, file: "_Part") -> dict[int, tuple[int, int]]:
+    """Of each entry by its first byte: its end and CRC-32. What is no tensor is compared with it."""
     try:
         with zipfile.ZipFile(file) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
@@ -104,15 +108,31 @@ def _check_archive(path: Path, file: "_Part") -> dict[int, int]:
                 file.seek(start)
                 if entry.filename.endswith("/byteorder") and file.read(6) != b"little":  # torch swaps what is not there
                     raise UserError(f"{path} is of a machine with another byte order. Save it anew on one like this.")
-            return {start: start + entry.file_size for entry, start in found}
+                _compare_sum(path, file, entry, start)
+            return {start: (start + entry.file_size, entry.CRC) for entry, start in found}
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError) as error:
         file.seek(0)
         beginning = file.read(SCANNED)
         if beginning.startswith(BEFORE_1_6):
             raise UserError(f"{path} is in the format of torch before 1.6. Load it there and save it anew.") from None
-        if names := _asked_for(beginning):
+        if names := [name for name in _asked_for(beginning) if not name.startswith(OF_TENSORS)]:
             raise _refusal(path, names) from None
-        raise DamagedCheckpoint(f"{path} is no whole file of torch.save: {_first_sentence(error)}") from None
+        raise _damage(path, _first_sentence(error)) from None
+
+
+def _compare_sum(path: Path, file: "_Part", entry: zipfile.ZipInfo, start: int) -> None:
+    if not entry.CRC or "/data/" in entry.filename:  # none was taken; a tensor's is compared when it is read
+        return
+    file.seek(start)
+    found = 0
+    for at in range(0, entry.file_size, SCANNED):
+        found = zlib.crc32(file.read(min(SCANNED, entry.file_size - at)), found)
+    if found != entry.CRC:
+        raise _damage(path, f"{entry.filename} in it is not as it was written")
+
+
+def _damage(path: Path, why: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"{path} is no whole file of torch.save: {why.rstrip('.')}. {AGAIN}")
 
 
 def _content_of(path: Path, file: "_Part", header: int) -> int:
@@ -137,11 +157,11 @@ def refusing(path: Path, allowed: Allowed) -> Iterator[None]:
             raise _refusal(path, [found[1] or found[0]]) from None
         if "operand" in str(error) and (names := _asked_for(_pickled(path))):  # of a protocol that torch does not read
             raise _refusal(path, names) from None
-        raise DamagedCheckpoint(f"{path} is no file of torch.save, or is cut off: {_cause(error)}") from None
+        raise _damage(path, _cause(error)) from None
     except (DamagedCheckpoint, UserError):
         raise
     except Exception as error:  # a file that is no pickle makes the reader fail in any way
-        raise DamagedCheckpoint(f"{path} is no whole file of torch.save: {_first_sentence(error)}") from None
+        raise _damage(path, _first_sentence(error)) from None
 
 
 @contextmanager
@@ -184,7 +204,7 @@ def _asked_for(content: bytes) -> list[str]:
                 names.append(".".join(texts[-2:]))
             elif isinstance(argument, str):
                 texts.append(argument)
-    return sorted(names, key=lambda name: name.startswith(("torch.", "collections.")))
+    return sorted(names, key=lambda name: name.startswith(OF_TENSORS))
 
 
 def _cause(error: Exception) -> str:
@@ -199,10 +219,10 @@ def _first_sentence(error: Exception) -> str:
 
 
 class _Part(io.RawIOBase):
-    """Bytes [start, start + size) of an open file, as a file. `records` has the first byte and the end of each entry
-    of the archive that it is."""
+    """Bytes [start, start + size) of an open file, as a file. `records` has the end and the CRC-32 of each entry of the
+    archive that it is, by its first byte."""
 
-    records: Mapping[int, int]
+    records: Mapping[int, tuple[int, int]]
 
     def __init__(self, file: BinaryIO, start: int, size: int) -> None:
         self._file, self._start, self.size, self._at = file, start, size, 0
@@ -216,7 +236,7 @@ class _Part(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
         if self._at < 0:
-            raise ValueError(f"seek to {self._at}")
+            raise ValueError("it is too short" if self.size else "it is empty")
         return self._at
 
     def tell(self) -> int:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf.checkpoint.interop.pickles import Allowed, StandIn, TensorStandIn, open_archive, refusing
+from rlhf.checkpoint.interop.record_sum import RecordSum
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.shards import as_bytes
 
@@ -27,6 +28,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
     """`None` when it lies row by row."""
+    record: RecordSum | None = field(default=None, compare=False)
+    """The record that it lies in, of an archive."""
 
     @property
     def numel(self) -> int:
@@ -51,6 +54,8 @@ class StoredTensor:
                     raise DamagedCheckpoint(
                         f"{self.path} ends at byte {position}, before the tensors that it says it has"
                     )
+                if self.record is not None:
+                    self.record.take(file.fileno(), position, view[:count])
                 view, position = view[count:], position + count
         return tensor
 
@@ -90,7 +95,9 @@ def cut(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
 
 
 def joined(pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
-    """Elements of all `pieces`, one after the other, 1-D."""
+    """Elements of all `pieces`, one after the other, 1-D. Raises DamagedCheckpoint unless all are of `dtype`."""
+    if odd := next((tensor for tensor, _, _ in pieces if tensor.dtype != dtype), None):
+        raise DamagedCheckpoint(f"{odd.path} has {odd.dtype} where {dtype} is meant: the files are not all of one save")
     parts = [tensor.read(start, stop) for tensor, start, stop in pieces]
     return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=dtype), *parts])
 
@@ -109,8 +116,9 @@ def open_torch_file(path: Path, allowed: Allowed = (), *, start: int = 0, size: 
 class _Places:
     """Puts the place in a file where a tensor on the meta device is."""
 
-    def __init__(self, path: Path, start: int, records: Mapping[int, int]) -> None:
+    def __init__(self, path: Path, start: int, records: Mapping[int, tuple[int, int]]) -> None:
         self._path, self._start, self._records = path, start, records
+        self._sums = {first: RecordSum(path, start + first, start + end, crc) for first, (end, crc) in records.items()}
 
     def of(self, content: Any) -> Any:
         if isinstance(content, TensorStandIn):
@@ -131,10 +139,10 @@ class _Places:
         byte = first + int(tensor.storage_offset()) * width
         span = width * (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
         # On the meta device torch does not look at where a tensor ends.
-        if tensor.numel() and not first <= byte <= self._records.get(first, 0) - span:
+        if tensor.numel() and not first <= byte <= self._records.get(first, (0, 0))[0] - span:
             raise DamagedCheckpoint(f"{self._path} speaks of tensors beyond its end, or beyond what it has of them")
-        if tensor.numel() * width > MOST_EXPANDED + max(self._records.values()):
+        if tensor.numel() * width > MOST_EXPANDED + max(end for end, _ in self._records.values()):
             raise DamagedCheckpoint(f"{self._path} has {tuple(tensor.shape)} of the same few numbers")
         byte += self._start
         stride = None if tensor.is_contiguous() else tensor.stride()
-        return StoredTensor(self._path, byte, tensor.dtype, tuple(tensor.shape), stride)
+        return StoredTensor(self._path, byte, tensor.dtype, tuple(tensor.shape), stride, self._sums.get(first))

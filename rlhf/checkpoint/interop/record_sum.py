@@ -1,0 +1,68 @@
+"""CRC-32 of a record in a zip archive, taken along while ranges of it are read."""
+
+import os
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlhf.storage.disk_errors import DamagedCheckpoint
+
+AGAIN = "Copy it anew from where it was saved."
+AHEAD_BYTES = 1 << 20
+"""Bytes that are read at a time for the sum alone."""
+
+
+@dataclass
+class RecordSum:
+    """Sum of bytes [start, stop) of a file, which the archive says is `crc`; 0: it was not taken when it was written.
+
+    Ranges may come in any order and from several threads. What follows each other is summed up as it comes. When a
+    quarter is left, or half was read in another order, what is left is read ahead for the sum, so that nothing which
+    is hardly anybody's (the padding at the end of a partition) keeps a record from being compared.
+    """
+
+    path: Path
+    start: int
+    stop: int
+    crc: int
+    _at: int = field(init=False)
+    _sum: int = 0
+    _seen: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._at = self.start
+
+    def take(self, descriptor: int, position: int, view: memoryview) -> None:
+        """Bytes that were read at `position` of the open file; raises DamagedCheckpoint when all are known by now and
+        are not those that were saved."""
+        with self._lock:
+            if not self.crc or self._at == self.stop:
+                return
+            size, jumped = self.stop - self.start, position > self._at
+            self._add(view[max(0, self._at - position) :] if not jumped else view[:0])
+            self._seen += len(view)
+            if 4 * (self.stop - self._at) <= size or (jumped and 2 * self._seen >= size):
+                for part in self._rest(descriptor):
+                    self._add(part)
+                self._compare()
+
+    def _add(self, view: memoryview) -> None:
+        self._sum = zlib.crc32(view, self._sum)
+        self._at += len(view)
+
+    def _rest(self, descriptor: int) -> Iterator[memoryview]:
+        while self._at < self.stop:
+            part = os.pread(descriptor, min(AHEAD_BYTES, self.stop - self._at), self._at)
+            if not part:
+                raise DamagedCheckpoint(f"{self.path} ends at byte {self._at}, before the tensors that it says it has")
+            yield memoryview(part)
+
+    def _compare(self) -> None:
+        if self._sum != self.crc:
+            raise DamagedCheckpoint(
+                f"{self.path} is not as it was written: bytes {self.start} to {self.stop} do not have the checksum "
+                f"(CRC-32) that the archive says. {AGAIN}"
+            )
