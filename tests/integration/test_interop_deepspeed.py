@@ -296,3 +296,28 @@ def test_the_pages_commands(saves, tmp_path, monkeypatch):
     theirs, ours = (open_source(Origin(Path(path))) for path in ("output/states", "start/global_step_2"))
     assert ours.contents.moments == theirs.contents.moments
     assert equal_bits(whole(ours), whole(theirs))
+
+
+@pytest.mark.parametrize("kind", ["zero1-bfloat16", "zero3-bfloat16-frozen"])
+def test_ranks_of_different_steps(saves, tmp_path, kind):
+    copied = shutil.copytree(saves / kind, tmp_path / "copied")
+    file = next(copied.glob("*/*pp_rank_1*optim_states.pt"))
+    content = torch.load(file, weights_only=False)
+    inner = content["optimizer_state_dict"]
+    state = (inner.get("base_optimizer_state") or inner["optimizer_state_dict"])["state"]
+    state[0]["step"] = state[0]["step"] + 3
+    torch.save(content, file)
+    with pytest.raises(DamagedCheckpoint, match=r"of different steps \(2, .*5.*\): the files are not all of one save"):
+        open_source(Origin(copied))
+
+
+def test_ranks_that_were_mixed_up_are_told(saves, tmp_path):
+    copied = shutil.copytree(saves / "zero1-bfloat16", tmp_path / "copied")
+    first, second = sorted(copied.glob("*/*optim_states.pt"))
+    second.rename(copied / "aside")
+    first.rename(second)
+    (copied / "aside").rename(first)
+    with pytest.raises(
+        DamagedCheckpoint, match="of rank 0 has other parameters than belong there: it is another rank's"
+    ):
+        open_source(Origin(copied))

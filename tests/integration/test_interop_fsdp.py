@@ -182,7 +182,7 @@ def test_files_that_do_not_belong_together(saved, tmp_path):
     with pytest.raises(DamagedCheckpoint, match="is spread otherwise"):
         open_source(Origin(copy))
     use(copy / "model_world_size_4_rank_1.pt")
-    with pytest.raises(DamagedCheckpoint, match="are no whole of"):
+    with pytest.raises(DamagedCheckpoint, match=r"rank_2\.pt was saved by rank 1: the ranks' files have been mixed up"):
         open_source(Origin(copy))
     use(copy / "optim_world_size_4_rank_1.pt")
     with pytest.raises(DamagedCheckpoint, match="is in the file of only one"):
@@ -192,10 +192,8 @@ def test_files_that_do_not_belong_together(saved, tmp_path):
 def test_buffers_of_the_ranks_have_to_be_equal(saved, tmp_path):
     copy = Path(shutil.copytree(saved / "llama" / "fsdp2_by_columns", tmp_path / "copy"))
     path = copy / "model_world_size_4_rank_1.pt"
-    content = path.read_bytes()
-    values = torch.arange(5.0).numpy().tobytes()
-    assert content.count(values) == 1
-    path.write_bytes(content.replace(values, values[::-1]))
+    content = torch.load(path, weights_only=False)
+    torch.save(content | {"calibration": content["calibration"].flip(0)}, path)
     source = open_source(Origin(copy))
     with pytest.raises(DamagedCheckpoint, match=r"calibration is whole in .*rank_0.pt and differs in .*rank_1.pt"):
         whole(source, "calibration")
@@ -244,3 +242,54 @@ def test_an_optimizer_that_does_not_fit_is_left_out(copy, saved):
             copy / f"optim_world_size_4_rank_{rank}.pt",
         )
     assert any("is no Adam" in line for line in open_source(Origin(copy)).contents.absent)
+
+
+@pytest.mark.parametrize("case", ["llama/fsdp1", "llama/fsdp2"])
+def test_ranks_that_were_mixed_up_are_told(case, saved, tmp_path):
+    """Their moments would be taken for those of other weights."""
+    copy = Path(shutil.copytree(saved / case, tmp_path / "copy"))
+    for number, other in ((1, 2), (2, 1)):
+        name = "model_world_size_4_rank_{}.pt"
+        shutil.copy(saved / case / name.format(other), copy / name.format(number))
+    with pytest.raises(DamagedCheckpoint, match=r"rank_1\.pt was saved by rank 2: the ranks' files have been mixed up"):
+        open_source(Origin(copy))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "step",
+            torch.tensor(7.0),
+            r"_rank_1\.pt is of another save than .*_rank_0\.pt: 7 updates of parameter 0, not 2",
+        ),
+        ("step", 2, r"the files optim_\* are not laid out as FSDP saves"),
+        ("step", torch.ones(0), r"the files optim_\* are not laid out as FSDP saves"),
+        ("exp_avg", None, r"the files optim_\* are not laid out as FSDP saves"),
+        ("exp_avg_sq", "x", r"the files optim_\* are not laid out as FSDP saves"),
+    ],
+)
+def test_moments_that_are_none_of_one_save(key, value, message, saved, tmp_path):
+    copy = Path(shutil.copytree(saved / "llama" / "fsdp1", tmp_path / "copy"))
+    path = copy / "optim_world_size_4_rank_1.pt"
+    content = torch.load(path, weights_only=False)
+    content["state"][0][key] = value
+    torch.save(content, path)
+    with pytest.raises(DamagedCheckpoint, match=message):
+        open_source(Origin(copy))
+
+
+def test_a_flipped_bit_is_refused_by_the_commands(saved, tmp_path, capsys):
+    """In the last element of a shard."""
+    copy = Path(shutil.copytree(saved / "llama" / "fsdp1", tmp_path / "copy"))
+    path = copy / "model_world_size_4_rank_3.pt"
+    shard = torch.load(path, weights_only=False)["model.layers.1.mlp.up_proj.weight"].to_local()
+    content, values = path.read_bytes(), shard.numpy().tobytes()
+    assert content.count(values) == 1
+    path.write_bytes(content.replace(values, values[:-1] + bytes([values[-1] ^ 1])))
+    for verb in (["merge", "--local_dir", str(copy), "--target_dir"], ["import", str(copy)]):
+        assert main([*verb, str(tmp_path / "new" / "global_step_2")]) == 1
+        said = capsys.readouterr().err
+        assert "rank_3.pt is not as it was written" in said
+        assert said.count("\n") == 1
+        assert not list((tmp_path / "new").iterdir())

@@ -176,6 +176,18 @@ def change_config(**settings: Any) -> Callable[[Path, Path], None]:
     return change
 
 
+def swap_stages(root: Path, _: Path) -> None:
+    for rank in range(2):
+        (root / f"mp_rank_{rank:02d}_000").rename(root / "aside")
+        (root / f"mp_rank_{rank:02d}_001").rename(root / f"mp_rank_{rank:02d}_000")
+        (root / "aside").rename(root / f"mp_rank_{rank:02d}_001")
+
+
+def mix_iterations(root: Path, _: Path) -> None:
+    for number, path in enumerate(sorted(root.glob("*/model_states.pt"))):
+        torch.save(torch.load(path, weights_only=True) | {"iteration": 20 + number // 3}, path)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -186,6 +198,11 @@ def change_config(**settings: Any) -> Callable[[Path, Path], None]:
         (cut_off, "mp_rank_01_000/model_states.pt is no whole file of torch.save"),
         (run_code, "asks for posix.system"),
         (drop_tensor, "does not hold the tensors that .*mp_rank_00_000/model_states.pt holds"),
+        (
+            swap_stages,
+            "word_embeddings.weight is not in the first pipeline stage: the ranks' folders have been mixed up",
+        ),
+        (mix_iterations, "mp_rank_01_001/model_states.pt is of iteration 21, .*mp_rank_00_000/model_states.pt of 20"),
         (add_tensor, r"holds decoder.layers.1.mlp.router.weight, which llama of transformers has no place for"),
         (change_config(model_type="gemma"), "model_type=gemma .* llama, mistral, qwen2 and qwen3 are"),
         (change_config(num_hidden_layers=3), "decoder.layers.3.* has no place for"),

@@ -53,11 +53,13 @@ def assemble(save: Path, states: Mapping[str, Any]) -> Assembled:
     missing, DamagedCheckpoint for partitions that do not fit the parameters."""
     if states.get("param_shapes") is None:
         return _stage_0(states)
-    first = _optimizer(open_first(save, OPTIM_STATES), save)
+    content = open_first(save, OPTIM_STATES)
+    first = _optimizer(content, save)
     counts = first["partition_count"]
     world_size = max(counts) if isinstance(counts, list) else int(counts)
     ranks = [_optimizer(content, save) for content in open_all(save, OPTIM_STATES, world_size)]
     if PARTITIONS in first:
+        _check_order(save, states["param_shapes"], ranks, content.get("ds_config"))
         return _stages_1_and_2(save, states, ranks)
     return _stage_3(save, states, ranks)
 
@@ -114,6 +116,29 @@ def _stages_1_and_2(save: Path, states: Mapping[str, Any], ranks: Sequence[Mappi
     return _said(made, trained)
 
 
+def _check_order(save: Path, groups: Sequence[Shapes], ranks: Sequence[Mapping[str, Any]], config: Any) -> None:
+    """Raise DamagedCheckpoint when a rank's partition has other parameters than its file says that it has."""
+    # With round_robin_gradients the files say it wrongly: in another order than the parameters lie in.
+    if not isinstance(config, dict) or config.get("zero_optimization", {}).get("round_robin_gradients"):
+        return
+    for group, shapes in enumerate(groups):
+        gaps = ranks[0].get("param_alignment_paddings", [[0] * len(shapes)] * len(groups))[group]
+        at, places = 0, {}
+        for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+            places[name] = at, at + math.prod(shape)
+            at = places[name][1] + gap
+        begin = 0
+        for number, rank in enumerate(ranks):
+            end = begin + rank[PARTITIONS][group].numel
+            there = {name for name, (first, last) in places.items() if first < end and begin < last}
+            if "param_slice_mappings" in rank and there != rank["param_slice_mappings"][group].keys():
+                raise DamagedCheckpoint(
+                    f"{save}: the file of optimizer states of rank {number} has other parameters than belong there: it "
+                    "is another rank's, or of another save. Copy it anew, or take another tag."
+                )
+            begin = end
+
+
 def _stage_3(save: Path, states: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Assembled:
     made = Assembled()
     for name in states["buffer_names"]:
@@ -128,6 +153,7 @@ def _stage_3(save: Path, states: Mapping[str, Any], ranks: Sequence[Mapping[str,
     weights = [[piece for group in groups for piece in whole(rank[PARTITIONS_3][group])] for rank in ranks]
     found = [_moments([rank], group) for rank in ranks for group in groups]
     complete = all(set(moments) == set(MOMENTS) for moments, _ in found)
+    _check_steps([{"step": step} for _, step in found if step is not None])
     at, needed = 0, sum(-(-math.prod(shape) // len(ranks)) for shape in shapes.values())
     for number, flat in enumerate(weights):
         if size_of(flat) != needed:
@@ -185,9 +211,20 @@ def _moments(ranks: Sequence[Mapping[str, Any]], group: int) -> tuple[dict[str, 
             return {}, None
         held.append(state)
     step = held[0].get("step", ranks[0].get("base_optimizer_state_step"))
+    _check_steps(held)
     if step is None and isinstance(inner, dict):
         step = inner["param_groups"][group].get("step")
     return {moment: [piece for state in held for piece in whole(state[moment])] for moment in MOMENTS}, step
+
+
+def _check_steps(states: Sequence[Mapping[str, Any]]) -> None:
+    """Raise DamagedCheckpoint unless all have counted the same steps."""
+    steps = [_scalar(state["step"]).item() for state in states if "step" in state]
+    if len(set(steps)) > 1:
+        raise DamagedCheckpoint(
+            f"The ranks' optimizer states are of different steps ({', '.join(f'{step:g}' for step in steps[:8])}): the "
+            "files are not all of one save. Copy them anew, or take another tag."
+        )
 
 
 def _once(module: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> Iterator[tuple[str, StoredTensor]]:

@@ -17,6 +17,7 @@ from rlhf.checkpoint.interop.fsdp.fsdp_tensors import put_together
 from rlhf.checkpoint.interop.named_tensors import MOMENTS, InFile, ReadableTensor, Unmapped
 from rlhf.checkpoint.interop.source import TensorInfo
 from rlhf.checkpoint.interop.stored_tensor import Piece, StoredWrapper, cut, joined, size_of, whole
+from rlhf.storage.disk_errors import DamagedCheckpoint
 
 BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
 """Beginning of the name of a parameter in a repeated block, such as a decoder layer: what FSDP1 wraps by itself."""
@@ -40,7 +41,8 @@ def read_moments(
     """`NAME.exp_avg`, `NAME.exp_avg_sq` and `NAME.step` of the optimizer that has `parameters`, in the model's order.
 
     `shard_ranks` are the ranks that have the model once among them, in the order of their pieces. Raises Unmapped when
-    there is no optimizer, or its entries do not fit the parameters.
+    there is no optimizer, or its entries do not fit the parameters; DamagedCheckpoint when they are none, or not of one
+    step.
     """
     paths = paths_of(folder, OPTIMIZER, world_size)
     if missing := missing_among(paths):
@@ -53,6 +55,7 @@ def read_moments(
     for entry in entries[0].values():
         if not {*MOMENTS, "step"} <= entry.keys():
             raise Unmapped(f"the optimizer keeps {', '.join(map(str, entry))} of a parameter, and is no Adam")
+    _check_steps(paths, entries)
     count = len(groups[0]["params"])
     named = list(parameters.items())
     if any(isinstance(entry["exp_avg"], StoredWrapper) for entry in entries[0].values()):
@@ -64,6 +67,22 @@ def read_moments(
     if count != len(units):
         raise Unmapped(f"the optimizer has {count} entries, the model {len(named)} parameters in {len(units)} blocks")
     return _of_units(units, flat, padded=count != len(named))
+
+
+def _check_steps(paths: Sequence[Path], entries: Sequence[dict[int, dict[str, Any]]]) -> None:
+    """Raise DamagedCheckpoint unless all ranks have counted the same steps, TypeError where one counts none."""
+    if any(entry["step"].numel != 1 for of_rank in entries for entry in of_rank.values()):
+        raise TypeError("a step that is no number")
+    for path, of_rank in zip(paths, entries, strict=True):
+        number = next((number for number in of_rank if number in entries[0]), None)
+        if number is None:
+            continue
+        first, here = (each[number]["step"].read(0, 1).item() for each in (entries[0], of_rank))
+        if here != first:
+            raise DamagedCheckpoint(
+                f"{path} is of another save than {paths[0].name}: {here:g} updates of parameter {number}, not "
+                f"{first:g}. Copy the files of one save."
+            )
 
 
 Named = list[tuple[str, tuple[int, ...]]]

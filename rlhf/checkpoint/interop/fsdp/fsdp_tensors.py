@@ -99,20 +99,23 @@ class DTensorPart:
     """Part of a DTensor that one rank has.
 
     `coordinates` are the rank's in its mesh, and `splits` says per dimension of the mesh which one of the tensor it
-    splits; `None` where it is repeated.
+    splits; `None` where it is repeated. `rank` is the one that saved it, where the file says so.
     """
 
     shape: tuple[int, ...]
     local: StoredTensor
     coordinates: tuple[int, ...]
     splits: tuple[int | None, ...]
+    rank: int | None = None
 
     @classmethod
     def of(cls, part: StoredWrapper, name: str) -> "DTensorPart":
         """The part that a file has. Raises UserError for a way of placing it that FSDP does not use."""
         try:
             local, spec = fields_of(part)["_local_tensor"], fields_of(fields_of(part)["_spec"])
-            coordinates = tuple(map(int, fields_of(spec["mesh"])["_coordinate_on_dim"]))
+            mesh = fields_of(spec["mesh"])
+            coordinates = tuple(map(int, mesh["_coordinate_on_dim"]))
+            rank = None if mesh.get("_rank") is None else int(mesh["_rank"])
             placements = [(type(p).__name__, [*fields_of(p).values(), *p.arguments]) for p in spec["placements"]]
             splits = tuple(int(values[0]) if kind == "Shard" else None for kind, values in placements)
             path = local.path
@@ -120,7 +123,7 @@ class DTensorPart:
             raise DamagedCheckpoint(f"{name}: its DTensor does not say how it is spread over the ranks") from None
         if odd := [kind for kind, _ in placements if kind not in ("Shard", "Replicate")]:
             raise UserError(f"{path} has tensors placed as {odd[0]}, which is not read here.")
-        return cls(part.shape, local, coordinates, splits)
+        return cls(part.shape, local, coordinates, splits, rank)
 
     @property
     def is_copy(self) -> bool:
@@ -140,7 +143,12 @@ class DTensorPart:
 
 def _of_shards(name: str, parts: Sequence[DTensorPart]) -> SpreadTensor:
     first = parts[0]
-    for part in parts:
+    for number, part in enumerate(parts):
+        if part.rank not in (None, number):
+            raise DamagedCheckpoint(
+                f"{part.local.path} was saved by rank {part.rank}: the ranks' files have been mixed up. Give each the "
+                "name of its rank, or copy them anew."
+            )
         if (part.shape, part.local.dtype, part.splits) != (first.shape, first.local.dtype, first.splits):
             raise DamagedCheckpoint(f"{name} is spread otherwise in {part.local.path} than in {first.local.path}")
     sizes = [1 + max(at) for at in zip(*(part.coordinates for part in parts), strict=True)]

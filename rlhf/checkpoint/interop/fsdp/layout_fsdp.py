@@ -14,6 +14,7 @@ from typing import Any
 from rlhf.checkpoint.interop.fsdp.fsdp_files import (
     EXTRA,
     MODEL,
+    OPTIMIZER,
     fields_of,
     find_folder,
     open_mapping,
@@ -111,6 +112,11 @@ def _moments(
     except Unmapped as reason:
         contents.absent.insert(0, f"the optimizer's moments: {reason}")
         return {}
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpoint(
+            f"{folder}: the files {OPTIMIZER}_* are not laid out as FSDP saves: {error!r}. Copy them anew, or remove "
+            "them to begin without moments."
+        ) from None
     if idle := [name for name in parameters if f"{name}.step" not in found]:
         contents.absent.insert(0, f"the moments of {', '.join(idle[:3])}: never updated ({len(idle)} in all)")
     steps = [tensor.read(0, 1).item() for name, tensor in found.items() if name.endswith(".step")]

@@ -6,11 +6,12 @@ virtual pipeline stages; layers count from zero in each of these. Only ranges of
 
 import re
 from collections.abc import Mapping
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoint.interop.excerpts import ExcerptSource
-from rlhf.checkpoint.interop.megatron.megatron_model import LAYERS
+from rlhf.checkpoint.interop.megatron.megatron_model import EMBEDDING, LAYERS, NORM
 from rlhf.checkpoint.interop.megatron.megatron_names import Held, as_transformers, find_model, holds_values
 from rlhf.checkpoint.interop.megatron.megatron_places import find_folder
 from rlhf.checkpoint.interop.pickles import stand_in
@@ -62,11 +63,15 @@ def open_source(origin: Origin) -> ExcerptSource:
     if folder is None:
         raise UserError(f"{origin.path / (origin.tag or '')} has no folders mp_rank_XX_YYY. Give the one that has.")
     files = _rank_files(folder)
-    stages = [_stage(folder, files, stage) for stage in range(1 + max(stage for _, stage in files))]
+    contents = {path: open_torch_file(path, ALLOWED) for _, path in sorted(files.items())}
+    _check_iterations(contents)
+    stages = [_stage(files, contents, stage) for stage in range(1 + max(stage for _, stage in files))]
     if len({len(chunks) for chunks in stages}) > 1:
         raise UserError(f"{folder}: the pipeline ranks hold different numbers of virtual stages. Restore them.")
     # The first chunks of all stages come before the second ones.
-    held = _of_whole_model([stage[chunk] for chunk in range(len(stages[0])) for stage in stages])
+    chunks = [stage[chunk] for chunk in range(len(stages[0])) for stage in stages]
+    _check_ends(folder, chunks)
+    held = _of_whole_model(chunks)
     model, model_files = find_model(origin, folder, values=holds_values(held))
     model.check_tensor_ranks(1 + max(rank for rank, _ in files), f"{folder}: the number of tensor parallel ranks")
     return as_transformers(model, held, folder, model_files)
@@ -95,10 +100,19 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
     return found
 
 
-def _stage(folder: Path, files: Mapping[tuple[int, int], Path], stage: int) -> list[Chunk]:
+def _check_iterations(contents: Mapping[Path, Any]) -> None:
+    """Raise UserError unless all files are of one iteration, as far as they say so."""
+    said = {path: content.get("iteration") for path, content in contents.items() if isinstance(content, dict)}
+    first = next(iter(said), None)
+    for path, iteration in said.items():
+        if first is not None and iteration != said[first]:
+            raise UserError(f"{path} is of iteration {iteration}, {first} of {said[first]}. Copy all of one save.")
+
+
+def _stage(files: Mapping[tuple[int, int], Path], contents: Mapping[Path, Any], stage: int) -> list[Chunk]:
     """The chunks of one pipeline rank, with all tensor parallel ranks."""
     paths = [path for (_, number), path in sorted(files.items()) if number == stage]
-    ranks = [_chunks(open_torch_file(path, ALLOWED), path) for path in paths]
+    ranks = [_chunks(contents[path], path) for path in paths]
     result: list[Chunk] = []
     for number, first in enumerate(ranks[0]):
         result.append({name: [] for name in first})
@@ -115,7 +129,7 @@ def _chunks(content: Any, path: Path) -> list[dict[str, StoredTensor]]:
     if isinstance(content, dict) and "model" in content:
         content = [content["model"]]
     elif isinstance(content, dict) and "model0" in content:
-        content = [content[f"model{number}"] for number in range(sum(key[5:].isdigit() for key in content))]
+        content = [content[key] for key in takewhile(content.__contains__, (f"model{number}" for number in count()))]
     elif isinstance(content, dict):
         content = [content]
     if not isinstance(content, list) or not all(isinstance(chunk, dict) for chunk in content):
@@ -127,6 +141,17 @@ def _chunks(content: Any, path: Path) -> list[dict[str, StoredTensor]]:
             raise UserError(f"{path} holds no named tensors. Only models of megatron-core are read (not legacy ones).")
         found.append({str(key).removeprefix("module."): value for key, value in tensors.items()})
     return found
+
+
+def _check_ends(folder: Path, chunks: list[Chunk]) -> None:
+    """Raise UserError unless the model's first tensor is in its first stage and its last in the last one."""
+    for name, stage, which in ((EMBEDDING, 0, "first"), (NORM, -1, "last")):
+        found = [number for number, chunk in enumerate(chunks) if name in chunk]
+        if found and range(len(chunks))[stage] not in found:
+            raise UserError(
+                f"{folder}: {name} is not in the {which} pipeline stage: the ranks' folders have been mixed up. Copy "
+                "them anew."
+            )
 
 
 def _of_whole_model(chunks: list[Chunk]) -> Chunk:

@@ -15,6 +15,7 @@ from rlhf.errors import UserError
 LAYERS = "decoder.layers."
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
+NORM = "decoder.final_layernorm.weight"
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -119,7 +120,7 @@ class MegatronModel:
             tensor("mlp.linear_fc1.weight", gate_up, hidden, "rows"),
             tensor("mlp.linear_fc2.weight", down, self.intermediate, "columns"),
             tensor(EMBEDDING, tokens, hidden, "rows", stage="first"),
-            tensor("decoder.final_layernorm.weight", final, stage="last"),
+            tensor(NORM, final, stage="last"),
         ]
         if self.model_type == "qwen2":
             parts.append(tensor("self_attention.linear_qkv.bias", biases, None, "rows", groups=self.groups))
