@@ -34,6 +34,7 @@ from rlhf.ranks.phase_clock import PhaseClock
 from rlhf.ranks.rng import seed_everything
 from rlhf.ranks.status import StatusWriter
 from rlhf.ranks.stop import PreemptionFlag
+from rlhf.reward import answer_reader
 from rlhf.rollout import check_lengths
 from rlhf.storage.scratch import Scratch
 from rlhf.storage.state import Stateful
@@ -79,7 +80,15 @@ def _build(
     val_params = evaluation_params(config.rollout, config.data)
     run_log = _run_log(config, driver, shows=coordinator.is_leader)
     evaluator = Evaluator(
-        val_set, sampler, val_params, reward, policy.tokenizer, coordinator, config.trainer, run_log.show
+        val_set,
+        sampler,
+        val_params,
+        reward,
+        answer_reader(config.reward),
+        policy.tokenizer,
+        coordinator,
+        config.trainer,
+        run_log.show,
     )
     advantages = Advantages(config.algorithm, config.rollout.n)
     guards = Guards(config.guards, quiet=not coordinator.is_leader)

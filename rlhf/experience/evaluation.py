@@ -7,27 +7,33 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config import TrainerConfig
-from rlhf.data import PromptSet
+from rlhf.data import Prompt, PromptSet
 from rlhf.events import announce
 from rlhf.experience.metrics import Summary, merge
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.responses import score_responses
 from rlhf.experience.shown_samples import shown_answers
 from rlhf.experience.timeouts import tell_timeouts
+from rlhf.experience.validation_metrics import AnsweredPrompt, accuracy_of, validation_metrics
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.reward import Reward
-from rlhf.rollout import Request, SamplingParams
+from rlhf.reward import Reader, Reward, RewardResult
+from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.tracking.sample_files import ShownSample
 
 
 @dataclass
 class Evaluator:
-    """Scores the policy on the held-out prompts. A response that the first reward gives at least 1 counts as right."""
+    """Scores the policy on the held-out prompts.
+
+    A response is right when the first reward gives at least 1, or when a reward says so by `acc` beside its score.
+    """
 
     prompts: PromptSet | None
     sampler: PolicySampler
     params: SamplingParams
     reward: Reward
+    answer: Reader | None
+    """Reads the answer that a response states, for votes; None where nobody knows how."""
     tokenizer: PreTrainedTokenizerBase
     coordinator: Coordinator
     config: TrainerConfig
@@ -45,7 +51,8 @@ class Evaluator:
         return self.evaluate(step) if due else {}
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """`val/accuracy` and `val/reward` of the policy after `step` steps. Collective."""
+        """`val/accuracy`, `val/reward`, and what `validation_metrics` adds, of the policy after `step` steps.
+        Collective."""
         assert self.prompts is not None
         started = time.monotonic()
         announce("evaluation.before")
@@ -56,12 +63,31 @@ class Evaluator:
         scored = score_responses(self.reward, self.tokenizer, zip(mine, samples, strict=True))
         tell_timeouts(f"Evaluation after step {step}", self.reward.take_timeouts(), self.coordinator)
         self.show(shown_answers(list(zip(mine, samples, strict=True)), scored, self.tokenizer, self.coordinator))
-        results = [result for of_prompt in scored for result in of_prompt]
-        seen = {
-            "val/accuracy": Summary.of(float(r.correct) for r in results),
-            "val/reward": Summary.of(r.score for r in results),
-        }
-        every = merge(seen, self.coordinator)
+        figures = self._figures(mine, samples, scored)
         announce("evaluation.after")
-        figures = {name: summary.mean for name, summary in every.items()}
         return figures | {"timing_s/testing": time.monotonic() - started}
+
+    def _figures(
+        self, prompts: list[Prompt], samples: list[list[Sample]], scored: list[list[RewardResult]]
+    ) -> dict[str, float]:
+        answered = [
+            AnsweredPrompt(prompt.data_source, results, self._answers(of_prompt, results))
+            for prompt, of_prompt, results in zip(prompts, samples, scored, strict=True)
+        ]
+        results = [result for of_prompt in scored for result in of_prompt]
+        right = [r.correct if (accuracy := accuracy_of(r)) is None else accuracy for r in results]
+        seen = {"val/accuracy": Summary.of(right), "val/reward": Summary.of(r.score for r in results)}
+        every = {name: summary.mean for name, summary in merge(seen, self.coordinator).items()}
+        return every | validation_metrics(answered, self.params.n, self.coordinator)
+
+    def _answers(self, samples: list[Sample], results: list[RewardResult]) -> list[str | None]:
+        """The answer of each response: `pred` that a function returned beside its score, as verl's do, or what the
+        named verifier reads."""
+        if len(samples) == 1:  # a vote of one
+            return [None]
+        if all("pred" in result.notes or "pred" in result.extra for result in results):
+            return [str((result.extra | result.notes)["pred"]) for result in results]
+        if self.answer is None:
+            return [None] * len(samples)
+        texts = self.tokenizer.batch_decode([s.token_ids for s in samples], skip_special_tokens=True)
+        return [self.answer(text) for text in texts]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median_low
+from typing import TypeVar
 
 from rlhf.batch import Batch
 from rlhf.experience.groups import Group
@@ -47,9 +48,12 @@ class Summary:
         return math.sqrt(max(0.0, self.squares / self.count - self.mean**2))
 
 
-def merge(mine: dict[str, Summary], coordinator: Coordinator) -> dict[str, Summary]:
+Name = TypeVar("Name", str, tuple[str, ...])
+
+
+def merge(mine: dict[Name, Summary], coordinator: Coordinator) -> dict[Name, Summary]:
     """The summaries of all ranks added up by name; a name that only some ranks have counts for those. Collective."""
-    merged: dict[str, Summary] = {}
+    merged: dict[Name, Summary] = {}
     for part in coordinator.gather(mine):
         for name, summary in part.items():
             merged[name] = merged[name] + summary if name in merged else summary

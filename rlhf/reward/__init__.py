@@ -4,6 +4,7 @@ Loads no torch: every reward process imports it.
 """
 
 from rlhf.config.reward import RewardConfig
+from rlhf.reward.answers import Reader, answer_reader
 from rlhf.reward.failures import FailurePolicy, Timeouts, merge_timeouts
 from rlhf.reward.function import SETTING, WantedColumns
 from rlhf.reward.inprocess import ExactMatch, ReasoningGym
@@ -45,6 +46,7 @@ def _term(function: str, weight: float, config: RewardConfig, reward_model: Scor
 
 
 __all__ = [
+    "Reader",
     "Reward",
     "RewardError",
     "RewardItem",
@@ -53,6 +55,7 @@ __all__ = [
     "Scorer",
     "Timeouts",
     "WantedColumns",
+    "answer_reader",
     "build_reward",
     "check_reward",
     "merge_timeouts",

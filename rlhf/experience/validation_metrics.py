@@ -1,0 +1,134 @@
+"""Validation metrics by data source and variable, under verl's names: mean@N, pass@k, best@k, worst@k, maj@k.
+
+`best@k/mean`, `worst@k/mean` and `maj@k/mean` are verl's own numbers: the mean over 1000 draws, with replacement, of k
+of a prompt's N responses, from the generator and seed that verl 0.9 has (`verl/trainer/ppo/metric_utils.py`). So they
+are the same in each run and on each machine. Of draws with replacement the best is too low; `pass@k` is unbiased.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from rlhf.experience.metrics import Summary, merge
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.reward import RewardResult
+
+DRAWS, SEED = 1000, 42
+"""Of verl's bootstrap."""
+CORE = ("mean@", "pass@", "best@", "maj@")
+"""Metrics of a source's main variable that are `val-core` with all N responses; all others are `val-aux`."""
+
+
+@dataclass(frozen=True)
+class AnsweredPrompt:
+    """The scored responses to one held-out prompt."""
+
+    data_source: str
+    results: Sequence[RewardResult]
+    answers: Sequence[str | None]
+    """What each response states as its answer; None where nobody can tell."""
+
+
+def accuracy_of(result: RewardResult) -> float | None:
+    """1 for a right response and 0 for a wrong one: `acc` that a function returned beside its score, as verl's do, or
+    the first function's score; None where that is neither 0 nor 1."""
+    value = float(result.extra.get("acc", next(iter(result.terms.values()))))
+    return value if value in (0.0, 1.0) else None
+
+
+def validation_metrics(prompts: Sequence[AnsweredPrompt], n: int, coordinator: Coordinator) -> dict[str, float]:
+    """`val-core/SOURCE/VARIABLE/METRIC` and `val-aux/...` over all ranks, each of which has some prompts. Collective.
+
+    A metric is the mean over the prompts of its source. Variables are `reward` (the whole score), `reward/LABEL` (each
+    function's own), every further number of the functions by its name, and `acc` where each response of the source has
+    an accuracy. `acc`, or else `reward`, is the source's main one.
+
+    Args:
+        prompts: those of this rank, each with `n` responses.
+    """
+    mine: dict[tuple[str, ...], Summary] = {}
+    for prompt in prompts:
+        for variable, metric, value in _figures(prompt):
+            key = (prompt.data_source, variable, metric)
+            mine[key] = mine.get(key, Summary.of(())) + Summary.of([value])
+    every = merge(mine, coordinator)
+    metrics = {}
+    for (source, variable, metric), summary in every.items():
+        whole, right = every[source, "reward", f"mean@{n}"], every.get((source, "acc", f"mean@{n}"))
+        has_accuracy = right is not None and right.count == whole.count
+        if variable == "acc" and not has_accuracy:
+            continue
+        main = variable == ("acc" if has_accuracy else "reward")
+        is_core = main and metric.startswith(CORE) and metric.removesuffix("/mean").endswith(f"@{n}")
+        metrics[f"val-{'core' if is_core else 'aux'}/{source}/{variable}/{metric}"] = summary.mean
+    return metrics
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Probability that of k responses, drawn from n of which `correct` are right, at least one is right.
+
+    Unbiased for the policy's own probability: Chen et al., "Evaluating Large Language Models Trained on Code" (arXiv
+    2107.03374), equation 1.
+    """
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def _figures(prompt: AnsweredPrompt) -> Iterator[tuple[str, str, float]]:
+    """Variable, metric and value."""
+    n = len(prompt.results)
+    variables = dict(_variables(prompt.results))
+    for name, values in variables.items():
+        yield name, f"mean@{n}", statistics.fmean(values)
+        if n > 1:
+            yield name, f"std@{n}", statistics.pstdev(values)
+    for k in _sizes(n):
+        drawn = _draws(n, k)
+        voted = _voted(prompt.answers, drawn)
+        for name, values in variables.items():
+            array = np.array(values)
+            yield name, f"best@{k}/mean", float(array[drawn].max(axis=1).mean())
+            yield name, f"worst@{k}/mean", float(array[drawn].min(axis=1).mean())
+            if voted is not None:
+                yield name, f"maj@{k}/mean", float(array[voted].mean())
+            if name == "acc":
+                yield name, f"pass@{k}", pass_at_k(n, int(sum(values)), k)
+
+
+def _variables(results: Sequence[RewardResult]) -> Iterator[tuple[str, list[float]]]:
+    """The numbers that every one of the results has."""
+    for name in results[0].extra.keys() - {"acc", "reward"}:
+        if all(name in result.extra for result in results):
+            yield name, [float(result.extra[name]) for result in results]
+    for label in results[0].terms:
+        if all(label in result.terms for result in results):
+            yield f"reward/{label}", [result.terms[label] for result in results]
+    yield "reward", [result.score for result in results]
+    right = [value for result in results if (value := accuracy_of(result)) is not None]
+    if len(right) == len(results):
+        yield "acc", right
+
+
+def _sizes(n: int) -> list[int]:
+    """verl's k: the powers of two below n, and n itself; none for one response."""
+    return [2**i for i in range(1, n.bit_length()) if 2**i < n] + [n] if n > 1 else []
+
+
+@cache
+def _draws(n: int, k: int) -> np.ndarray:
+    """[DRAWS, k] int64: the responses of each draw."""
+    return np.random.RandomState(SEED).choice(n, size=(DRAWS, k), replace=True)
+
+
+def _voted(answers: Sequence[str | None], drawn: np.ndarray) -> np.ndarray | None:
+    """[DRAWS] int64: of each draw the first response with the answer that most state, of several the one stated first.
+    None where a response states nothing."""
+    if None in answers:
+        return None
+    numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
+    stated = np.array([numbers[answer] for answer in answers])[drawn]
+    supporters = (stated[:, :, None] == stated[:, None, :]).sum(axis=2)
+    return drawn[np.arange(len(drawn)), supporters.argmax(axis=1)]
