@@ -72,3 +72,14 @@ class Batch:
         order = torch.argsort(self.prompt_lengths + self.response_lengths, stable=True)
         for rows in order.split(size):
             yield rows, self.select(rows)
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Tokens of a batch over all ranks."""
+
+    total: int
+    """Of prompts and responses."""
+    responses: int
+    squares: int
+    """Sum of the squared lengths of the samples, with which the cost of attention grows."""

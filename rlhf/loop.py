@@ -27,6 +27,7 @@ from rlhf.learning.credit import Advantages
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.reference import Reference
+from rlhf.learning.utilization import Utilization
 from rlhf.ranks.phase_clock import PhaseClock
 from rlhf.reward import Reward
 from rlhf.rollout import RolloutEngine
@@ -50,6 +51,7 @@ class Components:
     checkpointer: Checkpointer
     run_log: RunLog
     clock: PhaseClock
+    utilization: Utilization
     run_dir: Path
     driver: DriverState
     reward: Reward
@@ -99,8 +101,11 @@ def _train(c: Components) -> None:
 
         seconds = time.monotonic() - started
         driver.finish_step(collected.tokens.total, c.samples_per_step, seconds, collected.epochs)
+        timings = c.clock.take()
+        if c.guards.refused is None:  # else the updates were cut short
+            metrics |= c.utilization.metrics(collected.tokens, timings)
         metrics |= (
-            c.clock.take()
+            timings
             | c.guards.metrics()
             | c.checkpointer.metrics()
             | {

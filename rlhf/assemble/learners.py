@@ -13,7 +13,9 @@ from rlhf.config import ActorConfig, BackendConfig, Config, CriticConfig
 from rlhf.learning.actor import Actor
 from rlhf.learning.critic import Critic
 from rlhf.learning.reference import Reference
+from rlhf.learning.utilization import Utilization
 from rlhf.models import loading
+from rlhf.models.flops import UpdateFlops, peak_flops
 from rlhf.models.weights import Loaded
 from rlhf.ranks.coordinator import Coordinator
 
@@ -25,6 +27,7 @@ class Learners:
     actor: Actor
     critic: Critic | None
     reference: Reference | None
+    utilization: Utilization
 
     @property
     def backends(self) -> dict[str, TrainingBackend]:
@@ -53,6 +56,10 @@ def build_learners(
         start = models.policy.load(loading.load_model, coordinator, device)
         reference = Reference(frozen(start, config.backend, device), temperature, micro_batch_size, config.ref)
 
+    dtype = torch.bfloat16 if config.backend.autocast == "bfloat16" else torch.float32
+    peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    utilization = Utilization(None if peak is None else peak * coordinator.world_size)
+    utilization.add("actor", UpdateFlops.of(policy.model), config.actor.ppo_epochs)
     mini_batches = config.data.train_batch_size // config.actor.ppo_mini_batch_size
     scale = config.actor.loss_scale_factor or config.data.max_response_length
     actor_steps = max(1, total_steps - config.trainer.critic_warmup) * mini_batches
@@ -67,9 +74,10 @@ def build_learners(
     critic = None
     if models.critic is not None:
         start = models.critic.load(loading.load_value_model, coordinator, device)
+        utilization.add("critic", UpdateFlops.of(start.model), config.critic.ppo_epochs)
         backend = _trained(config, config.critic, models.critic, start, total_steps * mini_batches, device)
         critic = Critic(backend, config.critic, scale=scale, mini_batches=mini_batches)
-    return Learners(actor, critic, reference)
+    return Learners(actor, critic, reference, utilization)
 
 
 def frozen(loaded: Loaded, config: BackendConfig, device: torch.device) -> Fsdp2Model:

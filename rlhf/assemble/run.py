@@ -110,6 +110,7 @@ def _build(
         checkpointer=checkpointer,
         run_log=run_log,
         clock=PhaseClock(device),
+        utilization=learners.utilization,
         run_dir=config.run_dir,
         driver=driver,
         reward=reward,

@@ -7,14 +7,14 @@ from dataclasses import InitVar, dataclass, field
 import torch
 from torch import Tensor
 
-from rlhf.batch import Batch
+from rlhf.batch import Batch, TokenCounts
 from rlhf.config import DataConfig, FilterGroupsConfig, RewardConfig
 from rlhf.experience.collate import collate
 from rlhf.experience.dynamic_sampling import DynamicSampling
 from rlhf.experience.generation import Generation
 from rlhf.experience.groups import Group, from_tensors, to_tensors
 from rlhf.experience.journal import combined, digests
-from rlhf.experience.metrics import RolloutStats, TokenCounts, generation_metrics, slowest, step_metrics
+from rlhf.experience.metrics import RolloutStats, generation_metrics, slowest, step_metrics
 from rlhf.experience.plain_sampling import PlainSampling
 from rlhf.experience.prefetch import Prefetch
 from rlhf.experience.prompt_share import PromptShare

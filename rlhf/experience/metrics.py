@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from statistics import median_low
 from typing import TypeVar
 
-from rlhf.batch import Batch
+from rlhf.batch import Batch, TokenCounts
 from rlhf.experience.groups import Group
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Timeouts
@@ -90,17 +90,6 @@ class RolloutStats:
         """Count what `other` has, too."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-
-
-@dataclass(frozen=True)
-class TokenCounts:
-    """Tokens of a batch over all ranks."""
-
-    total: int
-    """Of prompts and responses."""
-    responses: int
-    squares: int
-    """Sum of the squared lengths of the samples, with which the cost of attention grows."""
 
 
 def step_metrics(

@@ -9,9 +9,9 @@ from operator import add
 import pytest
 import torch
 
-from rlhf.batch import Batch
+from rlhf.batch import Batch, TokenCounts
 from rlhf.experience.groups import Group
-from rlhf.experience.metrics import Summary, TokenCounts, merge, slowest, step_metrics
+from rlhf.experience.metrics import Summary, merge, slowest, step_metrics
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import RewardResult

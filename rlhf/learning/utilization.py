@@ -1,0 +1,34 @@
+"""Utilization of the devices by the updates (MFU)."""
+
+from collections.abc import Mapping
+
+from rlhf.batch import TokenCounts
+from rlhf.models.flops import UpdateFlops
+
+
+class Utilization:
+    """Share of the devices' peak that the updates of each role reach.
+
+    Args:
+        peak: operations per second of all ranks' devices together; None where they are not known.
+    """
+
+    def __init__(self, peak: float | None) -> None:
+        self._peak = peak
+        self._roles: dict[str, tuple[UpdateFlops, int]] = {}
+
+    def add(self, role: str, flops: UpdateFlops | None, epochs: int) -> None:
+        """Count the updates of `role`, which walks `epochs` times over a batch; not those of a model whose operations
+        are not known."""
+        if flops is not None:
+            self._roles[role] = flops, epochs
+
+    def metrics(self, tokens: TokenCounts, timings: Mapping[str, float]) -> dict[str, float]:
+        """`perf/mfu/ROLE` of a step that trained on `tokens`, by its `timing_s/update_ROLE`."""
+        if self._peak is None:
+            return {}
+        return {
+            f"perf/mfu/{role}": epochs * flops.of_tokens(tokens) / (seconds * self._peak)
+            for role, (flops, epochs) in self._roles.items()
+            if (seconds := timings.get(f"timing_s/update_{role}"))
+        }

@@ -1,0 +1,84 @@
+"""Operations of an update against torch's own count, and the devices whose peak is known."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+from rlhf.batch import Batch, TokenCounts
+from rlhf.learning.critic import response_values
+from rlhf.learning.log_probs import response_log_probs
+from rlhf.learning.utilization import Utilization
+from rlhf.models.flops import PEAKS, UpdateFlops, peak_flops
+from tests.support.tiny_updates import random_batch, tiny_qwen2, tiny_value_model
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=64, n_embd=16, n_layer=2, n_head=2))
+
+
+def log_probs(model: PreTrainedModel, batch: Batch) -> Tensor:
+    return response_log_probs(model, batch, 1.0, with_entropy=True)[0]
+
+
+def counted(model: PreTrainedModel, outputs: Callable[[PreTrainedModel, Batch], Tensor], batch: Batch) -> int:
+    with FlopCounterMode(display=False) as counter:
+        outputs(model, batch).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("model", "outputs"), [(tiny_qwen2, log_probs), (gpt2, log_probs), (tiny_value_model, response_values)]
+)
+def test_operations_are_those_that_torch_counts(model, outputs):
+    """But for the half of attention that a causal mask leaves out, and the head's column that predicts nothing."""
+    policy = model()
+    policy.set_attn_implementation("eager")  # torch does not count the CPU's kernel of attention
+    batch = random_batch(seed=1, samples=3, prompt=(5, 5), response=(20, 20))  # nothing is padding
+    flops, samples, length = UpdateFlops.of(policy), 3, 25
+    assert flops is not None
+    tokens = TokenCounts(samples * length, samples * 20, samples * length**2)
+    not_needed = 6 * (flops.attention * tokens.squares + flops.head * samples)
+    assert flops.of_tokens(tokens) == counted(policy, outputs, batch) - not_needed
+
+
+def test_what_is_not_dense_is_not_known():
+    config = Qwen2MoeConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_experts=4)
+    with torch.device("meta"):
+        assert UpdateFlops.of(Qwen2MoeForCausalLM(config)) is None
+    hybrid = tiny_qwen2()
+    hybrid.config.layer_types = ["linear_attention", "full_attention"]
+    assert UpdateFlops.of(hybrid) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_devices_are_known_by_words_of_their_names(name, known):
+    expected = PEAKS[known] if known else (None, None)
+    assert (peak_flops(name, torch.bfloat16), peak_flops(name, torch.float32)) == expected
+    assert peak_flops(name, torch.float16) is None
+
+
+def test_utilization_is_of_the_update_s_own_seconds():
+    utilization = Utilization(peak=1000.0)
+    utilization.add("actor", UpdateFlops(body=10, head=5, attention=2), epochs=2)
+    utilization.add("critic", None, epochs=1)
+    tokens = TokenCounts(total=30, responses=20, squares=500)
+    found = utilization.metrics(tokens, {"timing_s/update_actor": 12.0, "timing_s/update_critic": 1.0})
+    assert found == {"perf/mfu/actor": 2 * 6 * (300 + 100 + 1000) / 12000}
+    assert utilization.metrics(tokens, {}) == {}, "a warm-up of the critic trains no actor"
+    assert Utilization(None).metrics(tokens, {"timing_s/update_actor": 1.0}) == {}
