@@ -93,8 +93,10 @@ def composition(overrides: list[str], library: Library) -> Composition:
     LibraryFolder.filled.clear()
     LibraryFolder.left_open.clear()
     composed = _compose(choices, library)
+    chosen = {choice.partition("=")[0] for choice in choices}
     for key in LibraryFolder.left_open - LibraryFolder.filled:
-        OmegaConf.update(composed, key, "???")
+        if key.partition(".")[0] not in chosen:  # model=tiny says what the recipe leaves to the command line
+            OmegaConf.update(composed, key, "???")
     for key, value in values:
         try:
             OmegaConf.update(composed, key, value, merge=False, force_add=True)

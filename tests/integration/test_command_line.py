@@ -91,6 +91,13 @@ def test_another_recipe_replaces_the_offline_one():
     assert compose("recipes=null", "model.path=org/name").trainer.experiment_name == "default"
 
 
+def test_a_group_of_the_command_line_fills_in_what_a_recipe_leaves_open():
+    config = compose("recipes=minimal", "model=tiny", "data.train_files=a.jsonl")
+    assert config.model.path == str(ROOT / "rlhf" / "models" / "tiny_policy")
+    with pytest.raises(UserError, match=r"model\.path is not set"):
+        compose("recipes=minimal", "model=hf", "data.train_files=a.jsonl")
+
+
 def test_the_command_line_wins_over_the_recipe_wins_over_groups():
     assert compose().rollout.n == 8
     assert compose("rollout.n=4").rollout.n == 4
