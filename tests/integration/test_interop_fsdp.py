@@ -101,7 +101,7 @@ def test_a_step_folder_has_its_roles(saved, tmp_path):
     assert "lm_head.weight" not in critic.contents.tensors
     assert actor.contents.progress.step == critic.contents.progress.step == 30
     assert open_source(Origin(step / "critic", role="critic")).contents.progress.step == 30
-    with pytest.raises(UserError, match="neither has a folder ref in it"):
+    with pytest.raises(UserError, match=r"has no role ref; it has actor, critic\. Set --role"):
         open_source(Origin(step, role="ref"), "fsdp")
 
 

@@ -57,6 +57,18 @@ def test_what_nobody_knows(tmp_path):
     assert backends()[0] == "auto"
 
 
+def test_a_role_that_is_not_there(tmp_path):
+    for role in ("actor", "critic"):
+        (tmp_path / role).mkdir()
+        (tmp_path / role / "model_world_size_1_rank_0.pt").touch()
+    (tmp_path / "data").mkdir()
+    for backend in ("auto", "fsdp"):
+        with pytest.raises(UserError, match=r"has no role acter; it has actor, critic\. Set --role, or "):
+            open_source(Origin(tmp_path, role="acter"), backend)
+    with pytest.raises(UserError, match="holds no checkpoint that is known here"):
+        open_source(Origin(tmp_path / "data", role="acter"))
+
+
 def test_parts_that_overlap_are_no_whole(tmp_path):
     """As many numbers as the whole has, and one place twice: another has none."""
     (tmp_path / "f").write_bytes(bytes(16))

@@ -1,7 +1,8 @@
 """Table of the layouts that are known; a layout's module is imported when it is asked for."""
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from rlhf.checkpoint.interop.source import Layout, Origin, TensorSource
 
 AUTO = "auto"
+MOST_ROLES = 100
+"""Folders in which a model is looked for; a step's folder has few."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,23 @@ def open_source(origin: "Origin", backend: str = AUTO) -> "TensorSource":
         raise UserError(f"--backend={backend} is not known; it is one of {', '.join(backends())}.{found}")
     check_folder(origin.path)
     asked = [entry for entry in LAYOUTS if backend in (AUTO, entry.backend)]
-    # A layout that the user names says best itself what is missing.
-    if backend != AUTO and len(asked) == 1:
-        return _opened(asked[0], origin)
     for entry in asked:
         if entry.load().recognises(origin):
             return _opened(entry, origin)
+    if roles := _roles_in(origin, asked):
+        there = ", ".join(roles)
+        raise UserError(f"{origin.path} has no role {origin.role}; it has {there}. Set --role, or give its folder.")
+    # A layout that the user names says best itself what is missing.
+    if backend != AUTO and len(asked) == 1:
+        return _opened(asked[0], origin)
     looked_for = "; ".join(f"{entry.known_by} ({entry.backend})" for entry in asked)
     raise UserError(f"{origin.path} holds no checkpoint that is known here. Looked for: {looked_for}.")
+
+
+def _roles_in(origin: "Origin", asked: list[LayoutEntry]) -> list[str]:
+    """Folders of models in a step's folder of verl's, in which the role's own is not."""
+    names = sorted(path.name for path in islice(origin.path.iterdir(), MOST_ROLES) if path.is_dir())
+    return [name for name in names if any(entry.load().recognises(replace(origin, role=name)) for entry in asked)]
 
 
 def _opened(entry: LayoutEntry, origin: "Origin") -> "TensorSource":
