@@ -1,6 +1,7 @@
 """Verbs `merge` and `export`: what they write, and one line for every mistake."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -202,7 +203,8 @@ def test_mistakes_get_one_line(models, tmp_path, command):
 def test_misplaced_folders_cost_no_imports(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    here, gone = str(tmp_path / "full"), str(tmp_path / "gone")
+    here, gone, run_dir = str(tmp_path / "full"), str(tmp_path / "gone"), str(make_config(tmp_path).run_dir)
+    save_steps(make_config(tmp_path), PlainRole(), 1)
     mistakes = [
         ["export", gone, here],
         ["export", here, here],
@@ -211,6 +213,9 @@ def test_misplaced_folders_cost_no_imports(tmp_path):
         ["merge", "--local_dir", here, "--target_dir", gone, "--hf_model_path", "Qwen/Qwen2.5-0.5B"],
         ["test", "--local_dir", here, "--test_hf_dir", gone],
         ["diff", here, gone],
+        ["import", here, gone],
+        ["convert", here, gone, "--to", "native"],
+        ["push", run_dir, "somebody/model"],
     ]
     code = (
         "import json, sys\n"
@@ -218,11 +223,15 @@ def test_misplaced_folders_cost_no_imports(tmp_path):
         "codes = [main(arguments) for arguments in json.loads(sys.argv[1])]\n"
         "print(codes, 'torch' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(mistakes)], capture_output=True, text=True)
+    of_nobody = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | {"HF_HOME": gone}
+    command = [sys.executable, "-c", code, json.dumps(mistakes)]
+    done = subprocess.run(command, capture_output=True, text=True, env=of_nobody)
     assert done.stdout == f"{[2] * len(mistakes)} False\n"
     lines = done.stderr.splitlines()
     assert len(lines) == len(mistakes)
     assert "--hf_model_path=Qwen/Qwen2.5-0.5B is no folder" in lines[4]
+    assert f"give {gone}/global_step_0, or another step" in lines[7]
+    assert "there is no token for the Hub" in lines[9]
 
 
 def test_weights_that_stay_as_they_are_cost_no_imports(tmp_path):

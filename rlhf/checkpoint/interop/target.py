@@ -20,7 +20,7 @@ from rlhf.storage.files import (
     remove_dir,
     rename,
 )
-from rlhf.storage.layout import MANIFEST, fresh_name
+from rlhf.storage.layout import MANIFEST, fresh_name, step_of
 from rlhf.storage.reading import CheckedFiles
 from rlhf.storage.scratch import lock_folder
 
@@ -85,6 +85,20 @@ def check_target(target: Path, overwrite: bool, sources: Iterable[Path]) -> None
         raise UserError(f"{target} is there already. Give another target, or --overwrite to replace it.")
     if real in (Path.cwd(), *Path.cwd().parents, Path.home()) or target.is_mount():
         raise UserError(f"{target} is no folder that may be replaced. Give a new one in it.")
+
+
+def step_named(target: Path, source: Path) -> int:
+    """The step that a checkpoint of our own, made of `source`, is named for; raises UserError for another name, with
+    the step that the name of `source` says."""
+    step = step_of(target.absolute())
+    if step is None:
+        found = re.search(r"(?:step|iter|checkpoint)[-_]0*(\d+)(/[^/]*)?$", str(source.absolute()))
+        known = found[1] if found else 0
+        raise UserError(
+            f"{target} must be named global_step_N, for the step N that a run begins after: give "
+            f"{target / f'global_step_{known}'}, or another step."
+        )
+    return step
 
 
 def remove_leftovers(target: Path) -> bool:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from rlhf.checkpoint.interop.target import step_named
 from rlhf.checkpoint.verbs.shown import size_text
 from rlhf.checkpoint.verbs.work_bar import work_bar
 from rlhf.errors import EXIT_DONE
@@ -26,11 +27,11 @@ OF_NO_TOOL = (
 
 def to_native_folder(origin: "Origin", backend: str, target: Path, overwrite: bool = False) -> dict[str, Any]:
     """Write all models of a checkpoint as the checkpoint `target` of ours; returns what `--json` prints."""
-    from rlhf.checkpoint.interop.native.native_folder import plan_native_folder, step_named, write_native_folder
+    step = step_named(target, origin.path)
+    from rlhf.checkpoint.interop.native.native_folder import plan_native_folder, write_native_folder
     from rlhf.checkpoint.interop.open_roles import open_roles
 
     with open_roles(origin, backend, trained=True) as roles:
-        step = step_named(target, roles)
         plans = plan_native_folder(roles, origin.path)
         with work_bar(f"{target}", sum(plan.nbytes for plan in plans.values())) as progress:
             done = write_native_folder(plans, target, step, overwrite=overwrite, progress=progress)

@@ -18,9 +18,8 @@ from rlhf.checkpoint.interop.open_roles import CRITIC
 from rlhf.checkpoint.interop.source import TensorInfo, TensorSource
 from rlhf.checkpoint.interop.target import output_folder, prove
 from rlhf.checkpoint.start.run_dir import new_run_id
-from rlhf.errors import UserError
 from rlhf.storage.files import WrittenFile, write_json
-from rlhf.storage.layout import DRIVER_STATE, HF_FOLDER, SCHEDULE, step_of
+from rlhf.storage.layout import DRIVER_STATE, HF_FOLDER, SCHEDULE
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -50,18 +49,6 @@ class Written:
     manifest: Manifest
     taken: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
-
-
-def step_named(target: Path, roles: Mapping[str, TensorSource]) -> int:
-    """The step that `target` is named for; raises UserError, with the step of the source, for another name."""
-    step = step_of(target.absolute())
-    if step is None:
-        known = next((source.contents.progress.step for source in roles.values()), None) or 0
-        raise UserError(
-            f"{target} must be named global_step_N, for the step N that a run begins after. The source is at step "
-            f"{known}: give {target}/global_step_{known}."
-        )
-    return step
 
 
 def plan_native_folder(roles: Mapping[str, TensorSource], path: Path) -> dict[str, RolePlan]:
