@@ -9,7 +9,7 @@ from rlhf.checkpoint.commit.manifest import Manifest, parse_manifest
 from rlhf.checkpoint.remote.remote_files import RemoteFiles, ask
 from rlhf.checkpoint.remote.remote_store import RemoteStore, object_name
 from rlhf.checkpoint.remote.retries import Retries, one_line
-from rlhf.checkpoint.verbs.runs import DEEPEST, MOST_FOLDERS, FoundRun
+from rlhf.checkpoint.verbs.runs import FoundRun, runs_below
 from rlhf.config.checkpoint import REMOTES, CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -83,21 +83,15 @@ def find_remote_runs(url: str) -> tuple[list[FoundRun], list[str]]:
         if step not in _listed(store, store.steps, retries):
             raise UserError(f"{url} does not exist.")
         return [RemoteRun(store, [step], retries, alone=True)], []
-    runs: list[FoundRun] = []
-    level, seen = [url], 0
-    for _ in range(DEEPEST + 1):
-        below: list[str] = []
-        for folder in level:
-            seen += 1
-            if seen > MOST_FOLDERS:
-                raise UserError(f"{url} has more than {MOST_FOLDERS} folders. Give one that is nearer to the runs.")
-            store = _opened(folder, retries)
-            if steps := _listed(store, store.steps, retries):
-                runs.append(RemoteRun(store, steps, retries))
-            else:
-                names = _listed(store, store.folders, retries)
-                below += [f"{folder}/{name}" for name in names if not name.startswith(".")]
-        level = below
+
+    def look(folder: str) -> tuple[FoundRun | None, list[str]]:
+        store = _opened(folder, retries)
+        if steps := _listed(store, store.steps, retries):
+            return RemoteRun(store, steps, retries), []
+        names = _listed(store, store.folders, retries)
+        return None, [f"{folder}/{name}" for name in names if not name.startswith(".")]
+
+    runs = runs_below(url, look)
     if not runs:
         raise UserError(
             f"{url} holds no checkpoint (global_step_N). Give the remote folder of a run, "

@@ -1,9 +1,9 @@
 """Runs and their checkpoints to be looked at, and those in folders of this machine. Loads no torch."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
 from rlhf.checkpoint.verbs.places import looked_at
@@ -13,6 +13,8 @@ from rlhf.errors import UserError
 from rlhf.storage.layout import CONFIG, POINTER, RESOLVED, scan, set_aside_dirs, step_of
 from rlhf.storage.reading import CheckedFiles, read_regular
 
+T = TypeVar("T")
+R = TypeVar("R")
 SET_ASIDE = ("damaged", "superseded", "incomplete")
 DEEPEST = 4
 """Folders between the one that is named and a run directory; the trainer makes two, a project and an experiment."""
@@ -105,26 +107,38 @@ class LocalRun:
         return [(reason, path.name) for reason in SET_ASIDE for path in set_aside_dirs(self.path, reason)]
 
 
-def local_runs_below(root: Path) -> tuple[list[LocalRun], list[str]]:
-    """The run directories in `root` that have checkpoints, by their names; no link is followed."""
-    runs: list[LocalRun] = []
-    problems: list[str] = []
+def runs_below(root: T, look: Callable[[T], tuple[R | None, Sequence[T]]]) -> list[R]:
+    """Runs at `root` and in folders below it, of whatever kind; `look` says whether a folder is a run's, and which
+    folders are in it."""
+    runs: list[R] = []
     level, seen = [root], 0
-    for depth in range(DEEPEST + 1):
-        below: list[Path] = []
+    for _ in range(DEEPEST + 1):
+        below: list[T] = []
         for folder in level:
             seen += 1
             if seen > MOST_FOLDERS:
                 raise UserError(f"{root} has more than {MOST_FOLDERS} folders. Give one that is nearer to the runs.")
-            names = looked_at(folder, lambda: _folders(folder) if folder.is_dir() else [])  # noqa: B023
-            if isinstance(names, str):
-                problems += [names] if depth else []
-            elif found := scan(folder) if depth else []:
-                runs.append(LocalRun(folder, found))
-            else:
-                below += [folder / name for name in names]
+            run, inside = look(folder)
+            runs += [] if run is None else [run]
+            below += inside
         level = below
-    return sorted(runs, key=lambda run: run.path), problems
+    return runs
+
+
+def local_runs_below(root: Path) -> tuple[list[LocalRun], list[str]]:
+    """The run directories in `root` that have checkpoints, by their names; no link is followed."""
+    problems: list[str] = []
+
+    def look(folder: Path) -> tuple[LocalRun | None, list[Path]]:
+        names = looked_at(folder, lambda: _folders(folder) if folder.is_dir() else [])
+        if isinstance(names, str):
+            problems.append(names)
+            return None, []
+        if found := scan(folder):
+            return LocalRun(folder, found), []
+        return None, [folder / name for name in names]
+
+    return sorted(runs_below(root, look), key=lambda run: run.path), problems
 
 
 def _folders(folder: Path) -> list[str]:
