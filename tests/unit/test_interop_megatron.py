@@ -168,6 +168,11 @@ def add_tensor(root: Path, _: Path) -> None:
         torch.save(content, path)
 
 
+def config_pipe(_: Path, files: Path) -> None:
+    (files / "config.json").unlink()
+    os.mkfifo(files / "config.json")
+
+
 def change_config(**settings: Any) -> Callable[[Path, Path], None]:
     def change(_: Path, files: Path) -> None:
         config = json.loads((files / "config.json").read_text()) | settings
@@ -207,8 +212,12 @@ def mix_iterations(root: Path, _: Path) -> None:
         (change_config(model_type="gemma"), "model_type=gemma .* llama, mistral, qwen2 and qwen3 are"),
         (change_config(num_hidden_layers=3), "decoder.layers.3.* has no place for"),
         (change_config(vocab_size=100_000), r"word_embeddings.weight has the shape \[256, 16\] where \[50000, 16\]"),
-        (change_config(intermediate_size=25), "tensor parallel ranks=2 does not divide the model's 25 intermediate"),
+        (
+            change_config(intermediate_size=25),
+            "ranks=2 does not divide the model's 25 int.* Set --hf_model_path",
+        ),
         (change_config(attention_bias=True), "attention_bias=true"),
+        (config_pipe, "config.json is no config.json of transformers: .* is no file"),
     ],
 )
 def test_a_broken_folder_gets_one_line(models: Any, tmp_path: Path, spoil: Any, message: str) -> None:
@@ -228,9 +237,9 @@ def test_what_cannot_be_split_is_refused_before_anything_is_written(models: Any,
     """The flag, its value, and what it does not divide."""
     _, folder = models("llama")
     with opened(folder) as source:
-        with pytest.raises(UserError, match="--tp=4 does not divide the model's 2 key-value heads"):
+        with pytest.raises(UserError, match=r"--tp=4 does not divide the model's 2 key-value heads\. Give --tp 1 or 2"):
             write_megatron_folder(source, tmp_path / "new", tensor_ranks=4)
-        with pytest.raises(UserError, match="--pp=3 does not divide the model's 4 layers"):
+        with pytest.raises(UserError, match=r"--pp=3 does not divide the model's 4 layers\. Give --pp 1, 2 or 4\."):
             write_megatron_folder(source, tmp_path / "new", pipeline_ranks=3)
     assert not list(tmp_path.iterdir())
 

@@ -73,7 +73,8 @@ def open_source(origin: Origin) -> ExcerptSource:
     _check_ends(folder, chunks)
     held = _of_whole_model(chunks)
     model, model_files = find_model(origin, folder, values=holds_values(held))
-    model.check_tensor_ranks(1 + max(rank for rank, _ in files), f"{folder}: the number of tensor parallel ranks")
+    remedy = "Set --hf_model_path to the folder of the model that was trained, or restore the ranks that are missing."
+    model.check_tensor_ranks(1 + max(rank for rank, _ in files), f"{folder}: tensor parallel ranks", remedy)
     return as_transformers(model, held, folder, model_files)
 
 

@@ -4,13 +4,17 @@ Megatron keeps q, k and v of a layer in one tensor, ordered by key-value head (t
 value), and gate and up of a layer in another. Names and orders are those of megatron-core 0.16 (`GPTModel`).
 """
 
-import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from rlhf.checkpoint.interop.small_files import LARGEST
 from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.hf_layout import MODEL_CONFIG
+from rlhf.storage.reading import parse_json, read_regular
 
 LAYERS = "decoder.layers."
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -134,8 +138,9 @@ class MegatronModel:
             parts.append(tensor(OUTPUT, (("lm_head.weight", self.vocabulary),), hidden, "rows", stage="last"))
         return parts
 
-    def check_tensor_ranks(self, ranks: int, what: str) -> None:
-        """Raise UserError, naming `what` has so many, unless the model can be split over tensor parallel ranks."""
+    def check_tensor_ranks(self, ranks: int, what: str, remedy: str = "") -> None:
+        """Raise UserError, naming `what` has so many, unless the model can be split over tensor parallel ranks; without
+        a `remedy` it says over how many."""
         divided = {
             "attention heads": self.heads,
             "key-value heads": self.groups,
@@ -143,12 +148,20 @@ class MegatronModel:
         }
         for name, count in divided.items():
             if ranks < 1 or count % ranks:
-                raise UserError(f"{what}={ranks} does not divide the model's {count} {name}.")
+                remedy = remedy or _give(what, math.gcd(*divided.values()))
+                raise UserError(f"{what}={ranks} does not divide the model's {count} {name}. {remedy}")
 
     def check_pipeline_ranks(self, ranks: int, what: str) -> None:
         """The same for pipeline parallel ranks."""
         if ranks < 1 or self.layers % ranks:
-            raise UserError(f"{what}={ranks} does not divide the model's {self.layers} layers.")
+            remedy = _give(what, self.layers)
+            raise UserError(f"{what}={ranks} does not divide the model's {self.layers} layers. {remedy}")
+
+
+def _give(what: str, count: int) -> str:
+    """What to do about a number of ranks that does not divide `count`."""
+    *most, last = [str(number) for number in range(1, count + 1) if count % number == 0]
+    return f"Give {what} {', '.join(most)} or {last}." if most else f"Give {what} {last}."
 
 
 def layer_name(layer: int, part: MegatronTensor) -> str:
@@ -163,11 +176,11 @@ def member_name(layer: int, part: MegatronTensor, name: str) -> str:
 
 def read_model(folder: Path, *, values: bool = False) -> MegatronModel:
     """The model that config.json in `folder` describes; raises UserError when it is not one that Megatron names so."""
-    path = folder / "config.json"
+    path = folder / MODEL_CONFIG
     try:
-        config: dict[str, Any] = json.loads(path.read_bytes())
+        config: dict[str, Any] = parse_json(read_regular(path, LARGEST), MODEL_CONFIG)
         model_type = config["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, DamagedCheckpoint, KeyError, TypeError) as error:
         raise UserError(f"{path} is no config.json of transformers: {error}. Set --hf_model_path.") from None
     if model_type not in MODEL_TYPES:
         raise UserError(f"model_type={model_type} ({path}) is not converted to or from Megatron: {_known()} are.")
