@@ -111,6 +111,11 @@ def test_finished_run_writes_what_it_is_asked_for_once(tmp_path, said):
     rounded = {name: tensor.bfloat16() for name, tensor in role.weights.items()}
     assert equal_bits(load_file(folder / "model.safetensors"), rounded)
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    # One that does not say what it is of, and lets a reader wait for it.
+    (folder.parent / "checkpoint.json").unlink()
+    os.mkfifo(folder.parent / "checkpoint.json")
+    export_finished(config.run_dir, asking, STEPS)
+    assert (folder.parent / "checkpoint.json").is_file()
 
 
 def test_checkpoint_that_has_the_export_is_named(tmp_path, said):

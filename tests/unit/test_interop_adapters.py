@@ -1,6 +1,7 @@
 """Adapters: merged by the formula, kept, or refused; in folders of peft and in verl's files of ranks."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.interop.layouts import open_source
 from rlhf.checkpoint.interop.source import Origin
 from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
 from tests.support.adapted import (
     DOWN,
     PREFIX,
@@ -164,6 +166,10 @@ def test_in_verl_s_files(of_verl, base, weights, factors):
         merged(of_verl)
     again = merged(of_verl, model_files=base)
     assert all(torch.equal(again[name], found[name]) for name in found)
+    (of_verl / "lora_train_meta.json").unlink()
+    os.mkfifo(of_verl / "lora_train_meta.json")
+    with pytest.raises(DamagedCheckpoint, match=r"lora_train_meta\.json does not say r and lora_alpha"):
+        merged(of_verl, model_files=base)
     (of_verl / "lora_train_meta.json").unlink()
     with pytest.raises(UserError, match=r"lacks lora_train_meta\.json"):
         merged(of_verl, model_files=base)

@@ -1,6 +1,5 @@
 """Export of a finished run for other tools, when a command asks it for `hf_model` after the fact."""
 
-import json
 import logging
 from contextlib import closing
 from pathlib import Path
@@ -16,13 +15,15 @@ from rlhf.checkpoint.interop.native.layout_native import open_source
 from rlhf.checkpoint.interop.source import Origin
 from rlhf.checkpoint.interop.target import output_folder, prove
 from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import write_json
 from rlhf.storage.layout import CONFIG, HF_FOLDER, step_dir
-from rlhf.storage.reading import CheckedFiles
+from rlhf.storage.reading import CheckedFiles, parse_json, read_regular
 
 log = logging.getLogger(__name__)
 SOURCE = "checkpoint.json"
 """File beside the exported models that says which checkpoint they are of."""
+LARGEST_SOURCE = 1 << 16
 
 
 def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> None:
@@ -101,8 +102,8 @@ def _stored_dtype(checkpoint: Path, manifest: Manifest) -> str | None:
 def _written_from(target: Path) -> Any:
     """The checkpoint that an earlier export is of; None where there is none, or it does not say."""
     try:
-        return json.loads((target / SOURCE).read_bytes())
-    except (OSError, ValueError):
+        return parse_json(read_regular(target / SOURCE, LARGEST_SOURCE), SOURCE)
+    except (OSError, DamagedCheckpoint):
         return None
 
 

@@ -5,7 +5,6 @@ A folder (`global_step_N/actor` of verl's, or `critic`) has `model_world_size_W_
 `huggingface/` the model's config and tokenizer.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,11 +26,13 @@ from rlhf.checkpoint.interop.fsdp.fsdp_tensors import DTensorPart, ReplicatedTen
 from rlhf.checkpoint.interop.huggingface import adapters, layout_huggingface
 from rlhf.checkpoint.interop.huggingface.architecture import architecture_of
 from rlhf.checkpoint.interop.named_tensors import NamedTensors, ReadableTensor, SourceTensor, Unmapped
+from rlhf.checkpoint.interop.small_files import LARGEST
 from rlhf.checkpoint.interop.source import Contents, Origin, TrainedSoFar
 from rlhf.checkpoint.interop.stored_tensor import StoredTensor, StoredWrapper
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import step_of
+from rlhf.storage.reading import parse_json, read_regular
 
 NAME = "fsdp"
 MODEL_FILES = "huggingface"
@@ -171,14 +172,14 @@ def _adapter_config(folder: Path, factors: Mapping[str, Any], origin: Origin) ->
     """What adapter_config.json would say: verl keeps rank, alpha and kind of task."""
     path = folder / LORA_META
     try:
-        meta = json.loads(path.read_bytes())
+        meta = parse_json(read_regular(path, LARGEST), LORA_META)
         rank, alpha = int(meta["r"]), int(meta["lora_alpha"])
     except FileNotFoundError:
         raise UserError(
             f"{folder} lacks {LORA_META}, without which nobody knows by how much the adapter counts. Write it: "
             '{"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"} with the numbers of the training.'
         ) from None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (DamagedCheckpoint, ValueError, KeyError, TypeError):
         raise DamagedCheckpoint(f"{path} does not say r and lora_alpha") from None
     modules = {match[1].rpartition(".")[2] for name in factors if (match := adapters.FACTOR.fullmatch(name))}
     base = str(origin.model_files) if origin.model_files else None
