@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from rlhf.tracking.headline import headline
 from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, ShownSample, as_text
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class Progress:
             return
         first = self._last_line == -math.inf
         due = now - self._last_line >= PLAIN_INTERVAL_S
-        if first or due or step >= self._total or "val/accuracy" in metrics:
+        if first or due or step >= self._total or headline(metrics).metric in metrics:
             self._last_line = now if step > 0 else -math.inf
             logger.info("step %*d/%d  %s", len(str(self._total)), step, self._total, self._text(metrics, step))
 
@@ -110,11 +111,12 @@ class Progress:
         self._redirected.clear()
 
     def _text(self, metrics: dict[str, float], step: int) -> str:
+        shown = headline(metrics)
         parts = [
             f"{label} {format(metrics[name], spec)}"
             for name, label, spec in (
                 ("reward/mean", "reward", ".3f"),
-                ("val/accuracy", "held-out accuracy", ".1%"),
+                (shown.metric, shown.label, shown.format),
                 ("perf/tokens_per_second", "tokens/s", ",.0f"),
             )
             if name in metrics

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf.storage.files import make_dir_durably, replace_durably
 from rlhf.storage.layout import HISTORY
+from rlhf.tracking.headline import ACCURACY, REWARD, Headline, headline
 from rlhf.tracking.history import History, Record
 
 SMOOTHING_STEPS = 10
@@ -74,28 +75,36 @@ class _Curve:
 
 
 def _summarize(records: Iterable[Record], checkpoint: Path | None) -> dict[str, Any]:
-    names = ("val/accuracy", "reward/mean", "perf/tokens_per_second", "timing_s/step")
-    curves = accuracy, reward, speed, seconds = tuple(map(_Curve, names))
+    names = (ACCURACY.metric, REWARD.metric, "reward/mean", "perf/tokens_per_second", "timing_s/step")
+    curves = accuracy, held_out, reward, speed, seconds = tuple(map(_Curve, names))
+    shown = ACCURACY
     first: int | None = None
     last: Record = {"step": 0}
     for last in records:
         first = last["step"] if first is None else first
+        shown = REWARD if headline(last) == REWARD else shown
         for curve in curves:
             curve.add(last)
+    evaluated = held_out if shown == REWARD else accuracy
     return {
         "steps": last["step"],
         "first_step": max(1, first or 1),  # after the source's, in a fork
-        "accuracy_before": accuracy.values[0] if accuracy.starts_at(0) else None,
-        "accuracy_after": accuracy.values[-1] if accuracy.values else None,
-        "best": max(accuracy.values, default=None),
+        "headline": shown.metric,
+        f"{shown.key}_before": evaluated.values[0] if evaluated.starts_at(0) else None,
+        f"{shown.key}_after": evaluated.values[-1] if evaluated.values else None,
+        "best": max(evaluated.values, default=None),
         "reward": reward.points(),
-        "val_accuracy": accuracy.points(),
+        "evaluations": evaluated.points(),
         "tokens_per_second": statistics.median(speed.values) if speed.values else None,
         "skips": last.get("guards/skips", 0),
         "rollbacks": last.get("guards/rollbacks", 0),
         "training_seconds": math.fsum(seconds.values),
         "checkpoint": None if checkpoint is None else str(checkpoint),
     }
+
+
+def _headline(report: dict[str, Any]) -> Headline:
+    return REWARD if report["headline"] == REWARD.metric else ACCURACY
 
 
 def _plot(report: dict[str, Any]) -> bytes:
@@ -111,13 +120,14 @@ def _plot(report: dict[str, Any]) -> bytes:
         axes.plot(
             steps, smooth, color="tab:blue", linewidth=2, label=f"reward (mean of the last {SMOOTHING_STEPS} steps)"
         )
-    if report["val_accuracy"]:
-        steps, accuracy = zip(*report["val_accuracy"], strict=True)
-        axes.plot(steps, accuracy, "o--", color="tab:orange", markersize=6, linewidth=1, label="held-out accuracy")
+    shown = _headline(report)
+    if report["evaluations"]:
+        steps, figures = zip(*report["evaluations"], strict=True)
+        axes.plot(steps, figures, "o--", color="tab:orange", markersize=6, linewidth=1, label=shown.label)
         for index in {0, len(steps) - 1}:
             axes.annotate(
-                f"{accuracy[index]:.1%}",
-                (steps[index], accuracy[index]),
+                format(figures[index], shown.format),
+                (steps[index], figures[index]),
                 (0, 9),
                 textcoords="offset points",
                 ha="center",
@@ -128,7 +138,7 @@ def _plot(report: dict[str, Any]) -> bytes:
     else:
         axes.text(0.5, 0.5, "no steps recorded", ha="center", va="center", transform=axes.transAxes)
     axes.set_xlabel("training step")
-    axes.set_ylabel("reward and accuracy" if report["val_accuracy"] else "reward")
+    axes.set_ylabel("reward and accuracy" if report["evaluations"] and shown == ACCURACY else "reward")
     axes.margins(y=0.12)
     axes.grid(alpha=0.3)
     png = io.BytesIO()
@@ -139,9 +149,10 @@ def _plot(report: dict[str, Any]) -> bytes:
 def _text(report: dict[str, Any], folder: Path) -> str:
     steps = f"{report['first_step']} to {report['steps']}" if report["first_step"] > 1 else str(report["steps"])
     rows = [("steps", f"{steps} in {report['training_seconds']:.0f} s")]
-    accuracies = {"before": report["accuracy_before"], "after": report["accuracy_after"], "best": report["best"]}
-    if known := [f"{value:.1%} {name}" for name, value in accuracies.items() if value is not None]:
-        rows.append(("held-out accuracy", ", ".join(known)))
+    shown = _headline(report)
+    figures = {"before": report[f"{shown.key}_before"], "after": report[f"{shown.key}_after"], "best": report["best"]}
+    if known := [f"{format(value, shown.format)} {name}" for name, value in figures.items() if value is not None]:
+        rows.append((shown.label, ", ".join(known)))
     if report["reward"]:
         rows.append(("reward", f"{report['reward'][0][1]:.3f} first step, {report['reward'][-1][1]:.3f} last step"))
     if report["tokens_per_second"] is not None:

@@ -29,11 +29,12 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert report(tmp_path) == {
         "steps": 4,
         "first_step": 1,
+        "headline": "val/accuracy",
         "accuracy_before": 0.4,
         "accuracy_after": 0.9,
         "best": 0.95,
         "reward": [[1, 0.25], [2, 0.5], [3, 0.75], [4, 1.0]],
-        "val_accuracy": [[0, 0.4], [2, 0.95], [4, 0.9]],
+        "evaluations": [[0, 0.4], [2, 0.95], [4, 0.9]],
         "tokens_per_second": 2.5,
         "skips": 0,
         "rollbacks": 0,
@@ -44,6 +45,19 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert str(tmp_path / "global_step_4") in text
     assert "4 in 10 s" in text
     assert "guards" not in text
+
+
+def test_the_reward_is_the_headline_where_scores_are_no_accuracy(tmp_path: Path) -> None:
+    history = History(tmp_path / "metrics.jsonl")
+    # By chance every score of the first evaluation is 0.
+    history.append({"step": 0, "val/accuracy": 0.0, "val/reward": 0.0, "val-core/essays/acc/mean@1": 0.0})
+    history.append({"step": 1, "val/accuracy": 0.5, "val/reward": -1.25, "val-core/essays/reward/mean@1": -1.25})
+    text = write_report(tmp_path)
+    told = report(tmp_path)
+    assert (told["headline"], told["val_reward_before"], told["val_reward_after"]) == ("val/reward", 0.0, -1.25)
+    assert (told["best"], told["evaluations"]) == (0.0, [[0, 0.0], [1, -1.25]])
+    assert "held-out reward    0.000 before, -1.250 after, 0.000 best" in text
+    assert "accuracy" not in text
 
 
 def test_events_of_the_guards_are_told(tmp_path: Path) -> None:
