@@ -1,0 +1,105 @@
+"""docs/tracking.md names every metric that runs emit, and none that no run does."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf.batch import TokenCounts
+from rlhf.config.rollout import ServersConfig
+from rlhf.learning.utilization import Utilization
+from rlhf.models.flops import UpdateFlops
+from rlhf.rollout.servers.client import Ask
+from rlhf.rollout.servers.fleet_loop import FleetLoop
+from rlhf.rollout.servers.secret import Secret
+from tests.support.launching import ROOT, copy_run, ranks, records, small, write_sums
+
+pytestmark = pytest.mark.slow
+
+PLACEHOLDERS = {
+    "LABEL": "(exact_match|judged)",
+    "KEY": "words",
+    "SOURCE": ".+",
+    "VARIABLE": "(acc|reward|reward/exact_match|reward/judged|words)",
+    "PART": "(actor|critic|ref|other)",
+    "N": r"\d+",
+    "K": r"\d+",
+}
+FUNCTION = """
+def judged(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": -0.5, "words": len(solution_str.split()), "pred": solution_str[:1]}
+"""
+OF_A_DEVICE = {"perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"}
+"""What `tests/unit/test_phase_clock.py` asks a CUDA device for."""
+
+
+def names_of_the_page() -> list[str]:
+    """The first cells of the tables in the section about metrics."""
+    section = (ROOT / "docs" / "tracking.md").read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| `")]
+    assert all(re.fullmatch(r"`[^`]+`", cell) for cell in rows), "a row has one name"
+    return [cell.strip("`") for cell in rows]
+
+
+def pattern(name: str) -> re.Pattern[str]:
+    """The metrics that a name of the page stands for."""
+    parts = re.split(f"({'|'.join(PLACEHOLDERS)})(?![A-Za-z])", name)
+    return re.compile("".join(PLACEHOLDERS.get(part) or re.escape(part) for part in parts))
+
+
+def emitted(folder: Path) -> Iterator[str]:
+    """The metrics of runs with everything that makes some, and of what needs servers or devices."""
+    sums, function = write_sums(folder / "sums.jsonl"), folder / "function.py"
+    function.write_text(FUNCTION)
+    every = (
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=1",
+        f"data.val_files={sums}",
+        "data.val_max_samples=4",
+        "rollout.val_kwargs.n=4",
+        "rollout.val_kwargs.temperature=1",
+        "reward.overlong_buffer.enable=true",
+        "reward.overlong_buffer.len=2",
+        "algorithm.rollout_correction.rollout_is=token",
+    )
+    ppo = (
+        "algorithm=ppo",
+        "actor.use_kl_loss=false",
+        f"reward.functions=[exact_match,{function}:judged]",
+        "checkpoint.journal=true",
+        f"checkpoint.remote=file://{folder / 'remote'}",
+    )
+    dynamic = (
+        f"reward.functions=[{function}:judged,exact_match]",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=seq_reward",
+        "algorithm.filter_groups.on_limit=fill",
+    )
+    end = ranks(folder / "log", small(folder, "ppo", sums, *every, *ppo), nproc=2)
+    assert end.code == 0, end.output
+    end = ranks(folder / "log", small(folder, "dynamic", sums, *every, *dynamic))
+    assert end.code == 0, end.output
+    copy_run(folder / "rlhf" / "dynamic", folder / "rlhf" / "resumed", last_step=2)
+    end = ranks(folder / "log", small(folder, "resumed", sums, *every, *dynamic))
+    assert end.code == 0, end.output
+    for run in ("ppo", "dynamic", "resumed"):
+        for record in records(folder / "rlhf" / run):
+            yield from record.keys() - {"step"}
+    utilization = Utilization(peak=1.0)
+    for role in ("actor", "critic"):
+        utilization.add(role, UpdateFlops(1, 1, 1), epochs=1)
+    timings = {"timing_s/update_actor": 1.0, "timing_s/update_critic": 1.0}
+    yield from utilization.metrics(TokenCounts(1, 1, 1), timings)
+    yield from FleetLoop(ServersConfig(), {}, Ask([1], {}, 1), Secret("s", "secret"), capacity=1).metrics()
+    yield from OF_A_DEVICE
+
+
+def test_the_page_and_the_runs_have_the_same_metrics(tmp_path):
+    page = names_of_the_page()
+    assert len(page) == len(set(page)), "a name stands there once"
+    patterns = {name: pattern(name) for name in page}
+    found = set(emitted(tmp_path))
+    missing = {name for name in found if not any(p.fullmatch(name) for p in patterns.values())}
+    unknown = {name for name, p in patterns.items() if not any(map(p.fullmatch, found))}
+    assert (missing, unknown) == (set(), set())
