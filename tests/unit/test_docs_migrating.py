@@ -1,0 +1,73 @@
+"""docs/migrating.md: its commands are valid here, and its tables say what the command line answers to those names."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import rlhf
+from rlhf.compose import compose_config
+from rlhf.config.library import Library
+from rlhf.config.validate import validate
+from rlhf.errors import UserError
+from rlhf.train import check_inputs, main
+
+PAGE = (Path(rlhf.__file__).parents[1] / "docs/migrating.md").read_text()
+BLOCKS = re.findall(r"^```\n(.*?)^```$", PAGE, flags=re.S | re.M)
+COMMANDS = [block for block in BLOCKS if block.startswith("python -m rlhf.train")]
+ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| `")]
+NAMES = [(name, ours) for theirs, ours in ROWS for name in re.findall(r"`([^`]+)`", theirs)]
+# In the answer to its whole name, or valid here with another meaning; the row says more.
+ELSEWHERE = {"beta": "actor.use_kl_loss", "algorithm.adv_estimator": None, "algorithm.kl_ctrl.kl_coef": None}
+
+
+@pytest.fixture
+def user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the page's commands name."""
+    monkeypatch.chdir(tmp_path)
+    row = {"data_source": "sums", "prompt": [{"role": "user", "content": "1 + 1 ="}], "extra_info": {"index": 0}}
+    verl = pyarrow.Table.from_pylist([row | {"reward_model": {"style": "rule", "ground_truth": "2"}}])
+    for name in ("train.parquet", "test.parquet"):
+        pyarrow.parquet.write_table(verl, name)
+    Path("train.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "answer": "2"}) + "\n")
+    Path("prompts.jsonl").write_text(json.dumps({"input": "1 + 1 =", "label": "2"}) + "\n")
+    Path("my_reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):\n    return 0.0\n"
+    )
+    Path("my_rewards.py").write_text("def accuracy(prompts, completions, answer, **kwargs):\n    return [0.0]\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: re.search(r"from_\w+", command)[0])
+@pytest.mark.usefixtures("user_files")
+def test_a_command_of_the_page_is_valid(command: str) -> None:
+    config = compose_config(shlex.split(command.replace("\\\n", ""))[3:], Library.find(None))
+    validate(config)
+    check_inputs(config)
+
+
+def test_the_page_shows_what_a_habit_is_answered_with(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = [block for block in BLOCKS if block.startswith("$ ")]
+    assert len(shown) + len(COMMANDS) == len(BLOCKS)
+    assert len(shown) == 1
+    command, answer = shown[0].split("\n", 1)
+    assert main(shlex.split(command)[4:]) == 2
+    assert capsys.readouterr().err == answer
+
+
+@pytest.mark.parametrize(("name", "ours"), NAMES, ids=[name for name, _ in NAMES])
+def test_a_name_of_a_table_is_answered_with_its_row(name: str, ours: str) -> None:
+    named = {code.partition("=")[0] for code in re.findall(r"`([^`]+)`", ours)}
+    if name.startswith("."):
+        name = "custom_reward_function" + name
+    try:
+        compose_config([name if "=" in name else f"{name}=1"], Library.find(None))
+    except UserError as error:
+        answer = str(error)
+    else:
+        assert name in ELSEWHERE
+        return
+    assert ELSEWHERE.get(name) or any(re.search(rf"\b{re.escape(each)}\b", answer) for each in named), answer

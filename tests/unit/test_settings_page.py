@@ -1,0 +1,18 @@
+"""docs/settings.md: it is what the schema makes, and every setting has its help there."""
+
+from pathlib import Path
+
+import rlhf
+from rlhf.config.help_texts import help_texts
+from rlhf.config.schema import SETTINGS
+from rlhf.config.settings_page import settings_page
+
+PAGE = Path(rlhf.__file__).parents[1] / "docs/settings.md"
+
+
+def test_the_page_is_what_the_schema_makes() -> None:
+    assert PAGE.read_text() == settings_page(), "run: python -m rlhf.config.settings_page > docs/settings.md"
+
+
+def test_every_setting_has_a_help() -> None:
+    assert help_texts().keys() == SETTINGS.keys()
