@@ -1,35 +1,37 @@
 """The resolved configuration as a file: written by the supervisor, read by every rank, copied into every checkpoint."""
 
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from rlhf.config import Config
 
-# Either way takes as long as a small save, and one process asks for the same again and again: at each step of a start,
-# and for every checkpoint that it looks at.
-_KEPT = 64
+# Either way takes as long as a small save, and one process asks for nearly the same again and again: at each step of a
+# start, and for every checkpoint that it looks at.
+_KEPT = 256
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """A configuration as it was when it was shown, since it may change."""
+    """A section as it was when it was shown, since it may change."""
 
     text: str
-    config: Config = field(compare=False)
+    section: Any = field(compare=False)
 
 
 def to_yaml(config: Config) -> str:
     """The configuration as YAML, every value resolved."""
-    return _to_yaml(_Shown(repr(config), config))
+    sections = {part.name: getattr(config, part.name) for part in fields(config)}
+    return "".join(_to_yaml(name, _Shown(repr(section), section)) for name, section in sections.items())
 
 
 @lru_cache(_KEPT)
-def _to_yaml(shown: _Shown) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(shown.config), resolve=True)
+def _to_yaml(name: str, shown: _Shown) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create({name: shown.section}), resolve=True)
 
 
 def from_yaml(text: str) -> Config:
