@@ -1,5 +1,6 @@
 """Fixtures of all tests, and the order in which files start."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -75,6 +76,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("peers"):
                 item.add_marker(pytest.mark.skip(f"needs other trainers' environment in ${PEERS_PYTHON} (.ci/run)"))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays to the end; a collection of garbage need not go through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -16,5 +16,6 @@ forkserver.set_forkserver_preload(
         "datasets",
         "reasoning_gym",
         "matplotlib.figure",
+        "tests.support.frozen",
     ]
 )
