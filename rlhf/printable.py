@@ -1,4 +1,8 @@
-"""Texts of other people's made harmless for a terminal. Imports nothing."""
+"""Texts of other people's made harmless for a terminal. Imports nothing of the package."""
+
+import re
+
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 def printable(text: str) -> str:
@@ -9,3 +13,8 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """The same of each line."""
     return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def printable_output(text: str) -> str:
+    """The same of what a program says to people: colours are left out, and tabs become blanks."""
+    return printable_lines(_COLOUR.sub("", text.replace("\r\n", "\n")).expandtabs())

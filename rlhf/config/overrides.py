@@ -11,6 +11,7 @@ import yaml
 from rlhf.config import Config
 from rlhf.config.algorithm_rules import trains_critic
 from rlhf.config.library import PACKAGE, Library
+from rlhf.config.redaction import REDACTED, SECRET, SECRET_NAME
 from rlhf.config.schema import SETTINGS
 
 NAMES = (
@@ -26,9 +27,6 @@ NAMES = (
 )
 """Settings that do not change the numbers of a run that goes on, and without which there is no such run."""
 TINY = PACKAGE / "models/tiny_policy"
-REDACTED = "REDACTED"
-_SECRET_NAME = re.compile(r"(.*[_-])?(token|secret|password|passwd|key|credentials?|auth)", re.IGNORECASE)
-_SECRET = re.compile(r"\b(hf|sk|ghp|gho|xox[a-z]|AKIA)[_-]?[A-Za-z0-9-]{16,}")
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./:@-]*")
 
 
@@ -79,12 +77,12 @@ def as_shell(arguments: list[str]) -> str:
 def fit_to_show(value: Any) -> Any:
     """`value` without secrets, and without folders of this machine."""
     if isinstance(value, dict):
-        return {key: REDACTED if _SECRET_NAME.fullmatch(str(key)) else fit_to_show(item) for key, item in value.items()}
+        return {key: REDACTED if SECRET_NAME.fullmatch(str(key)) else fit_to_show(item) for key, item in value.items()}
     if isinstance(value, list):
         return [fit_to_show(item) for item in value]
     if not isinstance(value, str):
         return value
-    value = _SECRET.sub(REDACTED, value)
+    value = SECRET.sub(REDACTED, value)
     if "://" in value:
         scheme, _, rest = value.partition("://")
         value = f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"

@@ -101,6 +101,12 @@ def append_durably(path: Path, content: bytes, event: str | None = None) -> None
         fsync_dir(path.parent)
 
 
+def open_to_append(path: Path) -> int:
+    """Descriptor of a file, made if it is not there, at whose end every write is one piece whoever else writes there;
+    nothing is synced."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
 def truncate(path: Path, size: int) -> None:
     """Cut a file off after `size` bytes."""
     os.truncate(path, size)
