@@ -3,15 +3,20 @@
 Nothing heavy is imported before the configuration is known to be right.
 """
 
+import signal
+
+from rlhf.ranks.stop import end_interrupted
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Until the supervisor or the rank handles it; before the slow imports.
+    signal.signal(signal.SIGINT, end_interrupted)
+
 import argparse
 import logging
 import os
-import signal
 import sys
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Until the supervisor or the rank handles it, Ctrl-C ends the command as SIGTERM does, without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from collections.abc import Sequence
+from functools import partial
 
 from rlhf.arguments import parse
 from rlhf.completion import answer
@@ -21,6 +26,8 @@ from rlhf.config.library import Library
 from rlhf.config.validate import validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.info import info_page, version_line
+from rlhf.launch.banner import banner
+from rlhf.printable import printable_output
 from rlhf.ranks.open_files import raise_open_files
 
 
@@ -30,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except UserError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{printable_output(str(error))}\n")
         return EXIT_USER_ERROR
 
 
@@ -42,13 +49,14 @@ def _run(argv: list[str]) -> int:
         return EXIT_DONE
     if arguments.cfg:
         return _print_config(arguments.overrides, library)
+    start = partial(_start, library=library, overrides=arguments.overrides)
     if arguments.multirun:
         from rlhf.sweep import plan, run_all
 
-        return run_all(plan(arguments.overrides, library), _start)
+        return run_all(plan(arguments.overrides, library), start)
     config = compose_config(arguments.overrides, library)
     validate(config)
-    return _start(config)
+    return start(config)
 
 
 def _asked(arguments: argparse.Namespace, library: Library) -> str | None:
@@ -73,15 +81,19 @@ def _print_config(overrides: list[str], library: Library) -> int:
     return EXIT_DONE
 
 
-def _start(config: Config) -> int:
+def _start(config: Config, library: Library, overrides: Sequence[str]) -> int:
+    recipes = library.recipes(overrides)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        told = banner(config, recipes) if os.environ["RANK"] == "0" else ""
+        if told:
+            sys.stderr.write(f"{printable_output(told)}\n")
         check_inputs(config)
         from rlhf.worker import main_under_torchrun
 
-        return main_under_torchrun(config)
+        return main_under_torchrun(config, told)
     from rlhf.launch.supervisor import supervise
 
-    return supervise(config, lambda: check_inputs(config))
+    return supervise(config, lambda: check_inputs(config), banner(config, recipes))
 
 
 def check_inputs(config: Config) -> None:

@@ -28,6 +28,7 @@ from rlhf.checkpoint.start.domains import find_domains
 from rlhf.checkpoint.start.preparation import finished_step, finished_unprepared, prepare
 from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig
+from rlhf.config.redaction import Redaction
 from rlhf.config.resolved import from_yaml, to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Preempted, Unsaved, UserError
 from rlhf.events import announce, subscribe_from_environment
@@ -37,17 +38,21 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.ranks.lock import hold_rank_lock, run_lock_together
 from rlhf.ranks.logs import configure_logging
+from rlhf.ranks.progress_pipe import NoProgress, ProgressPipe, ShowsProgress
 from rlhf.ranks.status import STACKS_SIGNAL, StatusWriter
 from rlhf.storage.disk_errors import is_unfixable
-from rlhf.storage.layout import RESOLVED
+from rlhf.storage.layout import RESOLVED, RUN_LOG
 from rlhf.tracking import read_report, write_report
+from rlhf.tracking.run_output import OutputHandler, RunOutput
 
 log = logging.getLogger(__name__)
 
 
-def run(config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter) -> None:
+def run(
+    config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter, shown: ShowsProgress
+) -> None:
     """Build and train; trackers, reward processes and rollout engines are closed however it ends."""
-    components = build(config, device, coordinator, status)
+    components = build(config, device, coordinator, status, shown)
     try:
         train(components)
         announce("end.before")  # only here: what a crash leaves as evidence is where it happened
@@ -67,7 +72,7 @@ class _Evidence:
     def begin(self, run_dir: Path) -> StatusWriter:
         """Make the file; whoever calls this knows that the run is this launch's."""
         try:
-            self.status = StatusWriter(run_dir, int(os.environ["RANK"]))
+            self.status = StatusWriter(run_dir, rank())
         except OSError as error:
             raise UserError(
                 f"Cannot write into {run_dir} ({error.strerror}). Set trainer.default_local_dir to a writable folder."
@@ -93,18 +98,26 @@ def main(run_dir: Path) -> int:
     """A rank under our supervisor, which holds the run lock and has written the resolved configuration."""
 
     def work(evidence: _Evidence) -> None:
+        # Lines of the user's functions are to come when they are printed, and not to be lost with this process.
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        shown = ProgressPipe.of_environment()
+        shown.phase(rank(), 0, "starting the ranks", 0, 0)
         status = evidence.begin(run_dir)
         config = from_yaml((run_dir / RESOLVED).read_text())
         hold_rank_lock(run_dir)
         device = collectives.start(config.trainer)
-        run(config, device, _coordinator(config), status)
+        run(config, device, _coordinator(config), status, shown)
 
+    configure_logging(rank())
     return _guarded(work)
 
 
-def main_under_torchrun(config: Config) -> int:
+def main_under_torchrun(config: Config, banner: str = "") -> int:
     """A rank that torchrun started: the leader (of each storage domain) does what our supervisor would have done before
-    and after."""
+    and after. Rank 0 shows the progress, and has said `banner`, which is for the log."""
+    # A launcher has several writers for one terminal, and mostly none: a bar is shown to who asks for it.
+    mode = "plain" if config.tracking.progress == "auto" else config.tracking.progress
+    output = RunOutput("plain" if rank() else mode, Redaction(os.environ))
 
     def work(evidence: _Evidence) -> None:
         faulthandler.register(STACKS_SIGNAL, all_threads=True)  # to stderr, until there is a file for it
@@ -121,13 +134,17 @@ def main_under_torchrun(config: Config) -> int:
                 coordinator.domains = find_domains(agreed.run_dir, coordinator)
                 resolved = ResolvedConfig.of(agreed)
                 prepare(agreed.run_dir, agreed.trainer, agreed.checkpoint, resolved, coordinator)
+                output.keep(agreed.run_dir / RUN_LOG)  # not before: it may empty the directory
                 finished = finished_step(agreed.run_dir, agreed.trainer, resolved, coordinator)
             except OSError as error:  # the same on every rank
                 if not is_unfixable(error) or not _tells_finished(agreed, error, coordinator):
                     raise
                 return
             if finished is None:
-                run(agreed, device, coordinator, evidence.begin(agreed.run_dir))
+                output.begin_bar()
+                shown = NoProgress() if rank() else output.progress
+                run(agreed, device, coordinator, evidence.begin(agreed.run_dir), shown)
+                output.end_bar()
             elif coordinator.is_leader:
                 log.info("The run in %s is finished at step %d.", agreed.run_dir, finished)
                 export_finished(agreed.run_dir, agreed.checkpoint, finished)
@@ -136,7 +153,11 @@ def main_under_torchrun(config: Config) -> int:
                 log.info("Done.\n%s", write_report(agreed.run_dir))
         check_copied(left, agreed.run_dir, agreed.checkpoint)
 
-    return _guarded(work)
+    with output:
+        configure_logging(rank(), OutputHandler(output))
+        if banner:
+            output.only_log(banner)
+        return _guarded(work)
 
 
 def _tells_finished(config: Config, problem: OSError, coordinator: Coordinator) -> bool:
@@ -155,9 +176,13 @@ def _coordinator(config: Config) -> Coordinator:
     return Coordinator(GlooTransport(timedelta(seconds=config.checkpoint.timeout_s)))
 
 
+def rank() -> int:
+    """This rank's number, as its launcher has given it."""
+    return int(os.environ["RANK"])
+
+
 def _guarded(work: Callable[[_Evidence], None]) -> int:
     """Run `work` and turn its end into an exit code; an error is left as evidence."""
-    configure_logging(int(os.environ["RANK"]))
     subscribe_from_environment()
     evidence = _Evidence()
     try:

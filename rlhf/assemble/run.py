@@ -1,5 +1,6 @@
 """Every component of one rank, from the resolved configuration: data and settings are checked before weights load."""
 
+import logging
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig
 from rlhf.data import PromptSet, PromptStream, build_train_set, build_val_set
 from rlhf.errors import UserError
-from rlhf.events import subscribe
+from rlhf.events import follow, report, subscribe
 from rlhf.experience.collector import Collector
 from rlhf.experience.evaluation import Evaluator
 from rlhf.experience.policy_sampler import PolicySampler
@@ -28,9 +29,12 @@ from rlhf.learning.credit import Advantages
 from rlhf.learning.guards import Guards
 from rlhf.loop import Components
 from rlhf.models import loading
+from rlhf.models.parameter_count import in_words
+from rlhf.models.weights import Loaded
 from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.phase_clock import PhaseClock
+from rlhf.ranks.progress_pipe import ShowsProgress
 from rlhf.ranks.rng import seed_everything
 from rlhf.ranks.status import StatusWriter
 from rlhf.ranks.stop import PreemptionFlag
@@ -38,22 +42,36 @@ from rlhf.reward import answer_reader
 from rlhf.rollout import check_lengths
 from rlhf.storage.scratch import Scratch
 from rlhf.storage.state import Stateful
-from rlhf.tracking import Progress, Tracker
+from rlhf.tracking import Tracker
+from rlhf.tracking.phases import Phases
 from rlhf.tracking.run_log import RunLog
 
+log = logging.getLogger(__name__)
 AFTER_THE_STEP = ("evaluation.", "metrics.", "commit.", "end.")
 """Events once the driver has counted the step done."""
 
 
-def build(config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter) -> Components:
-    """Every component of this rank, brought to the newest checkpoint. Collective."""
+def build(
+    config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter, shown: ShowsProgress
+) -> Components:
+    """Every component of this rank, brought to the newest checkpoint; people see its progress through `shown`.
+    Collective."""
+    phases = Phases(shown, coordinator.rank)
+    follow(phases.report)
     with Scratch() as scratch:
-        return _build(config, device, coordinator, status, scratch.folder)
+        return _build(config, device, coordinator, status, shown, phases, scratch.folder)
 
 
 def _build(
-    config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter, scratch: Path
+    config: Config,
+    device: torch.device,
+    coordinator: Coordinator,
+    status: StatusWriter,
+    shown: ShowsProgress,
+    phases: Phases,
+    scratch: Path,
 ) -> Components:
+    report("finding the models")
     check_backend(config.backend, device)
     seed_everything(config.trainer.seed, coordinator.rank)
     preemption = PreemptionFlag()
@@ -62,13 +80,19 @@ def _build(
     models = find_models(config, coordinator, device, scratch)
     policy = models.policy
     check_lengths(policy.hf_config, config.data.max_prompt_length, config.data.max_response_length)
+    report("reading the prompts")
     train_set, val_set = _prompt_sets(config, policy.tokenizer, coordinator)
     stream = PromptStream(
         train_set, config.trainer.seed, config.data.shuffle, allow_change=config.trainer.allow_config_change
     )
     driver = _driver(config, len(train_set))
-    subscribe(lambda event: status.event(driver.step + (not event.startswith(AFTER_THE_STEP)), event))
 
+    def step_of(event: str) -> int:
+        return driver.step + (not event.startswith(AFTER_THE_STEP))
+
+    subscribe(lambda event: status.event(step_of(event), event))
+    subscribe(lambda event: phases.event(step_of(event), event))
+    report("loading the weights")
     reward = build_reward(config, models, coordinator, device)
     loaded = policy.load(loading.load_model, coordinator, device)
     engine = build_engine(config, policy, loaded.model, coordinator, device)
@@ -78,7 +102,7 @@ def _build(
     fingerprints = models.fingerprints | {"prompts": train_set.fingerprint}
     collector = build_collector(config, stream, sampler, reward, policy, driver, fingerprints, coordinator, device)
     val_params = evaluation_params(config.rollout, config.data)
-    run_log = _run_log(config, driver, shows=coordinator.is_leader)
+    run_log = _run_log(config, driver, shown, leads=coordinator.is_leader)
     evaluator = Evaluator(
         val_set,
         sampler,
@@ -95,7 +119,10 @@ def _build(
 
     parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards, "history": run_log}
     checkpointer = _checkpointer(config, coordinator, learners, driver, parts, models.fingerprints, collector)
+    report("looking for a checkpoint")
     resumed = checkpointer.resume()
+    if coordinator.is_leader:
+        log.info("%s", _facts(loaded, policy.hf_config.model_type, train_set, val_set, driver, coordinator, device))
     run_log.start(driver.step, resumed=resumed)
     return Components(
         collector=collector,
@@ -172,8 +199,27 @@ def _checkpointer(
     )
 
 
-def _run_log(config: Config, driver: DriverState, *, shows: bool) -> RunLog:
-    if not shows:
-        return RunLog(None, Progress.silent())
-    tracker = Tracker(config.trainer, config.tracking, asdict(config), config.run_dir, driver.run_id)
-    return RunLog(tracker, Progress(config.tracking.progress, driver.total_steps, config.trainer.log_samples))
+def _run_log(config: Config, driver: DriverState, shown: ShowsProgress, *, leads: bool) -> RunLog:
+    tracker = None
+    if leads:
+        tracker = Tracker(config.trainer, config.tracking, asdict(config), config.run_dir, driver.run_id)
+    return RunLog(tracker, shown, driver.total_steps, log_samples=config.trainer.log_samples)
+
+
+def _facts(
+    policy: Loaded,
+    model_type: str,
+    train_set: PromptSet,
+    val_set: PromptSet | None,
+    driver: DriverState,
+    coordinator: Coordinator,
+    device: torch.device,
+) -> str:
+    """What is known of the run only now, in a line."""
+    parameters = in_words(sum(parameter.numel() for parameter in policy.model.parameters()))
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    held_out = "" if val_set is None else f" and {len(val_set):,} held-out"
+    return (
+        f"Policy: {model_type} with {parameters} parameters on {where}, ranks: {coordinator.world_size}; "
+        f"{len(train_set):,} training{held_out} prompts; step {driver.step} of {driver.total_steps} done."
+    )

@@ -1,7 +1,10 @@
 """Library of configuration files: the groups of conf/ with their entries, the recipes, the help page."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 from rlhf.errors import UserError
 
@@ -64,6 +67,19 @@ class Library:
                     raise UserError(f"{path}: {group}={name} already means {found[name]}; give this file another name.")
                 found.setdefault(name, path)
         return found
+
+    def recipes(self, overrides: Sequence[str]) -> list[str]:
+        """The names of the recipes that a composition with these overrides applies."""
+        asked = [text.partition("=")[2] for text in overrides if text.startswith("recipes=")]
+        if asked:
+            try:
+                names = yaml.safe_load(asked[-1])
+            except yaml.YAMLError:  # of a sweep
+                names = asked[-1]
+        else:
+            defaults = yaml.safe_load((self.conf / "train.yaml").read_text())["defaults"]
+            names = next(entry["recipes"] for entry in defaults if isinstance(entry, dict) and "recipes" in entry)
+        return [] if names is None else [str(name) for name in names] if isinstance(names, list) else [str(names)]
 
     def help_page(self) -> str:
         """Usage, the groups with their entries, and the recipes with the first line of their description."""

@@ -18,5 +18,5 @@ class WandbConfig:
 @dataclass
 class TrackingConfig:
     progress: str = setting("auto", choices=("auto", "live", "plain"), resume="harmless")
-    """`live` display, `plain` lines, or by whether the output is a terminal."""
+    """`live` bar, `plain` lines, or by whether the error stream is a terminal (under torchrun: `plain`)."""
     wandb: WandbConfig = setting(WandbConfig, resume="harmless")

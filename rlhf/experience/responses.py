@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data import Prompt
+from rlhf.events import REWARD, report
 from rlhf.reward import Reward, RewardItem, RewardResult
 from rlhf.rollout import Sample
 
@@ -31,5 +32,6 @@ def score_responses(
         for group, (prompt, samples) in enumerate(every)
         for sample in samples
     ]
+    report(REWARD, 0, len(items))
     results = iter(reward.score(items))
     return [[next(results) for _ in samples] for _, samples in every]

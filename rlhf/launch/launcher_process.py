@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 
+from rlhf.launch.rank_output import RankOutput
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked, RankEnded
 from rlhf.ranks.parent import PARENT_PID
 
@@ -17,13 +18,18 @@ _LAST_MOMENTS_S = 2.0
 Message = Forked | Devices | RankEnded
 
 
-def start_launcher(fd: int, modules: Sequence[str], variables: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    """`rlhf.ranks.launcher.main(fd, modules)` in a process of its own, with `variables` in its environment."""
+def start_launcher(
+    fd: int, modules: Sequence[str], variables: Mapping[str, str], output: RankOutput | None
+) -> "subprocess.Popen[bytes]":
+    """`rlhf.ranks.launcher.main(fd, modules)` in a process of its own, with `variables` in its environment; what it and
+    its ranks print goes to `output`, or where this process's goes."""
     # A session of its own, like a rank: Ctrl-C is the supervisor's to handle.
     return subprocess.Popen(
         [sys.executable, "-m", "rlhf.ranks.launcher", str(fd), *modules],
-        env=os.environ | variables,
-        pass_fds=(fd,),
+        env=os.environ | variables | (output.variables if output else {}),
+        pass_fds=(fd, output.progress_fd) if output else (fd,),
+        stdout=output.stdout if output else None,
+        stderr=output.stderr if output else None,
         start_new_session=True,
     )
 
@@ -31,10 +37,11 @@ def start_launcher(fd: int, modules: Sequence[str], variables: Mapping[str, str]
 class LauncherProcess:
     """A running launcher, which imports `modules` from the moment on that this object is made. Close it in the end."""
 
-    def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
+    def __init__(self, modules: Sequence[str], variables: Mapping[str, str], output: RankOutput | None = None) -> None:
         self._connection, theirs = Pipe()
         with theirs:
-            self._popen = start_launcher(theirs.fileno(), modules, {**variables, PARENT_PID: str(os.getpid())})
+            own = {**variables, PARENT_PID: str(os.getpid())}
+            self._popen = start_launcher(theirs.fileno(), modules, own, output)
         self.pid = self._popen.pid
         self.exit: int | None = None
         """Its exit code, negative for a signal, once it is known to have ended. The kernel ends its ranks with it."""

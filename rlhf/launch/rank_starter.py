@@ -12,6 +12,7 @@ from typing import Protocol, Self
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.launch.launcher_process import ForkedRanks, LauncherProcess, kill_group
+from rlhf.launch.rank_output import RankOutput
 from rlhf.launch.stop_request import StopRequest
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked
 from rlhf.ranks.parent import PARENT_PID, SUPERVISOR_PID
@@ -45,15 +46,20 @@ class PlainRanks:
 
     launcher_exit = None
 
-    def __init__(self, command: Sequence[str], nproc: int, variables: dict[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], nproc: int, variables: dict[str, str], output: RankOutput | None = None
+    ) -> None:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         with listening_socket() as listener:
             for rank in range(nproc):
                 own = rank_variables(rank, nproc, listener) | {PARENT_PID: str(os.getpid())}
+                fds = [listener.fileno()] if rank == 0 else []
                 self._running[rank] = subprocess.Popen(
                     [sys.executable, *command],
-                    env=os.environ | variables | own,
-                    pass_fds=(listener.fileno(),) if rank == 0 else (),
+                    env=os.environ | variables | (output.variables if output else {}) | own,
+                    pass_fds=[*fds, output.progress_fd] if output else fds,
+                    stdout=output.stdout if output else None,
+                    stderr=output.stderr if output else None,
                     start_new_session=True,
                 )
         self.pids = {rank: process.pid for rank, process in self._running.items()}
@@ -78,11 +84,12 @@ class PlainRanks:
 class RankStarter:
     """Starts the ranks of one attempt after the other; while entered, it may keep a launcher, which imports `modules`.
 
-    A launcher that ends takes its ranks along, and the next start makes a new one.
+    A launcher that ends takes its ranks along, and the next start makes a new one. What ranks print goes to `output`,
+    or where this process's own goes.
     """
 
-    def __init__(self, config: Config, modules: Sequence[str] | None = None) -> None:
-        self._trainer = config.trainer
+    def __init__(self, config: Config, modules: Sequence[str] | None = None, output: RankOutput | None = None) -> None:
+        self._trainer, self._output = config.trainer, output
         self._modules = modules_of(config) if modules is None else modules
         self._variables = _variables(config)
         self._launcher: LauncherProcess | None = None
@@ -93,23 +100,32 @@ class RankStarter:
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if self._why_plain is None:
-            self._launcher = LauncherProcess(self._modules, self._variables)
+            self._launcher = LauncherProcess(self._modules, self._variables, self._output)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._launcher is not None:
             self._launcher.close()
 
+    def say_the_rest(self, *, last: bool) -> None:
+        """Say all that ranks which have ended left unread; with `last` no others follow, and the bar ends."""
+        if self._output is not None:
+            self._output.drain()
+            if last:
+                self._output.end_bar()
+
     def start(self, command: Sequence[str], stop: StopRequest) -> Ranks | None:
         """Start `python *command` as `trainer.nproc` ranks; None when `stop` is requested before they are there."""
+        if self._output is not None:
+            self._output.phase("starting the ranks")
         if self._launcher is not None and self._launcher.exit is not None:
-            self._launcher = LauncherProcess(self._modules, self._variables)
+            self._launcher = LauncherProcess(self._modules, self._variables, self._output)
         if self._launcher is not None:
             ranks = self._fork(self._launcher, command, stop)
             if ranks is not None or stop.signal_name is not None:
                 return ranks
         log.info("The ranks are started plainly: %s.", self._why_plain)
-        return PlainRanks(command, self._trainer.nproc, self._variables)
+        return PlainRanks(command, self._trainer.nproc, self._variables, self._output)
 
     def _fork(self, launcher: LauncherProcess, command: Sequence[str], stop: StopRequest) -> ForkedRanks | None:
         nproc = self._trainer.nproc

@@ -4,17 +4,20 @@ It holds no training state, so it may be killed at any moment as well. Signals: 
 """
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig
+from rlhf.config.redaction import Redaction
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Unsaved, UserError
 from rlhf.launch import evidence
 from rlhf.launch.attempt import Attempt
 from rlhf.launch.hangs import HangDetector
+from rlhf.launch.rank_output import RankOutput
 from rlhf.launch.rank_starter import RankStarter
 from rlhf.launch.restart_policy import GiveUp, RestartPolicy
 from rlhf.launch.stop_request import StopRequest
@@ -25,27 +28,37 @@ from rlhf.ranks.status import RankStatus, clear_statuses, read_statuses
 from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.disk_errors import is_unfixable
 from rlhf.storage.files import make_dir, replace_durably
-from rlhf.storage.layout import RESOLVED, scan
+from rlhf.storage.layout import RESOLVED, RUN_LOG, scan
+from rlhf.tracking.run_output import OutputHandler, RunOutput
 
 log = logging.getLogger(__name__)
 
 
-def supervise(config: Config, check: Callable[[], None]) -> int:
+def supervise(config: Config, check: Callable[[], None], banner: str = "") -> int:
     """Run the training to its end and return the exit code of `rlhf.errors`.
 
-    `check` raises UserError for what is wrong with the configuration; the imports of the ranks begin meanwhile. Raises
-    UserError as well, before anything is changed, when the directory is in use, can't be written or holds another run,
-    or the devices don't suffice. Call it from the main thread.
+    `banner` is said first. `check` raises UserError for what is wrong with the configuration; the imports of the ranks
+    begin meanwhile. Raises UserError as well, before anything is changed, when the directory is in use, can't be
+    written or holds another run, or the devices don't suffice. Call it from the main thread.
     """
-    configure_logging()
-    with RankStarter(config) as starter:
+    with RunOutput(config.tracking.progress, Redaction(os.environ)) as output:
+        configure_logging(handler=OutputHandler(output))
+        if banner:
+            output.line(banner)
+        output.begin_bar()
+        output.progress.phase(0, 0, "starting")
+        return _supervise(config, check, output)
+
+
+def _supervise(config: Config, check: Callable[[], None], output: RunOutput) -> int:
+    with RankOutput(output) as of_ranks, RankStarter(config, output=of_ranks) as starter:
         _compare(config)
         check()
         _make(config.run_dir)
         try:
             with run_lock(config.run_dir):
                 try:
-                    return _supervise_locked(config, config.run_dir, starter)
+                    return _supervise_locked(config, starter, output)
                 finally:
                     _release_lease()
         except OSError as error:
@@ -108,7 +121,7 @@ def _release_lease() -> None:
     release_held()
 
 
-def _supervise_locked(config: Config, run_dir: Path, starter: RankStarter) -> int:
+def _supervise_locked(config: Config, starter: RankStarter, output: RunOutput) -> int:
     # Slow imports, after the lock: a second run is refused at once.
     from rlhf.checkpoint.interop.finished_export import export_finished
     from rlhf.checkpoint.remote.copies import check_copied, copy_pending
@@ -116,12 +129,15 @@ def _supervise_locked(config: Config, run_dir: Path, starter: RankStarter) -> in
     from rlhf.checkpoint.start.preparation import finished_step, prepare
     from rlhf.tracking import Tracker, write_report
 
+    run_dir = config.run_dir
     starter.check_devices()
     wait_for_ranks(run_dir)
     alone, resolved = Coordinator(LoneTransport()), ResolvedConfig.of(config)
     prepare(run_dir, config.trainer, config.checkpoint, resolved, alone)
+    output.keep(run_dir / RUN_LOG)  # not before: it may empty the directory
     step = finished_step(run_dir, config.trainer, resolved, alone)
     if step is not None:
+        output.end_bar()
         log.info(
             "The run in %s is finished at step %d. To continue it, raise trainer.total_training_steps "
             "(or trainer.total_epochs).",
@@ -146,7 +162,10 @@ def _supervise_locked(config: Config, run_dir: Path, starter: RankStarter) -> in
     with StopRequest() as stop:
         code = run_attempts(config, ["-m", "rlhf.worker", str(run_dir)], starter, stop)
     if code == EXIT_DONE:
-        log.info("Done.\n%s", write_report(run_dir))
+        output.progress.phase(0, 0, "writing the report")
+        text = write_report(run_dir)
+        output.end_bar()
+        log.info("Done.\n%s", text)
     return code
 
 
@@ -167,6 +186,7 @@ def run_attempts(config: Config, command: Sequence[str], starter: RankStarter, s
         statuses = read_statuses(run_dir)
         checkpoint = next(iter(scan(run_dir)), None)
         ending = evidence.classify(attempt, t.nproc, stop.signal_name is not None)
+        starter.say_the_rest(last=ending in (evidence.Ending.USER_ERROR, evidence.Ending.REQUEUE))
         if ending is evidence.Ending.DONE:
             return EXIT_DONE
         if ending is evidence.Ending.USER_ERROR:
@@ -178,6 +198,7 @@ def run_attempts(config: Config, command: Sequence[str], starter: RankStarter, s
 
         decision = policy.crashed(evidence.crash_step(statuses))
         if isinstance(decision, GiveUp):
+            starter.say_the_rest(last=True)
             log.error("The run ends: %s.\n%s", decision.reason, evidence.report(attempt, t.nproc, statuses, checkpoint))
             return EXIT_CRASHED
         what = evidence.describe_crash(attempt, statuses)
@@ -206,6 +227,13 @@ def _log_leaving(
         return
     if all(code in (EXIT_REQUEUE, EXIT_DONE) for code in attempt.exits.values()) and len(attempt.exits) == t.nproc:
         log.info("%s: the ranks saved and left. %s", asked, evidence.next_start(checkpoint))
+        return
+    if stop.kill:
+        log.warning(
+            "Asked a second time: the ranks were killed at once. Nothing is lost but the work since the last "
+            "checkpoint. %s",
+            evidence.next_start(checkpoint),
+        )
         return
     log.warning(
         "%s: not every rank saved and left within trainer.preempt_grace_s=%g. "

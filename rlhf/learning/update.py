@@ -1,7 +1,9 @@
 """Optimizer steps on one batch: epochs, mini-batches, micro-batches, denominators over all ranks, guards."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from rlhf.algorithms.aggregation import loss_count
 from rlhf.backends.base import TrainingBackend
 from rlhf.batch import Batch
-from rlhf.events import announce
+from rlhf.events import announce, report
 from rlhf.learning.guards import Guards
 from rlhf.ranks.collectives import all_max, all_sum
 
@@ -45,6 +47,11 @@ class Passes:
     micro_batch_size: int
     loss_agg_mode: str
 
+    def micro_batches(self, size: int) -> int:
+        """Of a walk over `size` samples."""
+        in_mini_batch = math.ceil(math.ceil(size / self.mini_batches) / self.micro_batch_size)
+        return self.epochs * self.mini_batches * in_mini_batch
+
 
 def update(
     backend: TrainingBackend,
@@ -63,9 +70,14 @@ def update(
     if guards.refused is not None:
         return {}
     steps: list[Figures] = []
+    done, micros = count(1), passes.micro_batches(len(batch))
+
+    def tell() -> None:
+        report(f"{who} update", next(done), micros)
+
     for _ in range(passes.epochs):
         for rows in torch.arange(len(batch)).chunk(passes.mini_batches):
-            figures = _accumulate(backend, batch.select(rows.to(batch.input_ids.device)), passes, share_of)
+            figures = _accumulate(backend, batch.select(rows.to(batch.input_ids.device)), passes, share_of, tell)
             steps.append(figures)
             announce("update.mid")
             if not guards.allows(who, **{name: figures[name] for name in ("loss", "kl", "ref_kl") if name in figures}):
@@ -78,9 +90,13 @@ def update(
 
 
 def _accumulate(
-    backend: TrainingBackend, mini: Batch, passes: Passes, share_of: Callable[[Batch, Counts], Share]
+    backend: TrainingBackend,
+    mini: Batch,
+    passes: Passes,
+    share_of: Callable[[Batch, Counts], Share],
+    tell: Callable[[], None],
 ) -> Figures:
-    """The gradient of one mini-batch, and its figures over all ranks."""
+    """The gradient of one mini-batch, and its figures over all ranks; `tell` is called after each micro-batch."""
     mask = mini.response_mask
     counts = all_sum(torch.stack([loss_count(mask, passes.loss_agg_mode), mask.sum()]).double()).clamp(min=1).tolist()
     sums: dict[str, Tensor] = {}
@@ -88,6 +104,7 @@ def _accumulate(
     for _, micro in mini.micro_batches(passes.micro_batch_size):
         share = share_of(micro, Counts(*counts))
         backend.backward(share.loss)
+        tell()
         for name, value in share.sums.items():
             sums[name] = sums.get(name, 0.0) + value.detach().double()
         for name, value in share.largest.items():

@@ -6,15 +6,19 @@ import os
 _CHATTY = ("httpx", "httpcore", "urllib3", "filelock", "fsspec", "datasets", "matplotlib")
 
 
-def configure_logging(rank: int | None = None) -> None:
-    """Log to stderr: INFO in the supervisor (rank None) and in rank 0, WARNING in the other ranks, which show no
-    progress bars either."""
-    handler = logging.StreamHandler()
+def configure_logging(rank: int | None = None, handler: logging.Handler | None = None) -> None:
+    """Log to `handler`, or to stderr: INFO in the supervisor (rank None) and in rank 0, WARNING in the other ranks,
+    which show no progress bars either. Python's warnings are log lines as well."""
     who = "supervisor" if rank is None else f"rank {rank}"
     level = logging.WARNING if rank else logging.INFO
     logging.basicConfig(
-        level=level, format=f"%(asctime)s {who}: %(message)s", datefmt="%H:%M:%S", handlers=[handler], force=True
+        level=level,
+        format=f"%(asctime)s {who}: %(message)s",
+        datefmt="%H:%M:%S",
+        handlers=[handler or logging.StreamHandler()],
+        force=True,
     )
+    logging.captureWarnings(capture=True)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
     if rank is not None:

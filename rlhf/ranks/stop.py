@@ -5,10 +5,22 @@ leave with EXIT_REQUEUE". It doesn't matter whether a scheduler signals the supe
 SIGKILL means "die now", and it is the only signal with which the supervisor ends a rank.
 """
 
+import os
 import signal
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+"""As shells say it of a command that Ctrl-C has ended."""
+
+
+def end_interrupted(number: int, frame: FrameType | None) -> None:
+    """Handler of SIGINT for the time before there is anything to save: ends the process with one line and
+    EXIT_INTERRUPTED."""
+    # Over the terminal's own ^C. No stream of Python's: the signal may have come in the middle of a write.
+    start = b"\r\x1b[K" if os.isatty(2) else b""
+    os.write(2, start + b"Interrupted before the training began.\n")
+    os._exit(EXIT_INTERRUPTED)
 
 
 class PreemptionFlag:

@@ -18,6 +18,7 @@ from typing import Any
 
 from rlhf.config.reward import RewardConfig
 from rlhf.errors import UserError
+from rlhf.printable import printable_output
 from rlhf.reward.confinement import Confinement
 from rlhf.reward.environment import reward_environment
 from rlhf.reward.scores import NUMBER, RewardError, RewardItem
@@ -199,7 +200,7 @@ class ScoringProcess:
             data = os.read(output, 1 << 16)
         except BlockingIOError:
             return True
-        sys.stderr.write(data[: self._output_left].decode(errors="replace"))
+        sys.stderr.write(printable_output(data[: self._output_left].decode(errors="replace")))
         if 0 < self._output_left < len(data):
             log.warning(
                 "%s printed more than %d bytes on one sample; the rest is left out.", self._verifier, MAX_OUTPUT_BYTES

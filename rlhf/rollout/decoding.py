@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf.events import GENERATING, report
 from rlhf.rollout.engine import Request, Sample
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.sampling import fold, row_keys, sample
@@ -160,6 +161,7 @@ class Decoding:
             self.counts[samples] = self.time - birth + 1
             self.stopped[samples] = ends[0, finished]
             self._remove(first + finished)
+            report(GENERATING, self.admitted - self.cache.span.rows, self.total)
 
     def _stop_strings(self, first: int, position: Tensor) -> np.ndarray:
         """Which rows from `first` on have a stop string in the text of their response, special tokens included."""

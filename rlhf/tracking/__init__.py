@@ -1,8 +1,7 @@
 """Metrics of a run: metrics.jsonl is the truth, wandb and TensorBoard are rebuilt from it, a report sums it up."""
 
 from rlhf.tracking.history import History, Record
-from rlhf.tracking.progress import Progress
 from rlhf.tracking.report import read_report, write_report
 from rlhf.tracking.tracker import Tracker, check_trackers
 
-__all__ = ["History", "Progress", "Record", "Tracker", "check_trackers", "read_report", "write_report"]
+__all__ = ["History", "Record", "Tracker", "check_trackers", "read_report", "write_report"]

@@ -1,133 +1,178 @@
-"""Progress of the run on stderr: a live bar in a terminal, one log line every few seconds otherwise."""
+"""Progress of a run for people: lines every few seconds, and a bar that fits the terminal."""
 
-import logging
 import math
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 
-from rlhf.tracking.headline import headline
-from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, ShownSample, as_text
+from rlhf.tracking.headline import ACCURACY, REWARD
 
-logger = logging.getLogger(__name__)
-
-PLAIN_INTERVAL_S = 5.0
+LINE_INTERVAL_S = 5.0
+"""Between two lines of steps."""
+PHASE_INTERVAL_S = 15.0
+"""Between two lines of phases, once the first step is over."""
 # Steps that the remaining time is estimated from.
 RATE_WINDOW = 20
+SHOWN = (
+    ("reward/mean", "reward", ".3f"),
+    *((each.metric, each.label, each.format) for each in (ACCURACY, REWARD)),
+    ("perf/tokens_per_second", "tokens/s", ",.0f"),
+)
+"""Metrics that are shown, each with its label and its format; of the two of evaluations one is there."""
+EVALUATED = {ACCURACY.metric, REWARD.metric}
+LONGEST_BAR, SHORTEST_BAR = 30, 10
+_NOTHING_AT = -math.inf
 
 
 class Progress:
-    """Shows the steps of one run on stderr, as `mode` (`tracking.progress`) says. Other ranks than the driver use
-    `Progress.silent()`.
+    """State of a run as its ranks report it (`ShowsProgress`): `say` is given lines, and rich renders it as a bar.
 
-    Plain lines come at most every PLAIN_INTERVAL_S, except for the first and the last step and for evaluations.
+    Lines come at most every LINE_INTERVAL_S, except for the first and the last step and for evaluations; of phases each
+    one's beginning up to the first step, afterwards those that last.
     """
 
-    def __init__(self, mode: str, total_steps: int, log_samples: bool = False) -> None:
-        console = Console(stderr=True)
-        self._log_samples = log_samples
-        self._total = total_steps
-        self._bar: Bar | None = None
-        self._silent = False
-        self._shown: dict[str, float] = {}
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._step, self._total = 0, 0
+        self._figures: dict[str, float] = {}
         self._times: list[tuple[float, int]] = []
-        self._last_line = -math.inf
-        self._redirected: list[tuple[logging.StreamHandler, object]] = []
-        if mode == "live" or (mode == "auto" and console.is_terminal):
-            self._bar = Bar(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=30),
-                TextColumn("{task.fields[text]}"),
-                console=Console(stderr=True, force_terminal=True),
-                refresh_per_second=4,
-            )
-            self._task = self._bar.add_task("", total=total_steps, text="")
+        self._last_line, self._last_phase_line = _NOTHING_AT, _NOTHING_AT
+        self._phase_step, self._phase, self._since, self._note = 0, "", time.monotonic(), ""
+        self._of_ranks: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
+        self._counts: dict[int, tuple[int, int]] = {}
+        self.ended = False
+        """Whether nothing follows, so that the line below the bar is not needed any more."""
 
-    @classmethod
-    def silent(cls) -> "Progress":
-        """A progress that shows nothing."""
-        progress = cls("plain", 0)
-        progress._silent = True
-        return progress
+    @property
+    def started(self) -> bool:
+        """Whether the run has come to its steps."""
+        return self._total > 0
 
-    def start(self, step: int) -> None:
-        """Begin at `step` finished steps: 0, the resume step, or while it runs an earlier one that the run goes back
-        to."""
-        self._times, self._shown, self._last_line = [(time.monotonic(), step)], {}, -math.inf
-        if self._bar is None:
-            return
-        self._bar.update(self._task, completed=step, text="")
-        if not self._bar.live.is_started:
-            streams = (sys.stdout, sys.stderr)
-            self._bar.start()
-            # The bar has replaced the standard streams by ones that print above it; log handlers hold the old ones.
-            for handler in logging.getLogger().handlers:
-                if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
-                    self._redirected.append((handler, handler.setStream(sys.stderr)))
+    def start(self, step: int, total: int) -> None:
+        """Begin at `step` finished steps of `total`: 0, the resume step, or while it runs an earlier one that the run
+        goes back to."""
+        self._step, self._total = step, total
+        self._times, self._figures, self._last_line = [(time.monotonic(), step)], {}, _NOTHING_AT
 
-    def update(self, step: int, metrics: dict[str, float]) -> None:
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step; step 0 is the evaluation before training."""
-        if self._silent:
-            return
         now = time.monotonic()
         # The evaluation before training is no measure of a step.
         self._times = [*(entry for entry in self._times[-RATE_WINDOW:] if entry[1] < step), (now, step)]
-        self._shown |= metrics
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, text=self._text(self._shown, step))
+        self._figures |= metrics
+        self._step = step
+        first = self._last_line == _NOTHING_AT
+        due = now - self._last_line >= LINE_INTERVAL_S
+        if first or due or step >= self._total or not EVALUATED.isdisjoint(metrics):
+            self._last_line = now if step > 0 else _NOTHING_AT
+            parts = [self._where(step), *(_figure(metrics, *each) for each in SHOWN), self._eta()]
+            self._say("  ".join(part for part in parts if part))
+
+    def phase(self, rank: int, step: int, name: str, done: int = 0, total: int = 0) -> None:
+        """Show what rank 0 is at, and how far all ranks are with it."""
+        self._of_ranks.setdefault((step, name), {})[rank] = done, total
+        if rank != 0:
+            if (step, name) == (self._phase_step, self._phase):
+                self._counts = dict(self._of_ranks[step, name])
             return
-        first = self._last_line == -math.inf
-        due = now - self._last_line >= PLAIN_INTERVAL_S
-        if first or due or step >= self._total or headline(metrics).metric in metrics:
-            self._last_line = now if step > 0 else -math.inf
-            logger.info("step %*d/%d  %s", len(str(self._total)), step, self._total, self._text(metrics, step))
+        self._phase_step = step
+        begins = name != self._phase
+        if begins:
+            self._phase, self._since, self._note = name, time.monotonic(), ""
+            self._of_ranks = {key: counts for key, counts in self._of_ranks.items() if key[0] >= step}
+        self._counts = dict(self._of_ranks.get((step, name), {}))  # another thread draws it
+        now = time.monotonic()
+        starting = self._last_line == _NOTHING_AT and begins and ":" not in name
+        if starting or now - max(self._last_line, self._last_phase_line) >= PHASE_INTERVAL_S:
+            self._last_phase_line = now
+            where = self._where(step) if self.started and step else ""
+            self._say("  ".join(part for part in (where, self.phase_text) if part))
 
-    def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
-        """Show the best and the worst of a step's rollouts and of its evaluation, where `trainer.log_samples` asks for
-        them."""
-        if self._silent or not self._log_samples:
-            return
-        for split in (ROLLOUT, VALIDATION):
-            ranked = sorted((s for s in samples if s["split"] == split), key=lambda sample: sample["score"])
-            for sample in ranked[-1:] + ranked[:1] if len(ranked) > 1 else ranked:
-                logger.info("step %d, %s", step, as_text(sample))
+    def note(self, text: str) -> None:
+        """Show `text`, the newest state of a line that a rank writes over and over, such as that of a download."""
+        self._note = text
+        if self._phase and (now := time.monotonic()) - max(self._last_line, self._last_phase_line) >= PHASE_INTERVAL_S:
+            self._last_phase_line = now
+            self._say(f"{self._phase}  {text}")
 
-    def message(self, text: str) -> None:
-        """Show a line of text that is no step (a checkpoint, a warning to the person watching)."""
-        if not self._silent:
-            logger.info("%s", text)
+    @property
+    def phase_text(self) -> str:
+        """The phase in words, with its counts over all ranks or the seconds that it has taken."""
+        done, total = (sum(counts[i] for counts in self._counts.values()) for i in (0, 1))
+        if total:
+            return f"{self._phase} {done:,}/{total:,}"
+        seconds = time.monotonic() - self._since
+        return f"{self._phase} {duration(seconds)}" if self._phase and seconds >= 1 else self._phase
 
-    def close(self) -> None:
-        """Give the terminal back; the bar stays where it is."""
-        if self._bar is not None:
-            self._bar.stop()
-        for handler, stream in self._redirected:
-            handler.setStream(stream)
-        self._redirected.clear()
+    def _where(self, step: int) -> str:
+        return f"step {step:{len(str(self._total))}d}/{self._total}"
 
-    def _text(self, metrics: dict[str, float], step: int) -> str:
-        shown = headline(metrics)
-        parts = [
-            f"{label} {format(metrics[name], spec)}"
-            for name, label, spec in (
-                ("reward/mean", "reward", ".3f"),
-                (shown.metric, shown.label, shown.format),
-                ("perf/tokens_per_second", "tokens/s", ",.0f"),
-            )
-            if name in metrics
-        ]
-        (began, first), (now, _) = self._times[0], self._times[-1]
-        if first < step < self._total:
-            parts.append(f"ETA {_duration((now - began) / (step - first) * (self._total - step))}")
-        return "  ".join(parts)
+    def _eta(self) -> str:
+        times = self._times
+        if not times or not times[0][1] < self._step < self._total:
+            return ""
+        (began, first), (now, _) = times[0], times[-1]
+        return f"ETA {duration((now - began) / (self._step - first) * (self._total - self._step))}"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType | Segment]:
+        """One line, and an empty one below it, where the cursor rests: whatever ends this process, the next line of
+        another begins at a line's beginning."""
+        # The last column stays free: some terminals go to the next line once it is written.
+        width = options.max_width - 1
+        head = self._where(self._step) if self.started else ""
+        parts = self._fitting(width - cell_len(head) - (SHORTEST_BAR + 1 if head else 0))
+        text = "  ".join(parts)
+        if head:
+            room = width - cell_len(head) - 1 - (cell_len(text) + 2 if text else 0)
+            bar = min(LONGEST_BAR, room)
+            if bar >= SHORTEST_BAR:
+                yield Segment(f"{head} ")
+                yield from console.render(
+                    ProgressBar(total=self._total, completed=self._step, width=bar), options.update(width=bar)
+                )
+                yield Segment(f"  {text}" if text else "")
+            else:
+                yield Segment(_cut(head, width))
+        else:
+            yield Segment(_cut(text, width))
+        yield Segment.line()
+        if not self.ended:
+            yield Segment("")
+            yield Segment.line()
+
+    def _fitting(self, width: int) -> list[str]:
+        """What fits into `width` columns beside the bar, the most important first to find room, in order of showing."""
+        phase = self.phase_text
+        with_note = f"{phase} {self._note}" if self._note else phase
+        if not self.started:
+            return [with_note]
+        reward, accuracy, held_out, speed = (_figure(self._figures, *each) for each in SHOWN)
+        shown = [phase, reward, accuracy or held_out, speed, self._eta()]
+        if cell_len(with_note) + 2 <= width:
+            shown[0] = with_note
+        kept: set[int] = set()
+        for i in (0, 1, 4, 2, 3):
+            size = cell_len(shown[i]) + 2
+            if shown[i] and size <= width:
+                kept.add(i)
+                width -= size
+        return [shown[i] for i in sorted(kept)]
 
 
-def _duration(seconds: float) -> str:
+def _figure(metrics: Mapping[str, float], name: str, label: str, spec: str) -> str:
+    return f"{label} {format(metrics[name], spec)}" if name in metrics else ""
+
+
+def _cut(text: str, width: int) -> str:
+    return text if cell_len(text) <= width else set_cell_size(text, max(0, width))
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 7s, 1m40s, 2h02m."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"

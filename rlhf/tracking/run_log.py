@@ -1,12 +1,17 @@
 """Log of the run: tracker and progress display on the driver, nothing on other ranks."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rlhf.events import announce
-from rlhf.tracking.progress import Progress
-from rlhf.tracking.sample_files import ShownSample
+from rlhf.ranks.progress_pipe import ShowsProgress
+from rlhf.tracking.headline import headline
+from rlhf.tracking.progress import EVALUATED, SHOWN
+from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, ShownSample, as_text
 from rlhf.tracking.tracker import Tracker
+
+log = logging.getLogger(__name__)
 
 
 class Measured(Protocol):
@@ -17,13 +22,17 @@ class Measured(Protocol):
 
 
 class RunLog:
-    """Metrics and progress of the run. `tracker` is None on every rank but the driver.
+    """Metrics and progress of a run of `total_steps` at most. `tracker` is None on every rank but the driver.
 
-    Its state, which only the driver has, is where the metric history ends: a resume and a roll-back cut it there.
+    With `log_samples` the best and the worst of a step's rollouts and of its evaluation are log lines. Its state, which
+    only the driver has, is where the metric history ends: a resume and a roll-back cut it there.
     """
 
-    def __init__(self, tracker: Tracker | None, progress: Progress) -> None:
+    def __init__(
+        self, tracker: Tracker | None, progress: ShowsProgress, total_steps: int, *, log_samples: bool = False
+    ) -> None:
         self._tracker, self._progress = tracker, progress
+        self._total_steps, self._log_samples = total_steps, log_samples
         self._pending: dict[str, float] = {}
         self._samples: list[ShownSample] = []
         self._started = False
@@ -41,8 +50,8 @@ class RunLog:
         """Bring every tracker to the state after `step` steps."""
         if self._tracker is not None:
             self._tracker.start(step if resumed else None, self._saved)
+            self._progress.start(step, self._total_steps)
         self._started = True
-        self._progress.start(step)
 
     def rewind(self, step: int) -> None:
         """Go on after `step` again, as a resumed run would: what was said of later steps is cut off."""
@@ -56,9 +65,12 @@ class RunLog:
         announce("metrics.before")
         self._tracker.log(step, metrics | self._pending, self._samples)
         announce("metrics.after")
-        self._progress.samples(step, self._samples)
+        if self._log_samples:
+            tell_samples(step, self._samples)
         self._pending, self._samples = {}, []
-        self._progress.update(step, metrics)
+        beside = EVALUATED - {headline(metrics).metric}
+        shown = [name for name, _, _ in SHOWN if name in metrics and name not in beside]
+        self._progress.update(step, {name: metrics[name] for name in shown})
 
     def show(self, samples: Sequence[ShownSample]) -> None:
         """Take samples into the next record, for people to read."""
@@ -72,7 +84,14 @@ class RunLog:
             self._pending |= result.metrics()
 
     def close(self) -> None:
-        """End the display and flush the trackers."""
-        self._progress.close()
+        """Flush the trackers."""
         if self._tracker is not None:
             self._tracker.finish()
+
+
+def tell_samples(step: int, samples: Sequence[ShownSample]) -> None:
+    """Log the best and the worst of a step's rollouts, and of its evaluation."""
+    for split in (ROLLOUT, VALIDATION):
+        ranked = sorted((s for s in samples if s["split"] == split), key=lambda sample: sample["score"])
+        for sample in ranked[-1:] + ranked[:1] if len(ranked) > 1 else ranked:
+            log.info("step %d, %s", step, as_text(sample))

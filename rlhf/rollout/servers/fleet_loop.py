@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import aiohttp
 
 from rlhf.config.rollout import ServersConfig
+from rlhf.events import GENERATING, report
 from rlhf.rollout.engine import Request, Sample
 from rlhf.rollout.servers.admission import Admission
 from rlhf.rollout.servers.client import Ask, ServerClient, ServerFailure, StaleAnswer
@@ -72,6 +73,11 @@ class _Generation:
     step: int
     queue: deque[int]
     samples: dict[int, list[Sample]] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Samples that it is to have."""
+        return sum(request.params.n for request in self.requests)
 
 
 class FleetLoop:
@@ -315,6 +321,7 @@ class FleetLoop:
             # Whoever was dropped has its request in the queue again.
             if member.asks.pop(task, None) is not None:
                 generation.samples[index] = samples
+                report(GENERATING, sum(map(len, generation.samples.values())), generation.total)
                 member.load -= request.params.n
                 member.health.finished(time.monotonic())
         finally:

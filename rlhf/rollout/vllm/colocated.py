@@ -1,5 +1,6 @@
 """Rollout engine over vLLM in the ranks' own processes, on the devices that they train on."""
 
+import io
 import logging
 import math
 import os
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf.config import RolloutConfig
 from rlhf.errors import UserError
+from rlhf.events import GENERATING, report
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.engine import Request, Sample, Weights, places_by_params
 from rlhf.rollout.exchange import gather_requests
@@ -206,7 +209,11 @@ class VllmEngine:
         # A prompt whose beginning is in the cache is computed otherwise, so none of an earlier call may be.
         self._llm.reset_prefix_cache()
         prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
-        return self._llm.generate(prompts, [sampling(request) for request in requests], use_tqdm=False)
+        # The ranks of a group all see the same samples.
+        counts = self._coordinator.rank == self._group[0]
+        return self._llm.generate(
+            prompts, [sampling(request) for request in requests], use_tqdm=_Reporting if counts else False
+        )
 
     def _samples(self, request: Request, completions: Sequence[Any]) -> list[Sample]:
         return [self._sample(request, i, completions[i % len(completions)]) for i in range(request.params.n)]
@@ -217,6 +224,18 @@ class VllmEngine:
         ids = list(completion.token_ids)
         log_probs = [position[token].logprob for token, position in zip(ids, completion.logprobs, strict=True)]
         return Sample(request.uid, number, ids, log_probs, completion.finish_reason, self.version)
+
+
+class _Reporting(tqdm):
+    """A progress bar of vLLM's that is shown to nobody, and reports instead."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs | {"file": io.StringIO()})
+
+    def update(self, n: float | None = 1) -> bool | None:
+        shown = super().update(n)
+        report(GENERATING, int(self.n), int(self.total or 0))
+        return shown
 
 
 def build_vllm_engine(

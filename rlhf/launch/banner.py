@@ -1,0 +1,119 @@
+"""Banner of a run: what is about to be trained, on what, where it is kept. Imports no torch."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import rlhf
+from rlhf.config import Config
+from rlhf.models.parameter_count import count_parameters, in_words
+from rlhf.storage.layout import RUN_LOG, scan, step_of
+
+_COUNTED_BYTES = 32 << 20
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Devices without which there is no GPU for torch on Linux: NVIDIA's, AMD's, and that of Windows."""
+
+
+def banner(config: Config, recipes: Sequence[str]) -> str:
+    """A few lines; what only the ranks can tell (prompts of a Hub data set, say) they tell later."""
+    t = config.trainer
+    rows = [
+        ("model", _model(config)),
+        ("prompts", _prompts(config)),
+        ("step", _step(config)),
+        ("steps", _length(config)),
+        ("device", _device(config)),
+        ("run", f"{_near(config.run_dir)} ({_beginning(config)})"),
+        ("log", _near(config.run_dir / RUN_LOG)),
+    ]
+    named = f"recipe {', '.join(recipes)}" if recipes else "no recipe"
+    title = f"rlhf {rlhf.__version__}, {named}: {config.algorithm.adv_estimator}, seed {t.seed}"
+    return "\n".join([title, *(f"  {name:<8} {value}" for name, value in rows)])
+
+
+def _model(config: Config) -> str:
+    models = [(config.model.path, config.model.revision, "")]
+    if config.critic.path is not None and config.critic.path != config.model.path:
+        models.append((config.critic.path, None, "critic "))
+    if config.reward_model.path is not None:
+        models.append((config.reward_model.path, config.reward_model.revision, "reward model "))
+    told = []
+    for path, revision, role in models:
+        count = count_parameters(path, revision)
+        told.append(f"{role}{_near(path)}" + (f" ({in_words(count)} parameters)" if count is not None else ""))
+    return ", ".join(told)
+
+
+def _prompts(config: Config) -> str:
+    data = config.data
+    if data.train_files is None:
+        task = data.reasoning_gym
+        return f"reasoning-gym's {task.task}: {task.train_size:,} and {task.val_size:,} held-out"
+    return _files(data.train_files) + (f", held-out {_files(data.val_files)}" if data.val_files is not None else "")
+
+
+def _files(files: str | Sequence[str]) -> str:
+    names = [files] if isinstance(files, str) else list(files)
+    count = _lines(names)
+    shown = ", ".join(map(_near, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return shown if count is None else f"{shown} ({count:,})"
+
+
+def _lines(names: Sequence[str]) -> int | None:
+    """The lines of JSONL files that are soon read; None for others."""
+    paths = [Path(name).expanduser() for name in names]
+    if not all(path.suffix == ".jsonl" and path.is_file() for path in paths):
+        return None
+    if sum(path.stat().st_size for path in paths) > _COUNTED_BYTES:
+        return None
+    return sum(bool(line.strip()) for path in paths for line in path.read_bytes().split(b"\n"))
+
+
+def _step(config: Config) -> str:
+    data = config.data
+    return (
+        f"{data.train_batch_size:,} prompts, {config.rollout.n} samples each, up to {data.max_response_length:,} tokens"
+    )
+
+
+def _length(config: Config) -> str:
+    t, data = config.trainer, config.data
+    if t.total_training_steps is not None:
+        return f"{t.total_training_steps:,}"
+    epochs = "1 epoch" if t.total_epochs == 1 else f"{t.total_epochs:,} epochs"
+    prompts: int | None = data.reasoning_gym.train_size
+    if data.train_files is not None:
+        prompts = _lines([data.train_files] if isinstance(data.train_files, str) else data.train_files)
+    if prompts is None:
+        return epochs
+    prompts = min(prompts, data.train_max_samples or prompts)
+    return f"{epochs}, at most {max(1, t.total_epochs * prompts // data.train_batch_size):,}"
+
+
+def _device(config: Config) -> str:
+    t = config.trainer
+    device = "CUDA if there is a device" if t.device == "auto" else t.device
+    if t.device == "auto" and sys.platform == "linux" and not any(map(_exists, _DRIVERS)):
+        device = "cpu (no GPU here)"
+    ranks = "1 rank" if t.nproc == 1 else f"{t.nproc} ranks"
+    return f"{device}, {ranks}, backend {config.backend.name}, rollout {config.rollout.name}"
+
+
+def _near(path: str | Path) -> str:
+    """A path as people would type it where they are; other names as they are."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
+
+
+def _exists(path: str) -> bool:
+    return Path(path).exists()
+
+
+def _beginning(config: Config) -> str:
+    """How the run begins, as far as names tell; which checkpoint is intact is found out later."""
+    t, found = config.trainer, next(iter(scan(config.run_dir)), None)
+    if t.overwrite:
+        return "new" if found is None else "new: what is there is deleted"
+    if found is not None:
+        return f"resumed at step {step_of(found)}"
+    return "new" if t.resume_mode != "resume_path" else f"begins with {t.resume_from_path}"

@@ -1,0 +1,72 @@
+"""Phases of a rank for people, from what its parts announce and report."""
+
+import threading
+import time
+
+from rlhf.events import GENERATING, REWARD
+from rlhf.ranks.progress_pipe import ShowsProgress
+from rlhf.ranks.status import SCORED
+
+NAMES = {
+    "step.begin": GENERATING,
+    "rollout.before": GENERATING,
+    "rollout.begin": GENERATING,
+    "rollout.push": "weights to the servers",
+    "rollout.after": REWARD,
+    "update.before": "update",
+    "evaluation.before": "evaluation",
+    "commit.snapshot": "saving",
+    "commit.wait": "saving",
+    "rollback.before": "rolling back",
+    "end.before": "finishing",
+}
+"""The phase that begins with an event of the loop."""
+INTERVAL_S = 0.1
+
+
+class Phases:
+    """Tells `shown` of the phases of the thread that makes it; what runs behind it counts where it is waited for."""
+
+    def __init__(self, shown: ShowsProgress, rank: int) -> None:
+        self._shown, self._rank = shown, rank
+        self._thread = threading.get_ident()
+        self._step, self._name, self._done, self._total = 0, "", 0, 0
+        self._evaluation = ""
+        self._told_at = 0.0
+
+    def event(self, step: int, event: str) -> None:
+        """Take note of an event of `rlhf.events`, with the step under way."""
+        if event == SCORED and self._name == REWARD:
+            self.report(REWARD, min(self._done + 1, self._total), self._total)
+        if threading.get_ident() != self._thread:
+            return
+        if event == "evaluation.after":
+            self._evaluation = ""
+        name = NAMES.get(event)
+        if name is None or self._evaluation:
+            return
+        self._step = step
+        if event == "evaluation.before":
+            self._evaluation = "evaluation" if self._step else "first evaluation"
+            name = ""
+        self._enter(name)
+
+    def report(self, name: str, done: int = 0, total: int = 0) -> None:
+        """Take note of a report of `rlhf.events`."""
+        if name != self._name:
+            if threading.get_ident() != self._thread:
+                return
+            self._enter(name, done, total)
+            return
+        self._done, self._total = done, total
+        if done == total or time.monotonic() - self._told_at >= INTERVAL_S:
+            self._tell()
+
+    def _enter(self, name: str, done: int = 0, total: int = 0) -> None:
+        self._name, self._done, self._total = name, done, total
+        self._tell()
+
+    def _tell(self) -> None:
+        self._told_at = time.monotonic()
+        name = ": ".join(part for part in (self._evaluation, self._name) if part)
+        self._shown.phase(self._rank, self._step, name, self._done, self._total)

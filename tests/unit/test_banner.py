@@ -1,0 +1,85 @@
+"""Banner of a run: what is known of it before anything heavy is imported."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf.config import Config
+from rlhf.config.library import Library
+from rlhf.launch.banner import banner
+from rlhf.models.parameter_count import count_parameters, in_words
+from tests.support.launching import TINY_POLICY, write_sums
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch) -> Config:
+    monkeypatch.chdir(tmp_path)
+    config = Config()
+    config.model.path = str(TINY_POLICY)
+    config.trainer.default_local_dir = str(tmp_path / "runs")
+    config.data.train_files = str(write_sums(tmp_path / "sums.jsonl", 200))
+    return config
+
+
+def rows(config: Config) -> dict[str, str]:
+    _, *lines = banner(config, []).splitlines()
+    return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
+
+
+def test_a_new_run(config):
+    config.trainer.nproc, config.trainer.total_epochs = 2, 3
+    assert banner(config, ["a", "b"]).splitlines()[0].endswith("recipe a, b: grpo, seed 1")
+    shown = rows(config)
+    assert shown["model"] == f"{TINY_POLICY} (271K parameters)"
+    assert shown["prompts"] == "sums.jsonl (200)"
+    assert shown["steps"] == "3 epochs, at most 9"
+    assert "2 ranks" in shown["device"]
+    assert shown["run"] == "runs/rlhf/default (new)"
+    assert shown["log"] == "runs/rlhf/default/run.log"
+
+
+def test_a_run_that_goes_on(config):
+    t = config.trainer
+    (config.run_dir / "global_step_40").mkdir(parents=True)
+    t.total_training_steps = 1200
+    assert rows(config)["run"] == "runs/rlhf/default (resumed at step 40)"
+    assert rows(config)["steps"] == "1,200"
+    t.overwrite = True
+    assert rows(config)["run"] == "runs/rlhf/default (new: what is there is deleted)"
+
+
+def test_files_that_take_long_are_not_counted(config):
+    config.data.train_files = ["a/b:train", "x.parquet", "c", "d", "e"]
+    assert rows(config)["prompts"] == "a/b:train, x.parquet, c and 2 more"
+    assert rows(config)["steps"] == "1 epoch"
+
+
+def test_parameters_are_counted_from_headers_alone(tmp_path, monkeypatch):
+    def write(folder: Path, shapes: dict[str, list[int]], name: str = "model.safetensors") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        header = json.dumps({key: {"shape": shape} for key, shape in shapes.items()} | {"__metadata__": {}}).encode()
+        (folder / name).write_bytes(len(header).to_bytes(8, "little") + header)
+
+    write(tmp_path / "parts", {"a": [3, 4]}, "model-00001-of-00002.safetensors")
+    write(tmp_path / "parts", {"b": [5], "c": []}, "model-00002-of-00002.safetensors")
+    assert count_parameters(str(tmp_path / "parts")) == 18
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub/models--org--name"
+    write(repository / "snapshots/abc", {"a": [7]})
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    assert count_parameters("org/name") == 7
+    assert count_parameters("org/name", "abc") == 7
+    assert count_parameters("org/other") is None
+    (tmp_path / "parts" / "model-00001-of-00002.safetensors").write_bytes(b"\xff" * 9)
+    assert count_parameters(str(tmp_path / "parts")) is None
+    assert [in_words(n) for n in (271_104, 494_032_768, 7_615_616_512)] == ["271K", "494M", "7.62B"]
+
+
+def test_the_recipes_of_a_command():
+    library = Library.find(None)
+    assert library.recipes([]) == ["offline"]
+    assert library.recipes(["a=1", "recipes=null"]) == []
+    assert library.recipes(["recipes=[a,b]"]) == ["a", "b"]
+    assert library.recipes(["recipes=a", "recipes=minimal"]) == ["minimal"]

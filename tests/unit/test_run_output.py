@@ -1,0 +1,170 @@
+"""Output of a run: harmless, without secrets, in a log that is bounded and opened late, and through pipes of ranks."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rlhf.config.redaction import Redaction
+from rlhf.errors import UserError
+from rlhf.launch.rank_output import RankOutput
+from rlhf.ranks.progress_pipe import PROGRESS_FD, NoProgress, ProgressPipe
+from rlhf.storage.log_file import LogFile
+from rlhf.tracking.run_output import OutputHandler, RunOutput
+
+SECRETS = {"HF_TOKEN": "hush-hush-hush", "PIN_KEY": "1234", "EDITOR": "vim-the-editor"}
+
+
+@pytest.fixture
+def output():
+    return RunOutput("plain", Redaction(SECRETS))
+
+
+def test_secrets_are_left_out_wherever_they_stand():
+    redact = Redaction(SECRETS)
+    assert redact("a hush-hush-hush b, hf_abcdefghijklmnopqrst") == "a REDACTED b, REDACTED"
+    assert redact("get http://me:pa55@host:80/x") == "get http://REDACTED@host:80/x"
+    assert redact("1234 of vim-the-editor at http://host:80/x") == "1234 of vim-the-editor at http://host:80/x"
+
+
+def test_nothing_is_written_before_the_log_is_opened_and_then_all_of_it(tmp_path, output, capsys):
+    path = tmp_path / "new" / "run.log"
+    with output:
+        output.line("early \x1b]0;title\x07 with hush-hush-hush")
+        assert not path.parent.exists()
+        output.keep(path)
+        output.line("two\n\tlines \x1b[31mred\x1b[0m")
+    with RunOutput("plain", Redaction({})) as again:
+        again.keep(path)
+        again.line("another start")
+    said = "early \\x1b]0;title\\x07 with REDACTED\ntwo\n        lines red\n"
+    assert path.read_text() == f"{said}another start\n"
+    assert capsys.readouterr().err == f"{said}another start\n"
+
+
+def test_the_error_that_ends_a_run_is_in_its_log(tmp_path, output, capsys):
+    def refuse() -> None:
+        with output:
+            output.keep(tmp_path / "run.log")
+            raise UserError("model.path=x: there is no such folder.")
+
+    with pytest.raises(UserError):
+        refuse()
+    assert (tmp_path / "run.log").read_text() == "model.path=x: there is no such folder.\n"
+    assert capsys.readouterr().err == "", "the command says it"
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(tmp_path, output, capsys):
+    (tmp_path / "file").touch()
+    with output:
+        output.keep(tmp_path / "file" / "run.log")
+        output.line("goes on")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("There is no log of this start: [Errno ")
+    assert second == "goes on"
+
+
+def test_a_log_is_bounded_and_its_lines_are_never_torn(tmp_path):
+    path = tmp_path / "run.log"
+    one, other = LogFile(path, 100), LogFile(path, 100)
+    for number in range(40):
+        (one if number % 3 else other).write(f"line {number:02d}\n")
+    one.close()
+    other.close()
+    sizes = [file.stat().st_size for file in (path, path.with_name("run.log.1"))]
+    assert max(sizes) <= 100
+    lines = path.with_name("run.log.1").read_text().splitlines() + path.read_text().splitlines()
+    assert lines[-1] == "line 39"
+    assert all(len(line) == 7 for line in lines)
+    assert len(lines) > 12
+
+
+def test_a_pager_that_has_ended_ends_no_run(tmp_path):
+    code = """
+import sys
+from rlhf.config.redaction import Redaction
+from rlhf.tracking.run_output import RunOutput
+from pathlib import Path
+with RunOutput(sys.argv[2], Redaction({})) as output:
+    output.keep(Path(sys.argv[1]))
+    output.begin_bar()
+    output.line("first")
+    sys.stdin.read()  # until nobody reads any more
+    output.line("second", sys.stdout)
+    output.line("third")
+"""
+    for mode in ("plain", "live"):
+        path = tmp_path / mode
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, path, mode],
+            stdin=subprocess.PIPE,
+            stdout=(pipe := os.pipe())[1],
+            stderr=pipe[1],
+        )
+        os.close(pipe[1])
+        os.read(pipe[0], 1)
+        os.close(pipe[0])
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(30) == 0
+        assert path.read_text() == "first\nsecond\nthird\n"
+
+
+def test_what_ranks_print_comes_through_whole(output, capsys):
+    with output, RankOutput(output) as of_ranks:
+        os.write(of_ranks.stdout, b"one\ntw")
+        os.write(of_ranks.stderr, b" 10%|\r 50%|\r100%|\nto stderr\xff\n")
+        of_ranks.drain()
+        os.write(of_ranks.stdout, b"three\n" + b"x" * 70_000)
+    said = capsys.readouterr()
+    assert said.out.splitlines() == ["one", "tw", "three", "x" * 70_000]
+    assert said.err.splitlines() == ["100%|", "to stderr\\xff"]
+
+
+def test_a_download_is_shown_while_it_goes_on(output):
+    with output, RankOutput(output) as of_ranks:
+        of_ranks.phase("loading")
+        os.write(of_ranks.stderr, b"\rmodel: 10%\rmodel: 50%")
+        of_ranks.drain()
+        assert output.progress._note in ("model: 10%", "model: 50%")
+
+
+def test_progress_comes_through_and_nonsense_stops_nothing(output, monkeypatch):
+    with output, RankOutput(output) as of_ranks:
+        assert of_ranks.variables == {PROGRESS_FD: str(of_ranks.progress_fd)}
+        monkeypatch.setenv(PROGRESS_FD, str(of_ranks.progress_fd))
+        sent = ProgressPipe.of_environment()
+        sent.start(2, 9)
+        for nonsense in (b"{}\n", b"\xff\n", b'["start", "x", 1]\n', json.dumps(["update"]).encode() + b"\n"):
+            os.write(of_ranks.progress_fd, nonsense)
+        sent.phase(0, 3, "generating", 5, 8)
+        of_ranks.drain()
+        assert output.progress.started
+        assert output.progress.phase_text == "generating 5/8"
+    sent.phase(0, 3, "generating", 6, 8)  # nobody is there any more
+    monkeypatch.delenv(PROGRESS_FD)
+    assert isinstance(ProgressPipe.of_environment(), NoProgress)
+
+
+def test_a_rank_does_not_wait_for_a_supervisor_that_sleeps(tmp_path):
+    reading, writing = os.pipe()
+    sent = ProgressPipe(writing)
+    for done in range(10_000):
+        sent.phase(0, 1, "generating", done, 10_000)
+    os.close(reading)
+    sent.phase(0, 1, "generating", 1, 1)
+    os.close(writing)
+
+
+def test_log_records_are_lines(output, capsys):
+    logger = logging.getLogger("rlhf.test_run_output")
+    handler = OutputHandler(output)
+    logger.addHandler(handler)
+    try:
+        logger.warning("says %s", "\x07")
+    finally:
+        logger.removeHandler(handler)
+    assert capsys.readouterr().err == "says \\x07\n"
