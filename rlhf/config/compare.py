@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhf.config import Config
 from rlhf.config.algorithm_rules import needs_critic
 from rlhf.config.resolved import from_yaml, to_yaml
+from rlhf.config.same_files import same_value
 from rlhf.config.schema import SETTINGS
 from rlhf.errors import UserError
 
@@ -54,7 +55,7 @@ def compare(stored: Config, present: Config) -> ConfigDiff:
     constant_rate = all(optim.lr_scheduler_type == "constant" for optim in optimizers)
     for setting in (setting for setting in SETTINGS.values() if setting.metadata["resume"] != "start"):
         change = Change(setting.key, setting.value(stored), setting.value(present))
-        if change.stored == change.present:
+        if same_value(setting.key, change.stored, change.present):
             continue
         harmless = setting.metadata["resume"] == "harmless" or (constant_rate and setting.key in RUN_LENGTH)
         harmless = harmless or (no_critic and setting.key.startswith("critic.") and setting.key != "critic.enable")

@@ -4,6 +4,7 @@ import pytest
 
 from rlhf.config import Config
 from rlhf.config.compare import Change, compare, log_changes, refuse_changes
+from rlhf.config.same_files import same_value
 from rlhf.errors import UserError
 
 
@@ -79,3 +80,51 @@ def test_harmless_differences_are_logged(caplog):
     with caplog.at_level(logging.INFO, logger="rlhf"):
         log_changes(compare(stored, present))
     assert "trainer.save_freq: 20 in the checkpoint, 5 now" in caplog.text
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """A working folder with a file, a link to it, and the same from `~`."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text("")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "data" / "a.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    ["./data/a.jsonl", "data/../data/a.jsonl", "~/data/a.jsonl", "link.jsonl", "{here}/data/a.jsonl", ["data/a.jsonl"]],
+)
+@pytest.mark.parametrize("key", ["data.train_files", "model.path", "model.chat_template"])
+def test_the_same_file_spelled_otherwise_is_the_same(places, key, spelled):
+    if isinstance(spelled, str):
+        spelled = spelled.format(here=places)
+    assert same_value(key, "data/a.jsonl", spelled)
+    assert not same_value(key, "data/b.jsonl", spelled)
+    assert not same_value("trainer.experiment_name", "data/a.jsonl", spelled)
+
+
+def test_functions_of_one_file_are_told_apart(places):
+    (places / "r.py").write_text("")
+    (places / "l.py").symlink_to(places / "r.py")
+    assert same_value("reward.functions", ["r.py:f", "exact_match"], ["./l.py:f", "exact_match"])
+    assert not same_value("reward.functions", ["r.py:f"], ["r.py:g"])
+    assert not same_value("reward.functions", ["r.py:f", "exact_match"], ["exact_match", "r.py:f"])
+
+
+def test_a_relative_name_of_another_folder_is_judged_by_its_content(places, monkeypatch):
+    (places / "elsewhere").mkdir()
+    monkeypatch.chdir(places / "elsewhere")
+    assert same_value("data.train_files", "data/a.jsonl", f"{places}/data/a.jsonl")
+    assert not same_value("data.train_files", "other/a.jsonl", f"{places}/data/a.jsonl")
+    assert not same_value("reward.functions", "data/a.jsonl", f"{places}/data/a.jsonl")
+
+
+def test_a_respelled_path_is_no_change(places):
+    stored, present = Config(), Config()
+    stored.model.path, present.model.path = "data", str(places / "data")
+    stored.data.train_files, present.data.train_files = "data/*.jsonl", ["./data/*.jsonl"]
+    diff = compare(stored, present)
+    assert (diff.harmless, diff.trajectory) == ([], [])

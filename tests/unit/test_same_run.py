@@ -103,6 +103,21 @@ def test_a_finished_run_of_another_model_is_refused_and_a_moved_model_is_none(co
         finished_step(config)
 
 
+def test_a_model_of_other_files_is_refused_before_its_name_is_called_harmless(config, tmp_path, caplog):
+    save_steps(config, PlainRole(), 5)
+    moved = tmp_path / "moved"
+    shutil.copytree(TINY_POLICY, moved)
+    config.model.path = str(moved)
+    prepare(config)
+    (moved / "generation_config.json").write_text("{}")
+    caplog.set_level(logging.INFO, logger="rlhf")
+    said = refusal(config)
+    assert said.startswith(f"model.path={moved} holds other files than when {step_dir(config.run_dir, 5)} was saved.")
+    assert "numbers do not depend on it" not in caplog.text
+    config.trainer.allow_config_change = True
+    prepare(config)
+
+
 def test_a_refused_fork_sets_nothing_aside(config, tmp_path):
     other = make_config(tmp_path / "other")
     save_steps(other, PlainRole(), 3)

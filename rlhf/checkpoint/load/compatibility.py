@@ -46,7 +46,6 @@ def check_compatible(
     changes = changes_since(path, manifest, config)
     # Promise 13.
     refuse_changes(changes, allow=allow_change)
-    log_changes(changes)
     if moving_reference and f"{REFERENCE}/{INDEX}" not in manifest.files:
         raise UserError(
             f"ref.update_freq={config.setting('ref.update_freq')} asks for a reference policy that moves, but {path} "
@@ -60,6 +59,7 @@ def check_compatible(
                 f"{text}. Restore them, or accept that the run changes with trainer.allow_config_change=true."
             )
         log.warning("%s; going on because trainer.allow_config_change=true.", text)
+    log_changes(changes)
     return frozenset(change.key for change in changes.trajectory)
 
 

@@ -3,6 +3,7 @@
 A resume compares as well, but only once its ranks have read their models; and a finished run starts none.
 """
 
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -87,6 +88,22 @@ def _check(path: Path, manifest: Manifest, config: ResolvedConfig, trainer: Trai
                 "trainer.total_training_steps and set trainer.allow_config_change=true."
             )
     refuse_changes(diff, allow=trainer.allow_config_change, begins=begins)
+    if not trainer.allow_config_change and not (driver is not None and at_end(trainer, driver)):
+        _check_renamed_models(path, manifest, config, {change.key for change in diff.harmless})
+
+
+def _check_renamed_models(path: Path, manifest: Manifest, config: ResolvedConfig, changed: Collection[str]) -> None:
+    """Raise UserError when a setting that has `changed` names a folder with other model files than the run's; the ranks
+    compare what Hub names stand for."""
+    for setting, stored in manifest.fingerprints.items():
+        if setting not in changed or (name := config.setting(setting)) is None:
+            continue
+        folder = Path(name).expanduser()
+        if folder.is_dir() and fingerprint(folder) != stored:
+            raise UserError(
+                f"{setting}={name} holds other files than when {path} was saved. Restore them, or accept that the run "
+                f"changes with trainer.allow_config_change=true; or {NEW_RUN}."
+            )
 
 
 def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> list[str]:
