@@ -23,7 +23,7 @@ from rlhf.completion import answer
 from rlhf.compose import compose_config, composition
 from rlhf.config import Config
 from rlhf.config.library import Library
-from rlhf.config.validate import validate
+from rlhf.config.validate import on_one_machine, validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.info import info_page, version_line
 from rlhf.launch.banner import banner
@@ -99,12 +99,20 @@ def _start(config: Config, library: Library, overrides: Sequence[str]) -> int:
 def check_inputs(config: Config) -> None:
     """Checks that may import heavy libraries, for after everything that a typo can break; raises UserError."""
     from rlhf.data import check_sources
+    from rlhf.models.folder_check import check_folder, check_template
     from rlhf.reward import check_reward
     from rlhf.tracking import check_trackers
 
+    if on_one_machine():  # elsewhere the ranks find out who sees what
+        check_folder("model.path", config.model.path)
+        check_template(config.model.path, config.model.chat_template)
+        if config.critic.path is not None:
+            check_folder("critic.path", config.critic.path, tokenizer=False)
+        if config.reward_model.path is not None:
+            check_folder("reward_model.path", config.reward_model.path)
     check_reward(config.reward, config.reward_model)
     check_sources(config.data, config.reward, config.trainer.seed)
-    check_trackers(config.trainer.logger)
+    check_trackers(config.trainer.logger, config.tracking.wandb)
 
 
 if __name__ == "__main__":

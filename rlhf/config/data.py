@@ -21,13 +21,18 @@ class ReasoningGymConfig:
 @dataclass
 class DataConfig:
     train_files: Any = setting(None)
-    """Parquet or JSONL files, globs, or Hub dataset names; one or a list. null trains on `data.reasoning_gym`."""
+    """Parquet, JSONL, JSON or CSV files, globs, or Hub dataset names; one or a list. null trains on
+    `data.reasoning_gym`."""
     val_files: Any = setting(None, resume="harmless")
     """Held-out prompts, as `train_files`. With train_files set and this null there is no evaluation."""
     prompt_key: str = setting("prompt")
     """Column with the prompt: a chat list of {role, content}, or a plain string."""
     answer_key: str = setting("answer")
     """Column with the reference answer in sets without verl's `reward_model.ground_truth`."""
+    system_prompt: str | None = setting(None)
+    """System message of prompts that have none of their own."""
+    apply_chat_template_kwargs: dict[str, Any] = setting({})
+    """Variables of the chat template, e.g. {enable_thinking: false} of Qwen3's."""
     train_batch_size: int = setting(64, ge=1)
     """Prompts per step over all ranks; each is sampled `rollout.n` times."""
     gen_batch_size: int | None = setting(None, ge=1)

@@ -53,6 +53,7 @@ SETTINGS_OF_OTHERS = {
     "adam_epsilon": "actor.optim.eps",
     "attn_implementation": "model.attn_implementation",
     "bf16": "backend.autocast",
+    "chat_template_kwargs": "data.apply_chat_template_kwargs",
     "chat_template_path": "model.chat_template",
     "dataset_name": "data.train_files",
     "deepspeed": "backend",

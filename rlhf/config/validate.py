@@ -13,6 +13,23 @@ from rlhf.config.rollout_rules import rollout_problems
 from rlhf.config.schema import SETTINGS, Setting, meant
 from rlhf.errors import UserError, did_you_mean, nearest
 
+TEMPLATE_ARGUMENTS = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "truncation",
+}
+"""Arguments of transformers' `apply_chat_template` beside the template's own variables."""
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
 
@@ -198,6 +215,8 @@ def _data(config: Config) -> Iterator[str]:
             isinstance(names, list) and names and all(isinstance(n, str) and n for n in names)
         ):
             yield f"data.{key}={files!r}: set a file, a glob or a Hub name, or a list of these."
+    for key in TEMPLATE_ARGUMENTS & config.data.apply_chat_template_kwargs.keys():
+        yield f"data.apply_chat_template_kwargs.{key} cannot be set: the trainer decides it. Remove it."
     if config.data.cache_dir == "":
         yield "data.cache_dir='': name a folder for tokenised prompts, or set null for the one of Hugging Face."
 
@@ -267,9 +286,13 @@ def _resume(config: Config) -> Iterator[str]:
         )
 
 
+def on_one_machine(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether all ranks are here: under torchrun on several nodes a model's files may be on another one."""
+    return int(environ.get("WORLD_SIZE", "1")) == int(environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", "1")))
+
+
 def _models(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    # Under torchrun on several nodes the files may be on another one: the ranks find out.
-    here = int(environ.get("WORLD_SIZE", "1")) == int(environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", "1")))
+    here = on_one_machine(environ)
     yield from _model_folder("model.path", config.model.path, here)
     for key, optional in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
         if optional is not None:

@@ -1,7 +1,9 @@
-"""Records from parquet and JSONL files, globs and Hub data sets. Nothing here runs code that comes with the data."""
+"""Records from parquet, JSONL, JSON and CSV files, globs and Hub data sets.
+
+Nothing here runs code that comes with the data.
+"""
 
 import glob
-import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -11,18 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rlhf.data.record_texts import Record, csv_records, json_records, jsonl_records
 from rlhf.data.rows import VERL_COLUMNS, listed, suggestion
 from rlhf.errors import UserError
 from rlhf.reward import WantedColumns
 
 log = logging.getLogger(__name__)
 
-EXTENSIONS = (".parquet", ".jsonl")
+EXTENSIONS = (".parquet", ".jsonl", ".json", ".csv")
 HUB_NAME = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.-]+))?")
 HUB_TIMEOUT_S = 5.0
-
-Record = tuple[str, dict[str, Any]]
-"""The place of the record, for a person, and its columns."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class Source:
         if self.path.suffix == ".parquet":
             ours = {prompt_key, answer_key, *VERL_COLUMNS}
             return _parquet_records(self, lambda name: name in ours or wanted.reads(name))
-        return _jsonl_records(self)
+        texts = {".csv": csv_records, ".json": json_records}.get(self.path.suffix, jsonl_records)
+        return texts(self.setting, self.path)
 
 
 def resolve(setting: str, value: Any, default_split: str) -> list[Source]:
@@ -92,7 +93,7 @@ def _resolve_one(setting: str, spec: str, default_split: str) -> list[Source]:
     for p in paths:
         if p.suffix not in EXTENSIONS:
             raise UserError(
-                f"{setting}={spec}: {p.name} is neither {' nor '.join(EXTENSIONS)}. Convert it, or narrow the pattern."
+                f"{setting}={spec}: {p.name} is none of {', '.join(EXTENSIONS)}. Convert it, or narrow the pattern."
             )
     return [Source(setting, spec, p, default_split) for p in paths]
 
@@ -114,30 +115,6 @@ def _parquet_records(source: Source, wanted: Callable[[str], bool]) -> Iterator[
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"{source.setting}: {source.path} cannot be read as parquet: {error}. Restore or convert it."
-        ) from error
-
-
-def _jsonl_records(source: Source) -> Iterator[Record]:
-    assert source.path is not None
-    number = 0
-    try:
-        with source.path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                where = f"{source.setting}: {source.path} line {number}"
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise UserError(f"{where} is not JSON: {error}. Correct or delete the line.") from error
-                if not isinstance(record, dict):
-                    raise UserError(
-                        f"{where} is not a JSON object but {type(record).__name__}. Correct or delete the line."
-                    )
-                yield where, record
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{source.setting}: {source.path} cannot be read after line {number}: {error}. Restore it."
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rlhf.data.items import Row
@@ -62,6 +63,10 @@ def parse_row(
 def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
+    if prompt is None:
+        raise UserError(
+            f"{where}: column {prompt_key!r} (data.prompt_key) is null in this row. Give it, or delete the row."
+        )
     is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
     if not is_chat or not all(isinstance(m.get(key), str) for m in prompt for key in ("role", "content")):
         raise UserError(
@@ -69,6 +74,13 @@ def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
             f"text in both, not {type(prompt).__name__}: {_short(prompt)}."
         )
     return [{key: value for key, value in message.items() if isinstance(value, str)} for message in prompt]
+
+
+def with_system_prompt(row: Row, text: str | None) -> Row:
+    """The row with `text` as its system message, unless it begins with one of its own."""
+    if text is None or row.messages[0]["role"] == "system":
+        return row
+    return replace(row, messages=[{"role": "system", "content": text}, *row.messages])
 
 
 def _ground_truth(record: Mapping[str, Any], where: str, answer_key: str, need_answer: bool) -> Any:
@@ -79,10 +91,16 @@ def _ground_truth(record: Mapping[str, Any], where: str, answer_key: str, need_a
         return record[answer_key]
     if not need_answer:
         return None
-    found = "is empty" if answer_key in record or "reward_model" in record else f"is missing; it has {listed(record)}"
+    for column in (answer_key, "reward_model"):
+        if column in record:
+            what = "reward_model.ground_truth" if column == "reward_model" else column
+            raise UserError(
+                f"{where}: the reference answer, column {what!r}, is null in this row. Give it, delete the row, or set "
+                "data.answer_key to another column."
+            )
     raise UserError(
-        f"{where}: the reference answer {found}. Give reward_model.ground_truth, or set data.answer_key={answer_key!r} "
-        f"to the column with the answer.{suggestion(answer_key, record)}"
+        f"{where}: the reference answer is missing; it has {listed(record)}. Give reward_model.ground_truth, or set "
+        f"data.answer_key={answer_key!r} to the column with the answer.{suggestion(answer_key, record)}"
     )
 
 

@@ -1,6 +1,7 @@
 """Prompt sets from the `data` settings, and early checks of the same sources before anything heavy is loaded."""
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -16,12 +17,15 @@ from rlhf.data.prompt_cache import cache_folder
 from rlhf.data.prompt_file import NotPlain
 from rlhf.data.prompts import PromptSet
 from rlhf.data.records import Source, resolve
-from rlhf.data.rows import parse_row
+from rlhf.data.rows import parse_row, with_system_prompt
 from rlhf.data.tokens import LengthLimit
 from rlhf.errors import UserError
 from rlhf.reward import WantedColumns
 
 log = logging.getLogger(__name__)
+
+EARLY_S = 0.7
+"""Seconds for which the rows of a set are looked through before anything is loaded; the ranks look at all of them."""
 
 _TRAIN, _VAL, _GYM = "data.train_files", "data.val_files", "data.reasoning_gym"
 
@@ -53,16 +57,22 @@ def build_val_set(data: DataConfig, reward: RewardConfig, seed: int, tokenizer: 
 def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> None:
     """Find what can be found without a tokenizer: names, files, extensions, columns, a reward that does not fit.
 
-    Reads one row of each local file. A Hub data set is loaded (and so downloaded once, before the ranks ask for it).
-    Raises UserError.
+    Reads one row of each source, and all rows of local files as far as EARLY_S goes. A Hub data set is loaded (and so
+    downloaded once, before the ranks ask for it). Raises UserError.
     """
-    for setting, value in ((_TRAIN, data.train_files), (_VAL, data.val_files)):
+    wanted = ((_TRAIN, data.train_files, data.train_max_samples), (_VAL, data.val_files, data.val_max_samples))
+    for setting, value, max_samples in wanted:
         if value is None:
             continue
         sources = resolve(setting, value, _split(setting))
         first_rows = [next(_read(data, reward, [source]), None) for source in sources]
         if not any(first_rows):
             raise UserError(f"{setting}={value} has no rows. Name a data set with at least one prompt.")
+        end = time.monotonic() + EARLY_S
+        local = all(source.path is not None for source in sources)
+        for _ in islice(_read(data, reward, sources), max_samples) if local else ():
+            if time.monotonic() > end:
+                break
     if data.train_files is None:
         procedural.make_dataset(data, seed, data.reasoning_gym.train_size)
 
@@ -74,7 +84,12 @@ def _split(setting: str) -> str:
 def _gym_set(data: DataConfig, reward: RewardConfig, tokenizer: Any, rows: list[Row]) -> PromptSet:
     if rows:
         WantedColumns.of(reward).of_record({}, data.prompt_key, rows[0].where)
-    return PromptSet.in_memory(rows, tokenizer, LengthLimit(data.max_prompt_length, data.overlong_prompts, _GYM))
+    asked = [with_system_prompt(row, data.system_prompt) for row in rows]
+    return PromptSet.in_memory(asked, tokenizer, _limit(data, _GYM))
+
+
+def _limit(data: DataConfig, setting: str) -> LengthLimit:
+    return LengthLimit(data.max_prompt_length, data.overlong_prompts, setting, data.apply_chat_template_kwargs)
 
 
 def _file_set(
@@ -82,10 +97,11 @@ def _file_set(
 ) -> PromptSet:
     value = data.train_files if setting == _TRAIN else data.val_files
     sources = resolve(setting, value, _split(setting))
-    limit = LengthLimit(data.max_prompt_length, data.overlong_prompts, setting)
+    limit = _limit(data, setting)
     if is_large(sources) and (tokens := tokenizer_identity(tokenizer)) is not None:
         read_with: list[Any] = [data.prompt_key, data.answer_key, max_samples, _need_answer(reward.functions)]
         read_with += [_checked_by(reward.functions), WantedColumns.of(reward).as_json()]
+        read_with += [data.system_prompt, data.apply_chat_template_kwargs]
         try:
             stored = cached_prompts(
                 cache_folder(data.cache_dir),
@@ -111,7 +127,8 @@ def _read(data: DataConfig, reward: RewardConfig, sources: list[Source]) -> Iter
         for where, record in source.records(data.prompt_key, data.answer_key, wanted):
             row = parse_row(record, index, where, source.label, data.prompt_key, data.answer_key, need_answer)
             _check_reward_fits(rewards, row)
-            yield replace(row, columns=wanted.of_record(record, data.prompt_key, where))
+            row = replace(row, columns=wanted.of_record(record, data.prompt_key, where))
+            yield with_system_prompt(row, data.system_prompt)
             index += 1
 
 

@@ -1,8 +1,9 @@
 """Tokens of prompts: the chat template applied, and the policy for those that are too long, with its counts."""
 
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -40,13 +41,15 @@ class LengthLimit:
     max_prompt_length: int
     overlong: str
     setting: str
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """`data.apply_chat_template_kwargs`."""
 
     def tokenized(self, rows: Iterable[Row], tokenizer: Any, lengths: Lengths) -> Iterator[tuple[Row, list[int]]]:
         """The rows that the policy leaves, in their order, with their token ids; all are counted in `lengths`.
 
         Raises UserError if the tokenizer has no chat template or refuses a chat.
         """
-        for row, token_ids in _tokenized(rows, tokenizer):
+        for row, token_ids in _tokenized(rows, tokenizer, self.template_variables):
             lengths.rows += 1
             if len(token_ids) > self.max_prompt_length:
                 lengths.too_long += 1
@@ -93,7 +96,7 @@ def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:
     return token_ids[:head] + token_ids[len(token_ids) - (limit - head) :]
 
 
-def _tokenized(rows: Iterable[Row], tokenizer: Any) -> Iterator[tuple[Row, list[int]]]:
+def _tokenized(rows: Iterable[Row], tokenizer: Any, variables: Mapping[str, Any]) -> Iterator[tuple[Row, list[int]]]:
     import jinja2
 
     if tokenizer.chat_template is None:
@@ -101,20 +104,37 @@ def _tokenized(rows: Iterable[Row], tokenizer: Any) -> Iterator[tuple[Row, list[
             f"model.path={tokenizer.name_or_path}: its tokenizer has no chat template, so prompts cannot be rendered. "
             f"Take an instruction-tuned model, or set model.chat_template to a Jinja file."
         )
+    _check_variables(tokenizer, variables)
+    options = {**variables, "add_generation_prompt": True}
     for part in in_batches(rows):
         try:
-            ids = tokenizer.apply_chat_template([row.messages for row in part], add_generation_prompt=True)["input_ids"]
+            ids = tokenizer.apply_chat_template([row.messages for row in part], **options)["input_ids"]
         except jinja2.TemplateError:
             # Again one by one, to name the row.
-            ids = [_tokenize_one(row, tokenizer) for row in part]
+            ids = [_tokenize_one(row, tokenizer, options) for row in part]
         yield from zip(part, ids, strict=True)
 
 
-def _tokenize_one(row: Row, tokenizer: Any) -> list[int]:
+def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    text = str(tokenizer.chat_template)
+    for name, value in variables.items():
+        if not re.search(rf"\b{re.escape(name)}\b", text):
+            raise UserError(
+                f"data.apply_chat_template_kwargs.{name}={value}: has no effect, since the chat template of "
+                f"{tokenizer.name_or_path} has no such variable. Remove it, or correct the name."
+            )
+
+
+def _tokenize_one(row: Row, tokenizer: Any, options: Mapping[str, Any]) -> list[int]:
     import jinja2
 
     try:
-        return tokenizer.apply_chat_template(row.messages, add_generation_prompt=True)["input_ids"]
+        return tokenizer.apply_chat_template(row.messages, **options)["input_ids"]
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(
+            f"model.path={tokenizer.name_or_path}: its chat template (or model.chat_template), line {error.lineno}, is "
+            f"not valid: {error.message}. Correct it, or set model.chat_template to another."
+        ) from error
     except jinja2.TemplateError as error:
         roles = ", ".join(message["role"] for message in row.messages)
         raise UserError(

@@ -92,7 +92,7 @@ def load_tokenizer(source: ModelSource, folder: Path) -> PreTrainedTokenizerBase
         template = Path(source.chat_template).expanduser()
         if not template.is_file():
             raise UserError(f"model.chat_template={source.chat_template} is not a file.")
-        tokenizer.chat_template = template.read_text()
+        tokenizer.chat_template = template.read_text(encoding="utf-8-sig")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

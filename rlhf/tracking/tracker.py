@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf.config import TrackingConfig, TrainerConfig
+from rlhf.config import TrackingConfig, TrainerConfig, WandbConfig
 from rlhf.errors import UserError
 from rlhf.storage.history_file import HistoryMark
 from rlhf.storage.layout import HISTORY
@@ -15,6 +15,7 @@ from rlhf.tracking.history import History
 from rlhf.tracking.sample_files import GenerationsTable, SampleFiles, ShownSample
 from rlhf.tracking.tensorboard import TensorBoard
 from rlhf.tracking.wandb import Wandb
+from rlhf.tracking.wandb_login import check_login
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +40,12 @@ class Sink(Protocol):
         """Write what is buffered and close, in bounded time."""
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Refuse a tracker of `trainer.logger` whose package is not installed, without importing it.
+def check_trackers(names: Sequence[str], wandb: WandbConfig) -> None:
+    """Refuse a tracker of `trainer.logger` whose package is not installed, and wandb without a login; imports
+    neither.
 
     Raises:
-        UserError: naming `trainer.logger`, the package and how to install it.
+        UserError: naming `trainer.logger`, and the package and how to install it, or the ways to log in.
     """
     for name in names:
         if name in PACKAGES:
@@ -54,6 +56,8 @@ def check_trackers(names: Sequence[str]) -> None:
                     f"trainer.logger={list(names)}: {name} is not installed; "
                     f"run `pip install 'rlhf[{name}]'` or remove it from the list"
                 )
+    if "wandb" in names:
+        check_login(wandb)
 
 
 class Tracker:

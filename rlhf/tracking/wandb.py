@@ -10,6 +10,7 @@ from rlhf.config import TrainerConfig, WandbConfig
 from rlhf.storage.files import make_dir, rename
 from rlhf.tracking.history import History
 from rlhf.tracking.sample_files import GENERATIONS, GenerationsTable, html_table
+from rlhf.tracking.wandb_login import NO_LOGIN, mode_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Wandb:
         import wandb
 
         self.finish()
-        mode: Any = self._config.mode
+        mode: Any = mode_of(self._config)
         wandb.setup(
             wandb.Settings(
                 mode=mode,
@@ -65,7 +66,7 @@ class Wandb:
             )
         )
         if mode == "online" and not wandb.login(prompt=False, verify=False):
-            raise RuntimeError("no login: run `wandb login`, set WANDB_API_KEY, or use tracking.wandb.mode=offline")
+            raise RuntimeError(NO_LOGIN)
         self._set_offline_segments_aside()
         self._run = wandb.init(
             id=self._run_id,

@@ -357,6 +357,38 @@ def test_answers_before_anything_heavy_is_imported(tmp_path, argument):
     assert done.returncode == (EXIT_DONE if argument.startswith("--") else EXIT_USER_ERROR), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("a broken line", "line 3 is not JSON"),
+        ("no template", "its tokenizer has no chat template"),
+        ("a broken template", "own.jinja, line 1: not a valid chat template"),
+        ("no weights", "the folder has no weights (*.safetensors)."),
+        ("no login", "nobody is logged in to wandb. Run `wandb login`, or set WANDB_API_KEY"),
+    ],
+)
+def test_mistakes_in_files_are_told_before_torch_is_imported(tmp_path, mistake, said):
+    model = shutil.copytree(ROOT / "rlhf" / "models" / "tiny_policy", tmp_path / "model")
+    (tmp_path / "own.jinja").write_text("{% if %}")
+    good = '{"prompt": "1", "answer": "1"}\n'
+    (tmp_path / "a.jsonl").write_text(good * 2 + ("{oh\n" if mistake == "a broken line" else good))
+    for name in {"no template": ["chat_template.jinja"], "no weights": ["model.safetensors"]}.get(mistake, []):
+        (model / name).unlink()
+    settings = ["recipes=minimal", "model.path=model", "data.train_files=a.jsonl"]
+    more = {"no login": ["trainer.logger=[wandb]"], "a broken template": ["model.chat_template=own.jinja"]}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_AND_LIST_MODULES, *settings, *more.get(mistake, [])],
+        cwd=tmp_path,
+        env=environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == EXIT_USER_ERROR, done.stderr
+    assert said in done.stderr
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def test_cfg_job_prints_the_resolved_configuration_and_leaves_nothing_behind(tmp_path):
     done = run(tmp_path, "-m", "rlhf.train", "--cfg", "job", "trainer.seed=9")
     assert done.returncode == EXIT_DONE, done.stderr

@@ -175,8 +175,8 @@ def test_missing_file_names_the_nearest(tmp_path, tokenizer):
 def test_glob_without_match_folder_and_extension(tmp_path, tokenizer):
     fails(config_of(f"{tmp_path}/*.parquet"), tokenizer, "data.train_files=", "matches no file")
     fails(config_of(str(tmp_path)), tokenizer, "is a folder", "/*.parquet")
-    (tmp_path / "data.csv").write_text("prompt,answer\n")
-    fails(config_of(f"{tmp_path}/data.csv"), tokenizer, "data.csv", ".parquet", ".jsonl")
+    (tmp_path / "data.tsv").write_text("prompt\tanswer\n")
+    fails(config_of(f"{tmp_path}/data.tsv"), tokenizer, "data.tsv is none of .parquet, .jsonl, .json, .csv")
 
 
 @pytest.mark.parametrize("value", [[], "", 3, [3]])
@@ -213,12 +213,12 @@ def test_missing_columns(tmp_path, tokenizer):
         path = write(tmp_path / f"a{name}", {"prompt": "1", "answers": "2"})
         fails(config_of(path), tokenizer, name, "data.answer_key='answer'", "Did you mean answers")
         path = write(tmp_path / f"e{name}", {"prompt": "1", "answer": None})
-        fails(config_of(path), tokenizer, name, "the reference answer is empty")
+        fails(config_of(path), tokenizer, name, "the reference answer, column ", " is null in this row")
 
 
 @pytest.mark.parametrize(
     "prompt",
-    [3, None, [], ["hello"], [{"role": "user"}], [{"role": "user", "content": 3}], {"role": "user", "content": "x"}],
+    [3, [], ["hello"], [{"role": "user"}], [{"role": "user", "content": 3}], {"role": "user", "content": "x"}],
 )
 def test_prompt_cell_of_the_wrong_type(tmp_path, tokenizer, prompt):
     path = jsonl(tmp_path / "p.jsonl", {"prompt": prompt, "answer": "1"})

@@ -1,11 +1,12 @@
 import importlib
 import logging
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from rlhf.config import TrackingConfig, TrainerConfig
+from rlhf.config import TrackingConfig, TrainerConfig, WandbConfig
 from rlhf.errors import UserError
 from rlhf.tracking import Tracker, check_trackers
 
@@ -93,9 +94,9 @@ def test_a_tracker_that_fails_later_is_off_after_one_error(tmp_path: Path, caplo
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    check_trackers(["console", "jsonl"])
+    check_trackers(["console", "jsonl"], WandbConfig())
     with pytest.raises(UserError, match=r"trainer.logger=.*wandb is not installed.*pip install 'rlhf\[wandb\]'"):
-        check_trackers(["wandb"])
+        check_trackers(["wandb"], WandbConfig())
 
 
 def test_a_folder_named_wandb_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -104,15 +105,46 @@ def test_a_folder_named_wandb_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     importlib.invalidate_caches()
     with pytest.raises(UserError, match="wandb is not installed"):
-        check_trackers(["wandb"])
+        check_trackers(["wandb"], WandbConfig())
 
 
 def test_installed_packages_pass_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     for name in ("tensorboard", "wandb"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    check_trackers(["tensorboard"])
+    check_trackers(["tensorboard"], WandbConfig())
     assert "tensorboard" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("variables", "files", "known"),
+    [
+        ({}, {}, False),
+        ({"WANDB_API_KEY": "a" * 40}, {}, True),
+        ({"WANDB_MODE": "offline"}, {}, True),
+        ({"WANDB_MODE": "online"}, {}, False),
+        ({}, {".netrc": "machine api.wandb.ai login user password abc"}, True),
+        ({}, {".netrc": "machine github.com login user password abc"}, False),
+        ({"WANDB_BASE_URL": "https://own.org"}, {".netrc": "machine api.wandb.ai login user password abc"}, False),
+        ({}, {".config/wandb/settings": "[default]\napi_key = abc"}, True),
+    ],
+)
+def test_wandb_without_a_login_is_refused_at_the_start(variables, files, known, monkeypatch, tmp_path) -> None:
+    pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"HOME": str(tmp_path)} | variables).items():
+        monkeypatch.setenv(name, value)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    check_trackers(["wandb"], WandbConfig(mode="offline"))
+    if known:
+        check_trackers(["wandb"], WandbConfig())
+        return
+    with pytest.raises(UserError, match=r"nobody is logged in to wandb\. Run `wandb login`, or set WANDB_API_KEY, or"):
+        check_trackers(["wandb"], WandbConfig())
 
 
 def saved_after(run_dir: Path, last: int) -> dict:

@@ -1,0 +1,101 @@
+"""Records from JSONL, JSON and CSV files in UTF-8, with or without a byte-order mark."""
+
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import UserError
+
+Record = tuple[str, dict[str, Any]]
+"""The place of the record, for a person, and its columns."""
+ENCODING = "utf-8-sig"
+
+
+def jsonl_records(setting: str, path: Path) -> Iterator[Record]:
+    """An object on each line; empty lines count as nothing. Raises UserError with the line."""
+    number = 0
+    with _reading(setting, path, lambda: number), path.open(encoding=ENCODING) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{setting}: {path} line {number}"
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{where} is not JSON: {error}. Correct or delete the line.") from error
+            if not isinstance(record, dict):
+                raise UserError(
+                    f"{where} is not a JSON object but {type(record).__name__}. Correct or delete the line."
+                )
+            yield where, record
+
+
+def json_records(setting: str, path: Path) -> Iterator[Record]:
+    """The objects of one list, or, where the file begins otherwise, of its lines. Raises UserError with the place."""
+    with _reading(setting, path, lambda: 0):
+        text = path.read_text(encoding=ENCODING)
+    if not text.lstrip().startswith("["):
+        yield from _lines_or_refusal(setting, path, text)
+        return
+    try:
+        records = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{setting}: {path} is not JSON: {error}. Correct it.") from error
+    for number, record in enumerate(records):
+        where = f"{setting}: {path} entry {number}"
+        if not isinstance(record, dict):
+            raise UserError(f"{where} is not a JSON object but {type(record).__name__}. Correct or delete it.")
+        yield where, record
+
+
+def csv_records(setting: str, path: Path) -> Iterator[Record]:
+    """The rows below a line of names; every value is a text, and an empty one is none. Raises UserError with the
+    line."""
+    number = 0
+    csv.field_size_limit(sys.maxsize)
+    with _reading(setting, path, lambda: number), path.open(encoding=ENCODING, newline="") as file:
+        rows = csv.reader(file, strict=True)
+        names = next(rows, [])
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{setting}: {path}: two columns are called {twice[0]!r}. Rename one.")
+        try:
+            for row in rows:
+                number = rows.line_num
+                where = f"{setting}: {path} line {number}"
+                if row and len(row) != len(names):
+                    raise UserError(
+                        f"{where} has {len(row)} values for {len(names)} columns ({', '.join(names)}). Put texts with "
+                        "commas or line breaks in quotes."
+                    )
+                if row:
+                    yield where, {name: value or None for name, value in zip(names, row, strict=True)}
+        except csv.Error as error:
+            raise UserError(f"{setting}: {path} line {rows.line_num} is not CSV: {error}. Correct it.") from error
+
+
+def _lines_or_refusal(setting: str, path: Path, text: str) -> Iterator[Record]:
+    try:
+        whole = json.loads(text)
+    except json.JSONDecodeError:
+        yield from jsonl_records(setting, path)
+        return
+    if isinstance(whole, dict) and len(text.strip().splitlines()) == 1:
+        yield f"{setting}: {path} line 1", whole
+        return
+    keys = f" with {', '.join(whole)}" if isinstance(whole, dict) else ""
+    raise UserError(
+        f"{setting}: {path} holds one {type(whole).__name__}{keys}, not a list of rows. Write the rows as a list, or "
+        "one on each line (.jsonl)."
+    )
+
+
+@contextmanager
+def _reading(setting: str, path: Path, line: Any) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{setting}: {path} cannot be read after line {line()}: {error}. Restore it.") from error

@@ -1,0 +1,103 @@
+"""Check of a model's folder by the names in it, before anything that could load it is imported."""
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf.errors import UserError
+
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenization_*.py")
+INDEX = "model.safetensors.index.json"
+
+
+def check_folder(setting: str, name: str, *, tokenizer: bool = True) -> None:
+    """Raise UserError when the folder lacks weights in safetensors, parts of them, or a `tokenizer` that is needed.
+
+    A Hub name passes.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return
+    said = f"{setting}={name}"
+    missing = list(_missing(folder))
+    if missing and (pickles := sorted(folder.glob("pytorch_model*.bin"))):
+        names = f"{shlex.quote(name)} {shlex.quote(name.rstrip('/') + '-safetensors')}"
+        raise UserError(
+            f"{said}: its weights are pickles ({pickles[0].name}), which can run code and are not read. Make a folder "
+            f"with safetensors from it: `python -m rlhf.checkpoint convert {names} --to hf`."
+        )
+    if tokenizer and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        missing.append("tokenizer (tokenizer.json)")
+    if missing:
+        raise UserError(f"{said}: the folder has no {' and no '.join(missing)}. Complete it, or name another.")
+
+
+def check_template(name: str, template: str | None) -> None:
+    """Raise UserError when the chat template of the folder `name`, or the file `template` in its place, is no Jinja,
+    and when there is neither; a Hub name passes, and so does a tokenizer with a class of its own."""
+    folder = Path(name).expanduser()
+    if template is not None:
+        path = Path(template).expanduser()
+        check_syntax(f"model.chat_template={template}", path.read_text(encoding="utf-8-sig"))
+    elif folder.is_dir():
+        found = dict(_templates(folder))
+        for where, text in found.items():
+            check_syntax(f"model.path={name}: {where}", text)
+        own_class = (folder / "tekken.json").is_file() or any(folder.glob("tokenization_*.py"))
+        if not found and not own_class:
+            raise UserError(
+                f"model.path={name}: its tokenizer has no chat template, so prompts cannot be rendered. Take an "
+                "instruction-tuned model, or set model.chat_template to a Jinja file."
+            )
+
+
+def check_syntax(where: str, text: str) -> None:
+    """Raise UserError, with the line, for a text that is no Jinja template."""
+    import jinja2
+    import jinja2.ext
+    from jinja2 import nodes
+    from jinja2.parser import Parser
+
+    class GenerationTag(jinja2.ext.Extension):
+        """The tag of transformers' around the assistant's turns."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    try:
+        jinja2.Environment(extensions=[GenerationTag, jinja2.ext.loopcontrols]).parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"{where}, line {error.lineno}: not a valid chat template: {error.message}.") from error
+
+
+def _missing(folder: Path) -> Iterator[str]:
+    """Weights that are not there: all, or files that the index names."""
+    if (folder / INDEX).is_file():
+        try:
+            named = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return  # told when it is read
+        lost = sorted(file for file in named if not (folder / str(file)).is_file())
+        yield from [f"{lost[0]}, which its index names ({len(lost)} of {len(named)} such files)"] if lost else []
+    elif not any(folder.glob("*.safetensors")):
+        yield "weights (*.safetensors)"
+
+
+def _templates(folder: Path) -> Iterator[tuple[str, str]]:
+    """The texts of all chat templates in `folder`, each with the file that has it."""
+    for path in (folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))):
+        if path.is_file():
+            yield path.name, path.read_text(encoding="utf-8")
+    for file in ("tokenizer_config.json", "chat_template.json"):
+        try:
+            template = json.loads((folder / file).read_text(encoding="utf-8")).get("chat_template")
+        except (OSError, ValueError, AttributeError):
+            continue  # told when it is read
+        for entry in template if isinstance(template, list) else [template]:
+            text = entry.get("template") if isinstance(entry, dict) else entry
+            if isinstance(text, str):
+                yield file, text

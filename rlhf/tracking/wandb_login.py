@@ -1,0 +1,60 @@
+"""Login of wandb, looked for where wandb looks: a run that is to be shown there without one is refused at its start."""
+
+import netrc
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rlhf.config import WandbConfig
+from rlhf.errors import UserError
+
+NO_LOGIN = (
+    "nobody is logged in to wandb. Run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline (or "
+    "tracking.wandb.mode=offline) for files that `wandb sync` uploads later"
+)
+OFFLINE = ("offline", "dryrun")
+_DEFAULT_URL = "https://api.wandb.ai"
+_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+
+
+def mode_of(config: WandbConfig, environ: Mapping[str, str] = os.environ) -> str:
+    """`online` or `offline`: the setting, unless WANDB_MODE in the environment asks for offline."""
+    return "offline" if environ.get("WANDB_MODE", "").lower() in OFFLINE else config.mode
+
+
+def check_login(config: WandbConfig, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError when the run is to be shown online and there is no key for it anywhere. Imports no wandb."""
+    if mode_of(config, environ) == "online" and not _has_key(environ):
+        raise UserError(f"trainer.logger=[wandb]: {NO_LOGIN}.")
+
+
+def _has_key(environ: Mapping[str, str]) -> bool:
+    if any(environ.get(name) for name in _KEYS):
+        return True
+    home = Path(environ.get("HOME", "~")).expanduser()
+    settings = Path(environ.get("WANDB_CONFIG_DIR") or home / ".config" / "wandb", "settings")
+    # A settings file may hold a key, or name another server: wandb itself has to judge.
+    if any(_mentions(path, ("api_key", "base_url")) for path in (settings, Path("wandb", "settings"))):
+        return True
+    host = urlsplit(environ.get("WANDB_BASE_URL") or _DEFAULT_URL).netloc
+    paths = [Path(environ["NETRC"]).expanduser()] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    return any(_has_entry(path, host) for path in paths)
+
+
+def _mentions(path: Path, words: tuple[str, ...]) -> bool:
+    try:
+        text = path.read_text()
+    except OSError:
+        return False
+    return any(word in text for word in words)
+
+
+def _has_entry(path: Path, host: str) -> bool:
+    """Whether a netrc file has a key for `host`; one that cannot be read is left to wandb to complain of."""
+    try:
+        return netrc.netrc(path).authenticators(host) is not None
+    except FileNotFoundError:
+        return False
+    except (netrc.NetrcParseError, OSError):
+        return True

@@ -1,0 +1,160 @@
+"""Forms of data files (JSONL, JSON, CSV, with a byte-order mark or without), system prompts, template variables."""
+
+import csv
+import json
+import time
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlhf.config import DataConfig, RewardConfig
+from rlhf.data import PromptSet, build_train_set, cached_prompts, check_sources, sources
+from rlhf.errors import UserError
+
+ROWS = [{"prompt": "1 + 1", "answer": "2"}, {"prompt": 'say "ä",\nplease', "answer": "ä"}]
+EXACT = RewardConfig(functions=["exact_match"])
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}{{ 'think' if enable_thinking else '' }}>"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token per character."""
+    backend = Tokenizer(models.WordLevel({chr(i): i for i in range(32, 127)} | {"[UNK]": 0}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", name_or_path="some/model")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def build(path: Path, tokenizer, **settings) -> PromptSet:
+    return build_train_set(DataConfig(train_files=str(path), **settings), EXACT, 1, tokenizer)
+
+
+def text_of(prompt) -> str:
+    return "".join(map(chr, prompt.token_ids))
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UserError) as refused:
+        check_sources(DataConfig(train_files=str(path)), EXACT, 1)
+    return str(refused.value).removeprefix(f"data.train_files: {path}")
+
+
+def write(path: Path, mark: str = "") -> Path:
+    """ROWS in the form that the name says."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.write(mark)
+        if path.suffix == ".csv":
+            writer = csv.DictWriter(file, ["prompt", "answer"])
+            writer.writeheader()
+            writer.writerows(ROWS)
+        elif path.name == "list.json":
+            json.dump(ROWS, file, indent=2)
+        else:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+    return path
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "with a byte-order mark"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "list.json", "lines.json", "rows.csv"])
+def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
+    prompts = build(write(tmp_path / name, mark), tokenizer)
+    assert [(p.messages[0]["content"], p.ground_truth) for p in prompts] == [tuple(row.values()) for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "a.json",
+            '[{"prompt": "x", "answer": "1"},\n3]',
+            " entry 1 is not a JSON object but int. Correct or delete it.",
+        ),
+        ("a.json", '[{"prompt": "x",}]', " is not JSON: "),
+        (
+            "a.json",
+            '{"data": [\n]}',
+            " holds one dict with data, not a list of rows. Write the rows as a list, or one on",
+        ),
+        ("a.json", '{"prompt": "x", "answer": "1"}\n{"prompt" "x"}', " line 2 is not JSON: "),
+        ("a.csv", "prompt,answer\nx,1\ny,2,3\n", " line 3 has 3 values for 2 columns (prompt, answer). Put texts with"),
+        ("a.csv", "prompt,answer,answer\n", ": two columns are called 'answer'."),
+        ("a.csv", 'prompt,answer\n"x"y,1\n', " line 2 is not CSV: "),
+        (
+            "a.csv",
+            "prompt,answer\nx,\n",
+            " line 2: the reference answer, column 'answer', is null in this row. Give it",
+        ),
+        ("a.jsonl", '{"prompt": "x", "answer": null}', " line 1: the reference answer, column 'answer', is null in"),
+        (
+            "a.jsonl",
+            '{"prompt": "x", "reward_model": {}}',
+            " line 1: the reference answer, column 'reward_model.ground_t",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt": null, "answer": "1"}',
+            " line 1: column 'prompt' (data.prompt_key) is null in this row",
+        ),
+        ("a.jsonl", '{"prompt": "x", "answer": "1"}\n{oh', " line 2 is not JSON: "),
+    ],
+)
+def test_mistakes_name_their_place_before_anything_is_loaded(tmp_path, name, text, said):
+    path = tmp_path / name
+    path.write_text(text)
+    assert refusal(path).startswith(said)
+
+
+def test_rows_that_no_run_reads_are_not_looked_at(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x", "answer": "1"}\n' * 3 + "{oh\n")
+    assert refusal(path).startswith(" line 4 is not JSON")
+    check_sources(DataConfig(train_files=str(path), train_max_samples=3), EXACT, 1)
+
+
+def test_the_early_look_ends_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "EARLY_S", 0.05)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x", "answer": "1"}\n' * 200_000)
+    before = time.process_time()
+    check_sources(DataConfig(train_files=str(path)), EXACT, 1)
+    assert time.process_time() - before < 0.3
+
+
+def test_a_system_prompt_is_for_rows_without_one(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "b"}]
+    path.write_text("".join(json.dumps({"prompt": p, "answer": "1"}) + "\n" for p in ("a", own)))
+    prompts = build(path, tokenizer, system_prompt="be brief")
+    assert [text_of(p) for p in prompts] == ["s:be brief;u:a;>", "s:own;u:b;>"]
+    assert prompts.fingerprint != build(path, tokenizer).fingerprint
+
+
+def test_variables_reach_the_template(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl")
+    assert text_of(build(path, tokenizer)[0]) == "u:1 + 1;>"
+    assert text_of(build(path, tokenizer, apply_chat_template_kwargs={"enable_thinking": True})[0]) == "u:1 + 1;think>"
+    with pytest.raises(UserError, match=r"apply_chat_template_kwargs.thinking=1: has no effect"):
+        build(path, tokenizer, apply_chat_template_kwargs={"thinking": 1})
+
+
+def test_a_cached_set_is_of_its_system_prompt_and_variables(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(cached_prompts, "LARGE", 1)
+    path, folder = write(tmp_path / "rows.jsonl"), tmp_path / "cache"
+    ways = [{}, {"system_prompt": "a"}, {"apply_chat_template_kwargs": {"enable_thinking": True}}]
+    made = [text_of(build(path, tokenizer, cache_dir=str(folder), **way)[0]) for way in ways]
+    assert made == ["u:1 + 1;>", "s:a;u:1 + 1;>", "u:1 + 1;think>"]
+    assert len([each for each in folder.iterdir() if each.is_dir() and each.name != "files"]) == 3
+
+
+def test_a_mistake_in_a_template_is_not_the_prompts(tmp_path, tokenizer):
+    broken = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, name_or_path="some/model")
+    broken.chat_template = "{% for m in messages %}\n{{ m }"
+    with pytest.raises(
+        UserError, match=r"^model.path=some/model: its chat template .*, line 2, is not valid: unexpected"
+    ):
+        build(write(tmp_path / "rows.jsonl"), broken)

@@ -1,0 +1,92 @@
+"""Folders of models that lack something, told before anything is loaded; and chat templates that are none."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlhf
+from rlhf.errors import UserError
+from rlhf.models.folder_check import check_folder, check_syntax, check_template
+
+TINY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return shutil.copytree(TINY, tmp_path / "model")
+
+
+def refused(check, *arguments) -> str:
+    with pytest.raises(UserError) as refusal:
+        check(*arguments)
+    return str(refusal.value)
+
+
+def test_a_whole_folder_and_a_name_of_the_hub_pass(folder):
+    check_folder("model.path", str(folder))
+    check_template(str(folder), None)
+    check_folder("model.path", "org/name")
+    check_template("org/name", None)
+
+
+def test_what_a_folder_lacks_is_named(folder):
+    for name in ("tokenizer.json", "model.safetensors"):
+        (folder / name).unlink()
+    said = refused(check_folder, "model.path", str(folder))
+    assert said.startswith(
+        f"model.path={folder}: the folder has no weights (*.safetensors) and no tokenizer (tokenizer"
+    )
+    said = refused(lambda: check_folder("critic.path", str(folder), tokenizer=False))
+    assert said == f"critic.path={folder}: the folder has no weights (*.safetensors). Complete it, or name another."
+
+
+def test_a_part_that_the_index_names_is_missed(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": files[0], "b": files[1]}}))
+    said = refused(check_folder, "model.path", str(folder))
+    assert f"has no {files[1]}, which its index names (1 of 2 such files)." in said
+
+
+def test_pickled_weights_have_a_remedy_that_works(folder, tmp_path):
+    make = (
+        "import sys, torch; from safetensors.torch import load_file; "
+        "torch.save(load_file(sys.argv[1] + '/model.safetensors'), sys.argv[1] + '/pytorch_model.bin')"
+    )
+    subprocess.run([sys.executable, "-c", make, str(folder)], check=True)
+    (folder / "model.safetensors").unlink()
+    said = refused(check_folder, "model.path", str(folder))
+    assert said.startswith(f"model.path={folder}: its weights are pickles (pytorch_model.bin), which can run code and")
+    command = said.split("`")[1].split()
+    subprocess.run([sys.executable, *command[1:]], check=True, cwd=TINY.parents[2], capture_output=True)
+    check_folder("model.path", f"{folder}-safetensors")
+    check_template(f"{folder}-safetensors", None)
+
+
+def test_a_missing_template(folder, tmp_path):
+    (folder / "chat_template.jinja").unlink()
+    assert "has no chat template, so prompts cannot be rendered." in refused(check_template, str(folder), None)
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ messages }}")
+    check_template(str(folder), str(own))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "{{ messages }}"}))
+    check_template(str(folder), None)
+
+
+def test_a_mistake_in_a_template_is_the_templates(folder, tmp_path):
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for m in messages %}\n{{ m['content'] }\n{% endfor %}")
+    assert refused(check_template, str(folder), str(own)) == (
+        f"model.chat_template={own}, line 2: not a valid chat template: unexpected '}}'."
+    )
+    (folder / "chat_template.jinja").write_text("{% if x %}")
+    assert refused(check_template, str(folder), None).startswith(f"model.path={folder}: chat_template.jinja, line 1:")
+
+
+def test_the_tags_of_transformers_are_known():
+    check_syntax("x", "{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% continue %}{% endfor %}")
