@@ -49,6 +49,7 @@ LONGEST_FIRST = (
     "test_reshard",
     "test_resume_rules",
     "test_tensorboard",
+    "test_docs_rewards",
     "test_two_nodes",
     "test_remote",
     "test_remote_start",

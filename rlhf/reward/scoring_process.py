@@ -103,7 +103,7 @@ def _traceback(error: BaseException) -> str:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__") in (__name__, FunctionCall.__module__):
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__)).rstrip()
 
 
 def _meets_confinement(error: BaseException | None) -> bool:

@@ -220,7 +220,7 @@ CASES: dict[str, Case] = {
         "algorithm.filter_groups.max_num_gen_batches=4",
         "algorithm.filter_groups.on_limit=stop",
     ),
-    **of("own reward", "reward.timeout_s=0.2", "reward.kwargs={odd: 4}"),
+    **of("own reward", "reward.timeout_s=0.2", "reward.kwargs={{odd: 4}}"),
     **of("failing reward", "reward.on_error=stop", "reward.failed_score=-2", "reward.pass_env=[PATH_OF_A_TEST]"),
     **of("moving reference", "ref.update_freq=3", "ref.alpha=0.9"),
     **of("refused", "guards.action=stop", "guards.max_events=1"),

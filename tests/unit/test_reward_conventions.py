@@ -37,12 +37,19 @@ def compute_score_batched(data_sources, solution_strs, ground_truths, extra_info
     return scores
 
 
+running = 0
+
+
 async def judged(data_source, solution_str, ground_truth, extra_info):
     """As verl's generative reward models."""
-    await asyncio.sleep({"slow": 60, "later": 0.6}.get(solution_str, 0))
+    global running
+    running += 1
+    at_once = running
+    await asyncio.sleep({"slow": 60, "later": 0.1}.get(solution_str, 0))
+    running -= 1
     if solution_str == "bad":
         raise ValueError("a needle of a traceback")
-    return {"score": float(len(solution_str)), "genrm_response": f"I read {solution_str}"}
+    return {"score": float(len(solution_str)), "at_once": at_once, "genrm_response": f"I read {solution_str}"}
 '''
 
 TRL = r'''
@@ -170,9 +177,10 @@ def test_verls_batched_functions_get_all_samples_of_a_prompt(scored):
 
 def test_async_functions_of_verl_run_at_once_and_each_sample_has_its_time(scored):
     items = of_prompt(0, "a", "slow", *["later"] * 6, "bcd")
-    results = scored("verl.py:judged", items, timeout_s=1.5, failed_score=-1.0)
+    results = scored("verl.py:judged", items, timeout_s=1.0, failed_score=-1.0)
     assert scores(results) == [1.0, -1.0, *[5.0] * 6, 3.0]
-    assert [result.timeouts for result in results] == [0, 1, *[0] * 7], "one by one they would take 3.6 seconds"
+    assert [result.timeouts for result in results] == [0, 1, *[0] * 7]
+    assert [result.extra.get("at_once") for result in results] == [1.0, None, *map(float, range(3, 10))]
     assert results[0].notes == {"genrm_response": "I read a"}
     (told,) = scored.made[0].take_timeouts()
     assert told.count == 1
