@@ -42,6 +42,7 @@ LONGEST_FIRST = (
     "test_one_step_ahead_kills",
     "test_damage_while_loading",
     "test_training",
+    "test_docs_metrics",
     "test_supervisor",
     "test_update_invariance",
     "test_domains",

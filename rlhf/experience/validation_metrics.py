@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -84,16 +84,16 @@ def _figures(prompt: AnsweredPrompt) -> Iterator[tuple[str, str, float]]:
     for name, values in variables.items():
         yield name, f"mean@{n}", statistics.fmean(values)
         if n > 1:
-            yield name, f"std@{n}", statistics.pstdev(values)
+            yield name, f"std@{n}", float(np.std(values))
+    numbers = {answer: number for number, answer in enumerate(dict.fromkeys(prompt.answers))}
+    stated = tuple(numbers[answer] for answer in prompt.answers)
     for k in _sizes(n):
-        drawn = _draws(n, k)
-        voted = _voted(prompt.answers, drawn)
         for name, values in variables.items():
-            array = np.array(values)
-            yield name, f"best@{k}/mean", float(array[drawn].max(axis=1).mean())
-            yield name, f"worst@{k}/mean", float(array[drawn].min(axis=1).mean())
-            if voted is not None:
-                yield name, f"maj@{k}/mean", float(array[voted].mean())
+            best, worst = _best_and_worst(tuple(values), k)
+            yield name, f"best@{k}/mean", best
+            yield name, f"worst@{k}/mean", worst
+            if None not in numbers:
+                yield name, f"maj@{k}/mean", float(np.array(values)[_voted(stated, k)].mean())
             if name == "acc":
                 yield name, f"pass@{k}", pass_at_k(n, int(sum(values)), k)
 
@@ -123,12 +123,19 @@ def _draws(n: int, k: int) -> np.ndarray:
     return np.random.RandomState(SEED).choice(n, size=(DRAWS, k), replace=True)
 
 
-def _voted(answers: Sequence[str | None], drawn: np.ndarray) -> np.ndarray | None:
-    """[DRAWS] int64: of each draw the first response with the answer that most state, of several the one stated first.
-    None where a response states nothing."""
-    if None in answers:
-        return None
-    numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
-    stated = np.array([numbers[answer] for answer in answers])[drawn]
+# Of variables and prompts many have the same few zeros and ones.
+@lru_cache(maxsize=4096)
+def _best_and_worst(values: tuple[float, ...], k: int) -> tuple[float, float]:
+    """The mean over the draws of their largest value and of their smallest."""
+    drawn = np.array(values)[_draws(len(values), k)]
+    return float(drawn.max(axis=1).mean()), float(drawn.min(axis=1).mean())
+
+
+@lru_cache(maxsize=256)
+def _voted(answers: tuple[int, ...], k: int) -> np.ndarray:
+    """[DRAWS] int64: of each draw the first response with the answer that most state, of several the one stated
+    first."""
+    drawn = _draws(len(answers), k)
+    stated = np.array(answers)[drawn]
     supporters = (stated[:, :, None] == stated[:, None, :]).sum(axis=2)
-    return drawn[np.arange(len(drawn)), supporters.argmax(axis=1)]
+    return drawn[np.arange(DRAWS), supporters.argmax(axis=1)]

@@ -13,6 +13,7 @@ from rlhf.models.flops import UpdateFlops
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet_loop import FleetLoop
 from rlhf.rollout.servers.secret import Secret
+from tests.support.compare_runs import differences
 from tests.support.launching import ROOT, copy_run, ranks, records, small, write_sums
 
 pytestmark = pytest.mark.slow
@@ -48,8 +49,10 @@ def pattern(name: str) -> re.Pattern[str]:
     return re.compile("".join(PLACEHOLDERS.get(part) or re.escape(part) for part in parts))
 
 
-def emitted(folder: Path) -> Iterator[str]:
-    """The metrics of runs with everything that makes some, and of what needs servers or devices."""
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """Run directories with everything that makes metrics; `resumed` is `dynamic` after a kill in its last step."""
+    folder = tmp_path_factory.mktemp("runs")
     sums, function = write_sums(folder / "sums.jsonl"), folder / "function.py"
     function.write_text(FUNCTION)
     every = (
@@ -83,8 +86,13 @@ def emitted(folder: Path) -> Iterator[str]:
     copy_run(folder / "rlhf" / "dynamic", folder / "rlhf" / "resumed", last_step=2)
     end = ranks(folder / "log", small(folder, "resumed", sums, *every, *dynamic))
     assert end.code == 0, end.output
-    for run in ("ppo", "dynamic", "resumed"):
-        for record in records(folder / "rlhf" / run):
+    return {name: folder / "rlhf" / name for name in ("ppo", "dynamic", "resumed")}
+
+
+def emitted(runs: dict[str, Path]) -> Iterator[str]:
+    """The metrics of the runs, and of what needs servers or devices."""
+    for run_dir in runs.values():
+        for record in records(run_dir):
             yield from record.keys() - {"step"}
     utilization = Utilization(peak=1.0)
     for role in ("actor", "critic"):
@@ -95,11 +103,16 @@ def emitted(folder: Path) -> Iterator[str]:
     yield from OF_A_DEVICE
 
 
-def test_the_page_and_the_runs_have_the_same_metrics(tmp_path):
+def test_a_resumed_run_has_the_same_metrics(runs):
+    assert differences(runs["dynamic"], runs["resumed"]) == []
+    assert any("/maj@4/" in name for name in records(runs["resumed"])[-1])
+
+
+def test_the_page_and_the_runs_have_the_same_metrics(runs):
     page = names_of_the_page()
     assert len(page) == len(set(page)), "a name stands there once"
     patterns = {name: pattern(name) for name in page}
-    found = set(emitted(tmp_path))
+    found = set(emitted(runs))
     missing = {name for name in found if not any(p.fullmatch(name) for p in patterns.values())}
     unknown = {name for name, p in patterns.items() if not any(map(p.fullmatch, found))}
     assert (missing, unknown) == (set(), set())
