@@ -1,5 +1,6 @@
 """python -m rlhf.checkpoint VERB ...: checkpoints looked at, and as other tools know them."""
 
+import errno
 import importlib
 import sys
 from typing import Any
@@ -27,10 +28,22 @@ VERBS = {
 """Verb -> its module in `rlhf.checkpoint.verbs`, with `NAME`, `HELP`, `add_arguments(parser)` and `run(arguments,
 console) -> int`. A module imports what is heavy (torch) within `run`, so that `--help` and mistakes cost nothing."""
 
+ROOM = "Free some room there, or give a place on another disk."
+RIGHT = "Give another place, or get the right to this one."
+REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), RIGHT),
+    errno.ENAMETOOLONG: "Give a shorter name.",
+}
+"""What to do about what the system answers."""
+EXIT_INTERRUPTED = 130
+"""As a shell says it of a command that Ctrl-C ended."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 when all was done, or all that was looked at is intact or equal; 1 when something is damaged,
-    unequal or cannot be read or written; 2 for a mistake of the user's, which is told in one line."""
+    unequal or cannot be read or written; 2 for a mistake of the user's, which is told in one line; 130 after
+    Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     parser = CommandParser(prog="python -m rlhf.checkpoint", description=__doc__)
     if argv and not argv[0].startswith("-") and argv[0] not in VERBS:
@@ -53,8 +66,12 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None:  # of no file: not the disk's
             raise
-        _tell(f"{error.filename}: {error.strerror}")
+        remedy = REMEDIES.get(error.errno or 0, "")
+        _tell(f"{error.filename}: {error.strerror}" + (f". {remedy}" if remedy else ""))
         return EXIT_CRASHED
+    except KeyboardInterrupt:
+        _tell("Stopped. Nothing is left half done; the same command again finishes.")
+        return EXIT_INTERRUPTED
 
 
 def _tell(line: str) -> None:

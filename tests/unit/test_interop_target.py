@@ -1,16 +1,23 @@
 """Output folder of a verb: whole or not there, whatever happens to its writer."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
+from rlhf import events
+from rlhf.checkpoint.__main__ import main
+from rlhf.checkpoint.interop import target as target_module
 from rlhf.checkpoint.interop.target import output_folder, prove
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import write_file, write_small
 from tests.support.checkpoints import flip_bit
+from tests.support.hostile import manifest
 from tests.support.published import publish
+from tests.support.small_disks import small_disk
+from tests.support.tiny_models import causal_lm
 
 
 def names(folder: Path) -> list[str]:
@@ -78,6 +85,8 @@ def test_targets_that_would_cost_something(tmp_path, monkeypatch):
         tmp_path / "file": "is no folder",
         tmp_path / "link": "holds what is read",
         tmp_path / "dangling": "is no folder",
+        tmp_path / "file" / "deep" / "out": f"{tmp_path}/file is no folder",
+        tmp_path / "dangling" / "out": "dangling is no folder",
     }
     for target, message in wrong.items():
         with pytest.raises(UserError, match=message), output_folder(target, overwrite=True, sources=[source]):
@@ -93,3 +102,79 @@ def test_what_is_not_as_it_was_written_is_named(tmp_path):
     flip_bit(tmp_path / "deep" / "b", 77)
     with pytest.raises(DamagedCheckpoint, match=r"deep/b was not written.*differs from its hash"):
         prove(tmp_path, written)
+
+
+def test_a_runs_checkpoints_are_not_replaced(tmp_path):
+    run_dir = tmp_path / "project" / "run"
+    checkpoint = publish(run_dir, 3)
+    before = names(checkpoint)
+    message = f"{checkpoint} is a checkpoint of a run, which --overwrite does not replace"
+    for target in (checkpoint, run_dir, tmp_path / "project"):
+        with pytest.raises(UserError, match=message), output_folder(target, overwrite=True):
+            pass
+    assert names(checkpoint) == before
+    manifest(lambda payload: payload | {"imported": {"layout": "fsdp", "path": "/x"}})(checkpoint)
+    with output_folder(checkpoint, overwrite=True):  # an import, made anew
+        pass
+    assert names(checkpoint) == []
+
+
+def test_a_link_among_the_leftovers_goes_alone(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / ".incomplete-out-0123456789ab").symlink_to(tmp_path / "mine")
+    with output_folder(tmp_path / "out"):
+        pass
+    assert names(tmp_path) == ["mine", "out"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    causal_lm("llama", folder)
+    return folder
+
+
+COMMANDS = {
+    "import": lambda model, folder: ["import", model, folder / "global_step_0"],
+    "dcp": lambda model, folder: ["convert", model, folder / "out", "--to", "dcp"],
+    "megatron": lambda model, folder: ["convert", model, folder / "out", "--to", "megatron"],
+    "mp_rank": lambda model, folder: [
+        "convert", model, folder / "out", "--to", "megatron", "--megatron-layout", "mp_rank"
+    ],
+    "merge": lambda model, folder: ["merge", "--local_dir", model, "--target_dir", folder / "out"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_full_disk_is_one_line_and_nothing_else(command, model, tmp_path, capsys):
+    with small_disk(tmp_path / "small", 1) as folder:
+        (folder / "mine").write_bytes(bytes((1 << 20) - (60 << 10)))
+        arguments = [str(word) for word in command(model, folder)]
+        assert main(arguments) == 1
+        said = capsys.readouterr().err
+        assert ": No space left on device. Free some room there, or give a place on another disk." in said
+        assert (said.count("\n"), ".incomplete" in said) == (1, False)
+        assert names(folder) == ["mine"]
+
+
+def test_a_place_that_takes_nothing(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / ".incomplete-out-1"))
+
+    monkeypatch.setattr(target_module, "make_new_dir", refuse)
+    with pytest.raises(PermissionError) as caught, output_folder(tmp_path / "out"):
+        pass
+    assert caught.value.filename == str(tmp_path / "out")
+
+
+def test_ctrl_c_is_one_line_and_leaves_nothing(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(events, "_listeners", [])
+
+    def interrupt(event: str) -> None:
+        if event == "target.synced":
+            raise KeyboardInterrupt
+
+    events.subscribe(interrupt)
+    assert main(["import", str(model), str(tmp_path / "global_step_0")]) == 130
+    assert capsys.readouterr().err == "Stopped. Nothing is left half done; the same command again finishes.\n"
+    assert names(tmp_path) == []

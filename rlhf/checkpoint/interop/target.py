@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlhf.checkpoint.commit.manifest import describe
+from rlhf.checkpoint.commit.manifest import describe, read_manifest
 from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -17,10 +17,11 @@ from rlhf.storage.files import (
     fsync_tree,
     make_dir_durably,
     make_new_dir,
+    remove,
     remove_dir,
     rename,
 )
-from rlhf.storage.layout import MANIFEST, fresh_name, step_of
+from rlhf.storage.layout import MANIFEST, fresh_name, scan, step_of
 from rlhf.storage.reading import CheckedFiles
 from rlhf.storage.scratch import lock_folder
 
@@ -48,8 +49,10 @@ def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Pa
         announce("target.begin")
         yield folder
         _publish(folder, target, overwrite)
-    except BaseException:
+    except BaseException as error:
         remove_dir(folder, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is not None:  # said of a folder that is there no more
+            error.filename = str(error.filename).replace(str(folder), str(target))
         raise
     finally:
         if lock is not None:
@@ -79,12 +82,31 @@ def check_target(target: Path, overwrite: bool, sources: Iterable[Path]) -> None
     for parent in real.parents:
         if (parent / MANIFEST).is_file():
             raise UserError(f"{target} lies in the checkpoint {parent}, which nothing is written into. Give another.")
+    there = next(parent for parent in target.parents if parent.is_symlink() or parent.exists())
+    if not there.is_dir():
+        raise UserError(f"{there} is no folder, so {target} cannot be made in it. Give another target.")
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise UserError(f"{target} is no folder. Give another target.")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise UserError(f"{target} is there already. Give another target, or --overwrite to replace it.")
     if real in (Path.cwd(), *Path.cwd().parents, Path.home()) or target.is_mount():
         raise UserError(f"{target} is no folder that may be replaced. Give a new one in it.")
+    if overwrite and (found := _checkpoint_in(target)) is not None:
+        raise UserError(
+            f"{found} is a checkpoint of a run, which --overwrite does not replace. Give another target, or remove it "
+            "yourself."
+        )
+
+
+def _checkpoint_in(target: Path) -> Path | None:
+    """A checkpoint that a run has saved: `target` itself, or one up to three folders below it."""
+    if (target / MANIFEST).is_file() and step_of(target) is not None:
+        try:
+            return None if read_manifest(target).imported else target
+        except DamagedCheckpoint:
+            return target
+    folders = [target, *target.glob("*"), *target.glob("*/*")]
+    return next((path for folder in folders for path in scan(folder) if (path / MANIFEST).is_file()), None)
 
 
 def step_named(target: Path, source: Path) -> int:
@@ -108,7 +130,7 @@ def remove_leftovers(target: Path) -> bool:
         try:
             lock = lock_folder(leftover)
         except OSError:  # a file system without locks
-            remove_dir(leftover)
+            remove(leftover)
             continue
         if lock is None and leftover.exists():
             return False
@@ -123,7 +145,11 @@ def _made(target: Path) -> tuple[Path, int | None]:
     on a file system without locks."""
     while True:
         folder = target.parent / fresh_name(INCOMPLETE, target.name)
-        make_new_dir(folder)
+        try:
+            make_new_dir(folder)
+        except OSError as error:
+            error.filename = str(target)
+            raise
         try:
             lock = lock_folder(folder)
         except OSError:
