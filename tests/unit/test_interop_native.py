@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.checkpoint.interop.native import native_tensors
+from rlhf.checkpoint.commit.removal import discard
+from rlhf.checkpoint.interop.native import layout_native, native_tensors
+from rlhf.checkpoint.interop.native.native_model_files import NativeModelFiles
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import step_dir
@@ -176,4 +178,23 @@ def test_what_was_not_saved_is_told(tmp_path):
         pytest.raises(UserError, match=r"has no weights of actor: checkpoint\.contents was optimizer"),
         opened(config.run_dir),
     ):
+        pass
+
+
+def test_a_checkpoint_that_is_pruned_meanwhile_is_no_damage(run_dir, monkeypatch):
+    path = step_dir(run_dir, 4)
+    removed = rf"{path} was removed while it was read, by its run .* or by prune\. Run the same command again"
+    with opened(path) as source:
+        discard(path)
+        with pytest.raises(DamagedCheckpoint, match=removed):
+            source.read("weight", 0, 1)
+    path = step_dir(run_dir, 2)
+    removed = removed.replace("step_4", "step_2")
+
+    def slowly(*arguments):
+        discard(path)
+        return NativeModelFiles(*arguments)
+
+    monkeypatch.setattr(layout_native, "NativeModelFiles", slowly)
+    with pytest.raises(DamagedCheckpoint, match=removed), opened(path):
         pass

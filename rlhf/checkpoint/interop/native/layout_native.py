@@ -41,7 +41,7 @@ def open_source(origin: Origin) -> "NativeCheckpoint":
     """The checkpoint, or the newest one of a run directory of which every file is there."""
     folders = [origin.path, *origin.parts]
     if (origin.path / MANIFEST).is_file():
-        return NativeCheckpoint(folders, origin)
+        return _opened(folders, origin)
     names = list(dict.fromkeys(path.name for folder in folders for path in scan(folder)))
     if not names:
         raise UserError(
@@ -52,11 +52,29 @@ def open_source(origin: Origin) -> "NativeCheckpoint":
     for name in sorted(names, key=lambda name: -int(name.rpartition("_")[2])):
         try:
             there = [folder / name for folder in folders if (folder / name / MANIFEST).is_file()]
-            return NativeCheckpoint(there or [folders[0] / name], origin)
+            return _opened(there or [folders[0] / name], origin)
         except DamagedCheckpoint as problem:
             problems.append(str(problem))
             log.warning("%s; the one before it is looked at.", problem)
     raise DamagedCheckpoint("; ".join(problems))
+
+
+def _opened(folders: list[Path], origin: Origin) -> "NativeCheckpoint":
+    try:
+        return NativeCheckpoint(folders, origin)
+    except (DamagedCheckpoint, UserError) as error:
+        raise _of_checkpoint(folders[0], error) from None
+
+
+def _of_checkpoint(path: Path, error: DamagedCheckpoint | UserError) -> DamagedCheckpoint | UserError:
+    """The same error with the name of the checkpoint, or that it was removed meanwhile."""
+    if not path.is_dir():
+        return DamagedCheckpoint(
+            f"{path} was removed while it was read, by its run (checkpoint.max_to_keep) or by prune. Run the same "
+            "command again with one that stays."
+        )
+    named = isinstance(error, UserError) or str(path) in str(error)
+    return error if named else DamagedCheckpoint(f"{path} is damaged: {error}")
 
 
 class NativeCheckpoint:
@@ -141,9 +159,9 @@ class NativeCheckpoint:
         except DamagedCheckpoint as error:
             raise self.damaged(error) from None
 
-    def damaged(self, error: DamagedCheckpoint) -> DamagedCheckpoint:
-        """The same error with the name of the checkpoint."""
-        return DamagedCheckpoint(f"{self.path} is damaged: {error}")
+    def damaged(self, error: DamagedCheckpoint) -> DamagedCheckpoint | UserError:
+        """The same error with the name of the checkpoint, or that it was removed meanwhile."""
+        return _of_checkpoint(self.path, error)
 
     def close(self) -> None:
         """See `TensorSource.close`."""
