@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # Stages side by side, for scripts that source this: `stage` tells of one, `run_stages` runs all of them. There is one
-# place more than there are cores. Stages of one place fill what the others leave: their priority is low, so that
-# deadlines in tests mean what they mean on an idle machine. What a stage says is shown in one piece when it ends.
-# Whatever ends the script, nothing is left of its stages, nor of the folder $work.
+# place more than there are cores. Stages of one place fill what the others leave: their priority is low, so that they
+# take little from tests with deadlines. What a stage says is shown in one piece when it ends. Whatever ends the script,
+# nothing is left of its stages, nor of the folder $work.
 
 # Every stage is a process group, which can be ended as a whole, and in which Ctrl-C means what it means at a prompt.
 set -m
