@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -13,7 +14,7 @@ from huggingface_hub import constants
 from rlhf.checkpoint.interop.huggingface import hub
 from rlhf.checkpoint.interop.huggingface.hub import prepare_repository, upload_folder
 from rlhf.errors import UserError
-from tests.support.hub_server import TOKEN, Cut, Refused, Server, hub_of_mine
+from tests.support.hub_server import ROUTES, TOKEN, Cut, Handler, Refused, Server, hub_of_mine
 
 CARD = "---\nlibrary_name: transformers\n---\n# Card\n"
 REPOSITORY = "somebody/model"
@@ -201,3 +202,35 @@ def test_what_is_no_file_of_the_folder_is_not_sent(server, folder, tmp_path):
     with pytest.raises(UserError, match="is no Hugging Face folder"):
         upload_folder(folder, REPOSITORY)
     assert server.requests == []
+
+
+def test_of_two_uploads_at_once_one_model_is_there(server, folder):
+    """Another model is committed between the look at what is there and the commit."""
+    other = {"model.safetensors": b"theirs", "config.json": b"theirs"}
+
+    def come_between(number: int, request: str) -> None:
+        if "/commit/" in request:
+            server.before = lambda number, request: None
+            server.repositories[REPOSITORY].branches["main"] |= other
+            server.repositories[REPOSITORY].commits.append("Theirs")
+
+    server.before = come_between
+    upload_folder(folder, REPOSITORY)
+    assert server.files(REPOSITORY) == local(folder)
+    assert server.repositories[REPOSITORY].commits == ["Theirs", "Upload merged"]
+
+
+ASKED = (Handler.create, Handler.preupload, Handler.batch, Handler.tree, Handler.commit)
+ODD: tuple[Any, ...] = (None, {"a": 1}, "", "<html>Log in</html>", 7, [1])
+
+
+@pytest.mark.parametrize("answer", ODD, ids=str)
+@pytest.mark.parametrize("route", ASKED)
+def test_answers_that_are_none_of_the_hubs(server, folder, monkeypatch, route, answer):
+    """Of a proxy, or of a page to log in to a network."""
+    odd = answer.encode() if isinstance(answer, str) else answer
+    monkeypatch.setitem(ROUTES, next(key for key, value in ROUTES.items() if value is route), lambda *_: odd)
+    with pytest.raises(UserError, match=f"{REPOSITORY}: .*HF_ENDPOINT|formatted|Malformed") as caught:
+        upload_folder(folder, REPOSITORY)
+    assert len(str(caught.value).splitlines()) == 1
+    assert not server.repositories or server.files(REPOSITORY) == {}

@@ -26,8 +26,6 @@ from huggingface_hub.utils import _http
 from rlhf.checkpoint.interop.huggingface import hub
 
 TOKEN = "hf_" + "t" * 34
-COMMIT = "c" * 40
-"""Name of whatever commit `main` is at."""
 LARGE = 1000
 """Bytes from which a file is an object of LFS; the real one asks for 10 MB or a binary ending."""
 
@@ -39,6 +37,11 @@ class Repository:
     private: bool
     branches: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"main": {}})
     commits: list[str] = field(default_factory=list)
+
+    @property
+    def head(self) -> str:
+        """Name of the newest commit, which every branch has here."""
+        return f"{len(self.commits):040x}"
 
 
 class Refused(Exception):
@@ -99,6 +102,8 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
     wbufsize = -1  # an answer is one packet
+    head = ""
+    """Commit of the file that is the answer."""
 
     def do(self) -> None:
         request = f"{self.command} {self.path}"
@@ -120,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send(refused.status, json.dumps({"error": refused.message}).encode(), headers)
             return
         if isinstance(answer, bytes):
-            headers = {"ETag": f'"{hashlib.sha256(answer).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            headers = {"ETag": f'"{hashlib.sha256(answer).hexdigest()}"', "X-Repo-Commit": self.head}
             self.send(200, answer, headers)
         else:
             self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
@@ -166,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def branch(self, repo_id: str, revision: str) -> dict[str, bytes]:
         branches = self.repository(repo_id).branches
-        revision = "main" if revision == COMMIT else revision
+        revision = "main" if re.fullmatch("[0-9a-f]{40}", revision) else revision
         if revision not in branches:
             raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return branches[revision]
@@ -189,7 +194,7 @@ class Handler(BaseHTTPRequestHandler):
         files = [{"rfilename": name} for name in there.branches["main"]]
         card = there.branches["main"].get("README.md", b"").decode().split("---\n")
         data = yaml.safe_load(card[1]) if len(card) > 2 else None
-        about = {"id": repo_id, "private": there.private, "sha": COMMIT, "tags": [], "cardData": data}
+        about = {"id": repo_id, "private": there.private, "sha": there.head, "tags": [], "cardData": data}
         return about | {"siblings": files}
 
     def make_branch(self, repo_id: str, name: str, body: bytes) -> Any:
@@ -237,6 +242,8 @@ class Handler(BaseHTTPRequestHandler):
             value = item["value"]
             if item["key"] == "header":
                 message = value["summary"]
+                if value.get("parentCommit") not in (None, self.repository(repo_id).head):
+                    raise Refused(412, "A commit has happened since. Please refresh and try again.")
             elif item["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif item["key"] == "lfsFile":
@@ -248,8 +255,8 @@ class Handler(BaseHTTPRequestHandler):
         there = self.repository(repo_id)
         there.branches[revision] = files
         there.commits.append(message)
-        oid = f"{len(there.commits):040x}"
-        return {"commitUrl": f"{self.server.url}/{repo_id}/commit/{oid}", "commitOid": oid, "hookOutput": ""}
+        url = f"{self.server.url}/{repo_id}/commit/{there.head}"
+        return {"commitUrl": url, "commitOid": there.head, "hookOutput": ""}
 
     def check_card(self, body: bytes) -> Any:
         content = json.loads(body)["content"]
@@ -261,6 +268,7 @@ class Handler(BaseHTTPRequestHandler):
         files = self.branch(repo_id, revision)
         if name not in files:
             raise Refused(404, "Entry not found", "EntryNotFound")
+        self.head = self.repository(repo_id).head
         return self.server.content(files[name])
 
     def log_message(self, format: str, *args: Any) -> None:

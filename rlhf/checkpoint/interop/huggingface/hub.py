@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -124,10 +125,15 @@ def _send(
         additions.append(CommitOperationAdd(CARD, card.encode()))
     _send_weights(api, [a for a in additions if a.path_in_repo.endswith(".safetensors")], repo_id, revision)
     gone: list[CommitOperationDelete] = []
+    head = None
     if any(map(_WEIGHTS.fullmatch, files)):
+        # Of two uploads at once the later one refuses, and is tried again: else both models' weights would be there.
+        head = api.repo_info(repo_id, revision=revision).sha
         there = api.list_repo_files(repo_id, revision=revision)
         gone = [CommitOperationDelete(name) for name in there if _WEIGHTS.fullmatch(name) and name not in files]
-    commit = api.create_commit(repo_id, [*additions, *gone], commit_message=message, revision=revision)
+    commit = api.create_commit(
+        repo_id, [*additions, *gone], commit_message=message, revision=revision, parent_commit=head
+    )
     return commit.commit_url
 
 
@@ -172,8 +178,14 @@ def _client(repo_id: str) -> "Iterator[HfApi]":
     huggingface_hub.set_client_factory(_with_deadline)
     if not bars:
         disable_progress_bars()
+    api = huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token, library_name="rlhf")
     try:
-        yield huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token, library_name="rlhf")
+        yield api
+    except (AttributeError, IndexError, KeyError, TypeError, JSONDecodeError, RecursionError) as error:
+        raise UserError(
+            f"{repo_id}: {api.endpoint} gave an answer that is none of the Hub's ({type(error).__name__}). Look at "
+            "HF_ENDPOINT; a proxy or a page to log in to a network may answer in its place."
+        ) from None
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{repo_id}: {_told(_root(error))}. {_remedy(_root(error))}") from None
     finally:
