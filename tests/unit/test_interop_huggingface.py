@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf.checkpoint.interop.huggingface.architecture import architecture_of
 from rlhf.checkpoint.interop.huggingface.layout_huggingface import PICKLE, PICKLE_INDEX
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -104,8 +103,3 @@ def test_the_files_are_those_of_the_library(model, tmp_path):
     folder = saved(model, tmp_path)
     with opened(folder) as source:
         assert equal_bits(whole(source), load_file(folder / "model.safetensors"))
-
-
-def test_a_config_that_is_a_pipe_is_waited_for_by_nobody(tmp_path):
-    os.mkfifo(tmp_path / "config.json")
-    assert architecture_of(tmp_path) is None

@@ -17,7 +17,6 @@ from rlhf.errors import UserError
 from rlhf.models.model_files import FileTensor
 from rlhf.models.skeleton import stand_ins
 from rlhf.models.token_values import value_class
-from rlhf.storage.hf_layout import MODEL_CONFIG
 from rlhf.storage.shards import DTYPE_NAMES
 
 log = logging.getLogger(__name__)
@@ -46,8 +45,6 @@ def architecture_of(model_files: Path, *, value_model: bool = False, tied: bool 
     A value model has one number per token; `tied` overrides the configuration's `tie_word_embeddings`.
     """
     try:
-        if not (model_files / MODEL_CONFIG).is_file():  # opening a pipe would wait for its other end
-            raise OSError(f"no {MODEL_CONFIG}")
         config = AutoConfig.from_pretrained(model_files, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s: nothing is compared with its architecture (%s).", model_files, str(error).split("\n")[0])
