@@ -3,6 +3,8 @@
 What a power cut must not take back is `..._durably`; everything else is for files that a crash makes worthless.
 """
 
+import ctypes
+import errno
 import json
 import os
 import shutil
@@ -20,6 +22,9 @@ from rlhf.storage.reading import fill
 WRITE_BYTES = 512 << 10
 """Bytes of one write. For larger ones the kernel looks for larger pieces of free memory: a GiB in writes of 8 MiB took
 1.3 s of the processor on ext4, in writes of up to 1 MiB 0.2 s."""
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Of Linux: relative to the working directory; each gets the other's name."""
+CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 @dataclass(frozen=True)
@@ -283,6 +288,25 @@ def rename_durably(path: Path, target: Path) -> Path:
     rename(path, target)
     fsync_dir(target.parent)
     return target
+
+
+def exchange(path: Path, other: Path) -> bool:
+    """Give two files or directories on one disk each other's names in one step; False where the system or the file
+    system cannot, and nothing was done."""
+    if (code := _swap(os.fspath(path), os.fspath(other))) in CANNOT_EXCHANGE:
+        return False
+    if code:
+        raise OSError(code, os.strerror(code), str(path), None, str(other))
+    return True
+
+
+def _swap(path: str, other: str) -> int:
+    """The error of Linux' call for it, 0 for none."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return errno.ENOSYS
+    done = call(AT_FDCWD, os.fsencode(path), AT_FDCWD, os.fsencode(other), ctypes.c_uint(RENAME_EXCHANGE))
+    return ctypes.get_errno() if done else 0
 
 
 def link(source: Path, target: Path) -> None:

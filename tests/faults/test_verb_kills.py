@@ -160,6 +160,7 @@ def test_killed_anywhere_it_is_whole_or_not_there(home, name, old, request):
         done, _ = run(home, command, number, after_s, *more)
         killed += done is None
         found = files_below(target) if target.exists() else None
+        assert found is not None or not old, f"an old target is gone after {number or after_s}"
         if found is not None and found != before:
             assert command.whole(found, wanted, target), f"half a target after {number or after_s}"
         again = ["--overwrite"] if found is not None else []

@@ -292,9 +292,9 @@ def exported(root: Path, book: Book) -> None:
             write_file(folder, "config.json", [b'{"number": %d}\n' % number])
             make_dir(folder / "more")
             write_small(folder / "more" / "weights", weights)
-        if number != 2:  # one that is replaced may be gone for a moment
-            book.note("there", f"{name}/config.json")
-            book.note("there", f"{name}/more/weights")
+        # One that is replaced, too: the two exchange their names.
+        book.note("there", f"{name}/config.json")
+        book.note("there", f"{name}/more/weights")
 
 
 def is_json(content: bytes) -> bool:

@@ -26,7 +26,7 @@ EXHAUSTIVE = 64
 @dataclass(eq=False)
 class Change:
     """A change of a directory: a name that `node` gets, and one that it loses; of a rename to another directory one for
-    each of the two, which happen in one piece."""
+    each of the two, of an exchange one for each of the nodes, which happen in one piece."""
 
     node: "Node"
     given: str | None
@@ -118,6 +118,12 @@ class Disk:
                 node = parent.names[name]
                 there, here = self._change(target, node, other, None), self._change(parent, node, None, name)
                 there.other, here.other, here.follows = (parent, here), (target, there), True
+        elif op.kind == "exchange":
+            target, other = self._parent(op.other)
+            assert target is parent, "an exchange between two directories"
+            node, there = parent.names[name], parent.names[other]
+            one, two = self._change(parent, node, other, name), self._change(parent, there, name, other)
+            one.other, two.other, two.follows = (parent, two), (parent, one), True
         else:
             raise AssertionError(op.kind)
         if op.path.startswith(self._safe) and self._safe:

@@ -19,6 +19,7 @@ from types import CodeType
 from typing import Any
 
 import rlhf
+from rlhf.storage import files
 
 HOUSE = str(Path(rlhf.__file__).parent)
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -29,7 +30,8 @@ Site = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Op:
-    """One change: `kind` is create, write, truncate, sync, sync_dir, mkdir, rename, link, unlink or rmdir.
+    """One change: `kind` is create, write, truncate, sync, sync_dir, mkdir, rename, exchange, link, unlink or
+    rmdir.
 
     Paths are relative to the recorded folder. `offset` is where `data` was written, or the size that a file was cut
     to. `sites` are the calls of a sync that are on the stack, the innermost first.
@@ -251,6 +253,22 @@ def _opener(recorder: Recorder) -> Callable[..., Any]:
     return opened
 
 
+def _swapper(recorder: Recorder) -> Callable[[str, str], int]:
+    """What to call instead of the house's function that exchanges two names."""
+    real = files._swap
+
+    def swap(path: str, other: str) -> int:
+        one, two = recorder.below(path), recorder.below(other)
+        assert (one is None) == (two is None), f"{path} and {other}: across the recorded folder's border"
+        with recorder.one_call():
+            code = real(path, other)
+            if one is not None and two is not None and code == 0:
+                recorder.add("exchange", one, two)
+            return code
+
+    return swap
+
+
 _listening: list[Recorder] = []
 _OF_TWO = {"os.rename", "os.link", "os.symlink"}
 _EVENTS = {"open", "os.mkdir", "os.rename", "os.link", "os.symlink", "os.remove", "os.rmdir", "os.truncate"}
@@ -272,10 +290,11 @@ def recording(root: Path) -> Iterator[Recorder]:
         sys.addaudithook(_hook)  # for good: Python knows no way to take one back
         _hooked.append(True)
     recorder = Recorder(root.resolve())
-    kept = {name: getattr(os, name) for name in REPLACED}, io.open
+    kept = {name: getattr(os, name) for name in REPLACED}, io.open, files._swap
     for name, function in _replacements(recorder).items():
         setattr(os, name, function)
     io.open = builtins.open = _opener(recorder)  # type: ignore[assignment]
+    files._swap = _swapper(recorder)
     _listening.append(recorder)
     try:
         yield recorder
@@ -283,4 +302,5 @@ def recording(root: Path) -> Iterator[Recorder]:
         _listening.remove(recorder)
         for name, function in kept[0].items():
             setattr(os, name, function)
-        io.open = builtins.open = kept[1]
+        io.open, files._swap = kept[1:]
+        builtins.open = io.open

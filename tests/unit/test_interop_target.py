@@ -11,6 +11,7 @@ from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.interop import target as target_module
 from rlhf.checkpoint.interop.target import output_folder, prove
 from rlhf.errors import UserError
+from rlhf.storage import files
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import write_file, write_small
 from tests.support.checkpoints import flip_bit
@@ -67,6 +68,21 @@ def test_a_target_that_is_there(tmp_path):
         write_small(folder / "b", b"2")
         assert names(target) == ["a"]
     assert names(target) == ["b"]
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_one_that_is_replaced_is_there_all_the_time_where_names_can_be_exchanged(tmp_path, monkeypatch, can):
+    if not can:
+        monkeypatch.setattr(files, "_swap", lambda path, other: errno.EINVAL)
+    seen = []
+    monkeypatch.setattr(target_module, "announce", lambda event: seen.append((event, names(tmp_path))))
+    for content in (b"1", b"2"):
+        with output_folder(tmp_path / "out", overwrite=True) as folder:
+            write_small(folder / "a", content)
+    there = [("out" in found) for event, found in seen if event == "target.replaced"]
+    assert there == [can]
+    assert (tmp_path / "out" / "a").read_bytes() == b"2"
     assert names(tmp_path) == ["out"]
 
 

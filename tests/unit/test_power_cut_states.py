@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.storage.files import append_durably, link, remove_dir, replace_durably, truncate, write_file, write_range
+from rlhf.storage.files import (
+    append_durably,
+    exchange,
+    link,
+    make_dir,
+    remove_dir,
+    replace_durably,
+    truncate,
+    write_file,
+    write_range,
+)
 from tests.support.power_cut_states import BLOCK, Disk, Link, Shelf, Tree, states
 from tests.support.recorded_files import Op, recording
 
@@ -38,6 +48,9 @@ def work(root: Path) -> None:
     with (root / "text").open("w") as text:
         text.write("one line\n")
     (root / "a").rename(root / "moved")
+    make_dir(root / "one")
+    write_file(root, "two/file", [b"2"])
+    assert exchange(root / "one", root / "two")
 
 
 def test_a_record_leads_to_what_is_there(tmp_path):
@@ -98,6 +111,14 @@ def test_a_rename_happens_in_one_piece_and_takes_its_target_with_it():
     fresh = (Op("create", "n"), Op("write", "n", data=b"new"), Op("sync", "n"), Op("rename", "n", "t"))
     seen = {(tree.get("t"), tree.get("n")) for tree in all_states(disk_after(*old, *fresh))}
     assert seen == {(b"old", None), (b"old", b"new"), (b"new", None)}
+
+
+def test_an_exchange_happens_in_one_piece():
+    base = (Op("mkdir", "a"), Op("create", "a/1"), Op("sync_dir", "a"), Op("mkdir", "b"), Op("sync_dir", ""))
+    seen = {frozenset(tree) for tree in all_states(disk_after(*base, Op("exchange", "a", "b")))}
+    assert seen == {frozenset({"a", "b", "a/1"}), frozenset({"a", "b", "b/1"})}
+    synced = all_states(disk_after(*base, Op("exchange", "a", "b"), Op("sync_dir", "")))
+    assert {frozenset(tree) for tree in synced} == {frozenset({"a", "b", "b/1"})}
 
 
 def test_a_rename_to_another_directory_happens_in_both():

@@ -12,6 +12,7 @@ from rlhf.events import announce
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import (
     WrittenFile,
+    exchange,
     fsync_dir,
     fsync_files,
     fsync_tree,
@@ -26,9 +27,10 @@ from rlhf.storage.reading import CheckedFiles
 from rlhf.storage.scratch import lock_folder
 
 INCOMPLETE = ".incomplete-"
-"""Begins the name of a folder that is being written, or was when its writer was killed."""
+"""Begins the name of a folder that is being written, or was when its writer was killed; and of one that has lost its
+place to it and is being removed."""
 REPLACED = ".replaced-"
-"""Begins the name of a folder that has lost its place to a new one and is being removed."""
+"""Begins the name of one that has lost its place, where two folders cannot exchange their names in one step."""
 
 
 @contextmanager
@@ -164,9 +166,13 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
     announce("target.synced")
     replaced = None
     if overwrite and target.is_dir():
-        replaced = rename(target, target.parent / fresh_name(REPLACED, target.name))
+        if exchange(folder, target):
+            replaced = folder
+        else:  # there is a moment without a target
+            replaced = rename(target, target.parent / fresh_name(REPLACED, target.name))
         announce("target.replaced")
-    rename(folder, target)
+    if replaced != folder:
+        rename(folder, target)
     fsync_dir(target.parent)
     announce("target.published")
     if replaced is not None:
