@@ -131,7 +131,7 @@ def combinations(overrides: Sequence[str]) -> list[Combination]:
 
 def _alternatives(text: str) -> list[str]:
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = OverridesParser.create().parse_override(_with_homes(text))
         if not override.is_sweep_override():
             return [text]
         if not override.is_discrete_sweep() or isinstance(override.value(), Glob):
@@ -141,9 +141,16 @@ def _alternatives(text: str) -> list[str]:
         return [text]  # told when it is composed
 
 
+def _with_homes(text: str) -> str:
+    """`text` with paths that begin with `~`, which no shell expands behind a `=`, quoted for Hydra's grammar."""
+    if text.startswith("~") or '"' in text or "'" in text:
+        return text
+    return re.sub(r"(?<=[=\[,:])(~(?:/[^,\]}\s]*)?)(?=[,\]}]|$)", r'"\1"', text)
+
+
 def _parse_override(text: str) -> Override:
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = OverridesParser.create().parse_override(_with_homes(text))
     except HydraException as error:
         if "=" not in text:
             found = text if setting_of(text) else nearest_setting(text)

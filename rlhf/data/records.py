@@ -37,6 +37,8 @@ class Source:
     @property
     def label(self) -> str:
         """The `data_source` of rows that do not say it themselves."""
+        if self.path is not None and (file := self.path.resolve()).suffix == self.path.suffix:
+            return file.stem  # by whatever link it is reached; files in the Hub's cache have their names in the links
         return self.path.stem if self.path else self.spec.partition("@")[0].partition(":")[0]
 
     @cached_property

@@ -113,6 +113,8 @@ def test_values_of_many_shapes():
         "data.reasoning_gym.config.max_digits=1",
         "data.train_files=[a.jsonl,'b c.parquet']",
         "data.val_files=openai/gsm8k:main@test",
+        "model.path=~/models/a=b",
+        "reward.writable=[~/x,~]",
         "+trainer.total_training_steps=null",
         "trainer.experiment_name=seed_${trainer.seed}",
     )
@@ -121,6 +123,7 @@ def test_values_of_many_shapes():
     assert config.data.reasoning_gym.config["max_digits"] == 1
     assert config.data.train_files == ["a.jsonl", "b c.parquet"]
     assert config.data.val_files == "openai/gsm8k:main@test"
+    assert (config.model.path, config.reward.writable) == ("~/models/a=b", ["~/x", "~"])
     assert config.trainer.total_training_steps is None
     assert config.trainer.experiment_name == "seed_1"
 

@@ -321,6 +321,10 @@ REFUSED: list[tuple[dict, str]] = [
     ),
     ({"critic__path": ""}, "critic.path='': set a folder in Hugging Face format or a Hub name."),
     ({"data__cache_dir": ""}, "data.cache_dir='': name a folder"),
+    (
+        {"data__apply_chat_template_kwargs": {"tokenize": False, "enable_thinking": False}},
+        "data.apply_chat_template_kwargs.tokenize cannot be set: the trainer decides it. Remove it.",
+    ),
     ({"data__train_files": []}, "data.train_files=[]: set a file, a glob or a Hub name"),
     ({"data__val_files": 3}, "data.val_files=3: set a file, a glob or a Hub name"),
     ({"model__path": ""}, "model.path='': set a folder in Hugging Face format or a Hub name."),

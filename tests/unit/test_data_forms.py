@@ -134,6 +134,17 @@ def test_a_system_prompt_is_for_rows_without_one(tmp_path, tokenizer):
     assert prompts.fingerprint != build(path, tokenizer).fingerprint
 
 
+def test_a_link_leads_to_the_same_prompts(tmp_path, tokenizer):
+    path = write(tmp_path / "rows.jsonl")
+    (tmp_path / "link.jsonl").symlink_to(path)
+    (tmp_path / "blob").write_bytes(path.read_bytes())
+    (tmp_path / "named.jsonl").symlink_to(tmp_path / "blob")
+    prompts = build(tmp_path / "link.jsonl", tokenizer)
+    assert prompts[0].data_source == "rows"
+    assert prompts.fingerprint == build(path, tokenizer).fingerprint
+    assert build(tmp_path / "named.jsonl", tokenizer)[0].data_source == "named"
+
+
 def test_variables_reach_the_template(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl")
     assert text_of(build(path, tokenizer)[0]) == "u:1 + 1;>"
