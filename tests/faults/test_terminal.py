@@ -100,7 +100,9 @@ def assert_in_order(terminal: Terminal) -> None:
     assert not glued, glued
 
 
-@pytest.mark.parametrize("columns", [60, 80, 200])
+@pytest.mark.parametrize(
+    "columns", [pytest.param(60, marks=pytest.mark.slow), 80, pytest.param(200, marks=pytest.mark.slow)]
+)
 def test_a_crash_and_ctrl_c_twice_leave_lines_whole(config, start, columns):
     terminal = start(
         columns,

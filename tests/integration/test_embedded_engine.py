@@ -23,6 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from rlhf import events
 from rlhf.config.rollout import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.rollout import EmbeddedEngine, Request, Sample, SamplingParams, build_embedded_engine, check_lengths, decoding
@@ -151,6 +152,17 @@ def test_requests_that_are_sampled_otherwise_share_no_batch(tokenizer: PreTraine
     assert answers[::2] == engine.generate(mixed[::2], seed=3, step=4)
     assert answers[1::2] == engine.generate(mixed[1::2], seed=3, step=4)
     assert [[sample.sample for sample in samples] for samples in answers] == [[0, 1, 2], [0]] * 4
+
+
+def test_finished_samples_are_counted(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(events, "_followers", [lambda *report: told.append(report)])
+    engine = EmbeddedEngine(make_model(FAMILIES["llama"]), tokenizer, 6)
+    requests = [replace(request, params=SamplingParams(n=3, max_tokens=12)) for request in prompts(4)]
+    samples = sampled(engine, requests, requests[0].params, seed=3, step=4)
+    assert told[-1] == (events.GENERATING, 12, 12)
+    assert len(told) <= len({len(sample.token_ids) for sample in samples}) * 2, "told of samples, not of tokens"
+    assert [done for _, done, _ in told] == sorted({done for _, done, _ in told})
 
 
 @pytest.mark.parametrize(("family", "max_tokens"), [("llama", 100), ("gemma3_window_5", 30)])

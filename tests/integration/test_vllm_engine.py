@@ -19,6 +19,7 @@ import torch._dynamo
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf import events
 from rlhf.backends import build_backend
 from rlhf.config import BackendConfig, OptimConfig
 from rlhf.config.rollout import EngineKwargsConfig, RolloutConfig
@@ -185,6 +186,15 @@ def test_samples_are_a_function_of_their_coordinates(pair: Pair):
         assert [s.token_ids for s in pair.sampled(RANDOM, **changed)] != [s.token_ids for s in first]
     renamed = [replace(r, uid=r.uid + 50) for r in pair.requests]
     assert [s.token_ids for s in sampled(pair.vllm, renamed, RANDOM, seed=1, step=2)] != list(tokens.values())
+
+
+def test_finished_samples_are_counted(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    told: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(events, "_followers", [lambda *report: told.append(report)])
+    sampled(pair.vllm, pair.requests, RANDOM, seed=1, step=2)
+    total = 3 * len(pair.requests)
+    assert told[-1] == (events.GENERATING, total, total)
+    assert [done for _, done, _ in told] == sorted({done for _, done, _ in told})
 
 
 def test_nothing_of_earlier_calls_matters_to_the_bit(pair: Pair):

@@ -234,7 +234,8 @@ class _Reporting(tqdm):
 
     def update(self, n: float | None = 1) -> bool | None:
         shown = super().update(n)
-        report(GENERATING, int(self.n), int(self.total or 0))
+        if self.iterable is None:  # else it is vLLM's walk over the prompts
+            report(GENERATING, int(self.n), int(self.total or 0))
         return shown
 
 
