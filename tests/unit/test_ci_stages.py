@@ -4,6 +4,8 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -22,11 +24,13 @@ patience_s=1
 """
 
 
-def start(folder: Path, stages: str) -> "subprocess.Popen[str]":
+@contextmanager
+def started(folder: Path, stages: str) -> "Iterator[subprocess.Popen[str]]":
+    """The script, which ends with the block at the latest. Who started this in the background has Ctrl-C ignored."""
     (folder / "script").write_text(HEAD + stages + "run_stages\n")
     (folder / "tmp").mkdir()
-    return subprocess.Popen(
-        ["bash", "script"],
+    script = subprocess.Popen(
+        ["env", "--default-signal=INT", "bash", "script"],
         cwd=folder,
         env=os.environ | {"TMPDIR": str(folder / "tmp")},
         stdout=subprocess.PIPE,
@@ -34,6 +38,11 @@ def start(folder: Path, stages: str) -> "subprocess.Popen[str]":
         text=True,
         start_new_session=True,
     )
+    try:
+        yield script
+    finally:
+        script.terminate()
+        script.communicate(timeout=DEADLINE_S)
 
 
 def finish(script: "subprocess.Popen[str]", folder: Path) -> str:
@@ -59,8 +68,8 @@ def test_what_fails_is_named_and_what_needs_it_does_not_run(tmp_path):
     stage "killed" 1 "" "kill it" bash -c 'kill -KILL $$'
     stage "quoted" 1 "a b" "x" printf '%s\n' "it's \$HOME"
     """
-    script = start(tmp_path, stages)
-    output = finish(script, tmp_path)
+    with started(tmp_path, stages) as script:
+        output = finish(script, tmp_path)
     assert script.returncode == 1
     assert "Stage fails failed with exit code 1. By itself: make fails\n" in output
     assert "Stage killed failed with exit code 137. By itself: kill it\n" in output
@@ -81,8 +90,8 @@ def test_stages_share_the_places_and_each_speaks_in_one_piece(tmp_path):
     stage "y" 1 "" "alone" bash -c 'nice; {talk.format("y", "x")}'
     stage "large" 2 "" "alone" bash -c 'ls x3 y3'
     """
-    script = start(tmp_path, stages)
-    output = finish(script, tmp_path)
+    with started(tmp_path, stages) as script:
+        output = finish(script, tmp_path)
     assert script.returncode == 0
     low = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
     assert f"=== x\n{os.getpriority(os.PRIO_PROCESS, 0)}\nx1\nx2\nx3\n=== x: exit code 0" in output
@@ -111,12 +120,12 @@ except KeyboardInterrupt:
     stage "tidy" 1 "" "alone" tidy
     stage "deaf" 1 "" "alone" deaf
     """
-    script = start(tmp_path, stages)
     pids = [tmp_path / f"{name}.pid" for name in ("tidy", "deaf", "gone")]
-    eventually(lambda: all(path.exists() and path.read_text().strip() for path in pids), DEADLINE_S)
-    assert all(runs(int(path.read_text())) for path in pids)
-    os.kill(script.pid, number)
-    output = finish(script, tmp_path)
+    with started(tmp_path, stages) as script:
+        eventually(lambda: all(path.exists() and path.read_text().strip() for path in pids), DEADLINE_S)
+        assert all(runs(int(path.read_text())) for path in pids)
+        os.kill(script.pid, number)
+        output = finish(script, tmp_path)
     assert script.returncode == 128 + number
     assert "=== tidy\ntidy speaks\nasked to end\n=== tidy: still running after" in output
     assert f"CI failed with exit code {128 + number} after" in output
