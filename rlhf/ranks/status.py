@@ -19,7 +19,8 @@ STACKS_SIGNAL = signal.SIGUSR2
 SAVE_BEGINS, SAVE_ENDS = "commit.before", "commit.after"
 """A save that runs behind the loop, in a thread of its own: what that thread announces first and last."""
 SCORED = "reward.scored"
-"""A sample is scored, which a thread announces that the loop waits for."""
+WAITS_FOR_SCORE = "reward.wait"
+"""A sample is scored, or waited for with a deadline; announced by a thread that the loop waits for."""
 
 _PAGE = 4096
 # Of an event that comes again and again one in this time is enough to see that the rank moves.
@@ -81,8 +82,8 @@ class StatusWriter:
         """Note that `event` happens now, in `step` (None before the first one is known).
 
         Of other threads than the loop's only two kinds count. One that announces a save, from SAVE_BEGINS to SAVE_ENDS;
-        its steps do not, because the loop goes on meanwhile. And one that announces SCORED: it shows that the loop's
-        phase moves.
+        its steps do not, because the loop goes on meanwhile. And one that announces SCORED or WAITS_FOR_SCORE: it shows
+        that the loop's phase moves.
         """
         thread, now = threading.get_ident(), time.time()
         with self._lock:
@@ -93,7 +94,7 @@ class StatusWriter:
             elif event == SAVE_BEGINS or (self._status.save and self._status.save.thread == thread):
                 save = None if event == SAVE_ENDS else SaveStatus(event, now, thread)
                 self._status = replace(self._status, save=save)
-            elif event == SCORED and now - self._status.time >= _REPEAT_S:
+            elif event in (SCORED, WAITS_FOR_SCORE) and now - self._status.time >= _REPEAT_S:
                 self._status = replace(self._status, time=now)
             else:
                 return

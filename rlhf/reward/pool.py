@@ -3,7 +3,7 @@
 import logging
 import queue
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from rlhf.config.reward import RewardConfig
@@ -11,8 +11,11 @@ from rlhf.events import announce
 from rlhf.reward.failures import FailurePolicy
 from rlhf.reward.scores import RewardError, RewardItem, Score
 from rlhf.reward.scoring_handle import ProcessDiedError, ScoringProcess, failure
+from rlhf.reward.sending import Sending
 
 log = logging.getLogger(__name__)
+SAY_SO_S = 20.0
+"""Seconds after which it is announced that a sample is waited for."""
 
 
 class ProcessPool:
@@ -39,16 +42,28 @@ class ProcessPool:
         """
         if not items:
             return []
+        scores: list[Score] = []
+        parts = self._threads.submit(self._sending).result().divided(items, len(self._processes))
+        futures = [self._threads.submit(self._score_together, part) for part in parts]
+        try:
+            for future in futures:
+                # No hang: every question has a deadline of its own, which may be longer than the watchdog's.
+                while not wait([future], SAY_SO_S).done:
+                    announce("reward.wait")
+                scores += future.result()
+                for _ in future.result():
+                    announce("reward.scored")
+        finally:
+            for future in futures:
+                future.cancel()
+        return scores
+
+    def _sending(self) -> Sending:
         process = self._idle.get()
         try:
-            sending = process.start()
+            return process.start()
         finally:
             self._idle.put(process)
-        scores: list[Score] = []
-        for part in self._threads.map(self._score_together, sending.divided(items, len(self._processes))):
-            scores += part
-            announce("reward.scored")
-        return scores
 
     def _score_together(self, items: Sequence[RewardItem]) -> list[Score]:
         process = self._idle.get()

@@ -243,6 +243,15 @@ def test_a_batch_that_hangs_or_fails_takes_its_prompts_samples_with_it(scored):
         scored("trl.py:hangs", of_prompt(2, "more"))
 
 
+def test_a_long_wait_is_announced_and_samples_are_counted_one_by_one(scored, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr("rlhf.events._listeners", [told.append])
+    monkeypatch.setattr("rlhf.reward.pool.SAY_SO_S", 0.1)
+    scored("trl.py:hangs", of_prompt(0, "hang", "b", "c"), timeout_s=0.2)
+    assert told.count("reward.wait") >= 3
+    assert [event for event in told if event != "reward.wait"] == ["reward.scored"] * 3
+
+
 def test_prompt_chat_and_columns_arrive_by_name(scored):
     items = [*of_prompt(0, "a", prompt="Why?", level=2, hint="h"), *of_prompt(1, "b", prompt="How?", level=3)]
     first, second = scored("ours.py:plain", items, kwargs={"scale": 10})

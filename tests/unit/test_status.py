@@ -65,9 +65,10 @@ def test_samples_that_another_thread_scores_show_that_the_loop_moves(tmp_path):
         time.sleep(0.15)
         writer.event(3, event)
 
-    for event, moves in (("reward.other", False), (SCORED, True)):
+    for event, moves in (("reward.other", False), (SCORED, True), ("reward.wait", True)):
         thread = threading.Thread(target=score, args=[event])
         thread.start()
         thread.join()
         after = read_statuses(tmp_path)[0]
         assert (after.event, after.time > before.time) == ("rollout.after", moves)
+        before = after
