@@ -66,7 +66,7 @@ def resolve_path(source: ModelSource, weights: bool = True) -> Path:
 
     try:
         wanted = [*HUB_PATTERNS, HUB_WEIGHTS] if weights else HUB_PATTERNS
-        return Path(snapshot_download(source.path, revision=source.revision, allow_patterns=wanted, etag_timeout=10))
+        folder = Path(snapshot_download(source.path, revision=source.revision, allow_patterns=wanted, etag_timeout=10))
     except HFValidationError:
         raise UserError(f"{source} is neither a folder nor a Hub name of the form org/name.") from None
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
@@ -80,6 +80,13 @@ def resolve_path(source: ModelSource, weights: bool = True) -> Path:
             f"{source} is no local folder, and the Hub can't be reached ({type(error).__name__}). Give a local folder, "
             "or download it on a machine with network access and set HF_HOME."
         ) from None
+    if weights and not any(folder.glob(HUB_WEIGHTS)):
+        raise UserError(
+            f"{source}: there are no weights in safetensors on the Hub, and pickled ones can run code and are not "
+            f"fetched. `hf download {source.path} --local-dir DIR` fetches all of it; with {source.setting}=DIR the "
+            "start says how they are converted."
+        )
+    return folder
 
 
 def load_tokenizer(source: ModelSource, folder: Path) -> PreTrainedTokenizerBase:

@@ -28,6 +28,22 @@ def config() -> Config:
     return c
 
 
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_hub_model_without_safetensors_has_a_remedy(tmp_path, monkeypatch, weights):
+    cached = tmp_path / "models--org--name"
+    for file in ("refs/main", "snapshots/abc/config.json", "snapshots/abc/pytorch_model.bin"):
+        (cached / file).parent.mkdir(parents=True, exist_ok=True)
+        (cached / file).write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    source = ModelSource("model.path", "org/name")
+    if not weights:
+        assert resolve_path(source, weights=False) == cached / "snapshots" / "abc"
+        return
+    with pytest.raises(UserError, match=r"^model\.path=org/name: there are no weights in safetensors on the Hub, and"):
+        resolve_path(source)
+
+
 def test_sources_of_the_three_models():
     c = config()
     policy = ModelSource("model.path", "org/policy", "v1", True, "eager", "chat.jinja")
