@@ -99,9 +99,9 @@ def _train(c: Components) -> None:
             c.reference.maybe_update(c.actor.backend, step)
         announce("update.after")
 
+        timings = c.clock.take()
         seconds = time.monotonic() - started
         driver.finish_step(collected.tokens.total, c.samples_per_step, seconds, collected.epochs)
-        timings = c.clock.take()
         if c.guards.refused is None:  # else the updates were cut short
             metrics |= c.utilization.metrics(collected.tokens, timings)
         metrics |= (
