@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from rlhf.errors import EXIT_DONE
+from rlhf.storage.layout import RUN_LOG
 from tests.support.compare_runs import differences
 from tests.support.interrupter import at
 from tests.support.launching import DEADLINE_S, small, train
@@ -24,7 +25,19 @@ def test_a_crash_under_torchrun_is_restarted_and_changes_nothing(tmp_path, sums,
     assert end.code == EXIT_DONE, end.output
     assert marker.exists()
     assert "asked for at update.before number 5" in end.output
-    assert differences(expected, tmp_path / "rlhf" / "torchrun") == []
+    run_dir = tmp_path / "rlhf" / "torchrun"
+    assert differences(expected, run_dir) == []
+    log = (run_dir / RUN_LOG).read_text()
+    assert log.count("\n  run      ") == 2, "the banner of each attempt"
+    for text in (
+        "(resumed at step 3)",
+        "loading the weights",
+        "step 7/7",
+        "asked for at update.before number 5",
+        "Done.",
+    ):
+        assert text in log
+    assert "generating" not in log.split("step 7/7")[1]
 
 
 AGENT = """
