@@ -123,8 +123,10 @@ stop_all() {
 
 finish() {
   local code=$? name
-  trap '' INT TERM HUP
-  stop_all
+  # Whoever reads along may be gone, as after Ctrl-C with `| tee log`; that must keep nothing from being ended.
+  set +e
+  trap '' INT TERM HUP PIPE
+  stop_all 2>/dev/null
   for name in "${running[@]}"; do
     show "$name"
     echo "=== $name: still running after $((SECONDS - began[$name])) s"
@@ -141,3 +143,4 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 trap 'exit 129' HUP
+trap 'exit 141' PIPE

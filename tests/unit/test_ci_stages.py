@@ -100,11 +100,10 @@ def test_stages_share_the_places_and_each_speaks_in_one_piece(tmp_path):
     assert "CI passed in" in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_whatever_ends_it_nothing_is_left_behind(tmp_path, number):
-    """Not of a stage that ends when it is asked, nor of one that is deaf, nor what has left a stage's group."""
-    stages = """
-    tidy() { echo "tidy speaks"; exec python3 -c '
+STAYING = """
+tidy() {
+  echo "tidy speaks"
+  exec python3 -c '
 import os, time
 try:
     open("tidy.pid", "w").write(str(os.getpid()))
@@ -112,20 +111,41 @@ try:
 except KeyboardInterrupt:
     print("asked to end")
 '
-    }
-    deaf() {
-      setsid bash -c 'echo $$ >gone.pid; exec sleep 300' &
-      exec bash -c 'trap "" INT TERM; echo $BASHPID >deaf.pid; while true; do sleep 300; done'
-    }
-    stage "tidy" 1 "" "alone" tidy
-    stage "deaf" 1 "" "alone" deaf
-    """
-    pids = [tmp_path / f"{name}.pid" for name in ("tidy", "deaf", "gone")]
-    with started(tmp_path, stages) as script:
+}
+deaf() {
+  setsid bash -c 'echo $$ >gone.pid; exec sleep 300' &
+  exec bash -c 'trap "" INT TERM; echo $BASHPID >deaf.pid; while true; do sleep 300; done'
+}
+stage "tidy" 1 "" "alone" tidy
+stage "deaf" 1 "" "alone" deaf
+"""
+
+
+@contextmanager
+def staying(folder: Path) -> "Iterator[subprocess.Popen[str]]":
+    """A stage that ends when it is asked, one that is deaf, and a process that has left its group; all of them run."""
+    pids = [folder / f"{name}.pid" for name in ("tidy", "deaf", "gone")]
+    with started(folder, STAYING) as script:
         eventually(lambda: all(path.exists() and path.read_text().strip() for path in pids), DEADLINE_S)
         assert all(runs(int(path.read_text())) for path in pids)
+        yield script
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_whatever_ends_it_nothing_is_left_behind(tmp_path, number):
+    with staying(tmp_path) as script:
         os.kill(script.pid, number)
         output = finish(script, tmp_path)
     assert script.returncode == 128 + number
     assert "=== tidy\ntidy speaks\nasked to end\n=== tidy: still running after" in output
     assert f"CI failed with exit code {128 + number} after" in output
+
+
+def test_nothing_is_left_behind_when_nobody_reads_any_more(tmp_path):
+    """As after Ctrl-C with `| tee log`."""
+    with staying(tmp_path) as script:
+        script.stdout.close()
+        script.stdout = None
+        os.kill(script.pid, signal.SIGINT)
+        finish(script, tmp_path)
+    assert script.returncode == 128 + signal.SIGINT
