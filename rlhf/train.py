@@ -101,13 +101,16 @@ def check_inputs(config: Config) -> None:
     from rlhf.data import check_sources
     from rlhf.models.folder_check import check_folder, check_template
     from rlhf.reward import check_reward
+    from rlhf.storage.layout import scan
     from rlhf.tracking import check_trackers
 
+    # A run that goes on from a checkpoint, such as an imported one, has its weights there.
+    begins = config.trainer.resume_mode != "resume_path" and not scan(config.run_dir) and not config.checkpoint.remote
     if on_one_machine():  # elsewhere the ranks find out who sees what
-        check_folder("model.path", config.model.path)
+        check_folder("model.path", config.model.path, weights=begins)
         check_template(config.model.path, config.model.chat_template)
         if config.critic.path is not None:
-            check_folder("critic.path", config.critic.path, tokenizer=False)
+            check_folder("critic.path", config.critic.path, tokenizer=False, weights=begins)
         if config.reward_model.path is not None:
             check_folder("reward_model.path", config.reward_model.path)
     check_reward(config.reward, config.reward_model)

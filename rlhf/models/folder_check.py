@@ -11,8 +11,8 @@ TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken
 INDEX = "model.safetensors.index.json"
 
 
-def check_folder(setting: str, name: str, *, tokenizer: bool = True) -> None:
-    """Raise UserError when the folder lacks weights in safetensors, parts of them, or a `tokenizer` that is needed.
+def check_folder(setting: str, name: str, *, tokenizer: bool = True, weights: bool = True) -> None:
+    """Raise UserError when the folder lacks `weights` in safetensors, parts of them, or a `tokenizer`, if needed.
 
     A Hub name passes.
     """
@@ -20,7 +20,7 @@ def check_folder(setting: str, name: str, *, tokenizer: bool = True) -> None:
     if not folder.is_dir():
         return
     said = f"{setting}={name}"
-    missing = list(_missing(folder))
+    missing = list(_missing(folder)) if weights else []
     if missing and (pickles := sorted(folder.glob("pytorch_model*.bin"))):
         names = f"{shlex.quote(name)} {shlex.quote(name.rstrip('/') + '-safetensors')}"
         raise UserError(

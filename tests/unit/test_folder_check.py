@@ -42,6 +42,7 @@ def test_what_a_folder_lacks_is_named(folder):
     )
     said = refused(lambda: check_folder("critic.path", str(folder), tokenizer=False))
     assert said == f"critic.path={folder}: the folder has no weights (*.safetensors). Complete it, or name another."
+    check_folder("critic.path", str(folder), tokenizer=False, weights=False)
 
 
 def test_a_part_that_the_index_names_is_missed(folder):
