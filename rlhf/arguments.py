@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,7 +40,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _unknown(argv: list[str]) -> Iterator[str]:
     """What is wrong with each argument that looks like an option and is none."""
-    words = iter(zip(argv, [*argv[1:], ""], strict=True))
+    words = iter(zip_longest(argv, argv[1:], fillvalue=""))
     for word, following in words:
         option, equals, value = word.partition("=")
         if option in WITH_VALUE and not equals:

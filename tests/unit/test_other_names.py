@@ -120,3 +120,8 @@ def test_options_and_overrides_in_any_order():
         True,
         "x",
     )
+
+
+def test_no_argument_at_all_is_the_default_job():
+    """As the README's first command has none."""
+    assert parse([]).overrides == []
