@@ -134,13 +134,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def read(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            length = int(self.headers.get("Content-Length", 0))
+            if len(body := self.rfile.read(length)) < length:  # the client is gone
+                raise Cut
+            return body
         body = b""
-        while size := int(self.rfile.readline(), 16):
+        while size := int(self.rfile.readline() or self.cut(), 16):
             body += self.rfile.read(size)
             self.rfile.readline()
         self.rfile.readline()
         return body
+
+    def cut(self) -> bytes:
+        raise Cut
 
     def send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
