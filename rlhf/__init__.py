@@ -1,3 +1,15 @@
 """An RLHF trainer with fault tolerance built in. Start at `rlhf/loop.py`; CONTRIBUTING.md has the map of the house."""
 
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """What users take from here, imported when they do: `train`, `UserError`, `RunEnded`."""
+    if name == "train":
+        return importlib.import_module("rlhf.train")
+    if name in ("RunEnded", "UserError"):
+        return getattr(importlib.import_module("rlhf.errors"), name)
+    raise AttributeError(f"module 'rlhf' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 EXIT_DONE = 0
 EXIT_CRASHED = 1
@@ -18,6 +19,19 @@ class UserError(Exception):
     The message names the setting, its value and the remedy. It ends the run with `EXIT_USER_ERROR`; it is never
     retried.
     """
+
+
+class RunEnded(Exception):
+    """A run that was started from Python ended before its time; what happened was logged.
+
+    `exit_code` is the command's: `EXIT_REQUEUE` if it was asked to stop, and the same call goes on; `EXIT_CRASHED` or
+    `EXIT_USER_ERROR` if something has to be mended first.
+    """
+
+    def __init__(self, exit_code: int, run_dir: Path) -> None:
+        goes_on = "The same call goes on from its newest checkpoint." if exit_code == EXIT_REQUEUE else "See its log."
+        super().__init__(f"The run in {run_dir} ended with exit code {exit_code}. {goes_on}")
+        self.exit_code = exit_code
 
 
 class Preempted(Exception):

@@ -1,4 +1,4 @@
-"""Command line of the trainer, python -m rlhf.train: composes the configuration, checks it, starts the supervisor.
+"""Command line of the trainer, python -m rlhf.train: its options, and a run by `rlhf.api`.
 
 Nothing heavy is imported before the configuration is known to be right.
 """
@@ -15,18 +15,18 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
+from types import ModuleType
+from typing import Any
 
+from rlhf.api import start, train, validated
 from rlhf.arguments import parse
 from rlhf.completion import answer
-from rlhf.compose import compose_config, composition
-from rlhf.config import Config
+from rlhf.compose import composition
 from rlhf.config.library import Library
-from rlhf.config.validate import on_one_machine, validate
+from rlhf.config.validate import validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.info import info_page, version_line
-from rlhf.launch.banner import banner
 from rlhf.printable import printable_output
 from rlhf.ranks.open_files import raise_open_files
 
@@ -49,14 +49,12 @@ def _run(argv: list[str]) -> int:
         return EXIT_DONE
     if arguments.cfg:
         return _print_config(arguments.overrides, library)
-    start = partial(_start, library=library, overrides=arguments.overrides)
+    begin = partial(start, recipes=library.recipes(arguments.overrides))
     if arguments.multirun:
         from rlhf.sweep import plan, run_all
 
-        return run_all(plan(arguments.overrides, library), start)
-    config = compose_config(arguments.overrides, library)
-    validate(config)
-    return start(config)
+        return run_all(plan(arguments.overrides, library), begin)
+    return begin(validated(arguments.overrides, library))
 
 
 def _asked(arguments: argparse.Namespace, library: Library) -> str | None:
@@ -81,41 +79,14 @@ def _print_config(overrides: list[str], library: Library) -> int:
     return EXIT_DONE
 
 
-def _start(config: Config, library: Library, overrides: Sequence[str]) -> int:
-    recipes = library.recipes(overrides)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        told = banner(config, recipes) if os.environ["RANK"] == "0" else ""
-        if told:
-            sys.stderr.write(f"{printable_output(told)}\n")
-        check_inputs(config)
-        from rlhf.worker import main_under_torchrun
+class _Callable(ModuleType):
+    """This module, as `rlhf.train(...)`: importing it hides a function of that name in the package."""
 
-        return main_under_torchrun(config, told)
-    from rlhf.launch.supervisor import supervise
-
-    return supervise(config, lambda: check_inputs(config), banner(config, recipes))
+    def __call__(self, *overrides: Any, **options: Any) -> dict[str, Any]:
+        return train(*overrides, **options)
 
 
-def check_inputs(config: Config) -> None:
-    """Checks that may import heavy libraries, for after everything that a typo can break; raises UserError."""
-    from rlhf.data import check_sources
-    from rlhf.models.folder_check import check_folder, check_template
-    from rlhf.reward import check_reward
-    from rlhf.storage.layout import scan
-    from rlhf.tracking import check_trackers
-
-    # A run that goes on from a checkpoint, such as an imported one, has its weights there.
-    begins = config.trainer.resume_mode != "resume_path" and not scan(config.run_dir) and not config.checkpoint.remote
-    if on_one_machine():  # elsewhere the ranks find out who sees what
-        check_folder("model.path", config.model.path, weights=begins)
-        check_template(config.model.path, config.model.chat_template)
-        if config.critic.path is not None:
-            check_folder("critic.path", config.critic.path, tokenizer=False, weights=begins)
-        if config.reward_model.path is not None:
-            check_folder("reward_model.path", config.reward_model.path)
-    check_reward(config.reward, config.reward_model)
-    check_sources(config.data, config.reward, config.trainer.seed)
-    check_trackers(config.trainer.logger, config.tracking.wandb)
+sys.modules[__name__].__class__ = _Callable
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import xxhash
 
 from rlhf.errors import UserError, did_you_mean, nearest
 
+_being_read: list[Path] = []
+
 
 def split_spec(setting: str, spec: str) -> tuple[Path, str]:
     """The absolute path and the name of `path/to/file.py:name`; UserError if it is not of that form."""
@@ -123,8 +125,17 @@ def _module(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses of the file look themselves up here
-    spec.loader.exec_module(module)
+    _being_read.append(path)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        _being_read.pop()
     return module
+
+
+def file_being_read() -> Path | None:
+    """The user's file that is run just now for a function of its, if one is."""
+    return _being_read[-1] if _being_read else None
 
 
 def _bound(node: ast.stmt) -> list[tuple[str, ast.AST]]:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
+from rlhf.launch.callbacks import Callbacks
 from rlhf.launch.evidence import AttemptResult, Hang
 from rlhf.launch.hangs import HangDetector
 from rlhf.launch.rank_starter import Ranks
@@ -32,10 +33,16 @@ class Attempt:
     """
 
     def __init__(
-        self, ranks: Ranks, nproc: int, stop: StopRequest, grace_s: float, detector: HangDetector | None
+        self,
+        ranks: Ranks,
+        nproc: int,
+        stop: StopRequest,
+        grace_s: float,
+        detector: HangDetector | None,
+        callbacks: Callbacks,
     ) -> None:
         self._ranks, self._nproc = ranks, nproc
-        self._stop, self._grace_s, self._detector = stop, grace_s, detector
+        self._stop, self._grace_s, self._detector, self._callbacks = stop, grace_s, detector, callbacks
         self._deadline = float("inf")
         self._asked = False
         self._first_failure_at: float | None = None
@@ -46,13 +53,14 @@ class Attempt:
         self._hang: Hang | None = None
 
     def run(self) -> AttemptResult:
-        """Return when every rank has ended, or is beyond SIGKILL. Call it from the main thread."""
+        """Return when every rank has ended, or is beyond SIGKILL."""
         if self._detector is not None:
             self._detector.start(self._nproc)
         while True:
             ended, now = self._ranks.ended(_LOOK_S), time.monotonic()
             for rank, code in ended.items():
                 self._note(rank, code, now)
+            self._callbacks.look(self._stop)
             alive = set(range(self._nproc)) - self._exits.keys()
             if not alive or (self._killed_at is not None and now > self._killed_at + _KILL_PATIENCE_S):
                 return AttemptResult(

@@ -13,7 +13,10 @@ _REPEAT_S = 1.0
 
 
 class StopRequest:
-    """The supervisor's side: while entered, signals set `signal_name`; a second SIGTERM or SIGINT sets `kill`."""
+    """The supervisor's side: while entered, signals set `signal_name`; a second SIGTERM or SIGINT sets `kill`.
+
+    Signals reach the main thread only: entered in another one, it hears `ask` alone.
+    """
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -24,8 +27,8 @@ class StopRequest:
         self._previous: dict[int, signal.Handlers | object] = {}
 
     def __enter__(self) -> Self:
-        assert threading.current_thread() is threading.main_thread(), "only the main thread can handle signals"
-        for number in STOP_SIGNALS:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        for number in STOP_SIGNALS if in_main_thread else ():
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
@@ -34,10 +37,14 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    def ask(self, who: str) -> None:
+        """Stop as at a signal; `who` stands in its place in what is said."""
+        if self.signal_name is None:
+            self.signal_name, self.at = who, time.monotonic()
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.signal_name is None:
-            self.signal_name, self.at = signal.Signals(number).name, now
+        self.ask(signal.Signals(number).name)
         # SLURM warns with SIGUSR1 and follows with one SIGTERM: that is still a single wish to leave in order.
         if number in (signal.SIGTERM, signal.SIGINT):
             if self._urgent_at is None:

@@ -16,6 +16,7 @@ from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Unsaved, UserError
 from rlhf.launch import evidence
 from rlhf.launch.attempt import Attempt
+from rlhf.launch.callbacks import Callbacks
 from rlhf.launch.hangs import HangDetector
 from rlhf.launch.rank_output import RankOutput
 from rlhf.launch.rank_starter import RankStarter
@@ -28,18 +29,20 @@ from rlhf.ranks.status import RankStatus, clear_statuses, read_statuses
 from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.disk_errors import is_unfixable
 from rlhf.storage.files import make_dir, replace_durably
-from rlhf.storage.layout import RESOLVED, RUN_LOG, scan
+from rlhf.storage.layout import HISTORY, RESOLVED, RUN_LOG, scan
 from rlhf.tracking.run_output import OutputHandler, RunOutput
+
+NO_CALLBACKS = Callbacks()
 
 log = logging.getLogger(__name__)
 
 
-def supervise(config: Config, check: Callable[[], None], banner: str = "") -> int:
+def supervise(config: Config, check: Callable[[], None], banner: str = "", callbacks: Callbacks = NO_CALLBACKS) -> int:
     """Run the training to its end and return the exit code of `rlhf.errors`.
 
     `banner` is said first. `check` raises UserError for what is wrong with the configuration; the imports of the ranks
     begin meanwhile. Raises UserError as well, before anything is changed, when the directory is in use, can't be
-    written or holds another run, or the devices don't suffice. Call it from the main thread.
+    written or holds another run, or the devices don't suffice.
     """
     with RunOutput(config.tracking.progress, Redaction(os.environ)) as output:
         configure_logging(handler=OutputHandler(output))
@@ -47,10 +50,10 @@ def supervise(config: Config, check: Callable[[], None], banner: str = "") -> in
             output.line(banner)
         output.begin_bar()
         output.progress.phase(0, 0, "starting")
-        return _supervise(config, check, output)
+        return _supervise(config, check, output, callbacks)
 
 
-def _supervise(config: Config, check: Callable[[], None], output: RunOutput) -> int:
+def _supervise(config: Config, check: Callable[[], None], output: RunOutput, callbacks: Callbacks) -> int:
     with RankOutput(output) as of_ranks, RankStarter(config, output=of_ranks) as starter:
         _compare(config)
         check()
@@ -58,7 +61,7 @@ def _supervise(config: Config, check: Callable[[], None], output: RunOutput) -> 
         try:
             with run_lock(config.run_dir):
                 try:
-                    return _supervise_locked(config, starter, output)
+                    return _supervise_locked(config, starter, output, callbacks)
                 finally:
                     _release_lease()
         except OSError as error:
@@ -121,7 +124,7 @@ def _release_lease() -> None:
     release_held()
 
 
-def _supervise_locked(config: Config, starter: RankStarter, output: RunOutput) -> int:
+def _supervise_locked(config: Config, starter: RankStarter, output: RunOutput, callbacks: Callbacks) -> int:
     # Slow imports, after the lock: a second run is refused at once.
     from rlhf.checkpoint.interop.finished_export import export_finished
     from rlhf.checkpoint.remote.copies import check_copied, copy_pending
@@ -159,8 +162,10 @@ def _supervise_locked(config: Config, starter: RankStarter, output: RunOutput) -
             return EXIT_REQUEUE
         return EXIT_DONE
     replace_durably(run_dir / RESOLVED, to_yaml(config))
+    callbacks.follow(run_dir / HISTORY)
     with StopRequest() as stop:
-        code = run_attempts(config, ["-m", "rlhf.worker", str(run_dir)], starter, stop)
+        code = run_attempts(config, ["-m", "rlhf.worker", str(run_dir)], starter, stop, callbacks)
+        callbacks.look(stop)
     if code == EXIT_DONE:
         output.progress.phase(0, 0, "writing the report")
         text = write_report(run_dir)
@@ -169,7 +174,9 @@ def _supervise_locked(config: Config, starter: RankStarter, output: RunOutput) -
     return code
 
 
-def run_attempts(config: Config, command: Sequence[str], starter: RankStarter, stop: StopRequest) -> int:
+def run_attempts(
+    config: Config, command: Sequence[str], starter: RankStarter, stop: StopRequest, callbacks: Callbacks = NO_CALLBACKS
+) -> int:
     """Start `python *command` as `trainer.nproc` ranks, again after each crash; returns the exit code of the run."""
     t = config.trainer
     run_dir = config.run_dir
@@ -182,7 +189,7 @@ def run_attempts(config: Config, command: Sequence[str], starter: RankStarter, s
             checkpoint = next(iter(scan(run_dir)), None)
             log.warning("%s before the ranks had started. %s", stop.signal_name, evidence.next_start(checkpoint))
             return EXIT_REQUEUE
-        attempt = Attempt(ranks, t.nproc, stop, t.preempt_grace_s, detector).run()
+        attempt = Attempt(ranks, t.nproc, stop, t.preempt_grace_s, detector, callbacks).run()
         statuses = read_statuses(run_dir)
         checkpoint = next(iter(scan(run_dir)), None)
         ending = evidence.classify(attempt, t.nproc, stop.signal_name is not None)

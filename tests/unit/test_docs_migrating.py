@@ -10,11 +10,12 @@ import pyarrow.parquet
 import pytest
 
 import rlhf
+from rlhf.api import check_inputs
 from rlhf.compose import compose_config
 from rlhf.config.library import Library
 from rlhf.config.validate import validate
 from rlhf.errors import UserError
-from rlhf.train import check_inputs, main
+from rlhf.train import main
 
 PAGE = (Path(rlhf.__file__).parents[1] / "docs/migrating.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```$", PAGE, flags=re.S | re.M)

@@ -16,6 +16,7 @@ PACKAGE = Path(rlhf.__file__).parent
 
 STOREYS = (
     {"train", "samples"},
+    {"api"},
     {"compose", "launch", "sweep", "arguments", "completion", "info"},
     {"library_folder"},
     {"worker"},
@@ -32,7 +33,7 @@ STOREYS = (
 """The rooms, from the top down; a room imports from its own storey and from those below."""
 
 MAY_IMPORT_CHECKPOINT = {"loop", "worker", "assemble", "launch", "checkpoint"}
-MAY_SEE_THE_WHOLE_CONFIG = {"train", "compose", "sweep", "worker", "assemble", "launch", "config"}
+MAY_SEE_THE_WHOLE_CONFIG = {"api", "compose", "sweep", "worker", "assemble", "launch", "config"}
 WHOLE_CONFIG_WITH_A_REASON: dict[str, str] = {}
 """Other modules that import `Config`, and why."""
 

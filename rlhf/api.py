@@ -1,0 +1,157 @@
+"""Runs from Python, `rlhf.train(overrides, reward=score, callbacks=[...])`, of which the command line is a caller."""
+
+import inspect
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from rlhf.compose import compose_config
+from rlhf.config import Config
+from rlhf.config.library import Library
+from rlhf.config.validate import on_one_machine, validate
+from rlhf.errors import EXIT_DONE, RunEnded, UserError
+from rlhf.launch.banner import banner
+from rlhf.launch.callbacks import Callback, Callbacks
+from rlhf.printable import printable_output
+from rlhf.ranks.open_files import raise_open_files
+from rlhf.user_functions import file_being_read, find_definition
+
+
+def train(
+    overrides: Sequence[str] = (),
+    *,
+    reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+    callbacks: Sequence[Callback] = (),
+    config_dir: str | Path | None = None,
+) -> dict[str, Any]:
+    """Run what `python -m rlhf.train OVERRIDES` runs, to its end; a run that was interrupted goes on.
+
+    Args:
+        overrides: settings, `KEY=VALUE` each, as on the command line.
+        reward: one function or several for `reward.functions`, each at the top level of a file: reward processes find
+            it there. A script that defines one itself calls `train` under `if __name__ == "__main__":`.
+        callbacks: called in this process, in order, for each step whose record is on the disk; step 0 is the evaluation
+            before the training. Steps that are repeated after a crash or a roll-back come again. One that raises stops
+            the run as SIGTERM does, after a checkpoint, and its error is raised from here.
+        config_dir: a folder of further recipes and group entries (`--config-dir`).
+
+    Returns:
+        The report of the finished run: what `report/report.json` in its directory holds.
+
+    Raises:
+        UserError: a mistake in the settings, the data or the files, found before the training began.
+        RunEnded: the run ended otherwise; its `exit_code` is the command's.
+    """
+    if (path := file_being_read()) is not None:
+        raise UserError(
+            f"rlhf.train is called by {path}, which is read here for a function of its. Put the call under "
+            'if __name__ == "__main__":.'
+        )
+    if isinstance(overrides, str):
+        raise UserError(f"overrides={overrides!r}: one text. Give a list, with KEY=VALUE in each.")
+    if _is_rank():
+        raise UserError("rlhf.train: torchrun starts the command, not a script: torchrun ... -m rlhf.train KEY=VALUE.")
+    raise_open_files()
+    library = Library.find(None if config_dir is None else Path(config_dir))
+    functions = [] if reward is None else list(reward) if isinstance(reward, Sequence) else [reward]
+    config = validated(overrides, library, [file_and_name(function) for function in functions])
+    watching = Callbacks(callbacks)
+    with _logging_put_back():
+        code = start(config, library.recipes(overrides), watching)
+    if watching.error is not None:
+        raise watching.error
+    if code != EXIT_DONE:
+        raise RunEnded(code, config.run_dir)
+    report: dict[str, Any] = json.loads((config.run_dir / "report" / "report.json").read_text())
+    return report
+
+
+def validated(overrides: Sequence[str], library: Library, reward_functions: Sequence[str] = ()) -> Config:
+    """The configuration with these overrides, and with `reward_functions` in place of its own if there are any."""
+    config = compose_config(list(overrides), library)
+    if reward_functions:
+        config.reward.functions = list(reward_functions)
+    validate(config)
+    return config
+
+
+def _is_rank() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start(config: Config, recipes: Sequence[str], callbacks: Callbacks | None = None) -> int:
+    """Supervise the run, or be one of its ranks under torchrun; returns the exit code of `rlhf.errors`."""
+    if _is_rank():
+        told = banner(config, recipes) if os.environ["RANK"] == "0" else ""
+        if told:
+            sys.stderr.write(f"{printable_output(told)}\n")
+        check_inputs(config)
+        from rlhf.worker import main_under_torchrun
+
+        return main_under_torchrun(config, told)
+    from rlhf.launch.supervisor import supervise
+
+    return supervise(config, lambda: check_inputs(config), banner(config, recipes), callbacks or Callbacks())
+
+
+def check_inputs(config: Config) -> None:
+    """Checks that may import heavy libraries, for after everything that a typo can break; raises UserError."""
+    from rlhf.data import check_sources
+    from rlhf.models.folder_check import check_folder, check_template
+    from rlhf.reward import check_reward
+    from rlhf.storage.layout import scan
+    from rlhf.tracking import check_trackers
+
+    # A run that goes on from a checkpoint, such as an imported one, has its weights there.
+    begins = config.trainer.resume_mode != "resume_path" and not scan(config.run_dir) and not config.checkpoint.remote
+    if on_one_machine():  # elsewhere the ranks find out who sees what
+        check_folder("model.path", config.model.path, weights=begins)
+        check_template(config.model.path, config.model.chat_template)
+        if config.critic.path is not None:
+            check_folder("critic.path", config.critic.path, tokenizer=False, weights=begins)
+        if config.reward_model.path is not None:
+            check_folder("reward_model.path", config.reward_model.path)
+    check_reward(config.reward, config.reward_model)
+    check_sources(config.data, config.reward, config.trainer.seed)
+    check_trackers(config.trainer.logger, config.tracking.wandb)
+
+
+def file_and_name(function: Callable[..., Any]) -> str:
+    """`path/to/file.py:name` of a function at the top level of a file; UserError for any other."""
+    name = getattr(function, "__qualname__", repr(function))
+    if not isinstance(function, FunctionType):
+        raise UserError(f"reward={name}: of type {type(function).__name__}, not a plain function. Write one with def.")
+    path = inspect.getsourcefile(function)
+    if path is None or not Path(path).is_file():
+        raise UserError(
+            f"reward={name}: defined at a prompt or in a notebook, where the reward processes cannot find it. Write it "
+            "into a file (in a notebook, a cell that begins with %%writefile rewards.py), and import it from there."
+        )
+    if not name.isidentifier():
+        raise UserError(
+            f"reward={name}: a lambda, a method or a function inside another, which the reward processes cannot find "
+            f"in {path}. Define it with def at the top level of the file."
+        )
+    spec = f"{Path(path).absolute()}:{name}"
+    find_definition("reward", spec)
+    return spec
+
+
+@contextmanager
+def _logging_put_back() -> Iterator[None]:
+    """Leave the caller's log handlers as they were; the run has its own while it goes on."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers.clear()
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        logging.captureWarnings(capture=False)

@@ -1,0 +1,82 @@
+"""`rlhf.train` as a function: mistakes in how it is called are one message each, before anything is started."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlhf
+import rlhf.train
+from rlhf.api import file_and_name
+from rlhf.errors import UserError
+from rlhf.user_functions import load_function
+
+
+def score(solution_str: str) -> float:
+    return 0.0
+
+
+class Scores:
+    def of(self, solution_str: str) -> float:
+        return 0.0
+
+    def __call__(self, solution_str: str) -> float:
+        return 0.0
+
+
+def test_a_function_of_a_file_is_named_by_it():
+    assert file_and_name(score) == f"{Path(__file__).absolute()}:score"
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda text: 0.0, "a lambda"),
+        (Scores().of, "not a plain function"),
+        (Scores(), "not a plain function"),
+        (Scores.of, "Define it with def at the top level"),
+        (len, "not a plain function"),
+    ],
+    ids=["lambda", "bound method", "callable object", "method", "builtin"],
+)
+def test_what_reward_processes_cannot_find_is_refused(function, said):
+    with pytest.raises(UserError, match=said):
+        rlhf.train([], reward=function)
+
+
+def test_a_function_of_a_notebook_is_refused():
+    space: dict = {}
+    exec(compile("def score(solution_str):\n    return 0.0\n", "/tmp/ipykernel_7/123.py", "exec"), space)
+    with pytest.raises(UserError, match="writefile"):
+        rlhf.train([], reward=[space["score"]])
+
+
+def test_one_text_is_no_list_of_settings():
+    with pytest.raises(UserError, match="Give a list"):
+        rlhf.train("recipes=minimal")
+
+
+def test_the_module_and_the_function_are_one_name():
+    with pytest.raises(UserError, match=r"Did you mean trainer.nproc\?"):
+        rlhf.train(["trainer.nproq=2"])
+    assert rlhf.train.main(["--version"]) == 0
+
+
+def test_under_torchrun_it_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(UserError, match="torchrun starts the command"):
+        rlhf.train([])
+
+
+def test_a_script_that_calls_it_without_a_guard_does_not_call_itself(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import rlhf\n\n\ndef score(solution_str):\n    return 0.0\n\n\nrlhf.train([], reward=score)\n")
+    with pytest.raises(UserError, match='if __name__ == "__main__":'):
+        load_function("reward.functions", f"{script}:score")
+
+
+def test_importing_it_imports_no_torch():
+    code = "import sys, rlhf; rlhf.train; rlhf.UserError; rlhf.RunEnded; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
