@@ -24,6 +24,7 @@ from rlhf.errors import Preempted, UserError
 from rlhf.loop import train
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
+from rlhf.ranks.progress_pipe import NoProgress
 from rlhf.ranks.status import StatusWriter
 from rlhf.ranks.stop import STOP_SIGNALS
 from rlhf.reward.scores import RewardError
@@ -96,6 +97,7 @@ SCENARIOS: dict[str, list[str]] = {
     "moving reference": [*FILES, *KL, "ref.update_freq=1", "ref.alpha=0.5"],
     "refused": [*FILES, "guards.max_loss=1e-9"],
     "fixed length": [*FILES, "actor.loss_agg_mode=seq-mean-token-sum-norm"],
+    "styled": [*FILES, "model.chat_template={folder}/styled.jinja"],
     "corrected": [*FILES, "algorithm.rollout_correction.rollout_is=token"],
 }
 
@@ -129,6 +131,7 @@ CASES: dict[str, Case] = {
         "trainer.total_training_steps=3",
         "model.chat_template={folder}/template.jinja",
         "data.train_files={folder}/others.jsonl",
+        "data.system_prompt='1 2'",
         "data.prompt_key=other_prompt",
         "data.answer_key=other_answer",
         "data.train_batch_size=4",
@@ -225,6 +228,7 @@ CASES: dict[str, Case] = {
     **of("moving reference", "ref.update_freq=3", "ref.alpha=0.9"),
     **of("refused", "guards.action=stop", "guards.max_events=1"),
     **of("fixed length", "actor.loss_scale_factor=3"),
+    **of("styled", "data.apply_chat_template_kwargs={{short: true}}"),
     **of("corrected", "algorithm.rollout_correction.rollout_is_threshold=0.5"),
     "algorithm.rollout_correction.rollout_is": Case("algorithm.rollout_correction.rollout_is=token"),
     "guards.max_reward_drop": Case("guards.max_reward_drop=1e-9", beside="reward.weights=[0.01]"),
@@ -284,6 +288,7 @@ class Runs:
         (folder / "rewards.py").write_text(REWARDS)
         template = (TINY_POLICY / "chat_template.jinja").read_text()
         (folder / "template.jinja").write_text("1 2 3 " + template)
+        (folder / "styled.jinja").write_text("{% if short %}1 2 {% endif %}" + template)
 
     def as_saved(self, scenario: str) -> dict[str, Any]:
         if scenario not in self._known:
@@ -315,7 +320,7 @@ class Runs:
         if not config.run_dir.exists():
             prepare(config)
         coordinator = Coordinator(GlooTransport())
-        components = build(config, torch.device("cpu"), coordinator, StatusWriter(config.run_dir, 0))
+        components = build(config, torch.device("cpu"), coordinator, StatusWriter(config.run_dir, 0), NoProgress())
         components.stop_requested = lambda: True
         try:
             with pytest.raises(Preempted):
