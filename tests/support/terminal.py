@@ -17,7 +17,9 @@ class Terminal:
     """`python *arguments` in a terminal of `columns`; as from a shell, the directory is not the checkout's."""
 
     def __init__(self, columns: int, folder: Path, *arguments: str | Path, **variables: str) -> None:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"} | variables
+        # Workers of pytest-xdist have a width in their environment, which programs believe before the terminal's.
+        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        environment = inherited | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"} | variables
         self._screen = pyte.Screen(columns, ROWS)
         self._stream = pyte.ByteStream(self._screen)
         self.raw = b""
