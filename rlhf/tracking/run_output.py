@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 from rich.text import Text
 
@@ -26,8 +26,22 @@ _HELD_LINES = 10_000
 
 
 class _Console(Console):
-    """A terminal whose cursor is never hidden, so that no death of this process can leave it so, and whose loss is an
-    error like any other, and not the end of this process."""
+    """A terminal whose cursor is never hidden, so that no death of this process can leave it so, whose loss is an
+    error like any other, and not the end of this process, and whose size is what the terminal itself says."""
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        # COLUMNS and LINES, which rich prefers, are as old as whoever exported them: every program that has imported
+        # readline gives its children the size of its own beginning, and a bar of that width breaks into two lines.
+        try:
+            columns, rows = os.get_terminal_size(self.file.fileno())
+        except (OSError, ValueError):  # no terminal, or a stream without a file
+            columns, rows = 0, 0
+        return ConsoleDimensions(columns, rows) if columns and rows else super().size
+
+    @size.setter
+    def size(self, new_size: tuple[int, int]) -> None:
+        raise AttributeError("A terminal's size is its own.")
 
     def show_cursor(self, show: bool = True) -> bool:
         return False

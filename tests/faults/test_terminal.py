@@ -81,7 +81,9 @@ def start(config, tmp_path) -> Iterator:
         rank.write_text(RANK + STEPS + script)
         driver.write_text(SUPERVISOR)
         yaml.write_text(to_yaml(config))
-        started.append(Terminal(columns, tmp_path, driver, yaml, rank))
+        # As a parent exports them that has imported readline: the size of another terminal, or of an earlier time.
+        stale = {"COLUMNS": "99", "LINES": "24"}
+        started.append(Terminal(columns, tmp_path, driver, yaml, rank, **stale))
         return started[-1]
 
     yield run
