@@ -1,7 +1,8 @@
-"""Course of a run: a hash of all that the weights of its steps follow from, for the rollout journal."""
+"""Course of a run: hashes of what its steps follow from, for the rollout journal and for resumes."""
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 import xxhash
 
@@ -28,3 +29,19 @@ def course_of(config: Config, run_id: str, fingerprints: Mapping[str, str]) -> s
         "functions": hash_of_files([config.algorithm.adv_estimator, config.actor.policy_loss.loss_mode]),
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
+
+
+def user_files(config: Config) -> dict[str, str]:
+    """A hash of each file of the user's that a setting names, by setting: functions, and the chat template.
+
+    What is in them changes the run as the settings do; what functions import is not looked at.
+    """
+    named = {
+        "reward.functions": config.reward.functions,
+        "algorithm.adv_estimator": [config.algorithm.adv_estimator],
+        "actor.policy_loss.loss_mode": [config.actor.policy_loss.loss_mode],
+    }
+    hashes = {key: hash_of_files(names) for key, names in named.items() if any(".py:" in name for name in names)}
+    if (template := config.model.chat_template) is not None:
+        hashes["model.chat_template"] = xxhash.xxh3_128_hexdigest(Path(template).read_bytes())
+    return hashes

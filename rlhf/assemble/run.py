@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.assemble.course import user_files
 from rlhf.assemble.found_models import find_models
 from rlhf.assemble.learners import Learners, build_learners
 from rlhf.assemble.rollouts import build_collector, build_engine, build_reward, evaluation_params
@@ -118,7 +119,8 @@ def _build(
     guards = Guards(config.guards, quiet=not coordinator.is_leader)
 
     parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards, "history": run_log}
-    checkpointer = _checkpointer(config, coordinator, learners, driver, parts, models.fingerprints, collector)
+    files = models.fingerprints | user_files(config)
+    checkpointer = _checkpointer(config, coordinator, learners, driver, parts, files, collector)
     report("looking for a checkpoint")
     resumed = checkpointer.resume()
     if coordinator.is_leader:

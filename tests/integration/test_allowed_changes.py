@@ -391,3 +391,24 @@ def test_a_change_acts_in_the_first_step_after_a_resume(runs, key):
             changed
         )
     assert changed != as_saved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scenario", "name", "setting"),
+    [("own reward", "rewards.py", "reward.functions"), ("styled", "styled.jinja", "model.chat_template")],
+)
+def test_a_file_that_changed_under_its_name_is_refused_until_it_is_allowed(runs, scenario, name, setting):
+    as_saved, path = runs.as_saved(scenario), runs.folder / name
+    before = path.read_text()
+    path.write_text(
+        before.replace("- float(len(solution_str))", "+ 1.0").replace("{% if short %}", "1 2 3 {% if short %}")
+    )
+    try:
+        home = runs.folder / f"{scenario} other file"
+        shutil.copytree(runs.folder / scenario / "rlhf" / "run", home / "rlhf" / "run")
+        with pytest.raises(UserError, match=f"{setting}=.* holds other files than when"):
+            runs._train(scenario, [], home.name)
+        assert runs.step(scenario, [], "other file allowed") != as_saved
+    finally:
+        path.write_text(before)

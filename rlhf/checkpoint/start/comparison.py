@@ -114,7 +114,7 @@ def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> 
     harmless = changes_since(path, manifest, config).harmless
     others = [change for change in harmless if change.key in MODEL_NAMES]
     for setting, stored in manifest.fingerprints.items():
-        if (name := config.setting(setting)) is None:
+        if setting not in MODEL_NAMES or (name := config.setting(setting)) is None:
             continue
         folder, section = Path(name).expanduser(), setting.partition(".")[0]
         # Of a name on the Hub only the name is known here.
