@@ -5,11 +5,15 @@ import json
 import os
 import select
 from collections.abc import Mapping
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
+
+from rlhf.printable import printable
 
 PROGRESS_FD = "RLHF_PROGRESS_FD"
 """Names the pipe's end in a rank; without it (torchrun, a debugger) there is nobody to tell."""
 _LOST = (errno.EAGAIN, errno.EPIPE, errno.EBADF)
+_TOO_MANY = 1 << 63
+"""Nothing that is counted comes to it, and greater integers have no place among floats."""
 
 
 class ShowsProgress(Protocol):
@@ -78,13 +82,24 @@ class ProgressPipe:
 
 def deliver(line: bytes, to: ShowsProgress) -> None:
     """Show a line that came through a pipe; ValueError for one that no `ProgressPipe` wrote."""
-    message = json.loads(line)
+    try:
+        message = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     match message:
-        case ["start", int(step), int(total)]:
+        case ["start", step, total] if _are_counts(step, total):
             to.start(step, total)
-        case ["update", int(step), dict(metrics)]:
+        case ["update", step, dict(metrics)] if _are_counts(step) and all(map(_is_figure, metrics.values())):
             to.update(step, metrics)
-        case ["phase", int(rank), int(step), str(name), int(done), int(total)]:
-            to.phase(rank, step, name, done, total)
+        case ["phase", rank, step, str(name), done, total] if _are_counts(rank, step, done, total):
+            to.phase(rank, step, printable(name), done, total)
         case _:
-            raise ValueError(f"no message about progress: {message}")
+            raise ValueError("no message about progress")
+
+
+def _are_counts(*values: Any) -> bool:
+    return all(type(value) is int and 0 <= value < _TOO_MANY for value in values)
+
+
+def _is_figure(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and -_TOO_MANY < value < _TOO_MANY)

@@ -140,6 +140,19 @@ def test_progress_comes_through_and_nonsense_stops_nothing(output, monkeypatch):
         sent.start(2, 9)
         for nonsense in (b"{}\n", b"\xff\n", b'["start", "x", 1]\n', json.dumps(["update"]).encode() + b"\n"):
             os.write(of_ranks.progress_fd, nonsense)
+        for text in (
+            "[" * 60_000,
+            '["update", 3, {"reward/mean": null}]',
+            f'["update", 3, {{"reward/mean": {"9" * 400}}}]',
+            f'["start", 1, {"9" * 400}]',
+            '["start", true, 3]',
+            '["phase", 0, 3, "x", 1, -8]',
+        ):
+            os.write(of_ranks.progress_fd, f"{text}\n".encode())
+            of_ranks.drain()
+        sent.phase(0, 3, "gener\x1b[2Jating", 5, 8)
+        of_ranks.drain()
+        assert output.progress.phase_text == "gener\\x1b[2Jating 5/8"
         sent.phase(0, 3, "generating", 5, 8)
         of_ranks.drain()
         assert output.progress.started
