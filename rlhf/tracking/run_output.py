@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -73,6 +74,8 @@ class RunOutput:
             )
         self._held: list[str] | None = []
         self._log: LogFile | None = None
+        # Lines come from several threads. Again by the same one, for what becomes of the log itself.
+        self._lock = threading.RLock()
 
     @property
     def has_bar(self) -> bool:
@@ -89,9 +92,10 @@ class RunOutput:
         if error is not None:  # told on stderr by the command itself
             text = [str(error)] if isinstance(error, UserError) else traceback.format_exception(error)
             self._write([self._harmless("".join(text))])
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        with self._lock:
+            if self._log is not None:
+                self._log.close()
+                self._log = None
 
     def begin_bar(self) -> None:
         """Show the bar, if this is a terminal, up to `end_bar`."""
@@ -109,12 +113,13 @@ class RunOutput:
 
     def keep(self, path: Path) -> None:
         """Append all lines to the log file `path` from now on, those so far included."""
-        held, self._held = self._held or [], None
-        try:
-            self._log = LogFile(path)
-        except OSError as error:
-            self.line(f"There is no log of this start: {error}. The run goes on.")
-        self._write(held)
+        with self._lock:
+            held, self._held = self._held or [], None
+            try:
+                self._log = LogFile(path)
+            except OSError as error:
+                self.line(f"There is no log of this start: {error}. The run goes on.")
+            self._write(held)
 
     def line(self, text: str, stream: TextIO | None = None) -> None:
         """Say one or more whole lines, on `stream` (stderr unless given) and in the log."""
@@ -137,7 +142,8 @@ class RunOutput:
         self._write([text])
 
     def _harmless(self, text: str) -> str:
-        return printable_output(self._redact(text))
+        # In this order: a colour in the middle of a secret would hide it, and be taken away.
+        return self._redact(printable_output(text))
 
     def _show(self, text: str, stream: TextIO | None) -> None:
         to = sys.stderr if stream is None else stream
@@ -149,17 +155,18 @@ class RunOutput:
                 to.flush()
 
     def _write(self, texts: Iterable[str]) -> None:
-        if self._held is not None:
-            self._held += texts
-            del self._held[:-_HELD_LINES]
-        elif self._log is not None:
-            try:
-                for text in texts:
-                    self._log.write(f"{text.rstrip()}\n")
-            except OSError as error:
-                log, self._log = self._log, None
-                log.close()
-                self.line(f"The log of the run is not written any more: {error}. The run goes on.")
+        with self._lock:
+            if self._held is not None:
+                self._held += texts
+                del self._held[:-_HELD_LINES]
+            elif self._log is not None:
+                try:
+                    for text in texts:
+                        self._log.write(f"{text.rstrip()}\n")
+                except OSError as error:
+                    log, self._log = self._log, None
+                    log.close()
+                    self.line(f"The log of the run is not written any more: {error}. The run goes on.")
 
 
 class OutputHandler(logging.Handler):

@@ -5,6 +5,9 @@ import logging
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -33,7 +36,7 @@ def test_secrets_are_left_out_wherever_they_stand():
 def test_nothing_is_written_before_the_log_is_opened_and_then_all_of_it(tmp_path, output, capsys):
     path = tmp_path / "new" / "run.log"
     with output:
-        output.line("early \x1b]0;title\x07 with hush-hush-hush")
+        output.line("early \x1b]0;title\x07 with hush-\x1b[36mhush\x1b[0m-hush")
         assert not path.parent.exists()
         output.keep(path)
         output.line("two\n\tlines \x1b[31mred\x1b[0m")
@@ -80,6 +83,27 @@ def test_a_log_is_bounded_and_its_lines_are_never_torn(tmp_path):
     assert lines[-1] == "line 39"
     assert all(len(line) == 7 for line in lines)
     assert len(lines) > 12
+
+
+def test_lines_of_several_threads_are_all_in_a_log_that_outgrows_its_size(tmp_path, output, capsys, monkeypatch):
+    class SlowToClose(LogFile):
+        def close(self) -> None:
+            super().close()
+            time.sleep(0.002)  # for the others to write meanwhile
+
+    monkeypatch.setattr("rlhf.tracking.run_output.LogFile", lambda path: SlowToClose(path, 3000))
+
+    def write(name: str) -> None:
+        for number in range(200):
+            output.only_log(f"{name} {number}")
+
+    with output:
+        output.keep(tmp_path / "run.log")
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(write, "abcd"))
+    assert capsys.readouterr().err == "", "the log was written to its end"
+    lines = [line for name in ("run.log.1", "run.log") for line in (tmp_path / name).read_text().splitlines()]
+    assert sorted(lines) == sorted(f"{name} {number}" for name in "abcd" for number in range(200))
 
 
 def test_a_pager_that_has_ended_ends_no_run(tmp_path):
