@@ -32,7 +32,8 @@ class Callbacks:
             for record in self._follower.new():
                 metrics = {name: value for name, value in record.items() if name != "step"}
                 for function in self._functions:
-                    function(record["step"], metrics)
+                    with stop.interrupting():
+                        function(record["step"], metrics)
         except BaseException as error:  # SystemExit as well: the ranks save first
             self.error = error
             stop.ask(f"{type(error).__name__} in a callback")

@@ -3,6 +3,8 @@
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Self
 
@@ -24,6 +26,7 @@ class StopRequest:
         """When the request came, on the monotonic clock."""
         self.kill = False
         self._urgent_at: float | None = None
+        self._interrupts = False
         self._previous: dict[int, signal.Handlers | object] = {}
 
     def __enter__(self) -> Self:
@@ -51,6 +54,17 @@ class StopRequest:
                 self._urgent_at = now
             elif now - self._urgent_at >= _REPEAT_S:
                 self.kill = True
+                if self._interrupts:
+                    raise KeyboardInterrupt
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Around code of the user's, which may never return: what sets `kill` raises KeyboardInterrupt in it too."""
+        self._interrupts = True
+        try:
+            yield
+        finally:
+            self._interrupts = False
 
     def wait(self, seconds: float) -> None:
         """Sleep until the time is over or a signal comes."""

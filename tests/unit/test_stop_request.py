@@ -2,11 +2,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from rlhf.launch import stop_request
+from rlhf.launch.callbacks import Callbacks
 from rlhf.launch.stop_request import StopRequest
 
 RANK = """
@@ -48,6 +50,26 @@ def test_second_urgent_signal_asks_to_kill(monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.kill
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_callback_that_never_returns_ends_with_the_second_signal(tmp_path, monkeypatch):
+    monkeypatch.setattr(stop_request, "_REPEAT_S", 0.2)
+    history = tmp_path / "metrics.jsonl"
+
+    def hang(step: int, metrics: object) -> None:
+        for wait_s in (0.2, 0.8):
+            threading.Timer(wait_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+        time.sleep(60)
+
+    callbacks = Callbacks([hang])
+    callbacks.follow(history)
+    history.write_text('{"step": 0}\n')
+    with StopRequest() as stop:
+        start = time.monotonic()
+        callbacks.look(stop)
+        assert time.monotonic() - start < 20
+        assert isinstance(callbacks.error, KeyboardInterrupt)
+        assert (stop.signal_name, stop.kill) == ("SIGINT", True)
 
 
 def test_waiting_ends_with_a_signal():
