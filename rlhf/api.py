@@ -2,11 +2,9 @@
 
 import inspect
 import json
-import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -19,6 +17,7 @@ from rlhf.errors import EXIT_DONE, RunEnded, UserError
 from rlhf.launch.banner import banner
 from rlhf.launch.callbacks import Callback, Callbacks
 from rlhf.printable import printable_output
+from rlhf.ranks.logs import logging_put_back
 from rlhf.ranks.open_files import raise_open_files
 from rlhf.user_functions import file_being_read, find_definition
 
@@ -62,7 +61,7 @@ def train(
     functions = [] if reward is None else list(reward) if isinstance(reward, Sequence) else [reward]
     config = validated(overrides, library, [file_and_name(function) for function in functions])
     watching = Callbacks(callbacks)
-    with _logging_put_back():
+    with logging_put_back():
         code = start(config, library.recipes(overrides), watching)
     if watching.error is not None:
         raise watching.error
@@ -141,17 +140,3 @@ def file_and_name(function: Callable[..., Any]) -> str:
     spec = f"{Path(path).absolute()}:{name}"
     find_definition("reward", spec)
     return spec
-
-
-@contextmanager
-def _logging_put_back() -> Iterator[None]:
-    """Leave the caller's log handlers as they were; the run has its own while it goes on."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    root.handlers.clear()
-    try:
-        yield
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
-        logging.captureWarnings(capture=False)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Protocol, Self
@@ -94,11 +95,18 @@ class RankStarter:
         self._variables = _variables(config)
         self._launcher: LauncherProcess | None = None
         self._why_plain = why_plain(config)
+        self._ignored_ends = False
 
     def __enter__(self) -> Self:
         # A parent that ignores SIGCHLD hands that down, and then every exit code is lost: a crash looks like an end.
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            if threading.current_thread() is not threading.main_thread():
+                raise UserError(
+                    "rlhf.train: this process ignores SIGCHLD, so that it would not learn how its ranks end. Call "
+                    "signal.signal(signal.SIGCHLD, signal.SIG_DFL) in its main thread first."
+                )
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._ignored_ends = True
         if self._why_plain is None:
             self._launcher = LauncherProcess(self._modules, self._variables, self._output)
         return self
@@ -106,6 +114,8 @@ class RankStarter:
     def __exit__(self, *_: object) -> None:
         if self._launcher is not None:
             self._launcher.close()
+        if self._ignored_ends:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def say_the_rest(self, *, last: bool) -> None:
         """Say all that ranks which have ended left unread; with `last` no others follow, and the bar ends."""

@@ -2,8 +2,33 @@
 
 import logging
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _CHATTY = ("httpx", "httpcore", "urllib3", "filelock", "fsspec", "datasets", "matplotlib")
+_VERBOSITY = "TRANSFORMERS_VERBOSITY"
+
+
+@contextmanager
+def logging_put_back() -> Iterator[None]:
+    """Around a `configure_logging` in a process of somebody else's: its log handlers, levels, warnings and environment
+    are afterwards as they were."""
+    root, chatty = logging.getLogger(), [logging.getLogger(name) for name in _CHATTY]
+    handlers, levels = root.handlers[:], [(each, each.level) for each in (root, *chatty)]
+    shows_warnings, verbosity = warnings.showwarning, os.environ.get(_VERBOSITY)
+    root.handlers.clear()
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        for logger, level in levels:
+            logger.setLevel(level)
+        logging.captureWarnings(capture=False)
+        if warnings.showwarning is not shows_warnings:
+            logging.captureWarnings(capture=True)
+        if verbosity is None:
+            os.environ.pop(_VERBOSITY, None)
 
 
 def configure_logging(rank: int | None = None, handler: logging.Handler | None = None) -> None:
@@ -25,8 +50,8 @@ def configure_logging(rank: int | None = None, handler: logging.Handler | None =
         # Environment variables come too late: the library reads them when it is imported, which a rank has done.
         from transformers.utils import logging as of_transformers
 
-        if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        if _VERBOSITY not in os.environ:
             of_transformers.set_verbosity_error()
         if rank:
             of_transformers.disable_progress_bar()
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # for processes that this one starts
+    os.environ.setdefault(_VERBOSITY, "error")  # for processes that this one starts

@@ -210,6 +210,7 @@ def test_a_crash_is_seen_under_a_parent_that_ignores_its_children(config, superv
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         assert supervised("sys.exit(number == 1)") == EXIT_DONE
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN, "it may be a process of somebody else's"
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert len(starts(config)) > 2
