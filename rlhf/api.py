@@ -12,6 +12,7 @@ from typing import Any
 from rlhf.compose import compose_config
 from rlhf.config import Config
 from rlhf.config.library import Library
+from rlhf.config.redaction import Redaction
 from rlhf.config.validate import on_one_machine, validate
 from rlhf.errors import EXIT_DONE, RunEnded, UserError
 from rlhf.launch.banner import banner
@@ -89,7 +90,7 @@ def start(config: Config, recipes: Sequence[str], callbacks: Callbacks | None = 
     if _is_rank():
         told = banner(config, recipes) if os.environ["RANK"] == "0" else ""
         if told:
-            sys.stderr.write(f"{printable_output(told)}\n")
+            sys.stderr.write(f"{Redaction(os.environ)(printable_output(told))}\n")
         check_inputs(config)
         from rlhf.worker import main_under_torchrun
 

@@ -24,6 +24,7 @@ from rlhf.arguments import parse
 from rlhf.completion import answer
 from rlhf.compose import composition
 from rlhf.config.library import Library
+from rlhf.config.redaction import Redaction
 from rlhf.config.validate import validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.info import info_page, version_line
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except UserError as error:
-        sys.stderr.write(f"{printable_output(str(error))}\n")
+        sys.stderr.write(f"{Redaction(os.environ)(printable_output(str(error)))}\n")
         return EXIT_USER_ERROR
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlhf.config import Config
 from rlhf.config.checkpoint import CONTENTS, REMOTES
+from rlhf.config.redaction import Redaction
 from rlhf.errors import did_you_mean, nearest
 
 
@@ -84,7 +85,12 @@ def _remote(config: Config) -> Iterator[str]:
             yield f"checkpoint.remote_max_to_keep={kept}: has effect only with checkpoint.remote (it is null)."
         return
     scheme, separator, path = remote.partition("://")
-    if not separator or scheme not in REMOTES:
+    if (shown := Redaction()(remote)) != remote:
+        yield (
+            f"checkpoint.remote={shown}: holds a secret, which every checkpoint and resolved.yaml would have. Leave it "
+            "out, and give it where the store's own tools look for it: in the environment or a file in your home."
+        )
+    elif not separator or scheme not in REMOTES:
         near = did_you_mean(nearest(scheme, tuple(REMOTES)))
         yield f"checkpoint.remote={remote}: must begin with {', '.join(f'{known}://' for known in REMOTES)}.{near}"
     elif not path.strip("/") or (scheme == "file" and not path.startswith("/")):

@@ -9,7 +9,7 @@ import pytest
 import rlhf
 import rlhf.train
 from rlhf.api import file_and_name
-from rlhf.errors import UserError
+from rlhf.errors import EXIT_USER_ERROR, UserError
 from rlhf.user_functions import load_function
 
 
@@ -61,6 +61,14 @@ def test_the_module_and_the_function_are_one_name():
     with pytest.raises(UserError, match=r"Did you mean trainer.nproc\?"):
         rlhf.train(["trainer.nproq=2"])
     assert rlhf.train.main(["--version"]) == 0
+
+
+def test_a_secret_is_in_no_message(monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hush-hush-hush")
+    assert rlhf.train.main(["model.path=hush-hush-hush", "trainer.nproq=hush-hush-hush"]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert "REDACTED" in said
+    assert "hush" not in said
 
 
 def test_under_torchrun_it_is_refused(monkeypatch):

@@ -222,6 +222,10 @@ REFUSED: list[tuple[dict, str]] = [
     ({"checkpoint__best_metric": "val/acuracy"}, "Did you mean val/accuracy?"),
     ({"checkpoint__remote_max_to_keep": 2}, "has effect only with checkpoint.remote (it is null)."),
     ({"checkpoint__remote": "bucket/folder"}, "checkpoint.remote=bucket/folder: must begin with s3://, gs://, hdfs://"),
+    (
+        {"checkpoint__remote": "s3://mykey:hush-hush@bucket/x"},
+        "checkpoint.remote=s3://REDACTED@bucket/x: holds a secret, which every checkpoint and resolved.yaml would have",
+    ),
     ({"checkpoint__remote": "gss://bucket"}, "must begin with s3://, gs://, hdfs://, file://. Did you mean gs?"),
     ({"checkpoint__remote": "s3://"}, "must name a whole path, such as s3://bucket/folder."),
     ({"checkpoint__remote": "file://folder"}, "must name a whole path, such as file:///folder."),
