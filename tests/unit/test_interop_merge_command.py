@@ -299,6 +299,31 @@ def test_mistyped_words_get_one_line(capsys):
         assert all(part in err for part in (*message.split(".*"), "--help"))
 
 
+def test_an_address_is_no_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    address, here = "s3://bucket/model", "model"
+    for arguments in (
+        ["export", here, address],
+        ["export", address, here],
+        ["merge", "--local_dir", here, "--target_dir", address],
+        ["merge", "--local_dir", here, address, "--target_dir", here],
+        ["merge", "--local_dir", here, "--target_dir", here, "--hf_model_path", address],
+        ["convert", here, address, "--to", "dcp"],
+        ["convert", here, "--output_path", address, "--to", "megatron"],
+        ["import", address, "global_step_0"],
+        ["import", here, f"{address}/global_step_0"],
+        ["push", address, "somebody/model"],
+        ["test", "--local_dir", here, "--test_hf_dir", address],
+        ["diff", here, address],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        err = capsys.readouterr().err
+        assert (caught.value.code, err.count("\n")) == (2, 1), err
+        assert f"{address} is an address" in err or f"{address}/global_step_0 is an address" in err
+    assert not list(tmp_path.iterdir())
+
+
 def test_options_of_verl_are_taken(models, tmp_path, command):
     merged(command, models / "llama", tmp_path / "out", "--use_cpu_initialization")
 

@@ -11,6 +11,7 @@ from rlhf.checkpoint.interop.target import output_folder, prove
 from rlhf.checkpoint.verbs.hf_output import DTYPES, tell, to_hf_folder
 from rlhf.checkpoint.verbs.native_output import tell_start, to_native_folder
 from rlhf.checkpoint.verbs.origins import add_cpu_option, add_layout_options, check_places
+from rlhf.checkpoint.verbs.places import local_folder
 from rlhf.checkpoint.verbs.work_bar import work_bar
 from rlhf.errors import UserError
 
@@ -32,11 +33,15 @@ ONLY_FOR = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `rlhf.checkpoint.__main__.VERBS`. verl's users know `--hf_model_path` and `--output_path` alone."""
-    parser.add_argument("source", type=Path, nargs="?", metavar="SOURCE", help="folder of a checkpoint of any layout")
-    parser.add_argument("target", type=Path, nargs="?", metavar="TARGET", help="the folder to write")
+    parser.add_argument(
+        "source", type=local_folder, nargs="?", metavar="SOURCE", help="folder of a checkpoint of any layout"
+    )
+    parser.add_argument("target", type=local_folder, nargs="?", metavar="TARGET", help="the folder to write")
     parser.add_argument("--to", choices=(HF, NATIVE, DCP, MEGATRON), required=True, help="what TARGET is to be")
     add_layout_options(parser)
-    parser.add_argument("--output_path", "--output-path", type=Path, metavar="DIR", help="TARGET, as verl names it")
+    parser.add_argument(
+        "--output_path", "--output-path", type=local_folder, metavar="DIR", help="TARGET, as verl names it"
+    )
     parser.add_argument("--role", help="model of a checkpoint with several: actor (default), critic")
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights; without it each keeps its type")
     for name, what in (("tp", "tensor"), ("pp", "pipeline")):

@@ -5,13 +5,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from rlhf.checkpoint.interop.layouts import AUTO, backends
 from rlhf.checkpoint.verbs.origins import check_places
+from rlhf.checkpoint.verbs.places import local_folder
 from rlhf.checkpoint.verbs.work_bar import work_bar
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
 from rlhf.printable import printable
@@ -28,14 +28,14 @@ DOCUMENTS, WEIGHTS, MOMENTS = "documents", "weights", "moments"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `rlhf.checkpoint.__main__.VERBS`."""
     for name in ("a", "b"):
-        parser.add_argument(name, type=Path, metavar=name.upper(), help="folder of a checkpoint of any layout")
+        parser.add_argument(name, type=local_folder, metavar=name.upper(), help="folder of a checkpoint of any layout")
         parser.add_argument(
             f"--backend_{name}", choices=backends(), default=AUTO, help=f"layout of {name.upper()} (default: auto)"
         )
     parser.add_argument(
         "--hf_model_path",
         "--hf-model-path",
-        type=Path,
+        type=local_folder,
         metavar="DIR",
         help="Hugging Face folder with config and tokenizer, where the checkpoints do not bring them",
     )

@@ -1,12 +1,12 @@
 """Verb `export`: the newest whole checkpoint of a run as a Hugging Face folder."""
 
 import argparse
-from pathlib import Path
 
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.hf_output import add_output_options, tell, to_hf_folder
 from rlhf.checkpoint.verbs.origins import check_places
+from rlhf.checkpoint.verbs.places import local_folder
 
 NAME = "export"
 HELP = "make a Hugging Face folder of one of our runs or checkpoints"
@@ -14,13 +14,15 @@ HELP = "make a Hugging Face folder of one of our runs or checkpoints"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `rlhf.checkpoint.__main__.VERBS`."""
-    parser.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT", help="of a run its newest whole checkpoint")
-    parser.add_argument("target", type=Path, metavar="TARGET", help="the folder to write")
+    parser.add_argument(
+        "path", type=local_folder, metavar="RUN_OR_CHECKPOINT", help="of a run its newest whole checkpoint"
+    )
+    parser.add_argument("target", type=local_folder, metavar="TARGET", help="the folder to write")
     parser.add_argument("--role", default="actor", help="actor (default), critic, or ref for a reference that moves")
     parser.add_argument(
         "--hf_model_path",
         "--hf-model-path",
-        type=Path,
+        type=local_folder,
         metavar="DIR",
         help="Hugging Face folder with config and tokenizer, should those of the run not be there any more",
     )

@@ -1,12 +1,12 @@
 """Verb `import`: a checkpoint of another tool becomes the start of a new run."""
 
 import argparse
-from pathlib import Path
 
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.native_output import tell_start, to_native_folder
 from rlhf.checkpoint.verbs.origins import add_layout_options, check_places
+from rlhf.checkpoint.verbs.places import local_folder
 
 NAME = "import"
 HELP = "a checkpoint of another tool becomes the start of a new run: weights, moments, step and place in the schedule"
@@ -14,9 +14,12 @@ HELP = "a checkpoint of another tool becomes the start of a new run: weights, mo
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `rlhf.checkpoint.__main__.VERBS`."""
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder of a checkpoint of another tool")
+    parser.add_argument("source", type=local_folder, metavar="SOURCE", help="folder of a checkpoint of another tool")
     parser.add_argument(
-        "target", type=Path, metavar="TARGET", help="the folder to write, FOLDER/global_step_N: a run begins after N"
+        "target",
+        type=local_folder,
+        metavar="TARGET",
+        help="the folder to write, FOLDER/global_step_N: a run begins after N",
     )
     add_layout_options(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace the target if it is there")

@@ -1,12 +1,12 @@
 """Verb `merge`: a training checkpoint of any known layout as a Hugging Face folder."""
 
 import argparse
-from pathlib import Path
 
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.hf_output import add_output_options, tell, to_hf_folder
 from rlhf.checkpoint.verbs.origins import add_cpu_option, add_origin_options, check_places, origin_of
+from rlhf.checkpoint.verbs.places import local_folder
 from rlhf.errors import UserError
 
 NAME = "merge"
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `rlhf.checkpoint.__main__.VERBS`. The options are named as verl names them."""
     add_origin_options(parser)
     parser.add_argument(
-        "--target_dir", "--target-dir", type=Path, required=True, metavar="DIR", help="the folder to write"
+        "--target_dir", "--target-dir", type=local_folder, required=True, metavar="DIR", help="the folder to write"
     )
     parser.add_argument(
         "--tie-word-embedding",

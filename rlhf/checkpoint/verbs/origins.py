@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.checkpoint.interop.layouts import AUTO, backends, check_folder
 from rlhf.checkpoint.interop.target import check_target
+from rlhf.checkpoint.verbs.places import local_folder
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def add_origin_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--local_dir",
         "--local-dir",
-        type=Path,
+        type=local_folder,
         nargs="+",
         required=True,
         metavar="DIR",
@@ -39,7 +40,7 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hf_model_path",
         "--hf-model-path",
-        type=Path,
+        type=local_folder,
         metavar="DIR",
         help="Hugging Face folder with config and tokenizer, where the checkpoint does not bring them",
     )

@@ -13,9 +13,14 @@ from rlhf.storage.layout import MANIFEST, scan, step_of
 T = TypeVar("T")
 
 
-def add_path(parser: argparse.ArgumentParser) -> None:
-    """Give a verb the argument PATH, which `checkpoints_at` takes."""
-    parser.add_argument("path", type=Path, metavar="PATH", help="a run directory or a global_step_N directory")
+def local_folder(text: str) -> Path:
+    """Folder on a disk, for arguments (`type`) of verbs that know no other place. An address would be the name of a
+    folder here like any other, and a model that was to be uploaded would lie in it."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text} is an address; this takes a folder on a disk. Copy from there, or to there, with the store's tool"
+        )
+    return Path(text)
 
 
 def checkpoints_at(path: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.hf_output import DTYPES, size_of, to_hf_folder
-from rlhf.checkpoint.verbs.places import checkpoints_at
+from rlhf.checkpoint.verbs.places import checkpoints_at, local_folder
 from rlhf.errors import EXIT_DONE, UserError
 from rlhf.printable import printable
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `rlhf.checkpoint.__main__.VERBS`."""
     parser.add_argument(
         "path",
-        type=Path,
+        type=local_folder,
         metavar="RUN_OR_CHECKPOINT",
         help="of a run its newest whole checkpoint; or a Hugging Face folder, such as merge and export write",
     )
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hf_model_path",
         "--hf-model-path",
-        type=Path,
+        type=local_folder,
         metavar="DIR",
         help="Hugging Face folder with config and tokenizer, should those of the run not be there any more",
     )

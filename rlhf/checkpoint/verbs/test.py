@@ -5,12 +5,12 @@ import json
 import math
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.origins import add_cpu_option, add_origin_options, check_places, origin_of
+from rlhf.checkpoint.verbs.places import local_folder
 from rlhf.checkpoint.verbs.work_bar import work_bar
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
 from rlhf.printable import printable
@@ -29,7 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `rlhf.checkpoint.__main__.VERBS`. The options are named as verl names them."""
     add_origin_options(parser)
     parser.add_argument(
-        "--test_hf_dir", "--test-hf-dir", type=Path, required=True, metavar="DIR", help="Hugging Face reference model"
+        "--test_hf_dir",
+        "--test-hf-dir",
+        type=local_folder,
+        required=True,
+        metavar="DIR",
+        help="Hugging Face reference model",
     )
     parser.add_argument("--atol", type=float, default=0.0, help="largest difference that counts as equal (0)")
     parser.add_argument("--ignore-dtype", action="store_true", help="let the types differ, not only the values")
