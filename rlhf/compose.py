@@ -24,7 +24,8 @@ from rlhf.config import Config
 from rlhf.config.algorithm_rules import idle_critic
 from rlhf.config.help_texts import commented_yaml
 from rlhf.config.library import PACKAGE, Library
-from rlhf.config.schema import SECTIONS, SETTINGS, hint, meant, nearest_setting, setting_instead, setting_of
+from rlhf.config.other_names import OWN_RECIPE
+from rlhf.config.schema import SECTIONS, SETTINGS, hint, instead, nearest_setting, setting_of
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.library_folder import LibraryFolder
 
@@ -78,6 +79,7 @@ def compose_config(overrides: list[str], library: Library) -> Config:
 def composition(overrides: list[str], library: Library) -> Composition:
     """The same before anything is resolved. Raises UserError likewise."""
     choices, values, problems = [], [], []
+    _refuse_spaces(overrides)
     for text in overrides:
         try:
             override = _parse_override(text)
@@ -105,7 +107,9 @@ def composition(overrides: list[str], library: Library) -> Composition:
         except OmegaConfBaseException:
             setting = setting_of(key)
             assert setting is not None
-            problems.append(f"{key}={'null' if value is None else value}: must be {setting.expects}.")
+            said = f"{key}={'null' if value is None else value}: must be {setting.expects}."
+            listed = isinstance(value, str) and setting.expects.startswith("a list")
+            problems.append(said + f" Write '{key}=[{value}]'." * listed)
     if problems:
         raise UserError("\n".join(problems))
     return Composition(composed, values)
@@ -153,6 +157,8 @@ def _parse_override(text: str) -> Override:
         override = OverridesParser.create().parse_override(_with_homes(text))
     except HydraException as error:
         if "=" not in text:
+            if text.endswith((".yaml", ".yml")):
+                raise UserError(f"{text}: is no setting. {OWN_RECIPE}") from error
             found = text if setting_of(text) else nearest_setting(text)
             raise UserError(f"{text}: has no value; write {found or 'KEY'}=VALUE.") from error
         reason = str(error).splitlines()[0]
@@ -182,9 +188,17 @@ def _choice(override: Override, library: Library) -> str:
     for name in names:
         if name not in known:
             what = "there is no such recipe" if group == "recipes" else "the group has no such entry"
-            near = did_you_mean(setting_instead(group, name) or meant(name, known))
+            near = instead(group, name, known)
             raise UserError(f"{group}={name}: {what}.{near} Choices: {', '.join(known)}.")
     return f"{group}=[{','.join(names)}]"
+
+
+def _refuse_spaces(overrides: Sequence[str]) -> None:
+    """Raise UserError for `KEY = VALUE` and `KEY= VALUE`, of which the shell makes several words."""
+    for before, text, after in zip(["", *overrides], overrides, [*overrides[1:], ""], strict=False):
+        key = before if text == "=" else text.removesuffix("=")
+        if key and text.endswith("=") and after and "=" not in after:
+            raise UserError(f"{key} = {after}: white space ends a setting; write {key}={after}.")
 
 
 def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
@@ -221,7 +235,7 @@ def _compose(choices: list[str], library: Library) -> DictConfig:
             group, name = head, f"{group}/{name}".removeprefix(f"{head}/")
         where = f"{' '.join(choices)}: the defaults name {group + '=' * bool(group)}{name}, which does not exist."
         known = library.entries(group) if group in (*library.groups, "recipes") else {}
-        near = did_you_mean(setting_instead(group, name) or meant(name, known))
+        near = instead(group, name, known)
         raise UserError(f"{where}{near} Choices: {', '.join(known) or 'none'}.") from error
     except HydraException as error:
         raise UserError(_composition_problem(error, choices, library)) from error

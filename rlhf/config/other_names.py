@@ -213,6 +213,7 @@ SETTINGS_OF_OTHERS = {
 BOTH_CLIPS = "It clips on both sides; set actor.clip_ratio_low and actor.clip_ratio_high."
 NO_ADAPTERS = "No adapters (LoRA) are trained here, only whole models."
 OWN_FUNCTION = "Write 'reward.functions=[FILE.py:NAME]'."
+OWN_RECIPE = "A recipe of your own is DIR/recipes/NAME.yaml, chosen with --config-dir DIR recipes=NAME."
 NOT_NEEDED = "Leave it out: there is no such choice here."
 NODES = "Ranks on several machines are started with torchrun (docs/fault-tolerance.md); trainer.nproc is of one."
 
@@ -235,6 +236,8 @@ REMARKS = {
     "algorithm.use_kl_in_reward=true and algorithm.kl_ctrl.kl_coef.",
     "config_name": "A named experiment is chosen with recipes=NAME; --help lists them.",
     "config_path": "Recipes of your own lie in DIR/recipes, with --config-dir DIR.",
+    "config": OWN_RECIPE,
+    "config_file": OWN_RECIPE,
     "custom_reward_function.name": OWN_FUNCTION,
     "custom_reward_function.path": OWN_FUNCTION,
     "reward.custom_reward_function.name": OWN_FUNCTION,
@@ -247,6 +250,9 @@ REMARKS = {
     "data.val_batch_size": "Held-out prompts are generated together, rollout.max_num_seqs samples of a rank at a time.",
     "gradient_accumulation_steps": "It follows from actor.ppo_mini_batch_size, rollout.n, the ranks and "
     "actor.ppo_micro_batch_size_per_gpu.",
+    "lora": NO_ADAPTERS,
+    "lora.alpha": NO_ADAPTERS,
+    "lora.rank": NO_ADAPTERS,
     "lora_rank": NO_ADAPTERS,
     "model.lora_alpha": NO_ADAPTERS,
     "model.lora_rank": NO_ADAPTERS,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from rlhf.config import Config
-from rlhf.config.other_names import PREFIXES, REMARKS, SETTINGS_OF_OTHERS, VALUES_OF_OTHERS
+from rlhf.config.other_names import OWN_FUNCTION, OWN_RECIPE, PREFIXES, REMARKS, SETTINGS_OF_OTHERS, VALUES_OF_OTHERS
 from rlhf.errors import did_you_mean, nearest
 
 
@@ -93,6 +93,10 @@ def nearest_setting(key: str) -> str | None:
     section, _, name = own.rpartition(".")
     if same := [k for k in SETTINGS if k.rpartition(".")[2] == name]:
         return max(same, key=lambda k: difflib.SequenceMatcher(None, own, k).ratio())
+    if elsewhere := SETTINGS_OF_OTHERS.get(name):  # a name of others', written into the section where it belongs
+        for candidate in (f"{section}.{elsewhere.rpartition('.')[2]}", elsewhere):
+            if setting_of(candidate) and candidate.partition(".")[0] == section.partition(".")[0]:
+                return candidate
     if section in SECTIONS:
         found = nearest(name, [k.rpartition(".")[2] for k in SETTINGS if k.rpartition(".")[0] == section])
         return f"{section}.{found}" if found else None
@@ -108,6 +112,18 @@ def meant(value: str, choices: Collection[str]) -> str | None:
     if value in VALUES_OF_OTHERS:
         return VALUES_OF_OTHERS[value] if VALUES_OF_OTHERS[value] in choices else None
     return nearest(value, choices)
+
+
+def instead(group: str, value: str, known: Collection[str]) -> str:
+    """The end of a message about a value that the group of that name, with these entries, does not have: the override
+    that was meant, or what such values are written as."""
+    if found := setting_instead(group, value) or meant(value, known):
+        return did_you_mean(found)
+    if group == "model" and value[0].isalnum() and value != "null":
+        return f" A folder or a Hub name is written model.path={value}."
+    if group == "reward":
+        return f" {OWN_FUNCTION.replace('Write', 'A function of yours is written')}"
+    return f" {OWN_RECIPE}" if group == "recipes" and value.endswith((".yaml", ".yml")) else ""
 
 
 def setting_instead(group: str, value: str) -> str | None:

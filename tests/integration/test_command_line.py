@@ -177,7 +177,34 @@ WRONG_COMMANDS = [
     (["trainer.nproc=2.5"], "trainer.nproc=2.5: must be a whole number."),
     (["trainer.nproc=null"], "trainer.nproc=null: must be a whole number."),
     (["trainer.deterministic=maybe"], "trainer.deterministic=maybe: must be true or false or null."),
-    (["trainer.logger=wandb"], "trainer.logger=wandb: must be a list such as [a, b]."),
+    (["trainer.logger=wandb"], "trainer.logger=wandb: must be a list such as [a, b]. Write 'trainer.logger=[wandb]'."),
+    (["trainer.nproc", "=", "2"], "trainer.nproc = 2: white space ends a setting; write trainer.nproc=2."),
+    (["trainer.nproc=", "2"], "trainer.nproc = 2: white space ends a setting; write trainer.nproc=2."),
+    (
+        ["mine.yaml"],
+        "mine.yaml: is no setting. A recipe of your own is DIR/recipes/NAME.yaml, chosen with --config-dir",
+    ),
+    (
+        ["config=mine.yaml"],
+        "config=mine.yaml: there is no setting config. A recipe of your own is DIR/recipes/NAME.yaml",
+    ),
+    (
+        ["recipes=mine.yaml"],
+        "recipes=mine.yaml: there is no such recipe. A recipe of your own is DIR/recipes/NAME.yaml",
+    ),
+    (
+        ["model=gpt2"],
+        "model=gpt2: the group has no such entry. A folder or a Hub name is written model.path=gpt2. Choices",
+    ),
+    (
+        ["reward=a.py"],
+        "reward=a.py: the group has no such entry. A function of yours is written 'reward.functions=[FILE",
+    ),
+    (
+        ["actor.optim.learning_rate=1"],
+        "actor.optim.learning_rate=1: there is no setting actor.optim.learning_rate. Did you mean actor.optim.lr?",
+    ),
+    (["trainer.epochs=2"], "trainer.epochs=2: there is no setting trainer.epochs. Did you mean trainer.total_epochs?"),
     (["actor.optim=3"], "actor.optim=3: actor.optim is a section; set what it holds, such as actor.optim.lr."),
     (["actor.optim={lrr: 1}"], "actor.optim.lrr=1: there is no setting actor.optim.lrr. Did you mean actor.optim.lr?"),
     (["trainer.nproc"], "trainer.nproc: has no value; write trainer.nproc=VALUE."),
