@@ -60,6 +60,8 @@ def csv_records(setting: str, path: Path) -> Iterator[Record]:
     with _reading(setting, path, lambda: number), path.open(encoding=ENCODING, newline="") as file:
         rows = csv.reader(file, strict=True)
         names = next(rows, [])
+        if len(names) == 1 and (others := [mark for mark in ";\t|" if mark in names[0]]):
+            raise UserError(f"{setting}: {path}: columns are separated by {others[0]!r}. Write it with commas.")
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"{setting}: {path}: two columns are called {twice[0]!r}. Rename one.")
         try:
@@ -97,5 +99,23 @@ def _lines_or_refusal(setting: str, path: Path, text: str) -> Iterator[Record]:
 def _reading(setting: str, path: Path, line: Any) -> Iterator[None]:
     try:
         yield
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        where = f"{setting}: {path} line {_first_line_of_another_encoding(path)}"
+        raise UserError(
+            f"{where} is not UTF-8 ({error.reason}). Convert the file, as in `iconv -f latin1 -t UTF-8 OLD > NEW` (or "
+            "utf-16, or whatever it was written in)."
+        ) from error
+    except OSError as error:
         raise UserError(f"{setting}: {path} cannot be read after line {line()}: {error}. Restore it.") from error
+
+
+def _first_line_of_another_encoding(path: Path) -> int:
+    number = 1
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                break
+            number += 1
+    return number

@@ -116,7 +116,8 @@ def _parquet_records(source: Source, wanted: Callable[[str], bool]) -> Iterator[
                     number += 1
     except (pa.ArrowException, OSError) as error:
         raise UserError(
-            f"{source.setting}: {source.path} cannot be read as parquet: {error}. Restore or convert it."
+            f"{source.setting}: {source.path} cannot be read as parquet: {str(error).rstrip('.')}. Restore or "
+            "convert it; a few lines of text in its place are a pointer of Git LFS, which `git lfs pull` replaces."
         ) from error
 
 

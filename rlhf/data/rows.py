@@ -1,6 +1,7 @@
 """Rows from the records of a file or Hub data set: verl's columns or a plain prompt and answer, each checked."""
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -85,12 +86,17 @@ def with_system_prompt(row: Row, text: str | None) -> Row:
 
 def _ground_truth(record: Mapping[str, Any], where: str, answer_key: str, need_answer: bool) -> Any:
     reward_model = record.get("reward_model")
-    if isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
+    if isinstance(reward_model, dict) and not _is_null(reward_model.get("ground_truth")):
         return reward_model["ground_truth"]
-    if record.get(answer_key) is not None:
+    if not _is_null(record.get(answer_key)):
         return record[answer_key]
     if not need_answer:
         return None
+    if reward_model is not None and not isinstance(reward_model, dict) and answer_key not in record:
+        raise UserError(
+            f"{where}: reward_model must be a mapping with ground_truth, not {type(reward_model).__name__}: "
+            f"{_short(reward_model)}. Write {{ground_truth: ANSWER}}, or set data.answer_key to the answer's column."
+        )
     for column in (answer_key, "reward_model"):
         if column in record:
             what = "reward_model.ground_truth" if column == "reward_model" else column
@@ -99,9 +105,15 @@ def _ground_truth(record: Mapping[str, Any], where: str, answer_key: str, need_a
                 "data.answer_key to another column."
             )
     raise UserError(
-        f"{where}: the reference answer is missing; it has {listed(record)}. Give reward_model.ground_truth, or set "
-        f"data.answer_key={answer_key!r} to the column with the answer.{suggestion(answer_key, record)}"
+        f"{where}: the reference answer is missing: no column {answer_key!r} (data.answer_key); it has "
+        f"{listed(record)}.{suggestion(answer_key, record)} Set data.answer_key to the column with the answer, or give "
+        "reward_model.ground_truth."
     )
+
+
+def _is_null(value: Any) -> bool:
+    """Whether a cell is empty: None, or the NaN that pandas writes for it."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _short(value: Any) -> str:

@@ -112,6 +112,11 @@ def _tokenized(rows: Iterable[Row], tokenizer: Any, variables: Mapping[str, Any]
         except jinja2.TemplateError:
             # Again one by one, to name the row.
             ids = [_tokenize_one(row, tokenizer, options) for row in part]
+        if empty := [row for row, tokens in zip(part, ids, strict=True) if not tokens]:
+            raise UserError(
+                f"{empty[0].where}: the chat template makes no token of the prompt. Correct the prompt, or set "
+                "model.chat_template."
+            )
         yield from zip(part, ids, strict=True)
 
 

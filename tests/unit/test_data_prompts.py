@@ -99,6 +99,15 @@ def test_template_that_refuses_a_chat_names_the_row(tokenizer):
         tokenizer.chat_template = TEMPLATE
 
 
+def test_template_that_makes_nothing_of_a_chat_names_the_row(tokenizer):
+    tokenizer.chat_template = "{% for m in messages if m.content != 'b' %}{{ m.content }}{% endfor %}"
+    try:
+        with pytest.raises(UserError, match="row 1: the chat template makes no token of the prompt"):
+            prompt_set(tokenizer, "a", "b")
+    finally:
+        tokenizer.chat_template = TEMPLATE
+
+
 def test_fingerprint_is_of_the_content(tokenizer):
     base = prompt_set(tokenizer, "a", "b")
     assert base.fingerprint == prompt_set(tokenizer, "a", "b").fingerprint

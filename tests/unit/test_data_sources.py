@@ -203,7 +203,7 @@ def test_corrupt_jsonl_names_the_line(tmp_path, tokenizer):
     fails(config_of(path), tokenizer, f"{path} line 2", "is not JSON", checked=False)
     fails(config_of(jsonl(tmp_path / "list.jsonl", "[1]")), tokenizer, "line 1", "not a JSON object but list")
     (tmp_path / "latin.jsonl").write_bytes(json.dumps(PLAIN).encode() + b'\n{"prompt": "\xe9"}\n')
-    fails(config_of(f"{tmp_path}/latin.jsonl"), tokenizer, "latin.jsonl", "cannot be read", "utf-8")
+    fails(config_of(f"{tmp_path}/latin.jsonl"), tokenizer, "latin.jsonl line 2 is not UTF-8", "iconv -f latin1")
 
 
 def test_missing_columns(tmp_path, tokenizer):
@@ -211,8 +211,10 @@ def test_missing_columns(tmp_path, tokenizer):
         path = write(tmp_path / name, {"promt": "1", "answer": "2", "id": 3})
         fails(config_of(path), tokenizer, name, "'prompt' (data.prompt_key)", "promt, answer, id", "Did you mean promt")
         path = write(tmp_path / f"a{name}", {"prompt": "1", "answers": "2"})
-        fails(config_of(path), tokenizer, name, "data.answer_key='answer'", "Did you mean answers")
+        fails(config_of(path), tokenizer, name, "no column 'answer' (data.answer_key)", "Did you mean answers")
         path = write(tmp_path / f"e{name}", {"prompt": "1", "answer": None})
+        fails(config_of(path), tokenizer, name, "the reference answer, column ", " is null in this row")
+        path = write(tmp_path / f"n{name}", {"prompt": "1", "answer": float("nan")})
         fails(config_of(path), tokenizer, name, "the reference answer, column ", " is null in this row")
 
 
@@ -227,6 +229,8 @@ def test_prompt_cell_of_the_wrong_type(tmp_path, tokenizer, prompt):
 
 def test_other_cells_of_the_wrong_type(tmp_path, tokenizer):
     fails(config_of(jsonl(tmp_path / "e.jsonl", PLAIN | {"extra_info": "x"})), tokenizer, "line 1: extra_info", "'x'")
+    bare = {"prompt": "1", "reward_model": "42"}
+    fails(config_of(jsonl(tmp_path / "r.jsonl", bare)), tokenizer, "reward_model must be a mapping", "not str: '42'")
     fails(config_of(jsonl(tmp_path / "d.jsonl", PLAIN | {"data_source": 3})), tokenizer, "line 1: data_source", "int")
 
 
