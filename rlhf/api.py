@@ -15,7 +15,7 @@ from rlhf.config.library import Library
 from rlhf.config.redaction import Redaction
 from rlhf.config.validate import on_one_machine, validate
 from rlhf.errors import EXIT_DONE, RunEnded, UserError
-from rlhf.launch.banner import banner
+from rlhf.launch.banner import banner, lacks_gpu
 from rlhf.launch.callbacks import Callback, Callbacks
 from rlhf.printable import printable_output
 from rlhf.ranks.logs import logging_put_back
@@ -108,6 +108,10 @@ def check_inputs(config: Config) -> None:
     from rlhf.storage.layout import scan
     from rlhf.tracking import check_trackers
 
+    if config.trainer.device == "cuda" and lacks_gpu():
+        raise UserError(
+            "trainer.device=cuda, but this machine has no GPU, or no driver for it. Set trainer.device=cpu."
+        )
     # A run that goes on from a checkpoint, such as an imported one, has its weights there.
     begins = config.trainer.resume_mode != "resume_path" and not scan(config.run_dir) and not config.checkpoint.remote
     if on_one_machine():  # elsewhere the ranks find out who sees what

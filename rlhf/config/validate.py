@@ -317,6 +317,10 @@ def _model_folder(key: str, name: str, here: bool) -> Iterator[str]:
     elif here and path.is_dir() and not (path / "config.json").is_file():
         inside = sorted(p.parent for p in path.glob("*/config.json"))
         hint = did_you_mean(str(inside[0]) if inside else None)
+        if (path / "adapter_config.json").is_file():
+            hint = (
+                " It holds an adapter (LoRA): merge it into its model first (PEFT's merge_and_unload), and save that."
+            )
         yield f"{key}={name}: this folder has no config.json, so it is no model in Hugging Face format.{hint}"
     elif here and looks_local and not path.exists():
         yield f"{key}={name}: there is no such folder.{_sibling(path)}"

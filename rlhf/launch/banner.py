@@ -93,7 +93,7 @@ def _length(config: Config) -> str:
 def _device(config: Config) -> str:
     t = config.trainer
     device = "CUDA if there is a device" if t.device == "auto" else t.device
-    if t.device == "auto" and sys.platform == "linux" and not any(map(_exists, _DRIVERS)):
+    if t.device == "auto" and lacks_gpu():
         device = "cpu (no GPU here)"
     ranks = "1 rank" if t.nproc == 1 else f"{t.nproc} ranks"
     return f"{device}, {ranks}, backend {config.backend.name}, rollout {config.rollout.name}"
@@ -105,8 +105,9 @@ def _near(path: str | Path) -> str:
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
 
 
-def _exists(path: str) -> bool:
-    return Path(path).exists()
+def lacks_gpu() -> bool:
+    """Whether this machine has no driver of a GPU, told without torch; False where that cannot be known."""
+    return sys.platform == "linux" and not any(Path(path).exists() for path in _DRIVERS)
 
 
 def _beginning(config: Config) -> str:

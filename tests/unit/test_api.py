@@ -8,7 +8,8 @@ import pytest
 
 import rlhf
 import rlhf.train
-from rlhf.api import file_and_name
+from rlhf.api import check_inputs, file_and_name
+from rlhf.config import Config, TrainerConfig
 from rlhf.errors import EXIT_USER_ERROR, UserError
 from rlhf.user_functions import load_function
 
@@ -23,6 +24,12 @@ class Scores:
 
     def __call__(self, solution_str: str) -> float:
         return 0.0
+
+
+def test_cuda_without_a_driver_is_refused_before_torch_is_asked(monkeypatch):
+    monkeypatch.setattr("rlhf.api.lacks_gpu", lambda: True)
+    with pytest.raises(UserError, match=r"trainer\.device=cuda, but this machine has no GPU"):
+        check_inputs(Config(trainer=TrainerConfig(device="cuda")))
 
 
 def test_a_function_of_a_file_is_named_by_it():

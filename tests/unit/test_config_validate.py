@@ -415,12 +415,19 @@ def models(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def adapter(folder: Path) -> Path:
+    (folder / "lora").mkdir(exist_ok=True)
+    (folder / "lora" / "adapter_config.json").write_text("{}")
+    return folder / "lora"
+
+
 MODEL_PATHS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "misspelt": (lambda m: m / "qwen_smal", "there is no such folder. Did you mean {m}/qwen_small?"),
     "parent folder": (
         lambda m: m,
         "has no config.json, so it is no model in Hugging Face format. Did you mean {m}/qwen",
     ),
+    "adapter": (lambda m: adapter(m), "Hugging Face format. It holds an adapter (LoRA): merge it into its model first"),
     "file": (lambda m: m / "readme.txt", "is a file; give the folder that holds config.json."),
 }
 

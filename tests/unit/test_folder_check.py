@@ -53,6 +53,44 @@ def test_a_part_that_the_index_names_is_missed(folder):
     assert f"has no {files[1]}, which its index names (1 of 2 such files)." in said
 
 
+@pytest.mark.parametrize("text", ["", "Answer with a number."])
+def test_a_template_without_the_prompt_is_refused(folder, text):
+    path = folder / "other.jinja"
+    path.write_text(text)
+    said = refused(check_template, str(folder), str(path))
+    assert said.startswith(f"model.chat_template={path}: not a chat template: it never mentions `messages`")
+
+
+TORN = {
+    "half": (lambda whole: whole[: len(whole) // 2], "bytes of"),
+    "pointer": (lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:a\n", "is a pointer of Git LFS"),
+    "page": (lambda whole: b"<!DOCTYPE html><html>Not found</html>", "begins with no header in safetensors"),
+    "nothing": (lambda whole: b"", "begins with no header in safetensors"),
+}
+
+
+@pytest.mark.parametrize("kind", TORN)
+def test_torn_weights_are_told_before_anything_is_loaded(folder, kind):
+    torn, message = TORN[kind]
+    weights = folder / "model.safetensors"
+    weights.write_bytes(torn(weights.read_bytes()))
+    said = refused(check_folder, "model.path", str(folder))
+    assert said.startswith(f"model.path={folder}: model.safetensors ")
+    assert message in said
+    check_folder("model.path", str(folder), weights=False)
+
+
+def test_weights_that_nobody_reads_may_be_anything(folder):
+    (folder / "consolidated.safetensors").write_bytes(b"version https://git-lfs")
+    check_folder("model.path", str(folder))
+
+
+def test_a_torn_config_is_told_before_anything_is_loaded(folder):
+    (folder / "config.json").write_text("{")
+    said = refused(check_folder, "model.path", str(folder))
+    assert said.startswith(f"model.path={folder}: config.json is not JSON: ")
+
+
 def test_pickled_weights_have_a_remedy_that_works(folder, tmp_path):
     make = (
         "import sys, torch; from safetensors.torch import load_file; "
