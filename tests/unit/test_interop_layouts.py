@@ -69,6 +69,17 @@ def test_a_role_that_is_not_there(tmp_path):
         open_source(Origin(tmp_path / "data", role="acter"))
 
 
+def test_a_run_directory_of_another_trainer_names_its_newest_step(tmp_path):
+    for step in (5, 10):
+        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
+        (tmp_path / f"global_step_{step}" / "actor" / "model_world_size_1_rank_0.pt").touch()
+    for backend in ("auto", "fsdp"):
+        with pytest.raises(UserError, match=f"Give one of them, such as {tmp_path / 'global_step_10'}"):
+            open_source(Origin(tmp_path), backend)
+    with pytest.raises(UserError, match="`merge` and `import` take those of other trainers"):
+        open_source(Origin(tmp_path), "native")
+
+
 def test_parts_that_overlap_are_no_whole(tmp_path):
     """As many numbers as the whole has, and one place twice: another has none."""
     (tmp_path / "f").write_bytes(bytes(16))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.storage.layout import scan
 
 if TYPE_CHECKING:
     from rlhf.checkpoint.interop.source import Layout, Origin, TensorSource
@@ -79,6 +80,9 @@ def open_source(origin: "Origin", backend: str = AUTO) -> "TensorSource":
     if roles := _roles_in(origin, asked):
         there = ", ".join(roles)
         raise UserError(f"{origin.path} has no role {origin.role}; it has {there}. Set --role, or give its folder.")
+    for step in scan(origin.path):
+        if any(entry.load().recognises(replace(origin, path=step)) for entry in asked):
+            raise UserError(f"{origin.path} holds steps of another trainer. Give one of them, such as {step}.")
     # A layout that the user names says best itself what is missing.
     if backend != AUTO and len(asked) == 1:
         return _opened(asked[0], origin)

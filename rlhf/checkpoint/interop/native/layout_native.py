@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 
 def recognises(origin: Origin) -> bool:
-    """A folder with a manifest, or a run directory with checkpoints."""
-    return (origin.path / MANIFEST).is_file() or bool(scan(origin.path))
+    """A folder with a manifest, or a run directory with checkpoints; steps of other trainers have the same names."""
+    return any((path / MANIFEST).is_file() for path in (origin.path, *scan(origin.path)))
 
 
 def open_source(origin: Origin) -> "NativeCheckpoint":
@@ -43,10 +43,11 @@ def open_source(origin: Origin) -> "NativeCheckpoint":
     if (origin.path / MANIFEST).is_file():
         return _opened(folders, origin)
     names = list(dict.fromkeys(path.name for folder in folders for path in scan(folder)))
-    if not names:
+    if not any((folder / name / MANIFEST).is_file() for folder in folders for name in names):
         raise UserError(
-            f"{origin.path} holds no checkpoint of this trainer ({MANIFEST}, or global_step_N). Give a run directory, "
-            "<default_local_dir>/<project>/<experiment>, or a checkpoint in it."
+            f"{origin.path} holds no checkpoint of this trainer ({MANIFEST}, or global_step_N with one). Give a run "
+            "directory, <default_local_dir>/<project>/<experiment>, or a checkpoint in it; `merge` and `import` take "
+            "those of other trainers."
         )
     problems = []
     for name in sorted(names, key=lambda name: -int(name.rpartition("_")[2])):
