@@ -96,7 +96,7 @@ class ScoringProcess:
         confinement = Confinement(config.memory_gb, config.network, writable)
         # -P: the working directory comes last in PYTHONPATH, so that nothing there hides a module of the trainer's.
         command = [sys.executable, "-P", "-m", "rlhf.reward.scoring_process", self._verifier, str(os.getpid())]
-        command += [json.dumps(dataclasses.asdict(confinement)), str(config.timeout_s), json.dumps(config.kwargs)]
+        command += [json.dumps(dataclasses.asdict(confinement)), str(config.timeout_s)]
         # A session of its own: Ctrl-C is the trainer's to handle, and a kill reaches what the user's code started.
         # No file of the trainer's: who has its log open may empty it.
         self._popen = subprocess.Popen(
@@ -113,7 +113,7 @@ class ScoringProcess:
             os.set_blocking(pipe.fileno(), False)
         self._unread = b""
         try:
-            ready = self._exchange(b"", START_TIMEOUT_S)
+            ready = self._exchange(json.dumps(config.kwargs).encode() + b"\n", START_TIMEOUT_S)
             self._folder = ready.get("folder")
             if wrong := failure(ready):
                 raise wrong

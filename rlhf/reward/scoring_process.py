@@ -1,9 +1,10 @@
 """Reward process, the end that scores: one JSON line in, one JSON line out.
 
-`python -m rlhf.reward.scoring_process VERIFIER PARENT_PID CONFINEMENT TIMEOUT_S KWARGS`, where VERIFIER is
-`math_verify`, `reasoning_gym` or `/path/to/file.py:name`, CONFINEMENT a `Confinement` and KWARGS `reward.kwargs`, both
-as JSON. The first line out says ready and how samples are to be sent, or why not. Later ones have an entry for each
-sample of the question, or one error for all of them.
+`python -m rlhf.reward.scoring_process VERIFIER PARENT_PID CONFINEMENT TIMEOUT_S`, where VERIFIER is `math_verify`,
+`reasoning_gym` or `/path/to/file.py:name`, and CONFINEMENT a `Confinement` as JSON. The first line in is
+`reward.kwargs`, which everybody would see on a command line, and which may be longer than one. The first line out says
+ready and how samples are to be sent, or why not. Later ones have an entry for each sample of the question, or one error
+for all of them.
 """
 
 import dataclasses
@@ -40,12 +41,15 @@ Scoring = Callable[[Sequence[RewardItem]], list[dict[str, Any]]]
 """An entry of a reply for each item."""
 
 
-def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: float, kwargs: dict[str, Any]) -> None:
+def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: float) -> None:
     """Serve until the parent closes the pipe."""
     _die_with(parent_pid)
     confined = confine(confinement)
     requests, replies = _take_pipes()
+    if not (first := requests.readline()):
+        return
     try:
+        kwargs = json.loads(first)
         score, sending = _load(verifier, kwargs, timeout_s)
         _send(replies, dataclasses.asdict(confined) | {"sending": dataclasses.asdict(sending)})
     # Also SystemExit: a script without a __main__ guard must not look like a process that died by itself.
@@ -144,5 +148,4 @@ if __name__ == "__main__":
         int(sys.argv[2]),
         Confinement(**json.loads(sys.argv[3])),
         float(sys.argv[4]),
-        json.loads(sys.argv[5]),
     )

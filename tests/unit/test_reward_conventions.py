@@ -168,6 +168,15 @@ def test_files_of_verls_repository_run_as_they_are(scored):
     assert (wrong.score, wrong.extra["acc"], wrong.notes) == (-1.0, 0.0, {"pred": "7"})
 
 
+def test_arguments_of_any_length_are_on_no_command_line(scored, folder):
+    (folder / "rubric.py").write_text(
+        "import sys\ndef of(solution_str, rubric): return {'score': len(rubric), 'argv': '-'.join(sys.argv)}\n"
+    )
+    (result,) = scored("rubric.py:of", of_prompt(0, "42"), kwargs={"rubric": "word " * 50_000})
+    assert result.score == 250_000
+    assert "word" not in result.notes["argv"]
+
+
 def test_verls_batched_functions_get_all_samples_of_a_prompt(scored):
     items = [*of_prompt(0, "42", "7"), *of_prompt(1, "1", "2", "3", truth="3")]
     results = scored("verl.py:compute_score_batched", items, num_workers=2, kwargs={"bonus": 2})
