@@ -258,6 +258,9 @@ def _composition_problem(error: HydraException, choices: list[str], library: Lib
         return f"{where}{key}={cause.value}: {reason}."
     if key and key not in SECTIONS and not setting_of(key):
         return f"{where}there is no setting {key}.{hint(key)}"
+    if setting_of(key) and f"Key '{key}' not in" in reason:
+        section, _, leaf = key.rpartition(".")
+        return f"{where}{key}: sections are nested in a recipe. Write `{leaf}:` indented below `{section}:`."
     if setting := setting_of(key):
         return f"{where}{key}: {reason}; must be {setting.expects}."
     return f"{where}{reason}"

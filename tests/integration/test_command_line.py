@@ -278,6 +278,7 @@ def test_all_mistakes_of_a_command_at_once(capsys):
 
 P = "# @package _global_\n"
 BROKEN_FILES = {
+    "dotted key": (P + "trainer.seed: 1\n", "{file}: trainer.seed: sections are nested in a recipe. Write `seed:`"),
     "unknown key": (P + "trainer:\n  sed: 1\n", "{file}: there is no setting trainer.sed. Did you mean trainer.seed?"),
     "unknown section": (P + "trianer:\n  seed: 1\n", "{file}: there is no setting trianer. Did you mean trainer?"),
     "wrong type": (P + "trainer:\n  seed: foo\n", "{file}: trainer.seed: Value 'foo' of type 'str' could not be"),
