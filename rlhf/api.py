@@ -53,8 +53,7 @@ def train(
             f"rlhf.train is called by {path}, which is read here for a function of its. Put the call under "
             'if __name__ == "__main__":.'
         )
-    if isinstance(overrides, str):
-        raise UserError(f"overrides={overrides!r}: one text. Give a list, with KEY=VALUE in each.")
+    _check_arguments(overrides, reward, callbacks)
     if _is_rank():
         raise UserError("rlhf.train: torchrun starts the command, not a script: torchrun ... -m rlhf.train KEY=VALUE.")
     raise_open_files()
@@ -70,6 +69,20 @@ def train(
         raise RunEnded(code, config.run_dir)
     report: dict[str, Any] = json.loads((config.run_dir / "report" / "report.json").read_text())
     return report
+
+
+def _check_arguments(overrides: object, reward: object, callbacks: object) -> None:
+    if isinstance(overrides, str):
+        raise UserError(f"overrides={overrides!r}: one text. Give a list, with KEY=VALUE in each.")
+    if not isinstance(overrides, (list, tuple)) or not all(isinstance(text, str) for text in overrides):
+        raise UserError(f"overrides={overrides!r}: not a list of texts. Give a list, with 'KEY=VALUE' in each.")
+    if any(isinstance(one, str) for one in (reward if isinstance(reward, (list, tuple)) else [reward])):
+        raise UserError(
+            f"reward={reward!r}: a text, not a function. Give the function itself, or reward.functions=[FILE.py:NAME] "
+            "among the overrides."
+        )
+    if not isinstance(callbacks, (list, tuple)) or not all(map(callable, callbacks)):
+        raise UserError(f"callbacks={callbacks!r}: not a list of functions. Give callbacks=[FUNCTION].")
 
 
 def validated(overrides: Sequence[str], library: Library, reward_functions: Sequence[str] = ()) -> Config:
@@ -112,6 +125,7 @@ def check_inputs(config: Config) -> None:
         raise UserError(
             "trainer.device=cuda, but this machine has no GPU, or no driver for it. Set trainer.device=cpu."
         )
+    check_trackers(config.trainer.logger, config.tracking.wandb)
     # A run that goes on from a checkpoint, such as an imported one, has its weights there.
     begins = config.trainer.resume_mode != "resume_path" and not scan(config.run_dir) and not config.checkpoint.remote
     if on_one_machine():  # elsewhere the ranks find out who sees what
@@ -123,7 +137,6 @@ def check_inputs(config: Config) -> None:
             check_folder("reward_model.path", config.reward_model.path)
     check_reward(config.reward, config.reward_model)
     check_sources(config.data, config.reward, config.trainer.seed)
-    check_trackers(config.trainer.logger, config.tracking.wandb)
 
 
 def file_and_name(function: Callable[..., Any]) -> str:

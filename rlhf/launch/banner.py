@@ -116,5 +116,6 @@ def _beginning(config: Config) -> str:
     if t.overwrite:
         return "new" if found is None else "new: what is there is deleted"
     if found is not None:
-        return f"resumed at step {step_of(found)}"
+        step = step_of(found)
+        return f"finished at step {step}" if step == t.total_training_steps else f"resumed at step {step}"
     return "new" if t.resume_mode != "resume_path" else f"begins with {t.resume_from_path}"

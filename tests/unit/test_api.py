@@ -64,6 +64,24 @@ def test_one_text_is_no_list_of_settings():
         rlhf.train("recipes=minimal")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"overrides": {"rollout.n": 4}}, "not a list of texts"),
+        ({"overrides": None}, "not a list of texts"),
+        ({"overrides": [4]}, "not a list of texts"),
+        ({"reward": "score.py:closeness"}, "Give the function itself, or reward.functions=[FILE.py:NAME]"),
+        ({"reward": ["score.py:closeness"]}, "Give the function itself, or reward.functions=[FILE.py:NAME]"),
+        ({"callbacks": print}, "Give callbacks=[FUNCTION]"),
+        ({"callbacks": ["print"]}, "Give callbacks=[FUNCTION]"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments, said):
+    with pytest.raises(UserError) as refusal:
+        rlhf.train.train(**{"overrides": ["trainer.nproq=1"], **arguments})
+    assert said in str(refusal.value)
+
+
 def test_the_module_and_the_function_are_one_name():
     with pytest.raises(UserError, match=r"Did you mean trainer.nproc\?"):
         rlhf.train(["trainer.nproq=2"])

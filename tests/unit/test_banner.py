@@ -45,6 +45,8 @@ def test_a_run_that_goes_on(config):
     t.total_training_steps = 1200
     assert rows(config)["run"] == "runs/rlhf/default (resumed at step 40)"
     assert rows(config)["steps"] == "1,200"
+    t.total_training_steps = 40
+    assert rows(config)["run"] == "runs/rlhf/default (finished at step 40)"
     t.overwrite = True
     assert rows(config)["run"] == "runs/rlhf/default (new: what is there is deleted)"
 
