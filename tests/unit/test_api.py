@@ -9,7 +9,7 @@ import pytest
 import rlhf
 import rlhf.train
 from rlhf.api import check_inputs, file_and_name
-from rlhf.config import Config, TrainerConfig
+from rlhf.config import Config, RewardConfig, TrainerConfig
 from rlhf.errors import EXIT_USER_ERROR, UserError
 from rlhf.user_functions import load_function
 
@@ -30,6 +30,16 @@ def test_cuda_without_a_driver_is_refused_before_torch_is_asked(monkeypatch):
     monkeypatch.setattr("rlhf.api.lacks_gpu", lambda: True)
     with pytest.raises(UserError, match=r"trainer\.device=cuda, but this machine has no GPU"):
         check_inputs(Config(trainer=TrainerConfig(device="cuda")))
+
+
+def test_wandb_without_a_login_is_refused_before_slower_checks(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_CONFIG_DIR", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip("wandb")
+    with pytest.raises(UserError, match="nobody is logged in to wandb"):
+        check_inputs(Config(trainer=TrainerConfig(logger=["wandb"]), reward=RewardConfig(functions=["nothing"])))
 
 
 def test_a_function_of_a_file_is_named_by_it():
