@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as of_transformers
 
 from benchmarks.figures import ratios, rotated, spread
 from rlhf.models.tiny import FOLDER
@@ -171,6 +172,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     arguments = parser.parse_args()
     ways = ["this trainer", "bare loop", *(["TRL"] if arguments.trl else [])]
+    of_transformers.disable_progress_bar()
     sys.stdout.write("shape   ranks  way           s/step                   processor s/step         peak MiB\n")
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary)
