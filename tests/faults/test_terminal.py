@@ -216,7 +216,7 @@ def test_a_whole_run_in_a_terminal_and_again(tmp_path):
     assert len(first.splitlines()) < 80, "no line for each token"
 
     again = Terminal(80, tmp_path, *command)
-    again.wait_for("(resumed at step 7)")
+    again.wait_for("(finished at step 7)")
     assert again.end() == EXIT_DONE
     assert_in_order(again)
     log = (run_dir / RUN_LOG).read_text()
