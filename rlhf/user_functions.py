@@ -95,7 +95,7 @@ def hash_of_files(functions: Sequence[str]) -> str:
 def load_function(setting: str, spec: str, *, may_be_async: bool = False) -> Callable[..., Any]:
     """Run the file (once per process, however many of its functions are named) and return the function.
 
-    Modules that lie beside the file can be imported by it.
+    Modules that lie beside the file can be imported by it, by their names or relatively.
 
     Raises:
         UserError: for what `find_function` finds, a file that raises, or a name that is no function.
@@ -119,7 +119,12 @@ def _module(path: Path) -> ModuleType:
     # At the end, so that a file of the user's hides no module of the trainer's.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    name = f"user_file {path}"
+    # As a module of a package that is its folder, for `from .utils import ...`.
+    folder = f"user_folder {path.parent}".replace(".", "%2E")
+    if folder not in sys.modules:
+        sys.modules[folder] = package = ModuleType(folder)
+        package.__path__ = [str(path.parent)]
+    name = f"{folder}.{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -63,6 +63,7 @@ class FunctionCall:
         every = {"solution_str": item.response, "messages": item.messages}
         every |= {name: getattr(item, name) for name in FIELDS}
         given = {name: value for name, value in every.items() if self.signature.takes(name)}
+        given |= {name: every[ours] for name, ours in self.signature.renamed.items()}
         columns = _columns(item)
         return given | {name: columns[name] for name in self._columns if name in columns} | self._kwargs
 
@@ -151,11 +152,17 @@ def _completion(item: RewardItem) -> Any:
 def as_score(value: Any, said: str, may_abstain: bool = False) -> Score:
     """Score from what the function of `said` returned of one sample.
 
-    Finite numbers beside the `score` of a dict are for metrics, all else is kept as a note. None is no score, where the
-    function `may_abstain`. Raises UserError for anything else.
+    Finite numbers beside the `score` of a dict are for metrics, all else is kept as a note, and so is what a tuple has
+    after its score, as verl's prime_code returns it. None is no score, where the function `may_abstain`. Raises
+    UserError for anything else.
     """
     if value is None and may_abstain:
         return Score(None)
+    if isinstance(value, tuple) and len(value) > 1:
+        first, *rest = value
+        return Score(
+            _number(said, first, repr(first)), notes={"metadata": as_note(rest[0] if len(rest) == 1 else rest)}
+        )
     if not isinstance(value, dict):
         return Score(_number(said, value, repr(value)))
     if "score" not in value:

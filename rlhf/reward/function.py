@@ -35,7 +35,7 @@ def check_kwargs(config: RewardConfig) -> None:
     known = [each for each in signatures if each is not None]
     for name in config.kwargs:
         said = f"reward.kwargs={config.kwargs}: {name}"
-        if any(name in (*GIVEN[each.convention], PROMPT) for each in known):
+        if any(name in (*GIVEN[each.convention], *each.renamed, PROMPT) for each in known):
             raise UserError(f"{said} is what the trainer gives to the function. Take another name.")
         # Of a function that is imported nothing is known before its file runs.
         if None not in signatures and not any(each.takes(name) for each in known):

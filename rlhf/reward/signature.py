@@ -40,7 +40,10 @@ _USUAL = {
 }
 """Those of them that `**kwargs` get, as in verl and TRL."""
 _TRL = {"prompts", "completions", "completion_ids"}
-_RESPONSES = ("solution_str", "solution_strs", "completions", "completion_ids")
+_OTHER_RESPONSES = ("predict_str", "model_output", "completion")
+"""Names of the response in files that verl calls by position, and of the answer in one of them."""
+_OTHER_ANSWER = "test_cases"
+_RESPONSES = ("solution_str", *_OTHER_RESPONSES, "solution_strs", "completions", "completion_ids")
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,17 @@ class Signature:
             return Convention.SAMPLE
         return Convention.TRL
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Our name of each parameter that has another one in verl's geo3k.py, math_verify.py or prime_code."""
+        if self.convention is not Convention.SAMPLE or "solution_str" in self.named:
+            return {}
+        response = next((name for name in _OTHER_RESPONSES if name in self.named), None)
+        if response is None:
+            return {}
+        is_answer = _OTHER_ANSWER in self.named and "ground_truth" not in self.named
+        return {response: "solution_str"} | ({_OTHER_ANSWER: "ground_truth"} if is_answer else {})
+
     def takes(self, name: str) -> bool:
         """Whether it gets the argument of that name, of those that its convention has, or `reward.kwargs`."""
         given = GIVEN[self.convention]
@@ -105,7 +119,7 @@ class Signature:
 
     def columns(self, kwargs: dict[str, Any]) -> Iterator[str]:
         """The columns of the rows that it names."""
-        known = GIVEN[self.convention]
+        known = (*GIVEN[self.convention], *self.renamed)
         yield from (name for name in self.named if name not in known and name not in kwargs)
 
     def needs(self, kwargs: dict[str, Any]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from rlhf.reward import RewardItem, RewardResult, build_reward
 
 VERL = '''
 import asyncio
+import json
 import re
 
 
@@ -35,6 +36,32 @@ def compute_score_batched(data_sources, solution_strs, ground_truths, extra_info
         assert (source, info["level"]) == ("src", 3)
         scores.append({"score": bonus + float(solution == truth), "seen": len(solution_strs)})
     return scores
+
+
+def geometry(predict_str, ground_truth, use_boxed=True, format_score=0.1):
+    """As verl/utils/reward_score/geo3k.py: the dispatcher calls it by position."""
+    return (1 - format_score) * float(predict_str.strip() == ground_truth) + format_score * predict_str.startswith(" ")
+
+
+def verified(model_output: str, ground_truth: str, timeout_score: float = 0) -> bool:
+    """As math_verify.py and prime_math."""
+    return str(model_output) == ground_truth
+
+
+def tested(completion, test_cases, continuous=False):
+    """As prime_code: the answer under another name, and a tuple whose first is the score."""
+    passed = [case == completion for case in json.loads(test_cases)["outputs"]]
+    return (sum(passed) / len(passed) if continuous else all(passed)), [{"res": str(each)} for each in passed]
+
+
+def in_sandbox(url, semaphore, memory_limit_mb, completion, test_cases, continuous=False, timeout=10):
+    """As sandbox_fusion: what the dispatcher is given comes first."""
+    assert semaphore is None
+    return {"score": float(test_cases == completion), "url": url, "memory": memory_limit_mb}
+
+
+def with_tests(solution_str, ground_truth, test_cases):
+    return {"score": float(solution_str == test_cases), "truth": ground_truth}
 
 
 running = 0
@@ -166,6 +193,24 @@ def test_files_of_verls_repository_run_as_they_are(scored):
     right, wrong = scored("verl.py:compute_score", of_prompt(0, "42", "7"))
     assert right == RewardResult(1.0, {"compute_score": 1.0}, {"acc": 1.0, "level": 3.0}, notes={"pred": "42"})
     assert (wrong.score, wrong.extra["acc"], wrong.notes) == (-1.0, 0.0, {"pred": "7"})
+
+
+def test_files_that_verl_calls_by_position_run_as_they_are(scored):
+    assert scores(scored("verl.py:geometry", of_prompt(0, " 42", "42", "7"))) == [1.0, 0.9, 0.0]
+    assert scores(scored("verl.py:geometry", of_prompt(0, "42"), kwargs={"format_score": 0.5})) == [0.5]
+    assert scores(scored("verl.py:verified", of_prompt(0, "42", "7"))) == [1.0, 0.0]
+    cases = json.dumps({"outputs": ["x", "y"]})
+    (half,) = scored("verl.py:tested", of_prompt(0, "x", truth=cases), kwargs={"continuous": True})
+    assert (half.score, half.notes) == (0.5, {"metadata": [{"res": "True"}, {"res": "False"}]})
+    assert scores(scored("verl.py:tested", of_prompt(0, "x", truth=cases))) == [0.0]
+    given = {"url": "http://a", "semaphore": None, "memory_limit_mb": 512}
+    (result,) = scored("verl.py:in_sandbox", of_prompt(0, "42"), kwargs=given)
+    assert (result.score, result.extra, result.notes) == (1.0, {"memory": 512.0}, {"url": "http://a"})
+
+
+def test_a_column_of_the_name_stays_one_beside_solution_str(scored):
+    (result,) = scored("verl.py:with_tests", of_prompt(0, "x", test_cases="x"))
+    assert (result.score, result.notes) == (1.0, {"truth": "42"})
 
 
 def test_arguments_of_any_length_are_on_no_command_line(scored, folder):

@@ -98,6 +98,15 @@ def test_a_file_runs_once_and_imports_what_lies_beside_it(tmp_path):
     assert load_function("x.y", f"{tmp_path}/counted.py:a")() == 1
 
 
+def test_a_file_of_a_package_imports_relatively(tmp_path):
+    (folder := tmp_path / "v1.2" / "scores").mkdir(parents=True)
+    (folder / "__init__.py").write_text("from . import helper\nfrom .helper import two\ndef of(): return two()\n")
+    (folder / "helper.py").write_text("def two(): return 2\n")
+    (folder / "batch.py").write_text("from .helper import two\ndef twice(): return 2 * two()\n")
+    assert load_function("x.y", f"{folder / '__init__.py'}:of")() == 2
+    assert load_function("x.y", f"{folder / 'batch.py'}:twice")() == 4
+
+
 def test_a_file_hides_no_module_of_others(tmp_path):
     (tmp_path / "fractions.py").write_text("def f(): ...\n")
     load_function("x.y", f"{tmp_path}/fractions.py:f")
