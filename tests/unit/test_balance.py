@@ -1,0 +1,40 @@
+"""The benchmark of the balance: the planner stays near what is possible, and the exit code says when it does not."""
+
+import pytest
+
+from benchmarks import balance
+from rlhf.learning import spread
+
+
+def test_few_ranks_are_balanced_and_the_plain_way_is_not(capsys):
+    assert balance.main(["--ranks", "8", "32"]) == 0
+    for name in balance.DISTRIBUTIONS:
+        found = balance.balance(name, 8, 16, 32768)
+        assert found.least == pytest.approx(1)
+        assert found.planned < 1.02
+        assert found.plain > 1.3
+    assert "correlated" in capsys.readouterr().out
+
+
+def test_too_few_samples_wait_for_the_longest():
+    found = balance.balance("truncated", 64, 32, 32768)
+    assert found.plain is None
+    assert 1.05 < found.least <= found.planned < 1.1 * found.least
+
+
+def test_a_poor_plan_fails(monkeypatch, capsys):
+    """Samples that go round the ranks in turn, whatever their lengths."""
+    turns = lambda lengths, mini_batches, ranks: [row % ranks for row in range(len(lengths))]  # noqa: E731
+    monkeypatch.setattr(balance, "spread", turns)
+    assert balance.main(["--ranks", "8"]) == 1
+    assert "1.15 times the least" in capsys.readouterr().out
+    assert spread.spread is not turns
+
+
+@pytest.mark.parametrize("name", balance.DISTRIBUTIONS)
+def test_lengths_are_those_of_reasoning(name):
+    lengths = balance.DISTRIBUTIONS[name](2000, balance.random.Random(1))
+    assert len(lengths) == 2000 * balance.SAMPLES
+    assert 2600 < sum(lengths) / len(lengths) < 3400
+    assert min(lengths) >= balance.SHORTEST
+    assert max(lengths) == balance.LONGEST
