@@ -19,34 +19,23 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from rlhf.config import DataConfig, RewardConfig
 from rlhf.config.library import PACKAGE
 from rlhf.data import PromptSet, PromptStream, build_train_set, cached_prompts, file_hashes, prompt_cache
 from rlhf.errors import UserError
 from rlhf.models.loading import ModelSource, load_tokenizer
+from tests.support.letters import TEMPLATE, letter_tokenizer
 from tests.support.small_disks import small_disk
 
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 REWARDS = RewardConfig(functions=["exact_match"])
-
-
-def make_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
-    """One token per character."""
-    backend = Tokenizer(models.WordLevel({chr(i): i for i in range(32, 127)} | {"[UNK]": 0}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", name_or_path="some/model")
-    made.chat_template = template
-    return made
 
 
 class Counting:
     """A tokenizer that counts its calls and may do something at each."""
 
     def __init__(self, at_call: Callable[[int], None] = lambda _: None) -> None:
-        self._tokenizer, self._at_call = make_tokenizer(), at_call
+        self._tokenizer, self._at_call = letter_tokenizer(), at_call
         self.calls = 0
 
     def __getattr__(self, name: str) -> object:
@@ -80,7 +69,7 @@ def numbered(path: Path, count: int) -> str:
 
 def build(files: str | list[str], cache: Path | None, tokenizer=None, reward=REWARDS, **settings) -> PromptSet:
     data = DataConfig(train_files=files, cache_dir=None if cache is None else str(cache), **settings)
-    return build_train_set(data, reward, 1, tokenizer or make_tokenizer())
+    return build_train_set(data, reward, 1, tokenizer or letter_tokenizer())
 
 
 def sets(cache: Path) -> list[str]:
@@ -111,7 +100,7 @@ def test_cached_prompts_are_those_in_memory(tmp_path, cache, overlong, caplog, m
         tmp_path / "odd.jsonl",
         {"prompt": "é \u0000", "answer": ["a", 1, 2.5, None, True, "\ud800"]},
         {"prompt": [{"role": "user", "content": "x" * 50, "name": "n"}], "reward_model": {"ground_truth": 1e300}},
-        {"prompt": "", "answer": math.inf, "extra_info": {"a": {"b": [1, {"c": -0.0}]}, "": 10**30}},
+        {"prompt": "?", "answer": math.inf, "extra_info": {"a": {"b": [1, {"c": -0.0}]}, "": 10**30}},
     )
     columns = {"prompt": "p", "reward_model": {"ground_truth": ["1"], "style": None}, "extra_info": {"x": [0.1, None]}}
     pq.write_table(pa.Table.from_pylist([columns | {"data_source": "d"}] * 3), tmp_path / "table.parquet")
@@ -170,7 +159,7 @@ def test_what_prompts_follow_from_is_in_the_key(tmp_path, cache):
     other = numbered(tmp_path / "other.jsonl", 100)
     variants: list[Callable[[], PromptSet]] = [
         lambda: build(file, cache),
-        lambda: build(file, cache, make_tokenizer(TEMPLATE + "!")),
+        lambda: build(file, cache, letter_tokenizer(TEMPLATE + "!")),
         lambda: build(file, cache, max_prompt_length=7),
         lambda: build(file, cache, max_prompt_length=7, overlong_prompts="left"),
         lambda: build(file, cache, train_max_samples=50),
@@ -230,9 +219,9 @@ def test_a_template_that_prints_the_day_is_not_taken_from_another(tmp_path, cach
     file = numbered(tmp_path / "rows.jsonl", 100)
     for template, count in ((TEMPLATE, 1), (TEMPLATE + "{{ strftime_now('%Y') }}", 3)):
         with monkeypatch.context() as patched:
-            build(file, cache, make_tokenizer(template))
+            build(file, cache, letter_tokenizer(template))
             patched.setattr(cached_prompts, "date", Tomorrow)
-            build(file, cache, make_tokenizer(template))
+            build(file, cache, letter_tokenizer(template))
         assert len(sets(cache)) == count
 
 
