@@ -116,27 +116,56 @@ def start(config: Config, recipes: Sequence[str], callbacks: Callbacks | None = 
 def check_inputs(config: Config) -> None:
     """Checks that may import heavy libraries, for after everything that a typo can break; raises UserError."""
     from rlhf.data import check_sources
-    from rlhf.models.folder_check import check_folder, check_template
+    from rlhf.models.template_check import check_rendering
     from rlhf.reward import check_reward
-    from rlhf.storage.layout import scan
+    from rlhf.reward.trial_start import trial_start
     from rlhf.tracking import check_trackers
+    from rlhf.trial_import import trial_import
 
     if config.trainer.device == "cuda" and lacks_gpu():
         raise UserError(
             "trainer.device=cuda, but this machine has no GPU, or no driver for it. Set trainer.device=cpu."
         )
     check_trackers(config.trainer.logger, config.tracking.wandb)
+    check_reward(config.reward, config.reward_model)
+    # Of the ranks that torchrun starts on a node, one imports the files for all.
+    leads = os.environ.get("LOCAL_RANK", "0") == "0"
+    with trial_import(_algorithm_files(config) if leads else []), trial_start(config.reward if leads else None):
+        if on_one_machine():  # elsewhere the ranks find out who sees what
+            _check_models(config)
+        row = check_sources(config.data, config.reward, config.trainer.seed)
+        if on_one_machine():
+            variables = config.data.apply_chat_template_kwargs
+            check_rendering(config.model.path, config.model.chat_template, row.where, row.messages, variables)
+
+
+def _check_models(config: Config) -> None:
+    from rlhf.models.config_check import check_critic, check_policy, check_reward_model
+    from rlhf.models.folder_check import check_folder
+    from rlhf.models.template_check import check_template
+    from rlhf.storage.layout import scan
+
     # A run that goes on from a checkpoint, such as an imported one, has its weights there.
     begins = config.trainer.resume_mode != "resume_path" and not scan(config.run_dir) and not config.checkpoint.remote
-    if on_one_machine():  # elsewhere the ranks find out who sees what
-        check_folder("model.path", config.model.path, weights=begins)
-        check_template(config.model.path, config.model.chat_template)
-        if config.critic.path is not None:
-            check_folder("critic.path", config.critic.path, tokenizer=False, weights=begins)
-        if config.reward_model.path is not None:
-            check_folder("reward_model.path", config.reward_model.path)
-    check_reward(config.reward, config.reward_model)
-    check_sources(config.data, config.reward, config.trainer.seed)
+    trusts = config.model.trust_remote_code
+    check_folder("model.path", config.model.path, weights=begins)
+    check_policy(config.model.path, trusts, config.data.max_prompt_length, config.data.max_response_length)
+    check_template(config.model.path, config.model.chat_template)
+    if config.critic.path is not None:
+        check_folder("critic.path", config.critic.path, tokenizer=False, weights=begins)
+        check_critic(config.critic.path, trusts)
+    if config.reward_model.path is not None:
+        check_folder("reward_model.path", config.reward_model.path)
+        check_reward_model(config.reward_model.path, trusts)
+
+
+def _algorithm_files(config: Config) -> list[tuple[str, str]]:
+    """The settings that name an estimator or a loss in a file of the user's, with their values."""
+    named = {
+        "algorithm.adv_estimator": config.algorithm.adv_estimator,
+        "actor.policy_loss.loss_mode": config.actor.policy_loss.loss_mode,
+    }
+    return [(setting, spec) for setting, spec in named.items() if ".py:" in spec]
 
 
 def file_and_name(function: Callable[..., Any]) -> str:

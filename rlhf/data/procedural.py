@@ -50,6 +50,11 @@ def make_dataset(data: DataConfig, seed: int, size: int) -> Any:
         ) from error
 
 
+def first_row(data: DataConfig, seed: int) -> Row:
+    """The first training problem; raises UserError as `make_dataset`."""
+    return _rows(data, [make_dataset(data, seed, data.reasoning_gym.train_size)[0]])[0]
+
+
 def val_rows(data: DataConfig, seed: int) -> list[Row]:
     """The held-out problems of the run with this `trainer.seed`."""
     return _rows(data, make_dataset(data, VAL_SEED_OFFSET + seed, data.reasoning_gym.val_size))

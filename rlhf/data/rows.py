@@ -63,7 +63,7 @@ def parse_row(
 
 def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
+        return _asking([{"role": "user", "content": prompt}], where, prompt_key)
     if prompt is None:
         raise UserError(
             f"{where}: column {prompt_key!r} (data.prompt_key) is null in this row. Give it, or delete the row."
@@ -74,7 +74,17 @@ def _messages(prompt: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
             f"{where}: column {prompt_key!r} (data.prompt_key) must hold a string or a list of {{role, content}} with "
             f"text in both, not {type(prompt).__name__}: {_short(prompt)}."
         )
-    return [{key: value for key, value in message.items() if isinstance(value, str)} for message in prompt]
+    texts = [{key: value for key, value in message.items() if isinstance(value, str)} for message in prompt]
+    return _asking(texts, where, prompt_key)
+
+
+def _asking(messages: list[dict[str, str]], where: str, prompt_key: str) -> list[dict[str, str]]:
+    if not any(message["content"].strip() for message in messages):
+        raise UserError(
+            f"{where}: column {prompt_key!r} (data.prompt_key) has an empty prompt in this row. Give it, or delete the "
+            "row."
+        )
+    return messages
 
 
 def with_system_prompt(row: Row, text: str | None) -> Row:

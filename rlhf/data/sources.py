@@ -54,12 +54,13 @@ def build_val_set(data: DataConfig, reward: RewardConfig, seed: int, tokenizer: 
     return _gym_set(data, reward, tokenizer, procedural.val_rows(data, seed)[: data.val_max_samples])
 
 
-def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> None:
+def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> Row:
     """Find what can be found without a tokenizer: names, files, extensions, columns, a reward that does not fit.
 
     Reads one row of each source, and all rows of local files as far as EARLY_S goes. A Hub data set is loaded (and so
-    downloaded once, before the ranks ask for it). Raises UserError.
+    downloaded once, before the ranks ask for it). Returns the first training row. Raises UserError.
     """
+    firsts: list[Row] = []
     wanted = ((_TRAIN, data.train_files, data.train_max_samples), (_VAL, data.val_files, data.val_max_samples))
     for setting, value, max_samples in wanted:
         if value is None:
@@ -68,13 +69,15 @@ def check_sources(data: DataConfig, reward: RewardConfig, seed: int) -> None:
         first_rows = [next(_read(data, reward, [source]), None) for source in sources]
         if not any(first_rows):
             raise UserError(f"{setting}={value} has no rows. Name a data set with at least one prompt.")
+        firsts += [row for row in first_rows if row is not None]
         end = time.monotonic() + EARLY_S
         local = all(source.path is not None for source in sources)
         for _ in islice(_read(data, reward, sources), max_samples) if local else ():
             if time.monotonic() > end:
                 break
     if data.train_files is None:
-        procedural.make_dataset(data, seed, data.reasoning_gym.train_size)
+        return with_system_prompt(procedural.first_row(data, seed), data.system_prompt)
+    return firsts[0]
 
 
 def _split(setting: str) -> str:

@@ -13,6 +13,8 @@ from rlhf.errors import UserError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_RAISED_BY_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""Errors of Python's in the expressions of a template, beside Jinja's own."""
 BATCH = 1000
 """Rows that are tokenised at a time."""
 REMEDY = "Raise data.max_prompt_length, or set data.overlong_prompts"
@@ -109,7 +111,7 @@ def _tokenized(rows: Iterable[Row], tokenizer: Any, variables: Mapping[str, Any]
     for part in in_batches(rows):
         try:
             ids = tokenizer.apply_chat_template([row.messages for row in part], **options)["input_ids"]
-        except jinja2.TemplateError:
+        except (jinja2.TemplateError, *_RAISED_BY_TEMPLATES):
             # Again one by one, to name the row.
             ids = [_tokenize_one(row, tokenizer, options) for row in part]
         if empty := [row for row, tokens in zip(part, ids, strict=True) if not tokens]:
@@ -140,7 +142,7 @@ def _tokenize_one(row: Row, tokenizer: Any, options: Mapping[str, Any]) -> list[
             f"model.path={tokenizer.name_or_path}: its chat template (or model.chat_template), line {error.lineno}, is "
             f"not valid: {error.message}. Correct it, or set model.chat_template to another."
         ) from error
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, *_RAISED_BY_TEMPLATES) as error:
         roles = ", ".join(message["role"] for message in row.messages)
         raise UserError(
             f"{row.where}: the chat template of model.path refuses the prompt (roles: {roles}): {error}. Correct the "

@@ -44,51 +44,6 @@ def check_folder(setting: str, name: str, *, tokenizer: bool = True, weights: bo
             raise UserError(f"{said}: {path.name} {problem}")
 
 
-def check_template(name: str, template: str | None) -> None:
-    """Raise UserError when the chat template of the folder `name`, or the file `template` in its place, is no Jinja,
-    and when there is neither; a Hub name passes, and so does a tokenizer with a class of its own."""
-    folder = Path(name).expanduser()
-    if template is not None:
-        path = Path(template).expanduser()
-        check_syntax(f"model.chat_template={template}", path.read_text(encoding="utf-8-sig"))
-    elif folder.is_dir():
-        found = dict(_templates(folder))
-        for where, text in found.items():
-            check_syntax(f"model.path={name}: {where}", text)
-        own_class = (folder / "tekken.json").is_file() or any(folder.glob("tokenization_*.py"))
-        if not found and not own_class:
-            raise UserError(
-                f"model.path={name}: its tokenizer has no chat template, so prompts cannot be rendered. Take an "
-                "instruction-tuned model, or set model.chat_template to a Jinja file."
-            )
-
-
-def check_syntax(where: str, text: str) -> None:
-    """Raise UserError, with the line, for a text that is no Jinja template, and for one without the messages."""
-    import jinja2
-    import jinja2.ext
-    from jinja2 import nodes
-    from jinja2.parser import Parser
-
-    class GenerationTag(jinja2.ext.Extension):
-        """The tag of transformers' around the assistant's turns."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    try:
-        tree = jinja2.Environment(extensions=[GenerationTag, jinja2.ext.loopcontrols]).parse(text)
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(
-            f"{where}, line {error.lineno}: not a valid chat template: {str(error.message).rstrip('.')}."
-        ) from error
-    if all(name.name != "messages" for name in tree.find_all(nodes.Name)):
-        raise UserError(f"{where}: not a chat template: it never mentions `messages`, so no prompt would be in it.")
-
-
 def _missing(folder: Path) -> Iterator[str]:
     """Weights that are not there: all, or files that the index names."""
     if (folder / INDEX).is_file():
@@ -130,19 +85,3 @@ def _torn(path: Path) -> str | None:
         return "begins with no header in safetensors: it is damaged or something else. Fetch it again."
     whole = 8 + length + max(ends, default=0)
     return None if size == whole else f"has {size:,} bytes of {whole:,}: it is damaged. Copy or fetch it again."
-
-
-def _templates(folder: Path) -> Iterator[tuple[str, str]]:
-    """The texts of all chat templates in `folder`, each with the file that has it."""
-    for path in (folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))):
-        if path.is_file():
-            yield path.name, path.read_text(encoding="utf-8")
-    for file in ("tokenizer_config.json", "chat_template.json"):
-        try:
-            template = json.loads((folder / file).read_text(encoding="utf-8")).get("chat_template")
-        except (OSError, ValueError, AttributeError):
-            continue  # told when it is read
-        for entry in template if isinstance(template, list) else [template]:
-            text = entry.get("template") if isinstance(entry, dict) else entry
-            if isinstance(text, str):
-                yield file, text

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging as library_logging
 
 from rlhf.errors import UserError
+from rlhf.models.config_check import check_labels
 from rlhf.models.token_values import HEADS, value_class
 from rlhf.storage.scratch import Scratch
 
@@ -192,12 +193,7 @@ def load_reward_model(
         raise UserError(
             f"{source}: {hf_config.model_type} has no sequence classifier in transformers; name another model."
         )
-    if hf_config.num_labels != 1:
-        raise UserError(
-            f"{source} has {hf_config.num_labels} labels, a reward model has one (num_labels in its config.json; a "
-            "file that has none "
-            "means 2). Name a sequence-classification model with one label."
-        )
+    check_labels(str(source), hf_config.num_labels)
     model, wrong = _load(AutoModelForSequenceClassification, source, folder, hf_config, dtype, tensors)
     _refuse(source, wrong)
     model.config.use_cache = False  # one pass over whole texts

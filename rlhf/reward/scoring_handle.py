@@ -57,9 +57,11 @@ class ProcessDiedError(Exception):
 class ScoringProcess:
     """One reward process, confined; used by one thread at a time."""
 
-    def __init__(self, verifier: str, config: RewardConfig):
+    def __init__(self, verifier: str, config: RewardConfig, trial: list[str] | None = None):
+        """`trial`: a start that only shows whether it can be; gets what the process prints, and no warning is given."""
         self._verifier = verifier
         self._config = config
+        self._trial = trial
         self._popen: subprocess.Popen[bytes] | None = None
         self._unread = b""
         self._output_left = MAX_OUTPUT_BYTES
@@ -111,6 +113,8 @@ class ScoringProcess:
         for pipe in (self._popen.stdin, self._popen.stderr):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
+        if self.stopped:  # before there was anything to stop
+            _kill_group(self._popen)
         self._unread = b""
         try:
             ready = self._exchange(json.dumps(config.kwargs).encode() + b"\n", START_TIMEOUT_S)
@@ -127,7 +131,8 @@ class ScoringProcess:
         except (UserError, RewardError):
             self.kill()
             raise
-        _tell_missing(ready["missing"])
+        if self._trial is None:
+            _tell_missing(ready["missing"])
         return Sending(**ready["sending"])
 
     def _exchange(self, request: bytes, timeout_s: float, number: str | None = None, count: int = 1) -> dict[str, Any]:
@@ -200,7 +205,11 @@ class ScoringProcess:
             data = os.read(output, 1 << 16)
         except BlockingIOError:
             return True
-        sys.stderr.write(printable_output(data[: self._output_left].decode(errors="replace")))
+        text = printable_output(data[: self._output_left].decode(errors="replace"))
+        if self._trial is None:
+            sys.stderr.write(text)
+        else:
+            self._trial.append(text)
         if 0 < self._output_left < len(data):
             log.warning(
                 "%s printed more than %d bytes on one sample; the rest is left out.", self._verifier, MAX_OUTPUT_BYTES

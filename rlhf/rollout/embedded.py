@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.config.rollout import RolloutConfig
-from rlhf.errors import UserError
+from rlhf.models.config_check import check_positions
 from rlhf.rollout.decoding import Decoding
 from rlhf.rollout.engine import Request, Sample, Weights, places_by_params
 from rlhf.rollout.kv_cache import RowCache
@@ -21,12 +21,7 @@ def check_lengths(model_config: Any, max_prompt: int, max_response: int) -> None
         UserError: the sum exceeds the model's `max_position_embeddings`.
     """
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and max_prompt + max_response > limit:
-        raise UserError(
-            f"data.max_prompt_length={max_prompt} and data.max_response_length={max_response} need "
-            f"{max_prompt + max_response} positions, but the model has {limit} (max_position_embeddings). "
-            "Lower one of the two."
-        )
+    check_positions(limit, max_prompt, max_response)
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -388,28 +388,54 @@ def test_answers_before_anything_heavy_is_imported(tmp_path, argument):
     assert done.returncode == (EXIT_DONE if argument.startswith("--") else EXIT_USER_ERROR), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("mistake", "said"),
-    [
-        ("a broken line", "line 3 is not JSON"),
-        ("no template", "its tokenizer has no chat template"),
-        ("a broken template", "own.jinja, line 1: not a valid chat template"),
-        ("no weights", "the folder has no weights (*.safetensors)."),
-        ("no login", "nobody is logged in to wandb. Run `wandb login`, or set WANDB_API_KEY"),
-    ],
-)
-def test_mistakes_in_files_are_told_before_torch_is_imported(tmp_path, mistake, said):
+GOOD_ROWS = '{"prompt": "1", "answer": "1"}\n' * 3
+EARLY: dict[str, tuple[str, dict[str, str], str]] = {
+    "a broken line": ("data.train_files=bad.jsonl", {"bad.jsonl": GOOD_ROWS + "{oh\n"}, "line 4 is not JSON"),
+    "no template": ("", {"model/chat_template.jinja": ""}, "its tokenizer has no chat template"),
+    "no weights": ("", {"model/model.safetensors": ""}, "the folder has no weights (*.safetensors)."),
+    "no login": ("trainer.logger=[wandb]", {}, "nobody is logged in to wandb. Run `wandb login`, or set WANDB_API_KEY"),
+    "a broken template": (
+        "model.chat_template=own.jinja",
+        {"own.jinja": "{% if %}"},
+        "own.jinja, line 1: not a valid chat template",
+    ),
+    "a template that fails": (
+        "model.chat_template=own.jinja",
+        {"own.jinja": "{{ messages[0].content + greeting }}"},
+        "a.jsonl line 1: the chat template (model.chat_template=own.jinja) refuses the prompt (roles: user): Undefined",
+    ),
+    "lengths": ("data.max_response_length=4096", {}, "positions, but the model has 512 (max_position_embeddings)."),
+    "a vision model": (
+        "model.path=vit",
+        {"vit/config.json": '{"model_type": "vit"}'},
+        "model.path=vit: model_type vit",
+    ),
+    "a reward file": (
+        "reward.functions=[own.py:f]",
+        {"own.py": "import not_there\ndef f(solution_str): return 1.0\n"},
+        "own.py:f cannot be imported: ModuleNotFoundError: No module named 'not_there'. Correct the file.",
+    ),
+    "an estimator": (
+        "algorithm.adv_estimator=own.py:f",
+        {"own.py": "def f(inputs, config): ...\nraise RuntimeError('at import')\n"},
+        "algorithm.adv_estimator=own.py:f cannot be imported: RuntimeError: at import. Correct the file.",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", EARLY)
+def test_mistakes_in_files_are_told_before_torch_is_imported(tmp_path, mistake):
+    setting, files, said = EARLY[mistake]
     model = shutil.copytree(ROOT / "rlhf" / "models" / "tiny_policy", tmp_path / "model")
-    (tmp_path / "own.jinja").write_text("{% if %}")
-    good = '{"prompt": "1", "answer": "1"}\n'
-    (tmp_path / "a.jsonl").write_text(good * 2 + ("{oh\n" if mistake == "a broken line" else good))
-    for name in {"no template": ["chat_template.jinja"], "no weights": ["model.safetensors"]}.get(mistake, []):
-        (model / name).unlink()
-    settings = ["recipes=minimal", "model.path=model", "data.train_files=a.jsonl"]
-    more = {"no login": ["trainer.logger=[wandb]"], "a broken template": ["model.chat_template=own.jinja"]}
+    shutil.copytree(model, tmp_path / "vit")
+    (tmp_path / "a.jsonl").write_text(GOOD_ROWS)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text) if text else (tmp_path / name).unlink()
+    settings = ["recipes=minimal", "model.path=model", "data.train_files=a.jsonl", *filter(None, [setting])]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}
+    script = RUN_AND_LIST_MODULES.replace('"transformers", ', "")  # templates are rendered by it, without torch
     done = subprocess.run(
-        [sys.executable, "-c", RUN_AND_LIST_MODULES, *settings, *more.get(mistake, [])],
+        [sys.executable, "-c", script, *settings],
         cwd=tmp_path,
         env=environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
         capture_output=True,

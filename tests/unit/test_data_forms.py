@@ -6,12 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from rlhf.config import DataConfig, RewardConfig
 from rlhf.data import PromptSet, build_train_set, cached_prompts, check_sources, sources
 from rlhf.errors import UserError
+from tests.support.letters import letter_tokenizer, text_of
 
 ROWS = [{"prompt": "1 + 1", "answer": "2"}, {"prompt": 'say "ä",\nplease', "answer": "ä"}]
 EXACT = RewardConfig(functions=["exact_match"])
@@ -22,20 +21,11 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token per character."""
-    backend = Tokenizer(models.WordLevel({chr(i): i for i in range(32, 127)} | {"[UNK]": 0}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", name_or_path="some/model")
-    made.chat_template = TEMPLATE
-    return made
+    return letter_tokenizer(TEMPLATE)
 
 
 def build(path: Path, tokenizer, **settings) -> PromptSet:
     return build_train_set(DataConfig(train_files=str(path), **settings), EXACT, 1, tokenizer)
-
-
-def text_of(prompt) -> str:
-    return "".join(map(chr, prompt.token_ids))
 
 
 def refusal(path: Path) -> str:
@@ -102,6 +92,16 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
             " line 1: column 'prompt' (data.prompt_key) is null in this row",
         ),
         ("a.jsonl", '{"prompt": "x", "answer": "1"}\n{oh', " line 2 is not JSON: "),
+        (
+            "a.jsonl",
+            '{"prompt": " ", "answer": "1"}',
+            " line 1: column 'prompt' (data.prompt_key) has an empty prompt in",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt": [{"role": "system", "content": ""}, {"role": "user", "content": "\\n"}], "answer": "1"}',
+            " line 1: column 'prompt' (data.prompt_key) has an empty prompt in this row. Give it, or delete the row.",
+        ),
     ],
 )
 def test_mistakes_name_their_place_before_anything_is_loaded(tmp_path, name, text, said):
@@ -164,8 +164,7 @@ def test_a_cached_set_is_of_its_system_prompt_and_variables(tmp_path, tokenizer,
 
 
 def test_a_mistake_in_a_template_is_not_the_prompts(tmp_path, tokenizer):
-    broken = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, name_or_path="some/model")
-    broken.chat_template = "{% for m in messages %}\n{{ m }"
+    broken = letter_tokenizer("{% for m in messages %}\n{{ m }")
     with pytest.raises(
         UserError, match=r"^model.path=some/model: its chat template .*, line 2, is not valid: unexpected"
     ):

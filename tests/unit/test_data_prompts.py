@@ -5,25 +5,17 @@ import random
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from rlhf.data import PromptSet, PromptStream
 from rlhf.data.items import Row
 from rlhf.data.tokens import LengthLimit
 from rlhf.errors import UserError
-
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+from tests.support.letters import letter_tokenizer, text_of
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token per character, its id the character's code."""
-    backend = Tokenizer(models.WordLevel({chr(i): i for i in range(32, 127)} | {"[UNK]": 0}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", name_or_path="some/model")
-    made.chat_template = TEMPLATE
-    return made
+    return letter_tokenizer()
 
 
 def rows(*texts: str) -> list[Row]:
@@ -32,10 +24,6 @@ def rows(*texts: str) -> list[Row]:
 
 def prompt_set(tokenizer, *texts: str, limit: int = 100, overlong: str = "filter") -> PromptSet:
     return PromptSet.in_memory(rows(*texts), tokenizer, LengthLimit(limit, overlong, "data.train_files"))
-
-
-def text_of(prompt) -> str:
-    return "".join(map(chr, prompt.token_ids))
 
 
 def test_token_ids_are_the_template_with_generation_prompt(tokenizer):
@@ -81,31 +69,30 @@ def test_all_over_long(tokenizer):
         prompt_set(tokenizer, "abcdef", "abcdefgh", limit=4)
 
 
-def test_tokenizer_without_chat_template(tokenizer):
-    tokenizer.chat_template = None
-    try:
-        with pytest.raises(UserError, match=r"model\.path=some/model: .*no chat template.*model\.chat_template"):
-            prompt_set(tokenizer, "a")
-    finally:
-        tokenizer.chat_template = TEMPLATE
+def test_tokenizer_without_chat_template():
+    without = letter_tokenizer()
+    without.chat_template = None
+    with pytest.raises(UserError, match=r"model\.path=some/model: .*no chat template.*model\.chat_template"):
+        prompt_set(without, "a")
 
 
-def test_template_that_refuses_a_chat_names_the_row(tokenizer):
-    tokenizer.chat_template = "{% if messages[0]['content'] == 'b' %}{{ raise_exception('not b') }}{% endif %}x"
-    try:
-        with pytest.raises(UserError, match=r"row 1: .*roles: user.*not b"):
-            prompt_set(tokenizer, "a", "b")
-    finally:
-        tokenizer.chat_template = TEMPLATE
-
-
-def test_template_that_makes_nothing_of_a_chat_names_the_row(tokenizer):
-    tokenizer.chat_template = "{% for m in messages if m.content != 'b' %}{{ m.content }}{% endfor %}"
-    try:
-        with pytest.raises(UserError, match="row 1: the chat template makes no token of the prompt"):
-            prompt_set(tokenizer, "a", "b")
-    finally:
-        tokenizer.chat_template = TEMPLATE
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            "{% if messages[0]['content'] == 'b' %}{{ raise_exception('not b') }}{% endif %}x",
+            r"row 1: the chat template of model\.path refuses the prompt \(roles: user\): not b",
+        ),
+        ("{{ messages[0].content + ('' if messages[0].content == 'a' else 1) }}", r"row 1: .*refuses .*roles: user"),
+        (
+            "{% for m in messages if m.content != 'b' %}{{ m.content }}{% endfor %}",
+            "row 1: the chat template makes no token of the prompt",
+        ),
+    ],
+)
+def test_a_template_that_fails_on_a_chat_names_the_row(template, said):
+    with pytest.raises(UserError, match=said):
+        prompt_set(letter_tokenizer(template), "a", "b")
 
 
 def test_fingerprint_is_of_the_content(tokenizer):

@@ -1,4 +1,4 @@
-"""Folders of models that lack something, told before anything is loaded; and chat templates that are none."""
+"""Folders of models that lack something, told before anything is loaded."""
 
 import json
 import shutil
@@ -10,7 +10,8 @@ import pytest
 
 import rlhf
 from rlhf.errors import UserError
-from rlhf.models.folder_check import check_folder, check_syntax, check_template
+from rlhf.models.folder_check import check_folder
+from rlhf.models.template_check import check_template
 
 TINY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
 
@@ -51,14 +52,6 @@ def test_a_part_that_the_index_names_is_missed(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": files[0], "b": files[1]}}))
     said = refused(check_folder, "model.path", str(folder))
     assert f"has no {files[1]}, which its index names (1 of 2 such files)." in said
-
-
-@pytest.mark.parametrize("text", ["", "Answer with a number."])
-def test_a_template_without_the_prompt_is_refused(folder, text):
-    path = folder / "other.jinja"
-    path.write_text(text)
-    said = refused(check_template, str(folder), str(path))
-    assert said.startswith(f"model.chat_template={path}: not a chat template: it never mentions `messages`")
 
 
 TORN = {
@@ -104,28 +97,3 @@ def test_pickled_weights_have_a_remedy_that_works(folder, tmp_path):
     subprocess.run([sys.executable, *command[1:]], check=True, cwd=TINY.parents[2], capture_output=True)
     check_folder("model.path", f"{folder}-safetensors")
     check_template(f"{folder}-safetensors", None)
-
-
-def test_a_missing_template(folder, tmp_path):
-    (folder / "chat_template.jinja").unlink()
-    assert "has no chat template, so prompts cannot be rendered." in refused(check_template, str(folder), None)
-    own = tmp_path / "own.jinja"
-    own.write_text("{{ messages }}")
-    check_template(str(folder), str(own))
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "{{ messages }}"}))
-    check_template(str(folder), None)
-
-
-def test_a_mistake_in_a_template_is_the_templates(folder, tmp_path):
-    own = tmp_path / "own.jinja"
-    own.write_text("{% for m in messages %}\n{{ m['content'] }\n{% endfor %}")
-    assert refused(check_template, str(folder), str(own)) == (
-        f"model.chat_template={own}, line 2: not a valid chat template: unexpected '}}'."
-    )
-    (folder / "chat_template.jinja").write_text("{% if x %}")
-    assert refused(check_template, str(folder), None).startswith(f"model.path={folder}: chat_template.jinja, line 1:")
-
-
-def test_the_tags_of_transformers_are_known():
-    check_syntax("x", "{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% continue %}{% endfor %}")

@@ -26,6 +26,7 @@ STOREYS = (
     {"batch", "rollout", "reward", "data", "backends", "models", "algorithms"},
     {"storage", "ranks"},
     {"config"},
+    {"trial_import"},
     {"user_functions"},
     {"command_parser"},
     {"errors", "events", "printable"},

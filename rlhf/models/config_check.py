@@ -1,0 +1,132 @@
+"""Check of a model's config.json against its role and the lengths of the data, before anything could load the model.
+
+The architectures that transformers knows are read from the text of its tables: importing them takes torch and seconds.
+"""
+
+import json
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import UserError, did_you_mean, nearest
+
+CAUSAL, CLASSIFIER = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
+"""Tables of transformers: the architectures that have a class for the policy, and for a reward model."""
+KNOWN = "CONFIG_MAPPING_NAMES"
+_WHAT = {CAUSAL: "generates text from text (a causal LM)", CLASSIFIER: "gives a text a score (a sequence classifier)"}
+
+
+def check_policy(name: str, trust_remote_code: bool, max_prompt: int, max_response: int) -> None:
+    """Raise UserError when the folder `name` holds no causal LM that transformers knows, or one with fewer positions
+    than prompts and responses of these lengths, in tokens, need.
+
+    This and the next two: a Hub name passes, and so does an architecture with code of its own which is trusted.
+    """
+    _check_architecture("model.path", name, trust_remote_code, CAUSAL)
+    if (config := _read_config(name)) is not None:
+        check_positions(_positions(config), max_prompt, max_response)
+
+
+def check_critic(name: str, trust_remote_code: bool) -> None:
+    """Raise UserError when transformers does not know the architecture of the folder `name`."""
+    _check_architecture("critic.path", name, trust_remote_code, None)
+
+
+def check_reward_model(name: str, trust_remote_code: bool) -> None:
+    """Raise UserError when the folder `name` holds no sequence classifier with one label."""
+    _check_architecture("reward_model.path", name, trust_remote_code, CLASSIFIER)
+    config = _read_config(name)
+    if config is not None and (labels := _labels(config)) is not None:
+        check_labels(f"reward_model.path={name}", labels)
+
+
+def check_labels(said: str, labels: int | None) -> None:
+    """Raise UserError unless a sequence classifier has one label."""
+    if labels != 1:
+        raise UserError(
+            f"{said} has {labels} labels, a reward model has one (num_labels in its config.json; a file that has none "
+            "means 2). Name a sequence-classification model with one label."
+        )
+
+
+def check_positions(positions: int | None, max_prompt: int, max_response: int) -> None:
+    """Raise UserError when prompts and responses of these lengths, in tokens, need more positions than a model has."""
+    if positions is not None and max_prompt + max_response > positions:
+        raise UserError(
+            f"data.max_prompt_length={max_prompt} and data.max_response_length={max_response} need "
+            f"{max_prompt + max_response} positions, but the model has {positions} (max_position_embeddings). "
+            "Lower one of the two."
+        )
+
+
+def _read_config(name: str) -> dict[str, Any] | None:
+    """config.json of the folder `name`; None for a Hub name, and where it is told elsewhere that it cannot be read."""
+    try:
+        found = json.loads((Path(name).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _check_architecture(setting: str, name: str, trust_remote_code: bool, table: str | None) -> None:
+    config = _read_config(name)
+    if config is None or ("auto_map" in config and trust_remote_code):
+        return
+    said, kind = f"{setting}={name}", config.get("model_type")
+    if not isinstance(kind, str):
+        raise UserError(f"{said}: config.json has no model_type, which says the architecture. Restore it.")
+    if _lacks(KNOWN, kind):
+        if "auto_map" in config:
+            raise UserError(
+                f"{said}: model_type {kind} is defined by code in the folder. If you trust it, set "
+                "model.trust_remote_code=true."
+            )
+        raise UserError(
+            f"{said}: model_type {kind} is not known to the installed transformers."
+            f"{did_you_mean(nearest(kind, architectures(KNOWN)))} Update it (pip install -U transformers), or name "
+            "another model."
+        )
+    if table is not None and _lacks(table, kind):
+        raise UserError(
+            f"{said}: model_type {kind} has no class that {_WHAT[table]} in the installed transformers. Name another "
+            "model."
+        )
+
+
+def _labels(config: dict[str, Any]) -> int | None:
+    """Labels of a sequence classifier by its config.json; None where a part of a larger model may say it."""
+    names, count = config.get("id2label"), config.get("num_labels")
+    if isinstance(names, dict):
+        return len(names)
+    if isinstance(count, int):
+        return count
+    return None if "text_config" in config else 2
+
+
+def _positions(config: dict[str, Any]) -> int | None:
+    """Positions that a config.json names; None where it leaves them to the architecture."""
+    text = config.get("text_config")
+    part = text if isinstance(text, dict) else config
+    found = part.get("max_position_embeddings", part.get("n_positions"))
+    return found if isinstance(found, int) else None
+
+
+def _lacks(table: str, kind: str) -> bool:
+    found = architectures(table)
+    return bool(found) and kind not in found
+
+
+@cache
+def architectures(table: str) -> frozenset[str]:
+    """Values of model_type in `table` of the installed transformers; none if its files are laid out otherwise."""
+    files = ("auto_mappings.py", "configuration_auto.py") if table == KNOWN else ("modeling_auto.py",)
+    spec = find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent / "models" / "auto"
+    text = "".join((folder / file).read_text(encoding="utf-8") for file in files if (folder / file).is_file())
+    # The table itself, and the lines that add to it.
+    parts = re.findall(rf"^{table}(?:: [^\n]*)? = .*?^\)|^{table}\.update\(.*?^\)", text, re.DOTALL | re.MULTILINE)
+    return frozenset(re.findall(r'"([^"\s]+)"(?=[,:])', "".join(parts)))

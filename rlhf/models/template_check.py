@@ -1,0 +1,160 @@
+"""Check of chat templates before anything loads a tokenizer: their syntax, and a rendering of one prompt."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import UserError
+
+_DEFAULT = "default"
+"""Name of the template that prompts without tools are rendered with."""
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+def check_template(name: str, template: str | None) -> None:
+    """Raise UserError when the chat template of the folder `name`, or the file `template` in its place, is no Jinja,
+    and when there is neither; a Hub name passes, and so does a tokenizer with a class of its own."""
+    folder = Path(name).expanduser()
+    if template is not None:
+        path = Path(template).expanduser()
+        check_syntax(f"model.chat_template={template}", path.read_text(encoding="utf-8-sig"))
+    elif folder.is_dir():
+        found = list(_templates(folder))
+        for where, _, text in found:
+            check_syntax(f"model.path={name}: {where}", text)
+        own_class = (folder / "tekken.json").is_file() or any(folder.glob("tokenization_*.py"))
+        if not found and not own_class:
+            raise UserError(
+                f"model.path={name}: its tokenizer has no chat template, so prompts cannot be rendered. Take an "
+                "instruction-tuned model, or set model.chat_template to a Jinja file."
+            )
+
+
+def check_rendering(
+    name: str, template: str | None, where: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]
+) -> None:
+    """Raise UserError when the chat template, found as by `check_template`, fails on a prompt.
+
+    Args:
+        where: file and line of the prompt.
+        variables: `data.apply_chat_template_kwargs`.
+    """
+    folder = Path(name).expanduser()
+    if template is not None:
+        said, text = f"model.chat_template={template}", Path(template).expanduser().read_text(encoding="utf-8-sig")
+    else:
+        found = next((each for each in _templates(folder) if each[1] == _DEFAULT), None)
+        if found is None:
+            return
+        said, text = f"model.path={name}: {found[0]}", found[2]
+    for key, value in variables.items():
+        if not re.search(rf"\b{re.escape(key)}\b", text):
+            raise UserError(
+                f"data.apply_chat_template_kwargs.{key}={value}: has no effect, since the chat template ({said}) has "
+                "no such variable. Remove it, or correct the name."
+            )
+    given = _special_tokens(folder) | dict(variables)
+    try:
+        _environment().from_string(text).render(messages=messages, add_generation_prompt=True, **given)
+    except Exception:  # whatever a template does; what follows is slower, and is what the ranks do
+        _render(said, text, where, messages, given)
+
+
+def _render(said: str, text: str, where: str, messages: Sequence[Mapping[str, str]], given: Mapping[str, Any]) -> None:
+    """As transformers does it; takes a second for the import, but no torch."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template(
+            [[dict(message) for message in messages]], chat_template=text, add_generation_prompt=True, **given
+        )
+    except Exception as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(
+            f"{where}: the chat template ({said}) refuses the prompt (roles: {roles}): {_told(error)}. Correct the "
+            "prompt, or set model.chat_template to another template."
+        ) from error
+
+
+def _told(error: Exception) -> str:
+    import jinja2
+
+    text = str(error).rstrip(".")
+    return text if type(error) is jinja2.TemplateError else f"{type(error).__name__}: {text}"
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """As the tokenizer's files name them. A class of the library's may have others, which any text stands for."""
+    tokens = dict.fromkeys(_SPECIAL_TOKENS, "")
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        try:
+            named = json.loads((folder / file).read_text(encoding="utf-8"))
+            found = {key: named.get(key) for key in _SPECIAL_TOKENS}
+        except (OSError, ValueError, AttributeError):
+            continue  # told when it is read
+        found = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
+        tokens |= {key: value for key, value in found.items() if isinstance(value, str)}
+    return tokens
+
+
+def check_syntax(where: str, text: str) -> None:
+    """Raise UserError, with the line, for a text that is no Jinja template, and for one without the messages."""
+    import jinja2
+    from jinja2 import nodes
+
+    try:
+        tree = _environment().parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(
+            f"{where}, line {error.lineno}: not a valid chat template: {str(error.message).rstrip('.')}."
+        ) from error
+    if all(name.name != "messages" for name in tree.find_all(nodes.Name)):
+        raise UserError(f"{where}: not a chat template: it never mentions `messages`, so no prompt would be in it.")
+
+
+def _environment() -> Any:
+    """The syntax and the functions that transformers' templates have, nearly."""
+    import jinja2
+    import jinja2.ext
+    from jinja2 import nodes
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTag(jinja2.ext.Extension):
+        """The tag of transformers' around the assistant's turns."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
+    made.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return made
+
+
+def _templates(folder: Path) -> Iterator[tuple[str, str, str]]:
+    """All chat templates in `folder`: the file that has it, its name, its text; of one name the first counts."""
+    if (path := folder / "chat_template.jinja").is_file():
+        yield path.name, _DEFAULT, path.read_text(encoding="utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        yield path.name, path.stem, path.read_text(encoding="utf-8")
+    for file, name in (("tokenizer_config.json", _DEFAULT), ("chat_template.json", "processor")):
+        try:
+            template = json.loads((folder / file).read_text(encoding="utf-8")).get("chat_template")
+        except (OSError, ValueError, AttributeError):
+            continue  # told when it is read
+        if isinstance(template, str):
+            yield file, name, template
+        for entry in template if isinstance(template, list) else []:
+            if isinstance(entry, dict) and isinstance(entry.get("template"), str):
+                yield file, str(entry.get("name")), entry["template"]

@@ -1,0 +1,46 @@
+"""Start of the user's reward functions before the training, each in a reward process that judges nothing."""
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from rlhf.config.reward import RewardConfig
+from rlhf.errors import UserError
+from rlhf.reward.function import NAMES, SETTING
+from rlhf.reward.scores import RewardError
+from rlhf.reward.scoring_handle import ScoringProcess
+from rlhf.user_functions import split_spec
+
+
+@contextlib.contextmanager
+def trial_start(config: RewardConfig | None) -> Iterator[None]:
+    """Import the file of each function of the user's as the training will, confined, while the body runs.
+
+    Raises:
+        UserError: after the body, for a file that cannot be imported in time, or a function that cannot be called.
+    """
+    functions = [] if config is None else [function for function in config.functions if function not in NAMES]
+    if config is None or not functions:
+        yield
+        return
+    words: list[str] = []
+    processes = []
+    for function in functions:
+        path, name = split_spec(SETTING, function)
+        processes.append(ScoringProcess(f"{path}:{name}", config, words))
+    with ThreadPoolExecutor(len(processes)) as threads:
+        try:
+            starts = [threads.submit(process.start) for process in processes]
+            yield
+            for function, start in zip(functions, starts, strict=True):
+                try:
+                    start.result()
+                except RewardError as error:
+                    said = f"{SETTING}={function}: {error} Correct the file.\n{''.join(words)}".rstrip()
+                    raise UserError(said) from error
+        finally:
+            for process in processes:
+                process.stop()
+            threads.shutdown()
+            for process in processes:
+                process.kill()

@@ -1,0 +1,126 @@
+"""config.json of models against their role and the lengths of the data, read before torch is there."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers.models.auto import configuration_auto, modeling_auto
+
+import rlhf
+from rlhf.errors import UserError
+from rlhf.models.config_check import (
+    CAUSAL,
+    CLASSIFIER,
+    KNOWN,
+    architectures,
+    check_critic,
+    check_policy,
+    check_reward_model,
+)
+
+TINY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return shutil.copytree(TINY, tmp_path / "model")
+
+
+def changed(folder: Path, **entries: object) -> str:
+    """The folder, entries of its config.json replaced, and removed where they are None."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | entries
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return str(folder)
+
+
+def policy_refusal(name: str, trust_remote_code: bool = False, lengths: tuple[int, int] = (8, 8)) -> str:
+    with pytest.raises(UserError) as refusal:
+        check_policy(name, trust_remote_code, *lengths)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "module"), [(KNOWN, configuration_auto), (CAUSAL, modeling_auto), (CLASSIFIER, modeling_auto)]
+)
+def test_the_tables_of_transformers_are_read_whole(table, module):
+    assert architectures(table) >= set(getattr(module, table))
+    assert len(architectures(table)) > 50
+
+
+def test_our_own_folder_and_a_name_of_the_hub_pass():
+    for name in (str(TINY), "org/name"):
+        check_policy(name, False, 256, 256)
+        check_critic(name, False)
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"model_type": "vit"}, "model_type vit has no class that generates text from text (a causal LM) in the"),
+        ({"model_type": "qwenn2"}, "is not known to the installed transformers. Did you mean qwen2? Update it"),
+        ({"model_type": None}, "config.json has no model_type"),
+        (
+            {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}},
+            "model_type mine is defined by code in the folder. If you trust it, set model.trust_remote_code=true.",
+        ),
+    ],
+)
+def test_architectures_that_cannot_be_the_policy(folder, entries, said):
+    name = changed(folder, **entries)
+    told = policy_refusal(name)
+    assert told.startswith(f"model.path={name}: ")
+    assert said in told
+
+
+def test_trusted_code_is_left_to_itself(folder):
+    check_policy(changed(folder, model_type="mine", auto_map={"AutoConfig": "a.B"}), True, 8, 8)
+
+
+def test_a_critic_may_be_of_any_known_architecture(folder):
+    check_critic(changed(folder, model_type="vit"), False)
+    with pytest.raises(UserError, match=r"^critic\.path=.*: model_type nope is not known"):
+        check_critic(changed(folder, model_type="nope"), False)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"max_position_embeddings": 100},
+        {"max_position_embeddings": None, "n_positions": 100},
+        {"max_position_embeddings": 10_000, "text_config": {"max_position_embeddings": 100}},
+    ],
+)
+def test_lengths_beyond_the_positions(folder, entries):
+    name = changed(folder, **entries)
+    check_policy(name, False, 60, 40)
+    assert policy_refusal(name, lengths=(60, 41)).startswith(
+        "data.max_prompt_length=60 and data.max_response_length=41 need 101 positions, but the model has 100"
+    )
+
+
+@pytest.mark.parametrize(
+    ("entries", "labels"),
+    [
+        ({}, 2),
+        ({"num_labels": 1}, 1),
+        ({"num_labels": 5}, 5),
+        ({"id2label": {"0": "LABEL_0"}}, 1),
+        ({"id2label": {"0": "NEGATIVE", "1": "POSITIVE"}}, 2),
+        ({"text_config": {}}, 1),
+    ],
+)
+def test_a_reward_model_has_one_label(folder, entries, labels):
+    name = changed(folder, **entries)
+    if labels == 1:
+        check_reward_model(name, False)
+    else:
+        with pytest.raises(UserError) as refusal:
+            check_reward_model(name, False)
+        assert str(refusal.value).startswith(f"reward_model.path={name} has {labels} labels, a reward model has one")
+
+
+def test_a_reward_model_has_a_classifier(folder):
+    with pytest.raises(UserError, match=r"model_type vit has no class that gives a text a score"):
+        check_reward_model(changed(folder, model_type="vit", num_labels=1), False)

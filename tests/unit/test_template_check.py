@@ -1,0 +1,131 @@
+"""Chat templates that are none, lack something or fail on a prompt, told before a tokenizer is loaded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import rlhf
+from rlhf.errors import UserError
+from rlhf.models.template_check import check_rendering, check_syntax, check_template
+
+TINY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
+ASKING = [{"role": "user", "content": "1 + 1"}]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return shutil.copytree(TINY, tmp_path / "model")
+
+
+def refused(check, *arguments) -> str:
+    with pytest.raises(UserError) as refusal:
+        check(*arguments)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["", "Answer with a number."])
+def test_a_template_without_the_prompt_is_refused(folder, text):
+    path = folder / "other.jinja"
+    path.write_text(text)
+    said = refused(check_template, str(folder), str(path))
+    assert said.startswith(f"model.chat_template={path}: not a chat template: it never mentions `messages`")
+
+
+def test_a_missing_template(folder, tmp_path):
+    (folder / "chat_template.jinja").unlink()
+    assert "has no chat template, so prompts cannot be rendered." in refused(check_template, str(folder), None)
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ messages }}")
+    check_template(str(folder), str(own))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "{{ messages }}"}))
+    check_template(str(folder), None)
+
+
+def test_a_mistake_in_a_template_is_the_templates(folder, tmp_path):
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for m in messages %}\n{{ m['content'] }\n{% endfor %}")
+    assert refused(check_template, str(folder), str(own)) == (
+        f"model.chat_template={own}, line 2: not a valid chat template: unexpected '}}'."
+    )
+    (folder / "chat_template.jinja").write_text("{% if x %}")
+    assert refused(check_template, str(folder), None).startswith(f"model.path={folder}: chat_template.jinja, line 1:")
+
+
+def test_the_tags_of_transformers_are_known():
+    check_syntax("x", "{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% continue %}{% endfor %}")
+
+
+def rendered(folder: Path, text: str, messages=ASKING, **variables) -> None:
+    """As the folder's own template."""
+    (folder / "chat_template.jinja").write_text(text)
+    check_rendering(str(folder), None, "a.jsonl line 1", messages, variables)
+
+
+FAILING = {
+    "refused": (
+        "{% if messages[0].role == 'user' %}{{ raise_exception('No users!') }}{% endif %}",
+        "refuses the prompt (roles: user): No users!. Correct the prompt, or set model.chat_template",
+    ),
+    "undefined": ("{{ messages[0].content + greeting }}", "UndefinedError: 'greeting' is undefined"),
+    "no number": ("{% for m in messages %}{{ m.content + 1 }}{% endfor %}", "TypeError: "),
+    "unsafe": ("{{ messages.append(1) }}", "SecurityError: "),
+    "a loop over nothing": ("{% for m in messages %}{% for x in 5 %}{% endfor %}{% endfor %}", "TypeError: 'int'"),
+}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_what_a_template_does_to_a_prompt_is_told_early(folder, kind):
+    text, said = FAILING[kind]
+    told = refused(rendered, folder, text)
+    assert told.startswith(f"a.jsonl line 1: the chat template (model.path={folder}: chat_template.jinja) refuses the")
+    assert said in told
+    own = folder / "own.jinja"
+    own.write_text(text)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert f"(model.chat_template={own})" in refused(check_rendering, str(folder), str(own), "", ASKING, {})
+
+
+WORKING = [
+    "{{ bos_token + messages[0].content + eos_token + pad_token }}",
+    "{{ strftime_now('%Y') + messages[0].content }}",
+    "{% for m in messages %}{% generation %}{{ m | tojson(indent=2) }}{% endgeneration %}{% break %}{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "{{ dict(a=1).a }}{{ dict.fromkeys([1]) }}{{ messages | length }}",
+    "{% if tools %}{{ tools + 1 }}{% endif %}{% if enable_thinking is defined %}{{ 1 + enable_thinking }}{% endif %}"
+    "{{ messages[0].content }}",
+]
+
+
+@pytest.mark.parametrize("text", WORKING)
+def test_what_transformers_gives_a_template_is_there(folder, text):
+    rendered(folder, text)
+
+
+def test_variables_are_given_and_must_have_an_effect(folder):
+    rendered(folder, "{{ messages[0].content + greeting }}", greeting="hello")
+    said = refused(lambda: rendered(folder, "{{ messages }}", greeting="hello"))
+    assert said.startswith("data.apply_chat_template_kwargs.greeting=hello: has no effect, since the chat template (")
+
+
+def test_of_several_templates_the_default_one_is_rendered(folder):
+    (folder / "chat_template.jinja").unlink()
+    path = folder / "tokenizer_config.json"
+    named = [
+        {"name": "rag", "template": "{{ messages + documents }}"},
+        {"name": "default", "template": "{{ messages }}"},
+    ]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": named}))
+    check_rendering(str(folder), None, "a.jsonl line 1", ASKING, {})
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": named[:1]}))
+    check_rendering(str(folder), None, "a.jsonl line 1", ASKING, {})
+    check_rendering("org/name", None, "a.jsonl line 1", ASKING, {})
+
+
+def test_every_template_of_a_file_is_checked(folder):
+    path = folder / "tokenizer_config.json"
+    named = [{"name": "default", "template": "{% if messages %}"}, {"name": "rag", "template": "{{ messages }}"}]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": named}))
+    assert "tokenizer_config.json, line 1: not a valid chat template" in refused(check_template, str(folder), None)

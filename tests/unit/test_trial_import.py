@@ -1,0 +1,94 @@
+"""Files of the user's that cannot be imported, told by a process of its own before the ranks import them."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf import trial_import as module
+from rlhf.config import RewardConfig
+from rlhf.errors import UserError
+from rlhf.reward.trial_start import trial_start
+from rlhf.trial_import import trial_import
+
+FILES = {
+    "good.py": "print('a word')\ndef f(solution_str): return 1.0\n",
+    "lacks.py": "import not_there\ndef f(solution_str): ...\n",
+    "raises.py": "def f(solution_str): ...\nraise RuntimeError('on import')\n",
+    "leaves.py": "import os\nprint('last words', flush=True)\nos._exit(7)\ndef f(solution_str): ...\n",
+    "value.py": "f = 3\n",
+    "waits.py": "import time\ntime.sleep(600)\ndef f(solution_str): ...\n",
+}
+SAID = {
+    "lacks.py": "cannot be imported: ModuleNotFoundError: No module named 'not_there'. Correct the file.",
+    "raises.py": "cannot be imported: RuntimeError: on import. Correct the file.",
+    "value.py": "is no function but of type int. Name a function.",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def as_estimator(name: str):
+    return trial_import([("algorithm.adv_estimator", f"{name}:f")])
+
+
+def as_reward(name: str):
+    return trial_start(RewardConfig(functions=["exact_match", f"{name}:f"]))
+
+
+@pytest.mark.parametrize("trial", [as_estimator, as_reward])
+def test_a_good_file_passes_and_says_nothing(folder, trial, capfd):
+    with trial("good.py"):
+        pass
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("trial", [as_estimator, as_reward])
+@pytest.mark.parametrize("name", SAID)
+def test_what_an_import_raises_is_told_after_the_body(folder, trial, name):
+    done = False
+    with pytest.raises(UserError) as refusal, trial(name):
+        done = True
+    assert done
+    setting = {as_estimator: f"algorithm.adv_estimator={name}", as_reward: f"reward.functions={folder}/{name}"}[trial]
+    assert str(refusal.value) == f"{setting}:f {SAID[name]}"
+
+
+@pytest.mark.parametrize("trial", [as_estimator, as_reward])
+def test_a_file_that_ends_its_process_is_told_with_its_last_words(folder, trial):
+    words = r"(?s)leaves\.py:f: .*(exit code|exit status) 7.*Correct the file\.\nlast words"
+    with pytest.raises(UserError, match=words), trial("leaves.py"):
+        pass
+
+
+@pytest.mark.parametrize("trial", [as_estimator, as_reward])
+def test_an_error_of_the_body_waits_for_no_import(folder, trial):
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="of the body"), trial("waits.py"):
+        raise ValueError("of the body")
+    assert time.monotonic() - start < 20
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_long_import_is_left_to_the_ranks_and_a_rewards_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(module, "DEADLINE_S", 0.2)
+    with as_estimator("waits.py"):
+        pass
+    monkeypatch.setattr("rlhf.reward.scoring_handle.START_TIMEOUT_S", 0.4)
+    late = r"reward\.functions=waits\.py:f: .* was not ready within 0 s\."
+    with pytest.raises(UserError, match=late), as_reward("waits.py"):
+        pass
+
+
+def test_nothing_of_the_users_starts_nothing():
+    ours = RewardConfig(functions=["exact_match"])
+    with trial_import([]), trial_start(ours), trial_start(None), pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
