@@ -20,7 +20,10 @@ class Batch:
     prompt_lengths: Tensor
     """[N] int64."""
     response_lengths: Tensor
-    """[N] int64, end-of-sequence included."""
+    """[N] int64, end-of-sequence included: what pads. Which of these tokens count is the mask's business."""
+    response_mask: Tensor
+    """[N, R] float32, 1 on the tokens that the policy wrote; 0 on padding, and on what a tool or an environment wrote
+    between them."""
     rollout_log_probs: Tensor
     """[N, R] float32, by the engine, of the distribution that it sampled from."""
     scores: Tensor
@@ -28,7 +31,8 @@ class Batch:
     baselines: Tensor | None = None
     """[N] float32: the whole reward of the greedy response to the same prompt; None if the estimator needs none."""
     token_rewards: Tensor | None = None
-    """[N, R] float32, for the estimator: the score on the last token, and the KL in the reward taken off each."""
+    """[N, R] float32, for the estimator: the score on the last token in the mask, and the KL in the reward taken off
+    each."""
     advantages: Tensor | None = None
     """[N, R] float32, zero outside the mask."""
     returns: Tensor | None = None
@@ -46,16 +50,12 @@ class Batch:
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
-    @property
-    def response_mask(self) -> Tensor:
-        """[N, R] float32, 1 on response tokens."""
-        columns = torch.arange(self.rollout_log_probs.shape[1], device=self.input_ids.device)
-        return (columns < self.response_lengths[:, None]).float()
-
     def scores_on_last_tokens(self) -> Tensor:
-        """[N, R] float32: `scores` on the last token of each response, zero elsewhere and without tokens."""
-        columns = torch.arange(self.rollout_log_probs.shape[1], device=self.input_ids.device)
-        return torch.where(columns == self.response_lengths[:, None] - 1, self.scores[:, None], 0.0)
+        """[N, R] float32: `scores` on the last token that the policy wrote in each response, zero elsewhere and where
+        it wrote none."""
+        written = self.response_mask.long()  # sums of floats along rows have no deterministic kernel on CUDA
+        last = (written == 1) & (written.cumsum(1) == written.sum(1, keepdim=True))
+        return torch.where(last, self.scores[:, None], 0.0)
 
     def select(self, rows: Tensor | slice) -> "Batch":
         """The given rows, trimmed to their longest sequence and longest response."""
@@ -81,5 +81,6 @@ class TokenCounts:
     total: int
     """Of prompts and responses."""
     responses: int
+    """Those that the policy wrote."""
     squares: int
     """Sum of the squared lengths of the samples, with which the cost of attention grows."""

@@ -23,9 +23,9 @@ class EstimatorInput:
     """Rewards of N responses on one rank, and what estimators may compare them with. R is the longest response."""
 
     token_rewards: Tensor
-    """[N, R]: the score on the last response token, less the KL penalty of each token if it is part of the reward."""
+    """[N, R]: the score on the last token in the mask, less the KL penalty of each if it is part of the reward."""
     mask: Tensor
-    """[N, R], 1 on response tokens; rows may be empty."""
+    """[N, R], 1 on the tokens that the policy wrote; it may have holes, and rows may be empty."""
     group_size: int
     """Responses per prompt; those of one prompt are neighbours, and no prompt is on two ranks."""
     values: Tensor | None = None

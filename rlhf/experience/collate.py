@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf.batch import Batch
 from rlhf.experience.groups import Group
+from rlhf.rollout import Sample
 
 
 def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.device) -> Batch:
@@ -22,14 +23,26 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
         return torch.tensor(values, dtype=dtype, device=device)
 
     baselines = [group.baseline for group, _ in rows]
+    lengths = tensor([len(sample.token_ids) for _, sample in rows], torch.int64)
     sequences = [torch.tensor(group.prompt_ids + sample.token_ids) for group, sample in rows]
     log_probs = [torch.tensor(sample.log_probs, dtype=torch.float32) for _, sample in rows]
     return Batch(
         input_ids=pad_sequence(sequences, batch_first=True, padding_value=pad_id).to(device),
         prompt_lengths=tensor([len(group.prompt_ids) for group, _ in rows], torch.int64),
-        response_lengths=tensor([len(sample.token_ids) for _, sample in rows], torch.int64),
+        response_lengths=lengths,
+        response_mask=_mask([sample for _, sample in rows], lengths),
         rollout_log_probs=pad_sequence(log_probs, batch_first=True).to(device),
         scores=tensor([score for group in groups for score in group.scores], torch.float32),
         baselines=None if None in baselines else tensor(baselines, torch.float32),
         staleness=tensor([version - sample.version for _, sample in rows], torch.int64),
     )
+
+
+def _mask(samples: Sequence[Sample], lengths: Tensor) -> Tensor:
+    """[N, R] float32, 1 on what the policy wrote; `lengths` [N] are those of the responses."""
+    columns = torch.arange(max((len(sample.token_ids) for sample in samples), default=0), device=lengths.device)
+    mask = (columns < lengths[:, None]).float()
+    for row, sample in enumerate(samples):
+        for start, end in sample.observations:
+            mask[row, start:end] = 0.0
+    return mask

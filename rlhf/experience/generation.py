@@ -112,5 +112,5 @@ class Generation:
         buffer = self.overlong_buffer
         if not buffer.enable:
             return [0.0] * len(samples)
-        lengths = torch.tensor([len(s.token_ids) for s in samples], dtype=torch.int64)
+        lengths = torch.tensor([sample.written for sample in samples], dtype=torch.int64)
         return overlong_penalty(lengths, self.params.max_tokens, buffer.len, buffer.penalty_factor).tolist()

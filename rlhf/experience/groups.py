@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from rlhf.reward import RewardResult
-from rlhf.rollout import Sample
+from rlhf.rollout import Sample, as_spans
+
+OF_SAMPLES = ("response_lengths", "finish_reasons", "versions", "observations")
+"""Fields of a record that are lists with an entry for each sample."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ def to_tensors(groups: Sequence[Group], prefix: str = "") -> dict[str, Tensor]:
             "response_lengths": [len(s.token_ids) for s in group.samples],
             "finish_reasons": [s.finish_reason for s in group.samples],
             "versions": [s.version for s in group.samples],
+            "observations": [s.observations for s in group.samples],
             "results": [asdict(result) for result in group.results],
         }
         for group in groups
@@ -86,9 +90,17 @@ def from_tensors(tensors: dict[str, Tensor], prefix: str = "") -> list[Group]:
     for record in json.loads(bytes(tensors[f"{prefix}records"].tolist())):
         uid, prompt_ids = record["uid"], list(islice(token_ids, record["prompt_length"]))
         samples = [
-            Sample(uid, number, list(islice(token_ids, length)), list(islice(log_probs, length)), reason, version)
-            for number, (length, reason, version) in enumerate(
-                zip(record["response_lengths"], record["finish_reasons"], record["versions"], strict=True)
+            Sample(
+                uid,
+                number,
+                list(islice(token_ids, length)),
+                list(islice(log_probs, length)),
+                reason,
+                version,
+                as_spans(spans),
+            )
+            for number, (length, reason, version, spans) in enumerate(
+                zip(*(record[name] for name in OF_SAMPLES), strict=True)
             )
         ]
         results = [RewardResult(**result) for result in record["results"]]

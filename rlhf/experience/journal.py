@@ -21,7 +21,7 @@ from rlhf.storage.layout import scan, step_of
 
 log = logging.getLogger(__name__)
 FOLDER = "journal"
-FORMAT = 2
+FORMAT = 3
 _NAME = re.compile(r"step_(\d+)\.rank_(\d+)")
 
 
@@ -208,7 +208,9 @@ def digests(groups: Iterable[Group]) -> dict[int, str]:
     for group in groups:
         digest = xxhash.xxh3_128(repr((group.prompt_ids, group.scores, group.baseline)).encode())
         for sample in group.samples:
-            digest.update(np.array([len(sample.token_ids), *sample.token_ids], "<i8").tobytes())
+            spans = [bound for span in sample.observations for bound in span]
+            numbers = [len(sample.token_ids), len(spans), *sample.token_ids, *spans]
+            digest.update(np.array(numbers, "<i8").tobytes())
             digest.update(np.array(sample.log_probs, "<f8").tobytes())
         found[group.uid] = digest.hexdigest()
     return found

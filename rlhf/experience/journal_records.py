@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from rlhf.reward import RewardResult
-from rlhf.rollout import Sample
+from rlhf.rollout import Sample, as_spans
 
 _LENGTH, _HASH_BYTES = struct.Struct("<Q"), 16
 
@@ -60,7 +60,7 @@ def samples_payload(uid: int, samples: Sequence[Sample]) -> bytes:
     """The samples of the prompt `uid`."""
     document = {
         "uid": uid,
-        "samples": [[s.sample, len(s.token_ids), s.finish_reason, s.version] for s in samples],
+        "samples": [[s.sample, len(s.token_ids), s.finish_reason, s.version, s.observations] for s in samples],
     }
     token_ids = np.array([token for s in samples for token in s.token_ids], "<i4")
     log_probs = np.array([log_prob for s in samples for log_prob in s.log_probs], "<f8")
@@ -73,9 +73,12 @@ def samples_of(document: dict[str, Any], tail: bytes) -> list[Sample]:
     token_ids = np.frombuffer(tail, "<i4", total).tolist()
     log_probs = np.frombuffer(tail, "<f8", total, offset=4 * total).tolist()
     samples, start = [], 0
-    for number, length, reason, version in document["samples"]:
+    for number, length, reason, version, observations in document["samples"]:
         part = slice(start, start + length)
-        samples.append(Sample(document["uid"], number, token_ids[part], log_probs[part], reason, version))
+        written = Sample(
+            document["uid"], number, token_ids[part], log_probs[part], reason, version, as_spans(observations)
+        )
+        samples.append(written)
         start += length
     return samples
 

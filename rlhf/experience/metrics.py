@@ -97,7 +97,8 @@ def step_metrics(
 ) -> tuple[dict[str, float], TokenCounts]:
     """Reward and length metrics of a batch of `groups` over all ranks, and its tokens. Collective.
 
-    The mean of each reward function's own score and of each further number is a metric.
+    The mean of each reward function's own score and of each further number is a metric. A response's length is that of
+    all its tokens, as in verl, whoever wrote them.
     """
     rows = [(len(group.prompt_ids), sample) for group in groups for sample in group.samples]
     responses = [len(sample.token_ids) for _, sample in rows]
@@ -106,6 +107,7 @@ def step_metrics(
         "response_length": Summary.of(responses),
         "response_length_terminated": Summary.of(len(s.token_ids) for _, s in rows if s.finish_reason == "stop"),
         "prompt_length": Summary.of(prompt for prompt, _ in rows),
+        "written": Summary.of(sample.written for _, sample in rows),
         "length": Summary.of(prompt + len(sample.token_ids) for prompt, sample in rows),
         "clipped": Summary.of(float(n >= max_response_length) for n in responses),
         # One sample alone has nothing to differ from.
@@ -124,7 +126,7 @@ def step_metrics(
     if "no_signal" in every:
         metrics["reward/frac_zero_std"] = every["no_signal"].mean
     length = every["length"]
-    return metrics, TokenCounts(int(length.total), int(every["response_length"].total), int(length.squares))
+    return metrics, TokenCounts(int(length.total), int(every["written"].total), int(length.squares))
 
 
 def generation_metrics(

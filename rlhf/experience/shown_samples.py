@@ -61,10 +61,10 @@ def shown_answers(
 
 
 def _means(batch: Batch) -> list[float]:
-    """The mean advantage of each response's tokens."""
+    """The mean advantage of the tokens that the policy wrote in each response."""
     assert batch.advantages is not None
-    lengths = batch.response_lengths.clamp(min=1)
-    return (batch.advantages.double().sum(1) / lengths).tolist()
+    written = batch.response_mask.sum(1).clamp(min=1)
+    return (batch.advantages.double().sum(1) / written).tolist()
 
 
 def _rollout(
@@ -101,6 +101,7 @@ def _shown(
         "extra": {**result.extra, **result.notes},
         "advantage": advantage,
         "length": len(sample.token_ids),
+        "observations": sample.observations,
         "finish_reason": sample.finish_reason,
         "version": sample.version,
     }

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from rlhf.rollout.engine import BackgroundEngine, Request, RolloutEngine, Sample, SamplingParams, Weights
+from rlhf.rollout.engine import BackgroundEngine, Request, RolloutEngine, Sample, SamplingParams, Weights, as_spans
 
 if TYPE_CHECKING:
     from rlhf.rollout.embedded import EmbeddedEngine, build_embedded_engine, check_lengths, eos_token_ids
@@ -15,6 +15,7 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "Weights",
+    "as_spans",
     "build_embedded_engine",
     "check_lengths",
     "eos_token_ids",

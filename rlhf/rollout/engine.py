@@ -41,6 +41,8 @@ class Sample:
     `token_ids` ends with the EOS token if one was produced. `log_probs` has one natural logarithm for each token, under
     the distribution that it was drawn from. `finish_reason` is `stop` for EOS and stop strings, otherwise `length`.
     `version`: the steps that the policy had done; it is each token's, since weights never change within a sample.
+    `observations` are the spans [start, end) of `token_ids` that a tool or an environment wrote, in order; all else the
+    policy wrote. What `log_probs` says of them is never read.
     """
 
     uid: int
@@ -49,6 +51,22 @@ class Sample:
     log_probs: list[float]
     finish_reason: FinishReason
     version: int = 0
+    observations: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        bounds = [0, *(bound for span in self.observations for bound in span), len(self.token_ids)]
+        if bounds != sorted(bounds):
+            raise ValueError(f"observations {self.observations} are not spans of {len(self.token_ids)} tokens in order")
+
+    @property
+    def written(self) -> int:
+        """Number of tokens that the policy wrote."""
+        return len(self.token_ids) - sum(end - start for start, end in self.observations)
+
+
+def as_spans(pairs: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """`Sample.observations` from the lists as which JSON and tensors hand them back."""
+    return tuple((start, end) for start, end in pairs)
 
 
 def places_by_params(requests: Sequence[Request]) -> dict[SamplingParams, list[int]]:

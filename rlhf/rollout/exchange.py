@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.tensors import receive_tensors, send_tensors
-from rlhf.rollout.engine import FinishReason, Request, Sample, SamplingParams
+from rlhf.rollout.engine import FinishReason, Request, Sample, SamplingParams, as_spans
 
 REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
@@ -68,12 +68,16 @@ def requests_from_tensors(tensors: dict[str, Tensor]) -> list[Request]:
 def samples_to_tensors(of_requests: Sequence[Sequence[Sample]]) -> dict[str, Tensor]:
     """The samples of each request without loss: token ids and log-probs flat, the rest as rows."""
     samples = [sample for of_request in of_requests for sample in of_request]
-    rows = [(s.uid, s.sample, len(s.token_ids), REASONS.index(s.finish_reason), s.version) for s in samples]
+    rows = [
+        (s.uid, s.sample, len(s.token_ids), REASONS.index(s.finish_reason), s.version, len(s.observations))
+        for s in samples
+    ]
     return {
         "token_ids": torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int64),
         # Python's floats are float64: nothing is rounded.
         "log_probs": torch.tensor([value for sample in samples for value in sample.log_probs], dtype=torch.float64),
-        "rows": torch.tensor(rows, dtype=torch.int64).view(-1, 5),
+        "rows": torch.tensor(rows, dtype=torch.int64).view(-1, 6),
+        "observations": torch.tensor([span for s in samples for span in s.observations], dtype=torch.int64).view(-1, 2),
         "counts": torch.tensor([len(of_request) for of_request in of_requests], dtype=torch.int64),
     }
 
@@ -81,9 +85,18 @@ def samples_to_tensors(of_requests: Sequence[Sequence[Sample]]) -> dict[str, Ten
 def samples_from_tensors(tensors: dict[str, Tensor]) -> list[list[Sample]]:
     """The samples that `samples_to_tensors` was given."""
     token_ids, log_probs = (iter(tensors[name].tolist()) for name in ("token_ids", "log_probs"))
+    spans = iter(tensors["observations"].tolist())
     samples = (
-        Sample(uid, number, list(islice(token_ids, length)), list(islice(log_probs, length)), REASONS[reason], version)
-        for uid, number, length, reason, version in tensors["rows"].tolist()
+        Sample(
+            uid,
+            number,
+            list(islice(token_ids, length)),
+            list(islice(log_probs, length)),
+            REASONS[reason],
+            version,
+            as_spans(islice(spans, observed)),
+        )
+        for uid, number, length, reason, version, observed in tensors["rows"].tolist()
     )
     return [list(islice(samples, count)) for count in tensors["counts"].tolist()]
 

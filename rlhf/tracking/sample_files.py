@@ -22,8 +22,9 @@ _NAME = re.compile(r"step_(\d+)\.jsonl")
 ShownSample = Mapping[str, Any]
 """One sample: `split` (`rollout` or `validation`), `uid` and `sample` (its prompt's place and its own number),
 `data_source`, `prompt` and `response` (texts), `ground_truth`, `score` (the whole reward), `rewards` (each function's
-own), `extra` (what else they said: numbers, texts, lists), `advantage` (mean over its tokens; null in a validation),
-`length` (tokens of the response), `finish_reason`, `version` (steps that the policy had done)."""
+own), `extra` (what else they said: numbers, texts, lists), `advantage` (mean over the tokens that the policy wrote;
+null in a validation), `length` (tokens of the response), `observations` (spans [start, end) of them that the policy did
+not write), `finish_reason`, `version` (steps that the policy had done)."""
 
 
 class SampleFiles:

@@ -32,6 +32,7 @@ def batch_with(empty: int, others: int) -> Batch:
     """`empty` samples without a response, shorter than all others, and then the others."""
     batch = random_batch(seed=21, samples=empty + others, prompt=(3, 3))
     batch.response_lengths[:empty] = 0
+    batch.response_mask[:empty] = 0
     for tensor in (batch.rollout_log_probs, batch.advantages, batch.returns):
         assert tensor is not None
         tensor[:empty] = math.nan  # outside the mask

@@ -22,7 +22,6 @@ from tests.support.update_cases import (
     batch_of,
     run_update,
     start_policies,
-    whole_batch,
 )
 
 # world size -> (micro-batch size, columns of extra padding)
@@ -84,7 +83,7 @@ def plain() -> dict[str, Plain]:
             found[case] = plain_actor(model, reference, batch_of(case), settings, mini_batches, TOTAL_STEPS)
         else:
             model = tiny_value_model()
-            found[case] = plain_critic(model, whole_batch(), settings, mini_batches, TOTAL_STEPS)
+            found[case] = plain_critic(model, batch_of(case), settings, mini_batches, TOTAL_STEPS)
         after = found[case].weights
         moved = max(float((after[name] - p.detach()).abs().max()) for name, p in model.named_parameters())
         assert moved > 0.005 * len(found[case].gradients)

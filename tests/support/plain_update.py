@@ -108,6 +108,11 @@ def values_of(model: nn.Module, batch: Batch, sample: int) -> Tensor:
     return output_of(model, batch, sample)[0][:, 0]
 
 
+def written(batch: Batch, sample: int) -> list[int]:
+    """Places in the response of one sample that the policy wrote."""
+    return batch.response_mask[sample].nonzero()[:, 0].tolist()
+
+
 def output_of(model: nn.Module, batch: Batch, sample: int) -> tuple[Tensor, Tensor, int, int]:
     prompt, response = int(batch.prompt_lengths[sample]), int(batch.response_lengths[sample])
     ids = batch.input_ids[sample, : prompt + response]
@@ -131,12 +136,13 @@ def actor_loss(
     for s in mini:
         log_probs, entropies = log_softmax_of(policy, batch, s)
         tokens.add_row("pg", "kl_loss", "entropy", "kl", "ref_kl", "difference", "engine_kl", "weight", "truncated")
-        sequence = torch.stack([n - o for n, o in zip(log_probs, old[s], strict=True)]).mean()
-        engine = [float(o - batch.rollout_log_probs[s, t]) for t, o in enumerate(old[s])]
-        for t, log_prob in enumerate(log_probs):
+        sequence = torch.stack([log_probs[t] - old[s][t] for t in written(batch, s)]).mean()
+        engine = {t: float(old[s][t] - batch.rollout_log_probs[s, t]) for t in written(batch, s)}
+        for t in written(batch, s):
+            log_prob = log_probs[t]
             loss = token_loss(log_prob, old[s][t], sequence, float(batch.advantages[s, t]), actor)
             if weighs:
-                log_weight = sum(engine) if correction.rollout_is == "sequence" else engine[t]
+                log_weight = sum(engine.values()) if correction.rollout_is == "sequence" else engine[t]
                 if correction.rollout_is is None and not batch.staleness[s]:
                     log_weight = 0.0
                 weight = min(math.exp(log_weight), correction.rollout_is_threshold)
@@ -187,7 +193,9 @@ def critic_loss(
     bound = config.critic.cliprange_value
     for s in mini:
         tokens.add_row("loss", "clipped", "value")
-        for t, value in enumerate(values_of(critic, batch, s)):
+        values = values_of(critic, batch, s)
+        for t in written(batch, s):
+            value = values[t]
             target, before = float(batch.returns[s, t]), float(old[s][t])
             near = value.clamp(before - bound, before + bound)
             losses = 0.5 * (value - target) ** 2, 0.5 * (near - target) ** 2

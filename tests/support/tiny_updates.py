@@ -1,5 +1,7 @@
 """A Qwen2 of a few thousand weights and batches of random tokens for it."""
 
+from dataclasses import replace
+
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
@@ -48,10 +50,19 @@ def random_batch(
         input_ids=pad_sequence(sequences, batch_first=True),
         prompt_lengths=prompts,
         response_lengths=responses,
+        response_mask=pad_sequence([torch.ones(int(n)) for n in responses], batch_first=True),
         rollout_log_probs=pad_sequence(log_probs, batch_first=True),
         scores=torch.randint(0, 2, (samples,), generator=generator).float(),
         advantages=_padded(generator, responses),
         returns=_padded(generator, responses),
+    )
+
+
+def with_observations(batch: Batch) -> Batch:
+    """The same batch, of which the policy did not write about every third token: never the first of a response."""
+    rows, columns = torch.meshgrid(*map(torch.arange, batch.response_mask.shape), indexing="ij")
+    return replace(
+        batch, response_mask=batch.response_mask.masked_fill((columns > 0) & ((rows + columns) % 3 == 0), 0.0)
     )
 
 

@@ -30,7 +30,7 @@ from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
 from tests.support.plain_update import log_softmax_of
-from tests.support.tiny_updates import random_batch, tiny_qwen2, tiny_value_model
+from tests.support.tiny_updates import random_batch, tiny_qwen2, tiny_value_model, with_observations
 
 GROUP, PROMPTS, TOTAL_STEPS = 2, 12, 10
 CPU = torch.device("cpu")
@@ -123,6 +123,13 @@ CRITIC_CASES: dict[str, tuple[int, Config]] = {
     "critic_seq-mean-token-mean": (3, Config(critic=CriticConfig(loss_agg_mode="seq-mean-token-mean", grad_clip=0.1))),
 }
 CASES = ACTOR_CASES | CRITIC_CASES
+OBSERVING_CASES = {
+    "seq-mean-token-mean_k2_entropy",
+    "gspo_straight_through",
+    "cispo_sequence_correction_norm",
+    "older_samples_one_look",
+    "critic_seq-mean-token-mean",
+}
 
 
 @functools.cache
@@ -138,8 +145,9 @@ def whole_batch() -> Batch:
 
 
 def batch_of(case: str) -> Batch:
-    """The batch of a case: in those about older samples every third is one step old."""
-    batch = whole_batch()
+    """The batch of a case: in those about older samples every third is one step old, in some the policy did not write
+    all tokens."""
+    batch = with_observations(whole_batch()) if case in OBSERVING_CASES else whole_batch()
     return replace(batch, staleness=(torch.arange(len(batch)) % 3 == 0).long()) if case in OLDER_CASES else batch
 
 
@@ -169,6 +177,7 @@ def padded(batch: Batch, columns: int) -> Batch:
     return replace(
         batch,
         input_ids=pad(batch.input_ids, 9),
+        response_mask=pad(batch.response_mask, 0.0),
         rollout_log_probs=pad(batch.rollout_log_probs, -5.0),
         advantages=pad(batch.advantages, 7.0),
         returns=pad(batch.returns, 7.0),

@@ -33,10 +33,18 @@ def random_groups(seed: int, prompts: int = 5, n: int = 3, *, baseline: bool = T
         prompt, samples = [next(ids) for _ in range(rng.randint(1, 8))], []
         for number in range(n):
             tokens = [next(ids) for _ in range(rng.randint(1, 6))]
-            samples.append(Sample(uid, number, tokens, [-token / 100 for token in tokens], "length", VERSION - place))
+            log_probs = [-token / 100 for token in tokens]
+            spans = ((0, 1), (2, len(tokens))) if len(tokens) > 3 else ()
+            samples.append(Sample(uid, number, tokens, log_probs, "length", VERSION - place, spans))
         scores = [float(place * n + number) for number in range(n)]
         groups.append(group_of(uid, prompt, samples, scores, place / 4 if baseline else None))
     return groups
+
+
+def mask_of(sample: Sample) -> list[float]:
+    """1 for each token that the policy wrote, 0 for the others."""
+    observed = {place for start, end in sample.observations for place in range(start, end)}
+    return [float(place not in observed) for place in range(len(sample.token_ids))]
 
 
 def full_batch(seed: int) -> tuple[list[Group], Batch]:
@@ -56,7 +64,7 @@ def check_row(batch: Batch, row: int, number: int, groups: list[Group]) -> None:
     assert batch.input_ids[row].tolist()[: len(whole)] == whole
     assert set(batch.input_ids[row].tolist()[len(whole) :]) <= {PAD}
     assert (int(batch.prompt_lengths[row]), int(batch.response_lengths[row])) == (len(prompt), count)
-    assert batch.response_mask[row].tolist() == [float(i < count) for i in range(batch.rollout_log_probs.shape[1])]
+    assert batch.response_mask[row].tolist() == mask_of(sample) + [0.0] * (batch.response_mask.shape[1] - count)
     expected = torch.tensor(sample.log_probs)
     assert torch.equal(batch.rollout_log_probs[row, :count], expected)
     assert not batch.rollout_log_probs[row, count:].any()
@@ -120,14 +128,35 @@ def test_select_leaves_the_batch_alone_and_keeps_missing_tensors_missing():
     assert all(torch.equal(getattr(batch, name), value) for name, value in before.items())
 
 
-def test_scores_lie_on_the_last_token_and_nowhere_without_tokens():
-    lengths, scores = [3, 0, 1, 4], [0.5, 7.0, -2.0, 0.0]
+def test_scores_lie_on_the_last_written_token_and_nowhere_without_one():
+    lengths, scores = [3, 0, 1, 4, 4, 2, 4], [0.5, 7.0, -2.0, 0.0, 1.5, 9.0, 2.5]
+    observations = {4: ((0, 1), (2, 4)), 5: ((0, 2),), 6: ((1, 3),)}
     groups = [
-        group_of(uid, [1, 2], [Sample(uid, 0, [5] * length, [-1.0] * length, "stop")], [score], None)
+        group_of(
+            uid,
+            [1, 2],
+            [Sample(uid, 0, [5] * length, [-1.0] * length, "stop", 0, observations.get(uid, ()))],
+            [score],
+            None,
+        )
         for uid, (length, score) in enumerate(zip(lengths, scores, strict=True))
     ]
     batch = collate(groups, PAD, VERSION, CPU)
     rewards = batch.scores_on_last_tokens()
     assert rewards.dtype == torch.float32
-    assert rewards.tolist() == [[0, 0, 0.5, 0], [0, 0, 0, 0], [-2, 0, 0, 0], [0, 0, 0, 0]]
+    assert rewards.tolist() == [
+        [0, 0, 0.5, 0],
+        [0, 0, 0, 0],
+        [-2, 0, 0, 0],
+        [0, 0, 0, 0],
+        [0, 1.5, 0, 0],
+        [0, 0, 0, 0],
+        [0, 0, 0, 2.5],
+    ]
     assert not (rewards * (1 - batch.response_mask)).any()
+
+
+@pytest.mark.parametrize("spans", [((0, 4),), ((2, 1),), ((1, 2), (0, 1)), ((-1, 2),)])
+def test_spans_that_are_not_of_the_response_are_refused(spans):
+    with pytest.raises(ValueError, match="are not spans of 3 tokens"):
+        Sample(0, 0, [1, 2, 3], [-1.0] * 3, "stop", 0, spans)

@@ -42,6 +42,13 @@ def samples_of(request: Request) -> list[Sample]:
     return [Sample(request.uid, n, *answer_of(request.token_ids, n), 5) for n in range(request.params.n)]
 
 
+def observed(number: int) -> Sample:
+    """A sample of `number` % 4 tokens, of which the policy wrote the second only."""
+    length = number % 4
+    spans = ((0, 1), (2, 3))[: length // 2 + length % 2]
+    return Sample(number, number, [7] * length, [-0.5] * length, "length", 0, spans)
+
+
 class Server(ThreadingHTTPServer):
     """A rollout server whose weights are called `label`."""
 
@@ -145,12 +152,12 @@ def test_requests_stay_in_their_tensor_parallel_group(size, uids):
 def hand_out(rank: int, parts: list[list[list[int]]]) -> list[list[str]]:
     """What each request of this rank gets; the leader has the parts of all."""
     coordinator = make_coordinator()
-    held = [[[Sample(n, n, [], [], "length") for n in of_request] for of_request in part] for part in parts]
+    held = [[[observed(n) for n in of_request] for of_request in part] for part in parts]
     got = hand_out_samples(held if rank == 0 else [], coordinator)
     return [[repr(sample) for sample in of_request] for of_request in got]
 
 
 def test_requests_without_samples_and_empty_samples_keep_their_place():
-    parts = [[[1]], [], [[], [3, 4], []]]
-    samples = [[[repr(Sample(n, n, [], [], "length")) for n in ns] for ns in part] for part in parts]
+    parts = [[[1]], [], [[], [3, 4, 7], []]]
+    samples = [[[repr(observed(n)) for n in ns] for ns in part] for part in parts]
     assert run_thread_ranks(3, hand_out, parts) == samples

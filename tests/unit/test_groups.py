@@ -20,7 +20,9 @@ def group(uid: int, lengths: list[int], **more: Any) -> Group:
     for number, length in enumerate(lengths):
         log_probs = [AWKWARD[(uid + number + i) % len(AWKWARD)] for i in range(length)]
         token_ids = [100 * uid + 10 * number + i for i in range(length)]
-        samples.append(Sample(uid, number, token_ids, log_probs, "stop" if number % 2 else "length", number + 3))
+        spans = ((0, 1), (2, 3)) if length > 2 else ()
+        reason = "stop" if number % 2 else "length"
+        samples.append(Sample(uid, number, token_ids, log_probs, reason, number + 3, spans))
         terms = {"zweite": AWKWARD[number], "Prüfung": 1.0}
         results.append(
             RewardResult(AWKWARD[-number], terms, {"länge": length / 3}, number % 2, number % 3, {"text": ["ä", None]})

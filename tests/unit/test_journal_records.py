@@ -57,6 +57,7 @@ def test_samples_are_exact():
         Sample(7, 1, [], [], "stop"),
         Sample(7, 2, [2], [-5e-324], "stop"),
         Sample(7, 0, [9, 9], [-0.0, -1 / 3], "stop"),
+        Sample(7, 1, [4, 5, 6, 7, 8], [-0.1, 0.0, 0.0, -0.2, 0.0], "length", 0, ((1, 3), (4, 5))),
     ]
     document, tail = from_payload(samples_payload(7, samples))
     assert repr(samples_of(document, tail)) == repr(samples)

@@ -48,6 +48,7 @@ def test_step_metrics():
         input_ids=torch.zeros(4, 13, dtype=torch.int64),
         prompt_lengths=torch.tensor(prompts),
         response_lengths=torch.tensor(responses),
+        response_mask=torch.ones(4, 8),
         rollout_log_probs=torch.zeros(4, 8),
         scores=torch.tensor(scores),
     )
@@ -55,13 +56,17 @@ def test_step_metrics():
     # Unlike the results' scores, the batch's have the over-long punishment.
     results = [RewardResult(s + 1, {"maths": s, "style": 2 * s + 1}, e) for s, e in zip(scores, extras, strict=True)]
     reasons = ["stop", "length", "stop", "length"]
-    samples = [Sample(0, 0, [1] * n, [0.0] * n, reason, 0) for n, reason in zip(responses, reasons, strict=True)]
+    observations = [((1, 3),), (), (), ((0, 1), (4, 8))]  # what a tool wrote is part of a response's length
+    samples = [
+        Sample(0, 0, [1] * n, [0.0] * n, reason, 0, spans)
+        for n, reason, spans in zip(responses, reasons, observations, strict=True)
+    ]
     groups = [
         Group(0, [1] * 3, samples[:2], results[:2], [0.0, 0.0], None),
         Group(1, [1] * 5, samples[2:], results[2:], [-0.5, 0.0], None),  # the punishment evens them out
     ]
     metrics, tokens = step_metrics(batch, groups, 8, Coordinator(GlooTransport()))
-    assert tokens == TokenCounts(sum(prompts) + sum(responses), sum(responses), 7**2 + 11**2 + 7**2 + 13**2)
+    assert tokens == TokenCounts(sum(prompts) + sum(responses), sum(responses) - 7, 7**2 + 11**2 + 7**2 + 13**2)
     assert metrics == pytest.approx(
         {
             "reward/mean": 1.5 / 4,
@@ -88,7 +93,8 @@ def test_step_metrics():
 
 
 def test_what_no_sample_is_has_no_metric():
-    batch = Batch(torch.zeros(1, 4), torch.tensor([2]), torch.tensor([2]), torch.zeros(1, 2), torch.tensor([1.0]))
+    two = torch.tensor([2])
+    batch = Batch(torch.zeros(1, 4), two, two, torch.ones(1, 2), torch.zeros(1, 2), torch.tensor([1.0]))
     sample = Sample(0, 0, [1, 1], [0.0, 0.0], "length", 0)
     group = Group(0, [1, 1], [sample], [RewardResult(1.0, {"maths": 1.0})], [0.0], None)
     metrics, _ = step_metrics(batch, [group], 2, Coordinator(GlooTransport()))
