@@ -31,6 +31,8 @@ from rlhf.models.tiny import FOLDER
 WAYS = Path(__file__).parent / "step_ways"
 WARM = 3
 """Lines before the first that counts."""
+LONGEST_PROMPT = 40
+"""Tokens of the longest of `write_prompts`, with those of its chat."""
 LIMITS = {"equal": 64, "skewed": 256}
 END_PROBABILITY = {"equal": 0.0, "skewed": 0.04}
 LOOK_S, MEMORY_S, LONGEST_S = 0.01, 0.2, 900.0
@@ -97,7 +99,7 @@ def command_of(way: str, spec: dict, trl: str | None) -> list[str]:
             *(f"data.train_batch_size={spec['prompts_per_step']}", f"data.max_response_length={spec['max_tokens']}"),
             *(f"rollout.n={spec['n']}", f"rollout.max_num_seqs={spec['prompts_per_step'] * spec['n']}"),
             *(f"actor.ppo_mini_batch_size={spec['prompts_per_step']}", f"actor.optim.lr={spec['lr']}"),
-            f"actor.ppo_micro_batch_size_per_gpu={spec['micro_batch']}",
+            f"actor.ppo_max_token_len_per_gpu={spec['micro_batch'] * (LONGEST_PROMPT + spec['max_tokens'])}",
             *(f"trainer.total_training_steps={spec['steps']}", "trainer.val_before_train=false"),
             *("trainer.save_freq=0", "trainer.test_freq=0", f"trainer.nproc={spec['ranks']}", "trainer.device=cpu"),
             *(f"trainer.threads_per_rank={spec['threads']}", f"trainer.default_local_dir={spec['folder']}"),

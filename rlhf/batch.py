@@ -1,6 +1,6 @@
 """Batch of one step's samples as tensors: rollouts make it, rewards and log-probs fill it, the update consumes it."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -58,20 +58,25 @@ class Batch:
         return torch.where(last, self.scores[:, None], 0.0)
 
     def select(self, rows: Tensor | slice) -> "Batch":
-        """The given rows, trimmed to their longest sequence and longest response."""
+        """The given rows, trimmed to their longest sequence and longest response; perhaps none."""
         picked = {f.name: value[rows] for f in fields(self) if (value := getattr(self, f.name)) is not None}
-        length = int((picked["prompt_lengths"] + picked["response_lengths"]).max())
-        response = int(picked["response_lengths"].max())
+        responses = picked["response_lengths"]
+        length = int((picked["prompt_lengths"] + responses).max()) if len(responses) else 0
+        response = int(responses.max()) if len(responses) else 0
         for name, value in picked.items():
             if value.dim() == 2:
                 picked[name] = value[:, : length if name == "input_ids" else response]
         return replace(self, **picked)
 
-    def micro_batches(self, size: int) -> Iterator[tuple[Tensor, "Batch"]]:
-        """Rows and batch of each micro-batch of `size` samples; like lengths together, so that little is padding."""
-        order = torch.argsort(self.prompt_lengths + self.response_lengths, stable=True)
-        for rows in order.split(size):
-            yield rows, self.select(rows)
+    def micro_batch(self, rows: Sequence[int]) -> "Batch":
+        """The given rows; for none of them a filler: one sample of one token without a response, which goes through a
+        model with the other ranks' micro-batches and adds nothing."""
+        if rows:
+            return self.select(torch.tensor(rows, device=self.input_ids.device))
+        values = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        empty = {name: value.new_zeros((1, 0) if value.dim() == 2 else 1) for name, value in values.items()}
+        one = {"input_ids": self.input_ids.new_zeros(1, 1), "prompt_lengths": self.prompt_lengths.new_ones(1)}
+        return replace(self, **empty | one)
 
 
 @dataclass(frozen=True)

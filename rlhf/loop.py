@@ -27,7 +27,9 @@ from rlhf.learning.credit import Advantages
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.reference import Reference
+from rlhf.learning.spread import Spread
 from rlhf.learning.utilization import Utilization
+from rlhf.ranks.collectives import all_integers
 from rlhf.ranks.phase_clock import PhaseClock
 from rlhf.reward import Reward
 from rlhf.rollout import RolloutEngine
@@ -56,6 +58,8 @@ class Components:
     driver: DriverState
     reward: Reward
     samples_per_step: int
+    mini_batches: int
+    """Optimizer steps in one pass over a step's samples."""
     resumed: bool
     """Whether there was a checkpoint to go on from."""
     stop_requested: Callable[[], bool]
@@ -89,9 +93,10 @@ def _train(c: Components) -> None:
 
         announce("update.before")
         c.guards.begin(step, metrics["reward/mean"])
-        metrics |= estimate(c, batch)
+        spread = Spread.as_held(all_integers(batch.prompt_lengths + batch.response_lengths), c.mini_batches)
+        metrics |= estimate(c, batch, spread)
         c.run_log.show(c.collector.shown(collected))
-        metrics |= update(c, batch, step)
+        metrics |= update(c, batch, spread, step)
         if c.guards.settle(step, last=last) == "rollback":
             roll_back(c)
             continue
@@ -123,30 +128,30 @@ def _train(c: Components) -> None:
             c.checkpointer.leave(step, metrics)
 
 
-def estimate(c: Components, batch: Batch) -> dict[str, float]:
+def estimate(c: Components, batch: Batch, spread: Spread) -> dict[str, float]:
     """Fill `batch` with log-probs, values and advantages; returns figures. Collective."""
     if c.reference is not None:
         with c.clock.phase("ref"):
-            batch.ref_log_probs = c.reference.all_log_probs(batch)
+            batch.ref_log_probs = c.reference.all_log_probs(batch, spread)
     if c.actor.moves_within_batch or c.advantages.uses_kl:
         with c.clock.phase("old_log_prob"):
-            batch.old_log_probs = c.actor.all_log_probs(batch)
+            batch.old_log_probs = c.actor.all_log_probs(batch, spread)
     if c.critic is not None:
         with c.clock.phase("values"):
-            batch.values = c.critic.all_values(batch)
+            batch.values = c.critic.all_values(batch, spread)
     with c.clock.phase("adv"):
         return c.advantages.fill(batch, c.guards)
 
 
-def update(c: Components, batch: Batch, step: int) -> dict[str, float]:
+def update(c: Components, batch: Batch, spread: Spread, step: int) -> dict[str, float]:
     """Train the critic and the actor on `batch`; returns figures. Collective."""
     metrics: dict[str, float] = {}
     if c.critic is not None:
         with c.clock.phase("update_critic"):
-            metrics |= c.critic.update(batch, c.guards)
+            metrics |= c.critic.update(batch, spread, c.guards)
     if step > c.critic_warmup:
         with c.clock.phase("update_actor"):
-            metrics |= c.actor.update(batch, c.guards)
+            metrics |= c.actor.update(batch, spread, c.guards)
     return metrics
 
 

@@ -50,11 +50,11 @@ def build_learners(
         policy: the actor's model; its weights are still in their files.
         total_steps: of the run, for the learning-rate schedules.
     """
-    temperature, micro_batch_size = config.rollout.temperature, config.actor.ppo_micro_batch_size_per_gpu
+    temperature, budgets = config.rollout.temperature, config.token_budgets
     reference = None
     if config.needs_reference:
         start = models.policy.load(loading.load_model, coordinator, device)
-        reference = Reference(frozen(start, config.backend, device), temperature, micro_batch_size, config.ref)
+        reference = Reference(frozen(start, config.backend, device), temperature, budgets.reference, config.ref)
 
     dtype = torch.bfloat16 if config.backend.autocast == "bfloat16" else torch.float32
     peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
@@ -70,13 +70,14 @@ def build_learners(
         temperature=temperature,
         scale=scale,
         mini_batches=mini_batches,
+        log_prob_budget=budgets.old_log_probs,
     )
     critic = None
     if models.critic is not None:
         start = models.critic.load(loading.load_value_model, coordinator, device)
         utilization.add("critic", UpdateFlops.of(start.model), config.critic.ppo_epochs)
         backend = _trained(config, config.critic, models.critic, start, total_steps * mini_batches, device)
-        critic = Critic(backend, config.critic, scale=scale, mini_batches=mini_batches)
+        critic = Critic(backend, config.critic, scale=scale, budget=budgets.critic, forward_budget=budgets.values)
     return Learners(actor, critic, reference, utilization)
 
 

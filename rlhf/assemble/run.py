@@ -144,6 +144,7 @@ def _build(
         driver=driver,
         reward=reward,
         samples_per_step=config.data.train_batch_size * config.rollout.n,
+        mini_batches=config.data.train_batch_size // config.actor.ppo_mini_batch_size,
         resumed=resumed,
         stop_requested=lambda: collectives.any_rank(preemption.requested or checkpointer.failed, device),
     )

@@ -13,7 +13,7 @@ class Model(Protocol):
     """A model spread over all ranks, without an optimizer, such as the reference policy's."""
 
     module: nn.Module
-    """The module to call; collective: every rank passes as many rows."""
+    """The module to call; collective: every rank calls it as often."""
 
     def model_shards(self) -> Shards:
         """Live views of this rank's weights and persistent buffers."""

@@ -20,6 +20,18 @@ from rlhf.config.tracking import TrackingConfig, WandbConfig
 from rlhf.config.trainer import TrainerConfig
 
 
+@dataclass(frozen=True)
+class TokenBudgets:
+    """Tokens per pass of a model on one rank; a sample of more goes alone."""
+
+    actor: int
+    old_log_probs: int
+    reference: int
+    critic: int
+    values: int
+    reward_model: int
+
+
 @dataclass
 class Config:
     """The whole resolved configuration of a run."""
@@ -49,6 +61,20 @@ class Config:
     def needs_reference(self) -> bool:
         """Whether any KL compares the policy with the reference."""
         return self.actor.kl_in_loss or self.algorithm.kl_in_reward
+
+    @property
+    def token_budgets(self) -> TokenBudgets:
+        """Budgets of the passes, those that are null taken from the actor or the critic."""
+        actor = self.actor.ppo_max_token_len_per_gpu
+        critic = self.critic.ppo_max_token_len_per_gpu or actor
+        return TokenBudgets(
+            actor=actor,
+            old_log_probs=self.rollout.log_prob_max_token_len_per_gpu or actor,
+            reference=self.ref.log_prob_max_token_len_per_gpu or actor,
+            critic=critic,
+            values=self.critic.forward_max_token_len_per_gpu or critic,
+            reward_model=self.reward_model.forward_max_token_len_per_gpu,
+        )
 
 
 __all__ = [

@@ -20,9 +20,9 @@ class PolicyLossConfig:
 class ActorConfig:
     ppo_mini_batch_size: int = setting(64, ge=1)
     """Prompts per optimizer step over all ranks (each with its `rollout.n` samples); the critic's, too."""
-    ppo_micro_batch_size_per_gpu: int = setting(64, ge=1, resume="harmless")
-    """Samples per forward and backward pass on one rank. Changes memory and speed, not the gradient (up to
-    rounding)."""
+    ppo_max_token_len_per_gpu: int = setting(16384, ge=1, resume="harmless")
+    """Tokens per forward and backward pass on one rank; a longer sample goes alone. Changes memory and speed, not the
+    gradient (up to rounding)."""
     ppo_epochs: int = setting(1, ge=1)
     """Passes of the optimizer over each batch."""
     policy_loss: PolicyLossConfig = setting(PolicyLossConfig)

@@ -14,8 +14,10 @@ class CriticConfig:
     path: str | None = setting(None, resume="harmless")
     """The causal LM that the critic starts from, as `model.path`; null takes that one. A resume compares what it
     holds."""
-    ppo_micro_batch_size_per_gpu: int = setting(64, ge=1, resume="harmless")
-    """Samples per forward and backward pass on one rank."""
+    ppo_max_token_len_per_gpu: int | None = setting(None, ge=1, resume="harmless")
+    """Tokens per forward and backward pass on one rank; null takes the actor's."""
+    forward_max_token_len_per_gpu: int | None = setting(None, ge=1, resume="harmless")
+    """Tokens per forward pass on one rank, for the values before the update; null takes the critic's number above."""
     ppo_epochs: int = setting(1, ge=1)
     """Passes of the critic's optimizer over each batch, in mini-batches of `actor.ppo_mini_batch_size` prompts."""
     cliprange_value: float = setting(0.5, gt=0)

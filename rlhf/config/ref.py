@@ -9,6 +9,8 @@ from rlhf.config.fields import setting
 class RefConfig:
     """The reference policy; loaded only when a KL term needs it."""
 
+    log_prob_max_token_len_per_gpu: int | None = setting(None, ge=1, resume="harmless")
+    """Tokens per forward pass on one rank; null takes `actor.ppo_max_token_len_per_gpu`."""
     update_freq: int | None = setting(None, ge=1)
     """Steps between updates of the reference towards the actor; null keeps it at the starting weights."""
     alpha: float = setting(0.6, gt=0, le=1)

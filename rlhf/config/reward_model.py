@@ -14,7 +14,7 @@ class RewardModelConfig:
     what it holds."""
     revision: str | None = setting(None, resume="harmless")
     """Branch, tag or commit of a Hub name."""
-    micro_batch_size_per_gpu: int = setting(64, ge=1, resume="harmless")
-    """Samples per forward pass on one rank."""
+    forward_max_token_len_per_gpu: int = setting(16384, ge=1, resume="harmless")
+    """Tokens per forward pass on one rank; a longer chat goes alone."""
     max_length: int = setting(4096, ge=1)
     """Tokens of prompt and response that it reads; of longer texts the end."""

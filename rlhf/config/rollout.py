@@ -63,6 +63,9 @@ class RolloutConfig:
     """Go on to `data.max_response_length` whatever the policy says (for benchmarks)."""
     max_num_seqs: int = setting(256, ge=1, resume="harmless")
     """Samples that one rank decodes together."""
+    log_prob_max_token_len_per_gpu: int | None = setting(None, ge=1, resume="harmless")
+    """Tokens per forward pass on one rank, for the log-probs of the samples before the update; null takes
+    `actor.ppo_max_token_len_per_gpu`."""
     dtype: str = setting("float32", choices=("float32", "bfloat16", "float16"))
     """Precision of the engine's weights and cache."""
     tensor_model_parallel_size: int = setting(1, ge=1)

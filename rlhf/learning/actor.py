@@ -13,6 +13,7 @@ from rlhf.batch import Batch
 from rlhf.config import ActorConfig, RolloutCorrectionConfig
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
+from rlhf.learning.spread import Spread
 from rlhf.learning.update import Counts, Figures, Passes, Share, update
 
 
@@ -23,6 +24,7 @@ class Actor(Policy):
         temperature: of the rollouts.
         scale: the length that the loss mode `seq-mean-token-sum-norm` divides by.
         mini_batches: optimizer steps per pass over a batch.
+        log_prob_budget: tokens of a forward pass on one rank, where no gradients are wanted.
     """
 
     def __init__(
@@ -34,23 +36,23 @@ class Actor(Policy):
         temperature: float,
         scale: int,
         mini_batches: int,
+        log_prob_budget: int,
     ) -> None:
-        super().__init__(backend, temperature, config.ppo_micro_batch_size_per_gpu)
+        super().__init__(backend, temperature, log_prob_budget)
         self.backend, self._config, self._correction, self._scale = backend, config, correction, scale
         self._policy_loss = load_policy_loss(config.policy_loss.loss_mode)
-        self._passes = Passes(
-            config.ppo_epochs, mini_batches, config.ppo_micro_batch_size_per_gpu, config.loss_agg_mode
-        )
+        self._passes = Passes(config.ppo_epochs, config.ppo_max_token_len_per_gpu, config.loss_agg_mode)
         # With one optimizer step per batch the update's own pass sees the policy that the old log-probs are of.
         self.moves_within_batch = config.ppo_epochs * mini_batches > 1
 
-    def update(self, batch: Batch, guards: Guards) -> Figures:
-        """The optimizer steps on `batch`; returns `actor/...` and `rollout/...` figures. Collective.
+    def update(self, batch: Batch, spread: Spread, guards: Guards) -> Figures:
+        """The optimizer steps on a step's samples, of which `batch` is this rank's part; returns `actor/...` and
+        `rollout/...` figures. Collective.
 
         Needs `advantages`, `ref_log_probs` when there is a reference, and `old_log_probs` when the policy moves within
         the batch.
         """
-        figures = update(self.backend, batch, self._passes, self._share_of, guards, "actor")
+        figures = update(self.backend, batch, spread, self._passes, self._share_of, guards, "actor")
         return {name if "/" in name else f"actor/{name}": value for name, value in figures.items()}
 
     def _share_of(self, micro: Batch, counts: Counts) -> Share:

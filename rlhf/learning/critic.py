@@ -10,7 +10,9 @@ from rlhf.backends.base import TrainingBackend
 from rlhf.batch import Batch
 from rlhf.config import CriticConfig
 from rlhf.learning.guards import Guards
+from rlhf.learning.spread import Spread
 from rlhf.learning.update import Counts, Figures, Passes, Share, update
+from rlhf.learning.walk import walk
 
 CONSTANT = 1e-12
 """Variance of returns over their mean square, up to which they count as constant."""
@@ -21,28 +23,33 @@ class Critic:
 
     Args:
         scale: the length that the loss mode `seq-mean-token-sum-norm` divides by.
-        mini_batches: optimizer steps per pass over a batch.
+        budget: tokens of a forward and backward pass on one rank.
+        forward_budget: tokens of a forward pass on one rank, where no gradients are wanted.
     """
 
-    def __init__(self, backend: TrainingBackend, config: CriticConfig, *, scale: int, mini_batches: int) -> None:
-        self.backend, self._config, self._scale = backend, config, scale
-        self._passes = Passes(
-            config.ppo_epochs, mini_batches, config.ppo_micro_batch_size_per_gpu, config.loss_agg_mode
-        )
+    def __init__(
+        self, backend: TrainingBackend, config: CriticConfig, *, scale: int, budget: int, forward_budget: int
+    ) -> None:
+        self.backend, self._config, self._scale, self._forward_budget = backend, config, scale, forward_budget
+        self._passes = Passes(config.ppo_epochs, budget, config.loss_agg_mode)
 
     @torch.no_grad()
-    def all_values(self, batch: Batch) -> Tensor:
-        """Values at every response token of `batch`, [N, R] float32, zero on padding. Collective."""
+    def all_values(self, batch: Batch, spread: Spread) -> Tensor:
+        """Values at every response token of `batch`, [N, R] float32, zero on padding. Collective.
+
+        Args:
+            spread: of the step, of which `batch` is this rank's part.
+        """
         result = torch.zeros_like(batch.rollout_log_probs)
-        for rows, micro in batch.micro_batches(self._passes.micro_batch_size):
+        for rows, micro in walk(batch, spread, self._forward_budget, padded=True):
             values = response_values(self.backend.module, micro)
             result[rows, : values.shape[1]] = values
         return result
 
-    def update(self, batch: Batch, guards: Guards) -> Figures:
-        """The optimizer steps on `batch`, which needs `values` and `returns`; returns `critic/...` figures.
-        Collective."""
-        figures = update(self.backend, batch, self._passes, self._share_of, guards, "critic")
+    def update(self, batch: Batch, spread: Spread, guards: Guards) -> Figures:
+        """The optimizer steps on a step's samples, of which `batch` is this rank's part, with `values` and `returns`;
+        returns `critic/...` figures. Collective."""
+        figures = update(self.backend, batch, spread, self._passes, self._share_of, guards, "critic")
         if figures:
             square, error_square = figures.pop("return_square"), figures.pop("error_square")
             variance = square - figures["return_mean"] ** 2

@@ -6,6 +6,8 @@ from torch import Tensor
 from rlhf.backends.base import Model
 from rlhf.batch import Batch
 from rlhf.learning.log_probs import response_log_probs
+from rlhf.learning.spread import Spread
+from rlhf.learning.walk import walk
 
 
 class Policy:
@@ -13,21 +15,25 @@ class Policy:
 
     Args:
         temperature: of the rollouts.
-        micro_batch_size: samples per forward pass on one rank, where no gradients are wanted.
+        budget: tokens of a forward pass on one rank, where no gradients are wanted.
     """
 
-    def __init__(self, model: Model, temperature: float, micro_batch_size: int) -> None:
-        self._model, self._temperature, self._micro_batch_size = model, temperature, micro_batch_size
+    def __init__(self, model: Model, temperature: float, budget: int) -> None:
+        self._model, self._temperature, self._budget = model, temperature, budget
 
     def log_probs(self, batch: Batch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probs (and entropies) of the response tokens, [N, R] float32, with gradients when enabled. Collective."""
         return response_log_probs(self._model.module, batch, self._temperature, with_entropy=with_entropy)
 
     @torch.no_grad()
-    def all_log_probs(self, batch: Batch) -> Tensor:
-        """Log-probs of every response token of `batch`, [N, R] float32, micro-batch by micro-batch. Collective."""
+    def all_log_probs(self, batch: Batch, spread: Spread) -> Tensor:
+        """Log-probs of every response token of `batch`, [N, R] float32, micro-batch by micro-batch. Collective.
+
+        Args:
+            spread: of the step, of which `batch` is this rank's part.
+        """
         result = torch.zeros_like(batch.rollout_log_probs)
-        for rows, micro in batch.micro_batches(self._micro_batch_size):
+        for rows, micro in walk(batch, spread, self._budget, padded=True):
             log_probs, _ = self.log_probs(micro, with_entropy=False)
             result[rows, : log_probs.shape[1]] = log_probs
         return result

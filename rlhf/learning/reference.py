@@ -18,8 +18,8 @@ class Reference(Policy):
     arXiv 2404.09656, equation 4), and is then part of the run's state.
     """
 
-    def __init__(self, model: Model, temperature: float, micro_batch_size: int, config: RefConfig) -> None:
-        super().__init__(model, temperature, micro_batch_size)
+    def __init__(self, model: Model, temperature: float, budget: int, config: RefConfig) -> None:
+        super().__init__(model, temperature, budget)
         self._config = config
         self.updated_at = 0
 

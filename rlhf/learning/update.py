@@ -1,6 +1,5 @@
 """Optimizer steps on one batch: epochs, mini-batches, micro-batches, denominators over all ranks, guards."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -13,6 +12,8 @@ from rlhf.backends.base import TrainingBackend
 from rlhf.batch import Batch
 from rlhf.events import announce, report
 from rlhf.learning.guards import Guards
+from rlhf.learning.spread import Spread
+from rlhf.learning.walk import mini_batch_plans
 from rlhf.ranks.collectives import all_max, all_sum
 
 Figures = dict[str, float]
@@ -39,45 +40,44 @@ class Share:
 
 @dataclass(frozen=True)
 class Passes:
-    """The walk over a batch: `epochs` times over `mini_batches` contiguous parts of equal size, one optimizer step
-    each."""
+    """The walk over a batch: `epochs` times over its mini-batches, one optimizer step each, in micro-batches of at most
+    `budget` tokens."""
 
     epochs: int
-    mini_batches: int
-    micro_batch_size: int
+    budget: int
     loss_agg_mode: str
-
-    def micro_batches(self, size: int) -> int:
-        """Of a walk over `size` samples."""
-        in_mini_batch = math.ceil(math.ceil(size / self.mini_batches) / self.micro_batch_size)
-        return self.epochs * self.mini_batches * in_mini_batch
 
 
 def update(
     backend: TrainingBackend,
     batch: Batch,
+    spread: Spread,
     passes: Passes,
     share_of: Callable[[Batch, Counts], Share],
     guards: Guards,
     who: str,
 ) -> Figures:
-    """Take the optimizer steps of `batch` and return the means of their figures (`lr`: the last one's). Collective.
+    """Take the optimizer steps of a step and return the means of their figures (`lr`: the last one's). Collective.
 
     The loss of a mini-batch is its aggregate over all ranks: the same number and gradient whatever the split into
     micro-batches and ranks (up to rounding). A mini-batch that `guards` refuse ends the update: its gradient is thrown
     away, the steps before it stay. Of a batch that they have refused already nothing is done.
+
+    Args:
+        spread: the samples of all ranks, by mini-batch; `batch` has this rank's.
     """
     if guards.refused is not None:
         return {}
+    plans = mini_batch_plans(spread, passes.budget, padded=True)
     steps: list[Figures] = []
-    done, micros = count(1), passes.micro_batches(len(batch))
+    done, micros = count(1), passes.epochs * sum(map(len, plans))
 
     def tell() -> None:
         report(f"{who} update", next(done), micros)
 
     for _ in range(passes.epochs):
-        for rows in torch.arange(len(batch)).chunk(passes.mini_batches):
-            figures = _accumulate(backend, batch.select(rows.to(batch.input_ids.device)), passes, share_of, tell)
+        for plan in plans:
+            figures = _accumulate(backend, batch, plan, passes, share_of, tell)
             steps.append(figures)
             announce("update.mid")
             if not guards.allows(who, **{name: figures[name] for name in ("loss", "kl", "ref_kl") if name in figures}):
@@ -91,18 +91,20 @@ def update(
 
 def _accumulate(
     backend: TrainingBackend,
-    mini: Batch,
+    batch: Batch,
+    plan: list[list[int]],
     passes: Passes,
     share_of: Callable[[Batch, Counts], Share],
     tell: Callable[[], None],
 ) -> Figures:
-    """The gradient of one mini-batch, and its figures over all ranks; `tell` is called after each micro-batch."""
-    mask = mini.response_mask
+    """The gradient of one mini-batch, whose micro-batches have the rows of `plan`, and its figures over all ranks;
+    `tell` is called after each micro-batch."""
+    mask = batch.response_mask[[row for rows in plan for row in rows]]
     counts = all_sum(torch.stack([loss_count(mask, passes.loss_agg_mode), mask.sum()]).double()).clamp(min=1).tolist()
     sums: dict[str, Tensor] = {}
     largest: dict[str, Tensor] = {}
-    for _, micro in mini.micro_batches(passes.micro_batch_size):
-        share = share_of(micro, Counts(*counts))
+    for rows in plan:
+        share = share_of(batch.micro_batch(rows), Counts(*counts))
         backend.backward(share.loss)
         tell()
         for name, value in share.sums.items():

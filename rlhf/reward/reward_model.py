@@ -42,9 +42,7 @@ class RewardModel:
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         """See `Scorer`. Collective; the ranks may have different numbers of items, or none."""
         sequences = self._tokenize(items)
-        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
-        size = self._config.micro_batch_size_per_gpu
-        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        batches = self._micro_batches([len(ids) for ids in sequences])
         # A sharded forward pass is collective: who has fewer micro-batches joins in the others' with one of one token.
         most = int(all_max(torch.tensor(len(batches), device=self._device)))
         scores: dict[int, float] = {}
@@ -53,6 +51,16 @@ class RewardModel:
         for _ in range(most - len(batches)):
             self._forward([[0]])
         return [Score(scores[i]) for i in range(len(items))]
+
+    def _micro_batches(self, lengths: list[int]) -> list[list[int]]:
+        """Like lengths together, so that little is padding, up to the budget; a longer one alone."""
+        budget = self._config.forward_max_token_len_per_gpu
+        batches: list[list[int]] = []
+        for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+            if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > budget:
+                batches.append([])
+            batches[-1].append(place)
+        return batches
 
     def close(self) -> None:
         """Nothing to end."""

@@ -64,7 +64,7 @@ def work(rank: int, folder: str) -> dict[str, dict[str, Any]]:
 
 
 def one_update(case: str, kind: str) -> dict[str, Any]:
-    update = run_update(case, 3, 0, ENGINES[kind])
+    update = run_update(case, 40, 0, backend=ENGINES[kind])
     return {key: update[key] for key in ("weights", "metrics")}
 
 
@@ -225,7 +225,7 @@ def test_full_tensors_are_the_float32_weights_bit_for_bit(found, kind):
 def followed(backend: TrainingBackend, kind: str) -> dict[str, Tensor]:
     """A reference policy of other weights after a step towards the actor."""
     frozen = Fsdp2Model(tiny_qwen2(3).requires_grad_(False), ENGINES[kind], CPU)
-    average = Reference(frozen, 1.0, 4, RefConfig(update_freq=1, alpha=0.3))
+    average = Reference(frozen, 1.0, 64, RefConfig(update_freq=1, alpha=0.3))
     average.maybe_update(backend, 1)
     return gathered(average.shards())
 

@@ -21,8 +21,8 @@ from tests.support.launching import ranks
 # 3.
 KNOWN: dict[tuple[str, str, str], dict[str, str]] = {
     ("2.13.0+cpu", "GenuineIntel", "AVX512"): {
-        "model": "2c5133581771da8aeb885fde46c05f00470dd5563d2505ff4adafa516c491362",
-        "optimizer": "37513b4a6c505b777596cc3cc6668beebee6ae8ac729d176dbba25290202a54c",
+        "model": "7b75fe29effe56cc7118d980e2ee8eeaeda40900d62a64e15abfc0f0eae18d93",
+        "optimizer": "abb347d9add5f6e0e7f13430ebc2fa2034200264e92ff9235a60410f7ea10c73",
         "driver_state": "88717713f2f347b62f761248fc2aace99526ad5cc7ad21bfabd4ded380efb69d",
     },
 }

@@ -89,11 +89,11 @@ def close(a: list[float], b: list[float]) -> bool:
 # The template ends each chat with the end-of-sequence token, 1: as padding it says nothing about where a chat ends.
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize("pad", [0, 1, None, -1])
-@pytest.mark.parametrize("size", [1, 3, 64])
-def test_scores_are_the_plain_model_s(tmp_path, architecture, pad, size):
+@pytest.mark.parametrize("budget", [1, 60, 16384])
+def test_scores_are_the_plain_model_s(tmp_path, architecture, pad, budget):
     classifier(architecture, tmp_path, pad_token_id=pad)
     with single_rank():
-        model = build(tmp_path, micro_batch_size_per_gpu=size)
+        model = build(tmp_path, forward_max_token_len_per_gpu=budget)
         assert close(scores(model, ITEMS), plain(tmp_path, ITEMS))
         assert close(scores(model, ITEMS[::-1]), plain(tmp_path, ITEMS[::-1]))
         assert model.score([]) == []
@@ -166,7 +166,7 @@ SHARES = [(ITEMS, []), ([], ITEMS), (ITEMS[:1], ITEMS[1:]), ([], [])]
 def on_rank(folder: Path) -> list[list[float]]:
     """Scores of this rank's part of each of `SHARES` from two sharded models."""
     rank = torch.distributed.get_rank()
-    models = [build(folder / pad, sharded=True, micro_batch_size_per_gpu=2) for pad in ("0", "None")]
+    models = [build(folder / pad, sharded=True, forward_max_token_len_per_gpu=30) for pad in ("0", "None")]
     return [scores(model, share[rank]) for model in models for share in SHARES]
 
 
@@ -180,14 +180,14 @@ def test_two_ranks_with_different_numbers_of_items(tmp_path):
         assert close(a + b, expected if mine or other else [])
 
 
-@pytest.mark.parametrize("size", [1, 3, 64])
-def test_the_baseline_is_what_the_model_says_of_the_greedy_response(tmp_path, size):
+@pytest.mark.parametrize("budget", [1, 60, 16384])
+def test_the_baseline_is_what_the_model_says_of_the_greedy_response(tmp_path, budget):
     classifier("llama", tmp_path)
     with single_rank():
         settings = {"filter_groups": UNFILTERED, "greedy": True}
         collector = collecting.build(collecting.new_driver(), Coordinator(GlooTransport()), **settings)
         generation = collector.generation
-        judge = build(tmp_path, micro_batch_size_per_gpu=size)
+        judge = build(tmp_path, forward_max_token_len_per_gpu=budget)
         failures = FailurePolicy("reward_model", RewardConfig())
         generation.reward = Reward([Term("reward_model", 1.0, judge, failures)])
         drawn = collector.prompts.next()

@@ -21,6 +21,7 @@ from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.log_probs import response_log_probs
 from rlhf.learning.policy import Policy
+from rlhf.learning.spread import Spread
 from tests.support.numeric_ranks import single_rank
 from tests.support.tiny_updates import random_batch, tiny_qwen2, tiny_value_model
 from tests.support.update_cases import OPTIM, engine
@@ -45,16 +46,26 @@ def guards() -> Guards:
     return judge
 
 
-def trained(batch: Batch, role: str, mode: str, micro: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+def as_held(batch: Batch) -> Spread:
+    """All samples as one mini-batch on the only rank."""
+    return Spread.as_held([(batch.prompt_lengths + batch.response_lengths).tolist()], 1)
+
+
+def critic_of(config: CriticConfig, budget: int = 64) -> Critic:
+    model = engine(tiny_value_model(), config, BackendConfig())
+    return Critic(model, config, scale=9, budget=budget, forward_budget=budget)
+
+
+def trained(batch: Batch, role: str, mode: str, budget: int) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Weights and figures after one update with every term of the loss."""
-    settings = {"ppo_micro_batch_size_per_gpu": micro, "loss_agg_mode": mode, "optim": OPTIM, "ppo_epochs": 2}
+    settings = {"ppo_max_token_len_per_gpu": budget, "loss_agg_mode": mode, "optim": OPTIM, "ppo_epochs": 2}
     judge = guards()
     with single_rank():
         if role == "critic":
             config = CriticConfig(**settings)
-            critic = Critic(engine(tiny_value_model(), config, BackendConfig()), config, scale=9, mini_batches=1)
-            batch = replace(batch, values=critic.all_values(batch))
-            figures = critic.update(batch, judge)
+            critic = critic_of(config, budget)
+            batch = replace(batch, values=critic.all_values(batch, as_held(batch)))
+            figures = critic.update(batch, as_held(batch), judge)
             backend = critic.backend
         else:
             config = ActorConfig(
@@ -66,12 +77,22 @@ def trained(batch: Batch, role: str, mode: str, micro: int) -> tuple[dict[str, T
                 entropy_coeff=0.1,
             )
             backend = engine(tiny_qwen2(), config, BackendConfig())
-            actor = Actor(backend, config, RolloutCorrectionConfig(), temperature=1.0, scale=9, mini_batches=1)
-            reference = Policy(backend, 1.0, micro)
-            batch = replace(
-                batch, ref_log_probs=reference.all_log_probs(batch), old_log_probs=actor.all_log_probs(batch)
+            actor = Actor(
+                backend,
+                config,
+                RolloutCorrectionConfig(),
+                temperature=1.0,
+                scale=9,
+                mini_batches=1,
+                log_prob_budget=budget,
             )
-            figures = actor.update(batch, judge)
+            reference, held = Policy(backend, 1.0, budget), as_held(batch)
+            batch = replace(
+                batch,
+                ref_log_probs=reference.all_log_probs(batch, held),
+                old_log_probs=actor.all_log_probs(batch, held),
+            )
+            figures = actor.update(batch, held, judge)
         assert judge.refused is None
         return {name: tensor.clone() for name, tensor in backend.full_tensors()}, figures
 
@@ -79,15 +100,15 @@ def trained(batch: Batch, role: str, mode: str, micro: int) -> tuple[dict[str, T
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("role", [*POLICY_LOSSES, "critic"])
 def test_a_micro_batch_of_empty_responses_changes_nothing(role, mode):
-    expected = trained(batch_with(EMPTY, 6).select(slice(EMPTY, None)), role, mode, micro=6)
-    found = trained(batch_with(EMPTY, 6), role, mode, micro=EMPTY)  # the first micro-batch has them all
+    expected = trained(batch_with(EMPTY, 6).select(slice(EMPTY, None)), role, mode, budget=200)
+    found = trained(batch_with(EMPTY, 6), role, mode, budget=3 * EMPTY)  # one micro-batch has them all
     assert all(math.isfinite(value) for value in found[1].values())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("role", ["vanilla", "critic"])
 def test_a_batch_of_empty_responses_only(role):
-    _, figures = trained(batch_with(4, 0), role, "token-mean", micro=2)
+    _, figures = trained(batch_with(4, 0), role, "token-mean", budget=6)
     assert all(math.isfinite(value) for value in figures.values())
     loss = figures["critic/loss" if role == "critic" else "actor/loss"]
     assert loss == 0
@@ -123,7 +144,7 @@ def test_of_constant_returns_there_is_nothing_to_explain(constant):
     # As float32 leaves them: 1 in the last place is not a difference.
     noise = torch.nextafter(torch.tensor(constant), torch.tensor(9.0)) - constant if constant else 0.0
     batch.returns = constant + noise * (torch.arange(batch.returns.numel()).view_as(batch.returns) % 2)
-    _, figures = trained(batch, "critic", "token-mean", micro=6)
+    _, figures = trained(batch, "critic", "token-mean", budget=200)
     assert figures["critic/explained_variance"] == 0
 
 
@@ -131,9 +152,9 @@ def test_values_that_are_off_by_a_constant_explain_every_difference():
     batch = random_batch(seed=5, samples=6)
     config = CriticConfig(optim=OPTIM)
     with single_rank():
-        critic = Critic(engine(tiny_value_model(), config, BackendConfig()), config, scale=9, mini_batches=1)
-        values = critic.all_values(batch)
-        figures = critic.update(replace(batch, values=values, returns=values + 3), guards())
+        critic = critic_of(config)
+        values = critic.all_values(batch, as_held(batch))
+        figures = critic.update(replace(batch, values=values, returns=values + 3), as_held(batch), guards())
     assert figures["critic/explained_variance"] == pytest.approx(1)
 
 

@@ -130,7 +130,7 @@ def test_bfloat16_autocast_is_close_and_keeps_float32_at_both_ends():
     expected_gradients = gradients_of(whole, *expected)
     with single_rank():
         half = Fsdp2Model(tiny_qwen2(), BackendConfig(autocast="bfloat16"), cpu)
-        ours = Policy(half, 1.0, 6).log_probs(batch, with_entropy=True)
+        ours = Policy(half, 1.0, 64).log_probs(batch, with_entropy=True)
         gradients = gradients_of(half.module, *ours)
     for value, reference in zip(ours, expected, strict=True):
         assert value.dtype == torch.float32

@@ -3,11 +3,13 @@ parameters."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.backends.fsdp2 import Fsdp2Backend, Fsdp2Model
 from rlhf.config import BackendConfig, OptimConfig, RefConfig
 from rlhf.learning.reference import Reference
+from rlhf.learning.spread import Spread
 from tests.support.numeric_ranks import run_ranks
 from tests.support.tiny_updates import random_batch, tiny_qwen2
 
@@ -32,12 +34,13 @@ def moved(config: RefConfig, steps: int) -> tuple[list[int], dict[str, Tensor], 
         hf_files={},
     )
     model = Fsdp2Model(tiny_qwen2(seed=100), BackendConfig(reshard_after_forward=False), CPU)
-    reference, batch = Reference(model, 1.0, 4, config), random_batch(seed=3, samples=4)
+    reference, batch = Reference(model, 1.0, 40, config), random_batch(seed=3, samples=4)
+    held = Spread.as_held([(batch.prompt_lengths + batch.response_lengths).tolist()] * dist.get_world_size(), 1)
     at = []
     for step in range(1, steps + 1):
         # Gathered weights stay in place after this, and must neither be taken for shards nor be used again once the
         # shards have moved.
-        reference.all_log_probs(batch)
+        reference.all_log_probs(batch, held)
         whole = actor_at(step)
         for name, shard in backend.model_shards().items():
             mine = whole[name].detach().reshape(-1)[shard.start : shard.start + shard.local.numel()]
@@ -45,7 +48,7 @@ def moved(config: RefConfig, steps: int) -> tuple[list[int], dict[str, Tensor], 
         reference.maybe_update(backend, step)
         at.append(reference.updated_at)
     weights = {name: tensor.clone() for name, tensor in model.full_tensors()}
-    return at, weights, reference.all_log_probs(batch)
+    return at, weights, reference.all_log_probs(batch, held)
 
 
 def on_cadence() -> tuple[list[int], dict[str, Tensor], Tensor]:

@@ -1,5 +1,5 @@
-"""One update on real ranks: the same gradients, weights and metrics at every micro-batch size, padding and number of
-ranks, and those of a plain loop over sequences."""
+"""One update on real ranks: the same gradients, weights and metrics at every budget of tokens, padding, number of ranks
+and spread over them, and those of a plain loop over sequences."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,27 +24,31 @@ from tests.support.update_cases import (
     start_policies,
 )
 
-# world size -> (micro-batch size, columns of extra padding)
-SPLITS = {1: [(PROMPTS * GROUP, 0), (5, 0), (1, 6)], 2: [(PROMPTS * GROUP, 0), (3, 6)]}
+# world size -> (tokens of a micro-batch, columns of extra padding, way of dealing the samples to the ranks)
+SPLITS = {
+    1: [(1000, 0, "plan"), (60, 0, "plan"), (1, 6, "plan")],
+    2: [(1000, 0, "turns"), (40, 6, "plan"), (60, 0, "lone")],
+}
 
 
 def every_update() -> dict[str, dict[str, Any]]:
     return {
-        f"{case}/{micro}/{columns}": run_update(case, micro, columns)
+        f"{case}/{budget}/{columns}/{way}": run_update(case, budget, columns, way)
         for case in CASES
-        for micro, columns in SPLITS[dist.get_world_size()]
+        for budget, columns, way in SPLITS[dist.get_world_size()]
     }
 
 
 @pytest.fixture(scope="module")
 def updates() -> dict[tuple[int, str], dict[str, Any]]:
-    """Results by (world size, "case/micro-batch size/extra columns"); every rank must have the same."""
+    """Results by (world size, "case/budget/extra columns/way"); every rank must have the same."""
     found = {}
     for world_size in SPLITS:
         ranks = run_ranks(world_size, every_update)
         for key, result in ranks[0].items():
             for other in ranks[1:]:
                 assert_same(other[key], result, tolerance=0)
+                assert other[key]["micro_batches"] == result["micro_batches"], "ranks in lockstep"
             found[world_size, key] = result
     return found
 
@@ -66,7 +70,7 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any], tolerance: flo
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    ("world_size", "split"), [(world, f"{m}/{c}") for world, splits in SPLITS.items() for m, c in splits]
+    ("world_size", "split"), [(world, f"{b}/{c}/{way}") for world, splits in SPLITS.items() for b, c, way in splits]
 )
 def test_equals_the_plain_loop(updates, plain, world_size, split, case):
     assert_same(updates[world_size, f"{case}/{split}"], vars(plain[case]), tolerance=1e-6)
@@ -98,6 +102,17 @@ def plain() -> dict[str, Plain]:
     return found
 
 
+def test_the_micro_batches_are_known_beforehand_and_follow_the_budget(updates):
+    counts = {}
+    for (world_size, key), result in updates.items():
+        told = result["micro_batches"]
+        assert told == [(done, len(told)) for done in range(1, len(told) + 1)]
+        counts[world_size, key] = len(told)
+    case = "one_look_at_each_sample"
+    assert [counts[1, f"{case}/{split}"] for split in ("1000/0/plan", "1/6/plan")] == [1, PROMPTS * GROUP]
+    assert counts[2, f"{case}/1000/0/turns"] == 1 < counts[2, f"{case}/60/0/lone"]
+
+
 @pytest.mark.parametrize(
     ("case", "figure"),
     [
@@ -108,4 +123,4 @@ def plain() -> dict[str, Plain]:
     ],
 )
 def test_clipping_happens_in_the_cases_about_it(updates, case, figure):
-    assert updates[1, f"{case}/5/0"]["metrics"][figure] > 0.01
+    assert updates[1, f"{case}/60/0/plan"]["metrics"][figure] > 0.01

@@ -29,6 +29,7 @@ from rlhf.learning.actor import Actor
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
+from rlhf.learning.spread import Spread, spread
 from tests.support.plain_update import log_softmax_of
 from tests.support.tiny_updates import random_batch, tiny_qwen2, tiny_value_model, with_observations
 
@@ -161,10 +162,18 @@ def start_policies() -> tuple[Any, Any]:
     return policy, reference
 
 
-def share(batch: Batch, mini_batches: int) -> Batch:
-    """This rank's rows: of every mini-batch an equal part, as `PromptShare` deals them."""
-    rows = [part.chunk(dist.get_world_size())[dist.get_rank()] for part in torch.arange(len(batch)).chunk(mini_batches)]
-    return batch.select(torch.cat(rows))
+def share(batch: Batch, mini_batches: int, way: str) -> tuple[Batch, Spread]:
+    """This rank's rows, and those of all: dealt by `plan`; in `turns`; or `lone`, all of a mini-batch on one rank."""
+    ranks, size = dist.get_world_size(), len(batch) // mini_batches
+    lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
+    rows = range(len(batch))
+    owners = {
+        "plan": spread(lengths, mini_batches, ranks),
+        "turns": [row % ranks for row in rows],
+        "lone": [row // size % ranks for row in rows],
+    }[way]
+    mine = torch.tensor([row for row in rows if owners[row] == dist.get_rank()], dtype=torch.int64)
+    return batch.select(mine), Spread.owned(lengths, owners, mini_batches, ranks)
 
 
 def padded(batch: Batch, columns: int) -> Batch:
@@ -201,14 +210,16 @@ def engine(model: Any, config: ActorConfig | CriticConfig, backend: BackendConfi
 
 
 def run_update(
-    case: str, micro_batch_size: int, extra_columns: int, backend: BackendConfig | None = None
+    case: str, budget: int, extra_columns: int, way: str = "plan", backend: BackendConfig | None = None
 ) -> dict[str, Any]:
-    """Weights, gradients of every optimizer step (FSDP2's only), and metrics of one update on this process group."""
+    """Weights, gradients of every optimizer step (FSDP2's only), metrics and reported micro-batches (done, of how many)
+    of one update on this process group."""
     backend = backend or BackendConfig()
     mini_batches, config = CASES[case]
-    settings = {"optim": OPTIM, "ppo_micro_batch_size_per_gpu": micro_batch_size}
+    settings = {"optim": OPTIM, "ppo_max_token_len_per_gpu": budget}
     config = replace(config, actor=replace(config.actor, **settings), critic=replace(config.critic, **settings))
-    batch = padded(share(batch_of(case), mini_batches), extra_columns)
+    mine, held = share(batch_of(case), mini_batches, way)
+    batch = padded(mine, extra_columns)
     guards = Guards(GuardsConfig())
     guards.begin(1, 0.0)
     scale = config.actor.loss_scale_factor or config.data.max_response_length
@@ -222,16 +233,17 @@ def run_update(
             temperature=config.rollout.temperature,
             scale=scale,
             mini_batches=mini_batches,
+            log_prob_budget=budget,
         )
         if config.actor.use_kl_loss:
-            reference = Policy(Fsdp2Model(frozen.requires_grad_(False), BackendConfig(), CPU), 1.0, micro_batch_size)
-            batch.ref_log_probs = reference.all_log_probs(batch)
+            reference = Policy(Fsdp2Model(frozen.requires_grad_(False), BackendConfig(), CPU), 1.0, budget)
+            batch.ref_log_probs = reference.all_log_probs(batch, held)
         if role.moves_within_batch:
-            batch.old_log_probs = role.all_log_probs(batch)
+            batch.old_log_probs = role.all_log_probs(batch, held)
     else:
         model = engine(tiny_value_model(), config.critic, backend)
-        role = Critic(model, config.critic, scale=scale, mini_batches=mini_batches)
-        batch.values = role.all_values(batch)
+        role = Critic(model, config.critic, scale=scale, budget=budget, forward_budget=budget)
+        batch.values = role.all_values(batch, held)
     gradients: list[dict[str, Tensor]] = []
 
     def keep_gradients(event: str) -> None:
@@ -239,7 +251,11 @@ def run_update(
             named = role.backend.module.named_parameters()
             gradients.append({name: whole(p.grad) for name, p in named if p.grad is not None})
 
+    micro_batches: list[tuple[int, int]] = []
     events._listeners[:] = [keep_gradients]
-    metrics = {name.removeprefix("actor/").removeprefix("critic/"): v for name, v in role.update(batch, guards).items()}
+    events._followers[:] = [lambda phase, done, total: micro_batches.append((done, total))]
+    metrics = {
+        name.removeprefix("actor/").removeprefix("critic/"): v for name, v in role.update(batch, held, guards).items()
+    }
     weights = {name: tensor.clone() for name, tensor in role.backend.full_tensors()}
-    return {"weights": weights, "gradients": gradients, "metrics": metrics}
+    return {"weights": weights, "gradients": gradients, "metrics": metrics, "micro_batches": micro_batches}

@@ -96,19 +96,27 @@ def test_collate(seed):
     ]
 
 
-@pytest.mark.parametrize("size", [1, 4, 15, 100])
-def test_micro_batches_hold_every_sample_once(size):
+@pytest.mark.parametrize("rows", [[3], [8, 0, 3], list(range(15))])
+def test_a_micro_batch_has_its_rows(rows):
     groups, batch = full_batch(seed=11)
-    seen: list[int] = []
-    for rows, micro in batch.micro_batches(size):
-        assert len(micro) == len(rows) <= size
-        check_trimmed(micro)
-        for place, number in enumerate(rows.tolist()):
-            check_row(micro, place, number, groups)
-        seen += rows.tolist()
-    assert sorted(seen) == list(range(len(batch)))
-    lengths = (batch.prompt_lengths + batch.response_lengths)[seen]
-    assert (lengths.diff() >= 0).all(), "sequences of like length belong together"
+    micro = batch.micro_batch(rows)
+    assert len(micro) == len(rows)
+    check_trimmed(micro)
+    for place, number in enumerate(rows):
+        check_row(micro, place, number, groups)
+
+
+@pytest.mark.parametrize("held", [0, 15])
+def test_a_filler_is_one_token_without_a_response(held):
+    _, batch = full_batch(seed=11)
+    filler = batch.select(slice(held)).micro_batch([])
+    assert filler.input_ids.tolist() == [[0]]
+    assert (filler.prompt_lengths.tolist(), filler.response_lengths.tolist()) == ([1], [0])
+    check_trimmed(filler)
+    assert filler.response_mask.numel() == 0
+    for f in fields(batch):
+        whole, one = getattr(batch, f.name), getattr(filler, f.name)
+        assert (one.dtype, one.device, len(one)) == (whole.dtype, whole.device, 1)
 
 
 @pytest.mark.parametrize("rows", [slice(2, 5), torch.tensor([7]), torch.tensor([8, 0, 3])])

@@ -2,9 +2,6 @@
 
 import threading
 
-import torch
-
-from rlhf.learning.update import Passes
 from rlhf.ranks.status import SCORED
 from rlhf.tracking import phases
 from rlhf.tracking.phases import Phases
@@ -78,9 +75,3 @@ def test_counts_come_at_intervals_and_at_the_end():
         of_rank.report("generating", done, 1000)
     assert len(told.all) < 20
     assert told.all[-1] == (1, "generating", 1000, 1000)
-
-
-def test_the_micro_batches_of_an_update_are_known_beforehand():
-    for size, mini_batches, micro_batch_size, epochs in ((24, 2, 5, 2), (24, 3, 8, 1), (12, 1, 32, 3), (8, 4, 1, 1)):
-        walked = sum(len(part.split(micro_batch_size)) for part in torch.arange(size).chunk(mini_batches)) * epochs
-        assert Passes(epochs, mini_batches, micro_batch_size, "token-mean").micro_batches(size) == walked
