@@ -4,10 +4,12 @@ Only this file and library_folder.py import Hydra.
 """
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any, cast
 
 import yaml
@@ -188,9 +190,20 @@ def _choice(override: Override, library: Library) -> str:
     for name in names:
         if name not in known:
             what = "there is no such recipe" if group == "recipes" else "the group has no such entry"
-            near = instead(group, name, known)
+            near = _recipe_elsewhere(name, library) if group == "recipes" else ""
+            near = near or instead(group, name, known)
             raise UserError(f"{group}={name}: {what}.{near} Choices: {', '.join(known)}.")
     return f"{group}=[{','.join(names)}]"
+
+
+def _recipe_elsewhere(name: str, library: Library) -> str:
+    """The end of a message about a recipe that lies where none is looked for; empty if there is no such file."""
+    for folder in (Path.cwd(), *library.others[1:]):
+        if (folder / "recipes" / f"{name}.yaml").is_file():
+            return f" There is one in {folder / 'recipes'}: add --config-dir {folder}."
+        if (file := folder / f"{name}.yaml").is_file():
+            return f" There is {file}: move it into {folder / 'recipes'}, and add --config-dir {folder}."
+    return ""
 
 
 def _refuse_spaces(overrides: Sequence[str]) -> None:
@@ -199,6 +212,17 @@ def _refuse_spaces(overrides: Sequence[str]) -> None:
         key = before if text == "=" else text.removesuffix("=")
         if key and text.endswith("=") and after and "=" not in after:
             raise UserError(f"{key} = {after}: white space ends a setting; write {key}={after}.")
+    for start, text in enumerate(overrides):
+        if "=" not in text or not _open_brackets(text):
+            continue
+        for end in range(start + 2, len(overrides) + 1):
+            whole = " ".join(overrides[start:end])
+            if not _open_brackets(whole):
+                raise UserError(f"{whole}: white space ends a setting; quote it for the shell: {shlex.quote(whole)}.")
+
+
+def _open_brackets(text: str) -> int:
+    return sum(text.count(mark) for mark in "[{(") - sum(text.count(mark) for mark in ")}]")
 
 
 def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:

@@ -61,7 +61,6 @@ SETTINGS_OF_OTHERS = {
     "chat_template_kwargs": "data.apply_chat_template_kwargs",
     "chat_template_path": "model.chat_template",
     "dataset_name": "data.train_files",
-    "deepspeed": "backend",
     "epsilon_high": "actor.clip_ratio_high",
     "eval_steps": "trainer.test_freq",
     "eval_strategy": "trainer.test_freq",
@@ -84,7 +83,6 @@ SETTINGS_OF_OTHERS = {
     "ref_model_mixup_alpha": "ref.alpha",
     "ref_model_sync_steps": "ref.update_freq",
     "report_to": "trainer.logger",
-    "resume_from_checkpoint": "trainer.resume_from_path",
     "reward_funcs": "reward.functions",
     "reward_weights": "reward.weights",
     "run_name": "trainer.experiment_name",
@@ -227,6 +225,8 @@ NOT_NEEDED = "Leave it out: there is no such choice here."
 BY_TOKENS = "Leave it out: micro-batches are always filled up to actor.ppo_max_token_len_per_gpu tokens."
 NODES = "Ranks on several machines are started with torchrun (docs/fault-tolerance.md); trainer.nproc is of one."
 
+SAME_COMMAND = "The same command again resumes the run; trainer.resume_from_path starts from another's checkpoint."
+
 REMARKS = {
     "actor.clip_ratio": BOTH_CLIPS,
     "actor.eps_clip": BOTH_CLIPS,
@@ -279,11 +279,14 @@ REMARKS = {
     "data.return_raw_chat": NOT_NEEDED,
     "trainer.balance_batch": "Leave it out: work is always balanced over the ranks.",
     "colocate_all_models": NOT_NEEDED,
+    "actor_rollout_ref": "Leave this level out: actor, rollout and model are sections themselves.",
+    "deepspeed": "Set backend=deepspeed and backend.zero_stage; the trainer writes DeepSpeed's own configuration.",
     "flash_attn": "Set model.attn_implementation=flash_attention_2.",
     "reward_model.enable": "Name reward_model among reward.functions, and set reward_model.path.",
     "apply_chat_template": "Prompts are always rendered with the model's chat template, or model.chat_template.",
     "data.apply_chat_template": "Prompts are always rendered with the model's chat template, or model.chat_template.",
-    "resume": "The same command again resumes the run; trainer.resume_from_path starts from another's checkpoint.",
+    "resume": SAME_COMMAND,
+    "resume_from_checkpoint": SAME_COMMAND,
     "trainer.validation_data_dir": "All samples of an evaluation are in samples/step_N.jsonl of the run directory.",
 }
 """Their names that have no counterpart of one setting, and the sentence about them."""

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -307,6 +308,9 @@ def _models(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
         yield f"model.chat_template={template}: there is no such file."
 
 
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
 def _model_folder(key: str, name: str, here: bool) -> Iterator[str]:
     path = Path(name).expanduser()
     looks_local = name.startswith(("/", "./", "../", "~")) or ("/" in name and path.parent.is_dir())
@@ -324,6 +328,9 @@ def _model_folder(key: str, name: str, here: bool) -> Iterator[str]:
         yield f"{key}={name}: this folder has no config.json, so it is no model in Hugging Face format.{hint}"
     elif here and looks_local and not path.exists():
         yield f"{key}={name}: there is no such folder.{_sibling(path)}"
+    elif not looks_local and not path.exists() and not _HUB_NAME.fullmatch(name):
+        unset = " The shell has not replaced what follows the $." if "$" in name else ""
+        yield f"{key}={name}: is neither a folder here nor a Hub name of the form org/name.{unset}"
 
 
 def _sibling(path: Path) -> str:

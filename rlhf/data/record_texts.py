@@ -100,6 +100,8 @@ def _reading(setting: str, path: Path, line: Any) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
+        if (other := form_of(path)) not in (None, ".jsonl"):
+            raise UserError(f"{setting}: {path} is no text. Name it {other}, or unpack it.") from error
         where = f"{setting}: {path} line {_first_line_of_another_encoding(path)}"
         raise UserError(
             f"{where} is not UTF-8 ({error.reason}). Convert the file, as in `iconv -f latin1 -t UTF-8 OLD > NEW` (or "
@@ -107,6 +109,20 @@ def _reading(setting: str, path: Path, line: Any) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise UserError(f"{setting}: {path} cannot be read after line {line()}: {error}. Restore it.") from error
+
+
+def form_of(path: Path) -> str | None:
+    """The extension that fits how the file begins, where that says it."""
+    with path.open("rb") as file:
+        start = file.read(6)
+    forms = {
+        b"PAR1": ".parquet",
+        b"\x1f\x8b": ".gz",
+        b"PK\x03\x04": ".zip",
+        b"\x28\xb5\x2f\xfd": ".zst",
+        b"{": ".jsonl",
+    }
+    return next((form for magic, form in forms.items() if start.startswith(magic)), None)
 
 
 def _first_line_of_another_encoding(path: Path) -> int:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlhf.data.record_texts import Record, csv_records, json_records, jsonl_records
+from rlhf.data.record_texts import Record, csv_records, form_of, json_records, jsonl_records
 from rlhf.data.rows import VERL_COLUMNS, listed, suggestion
 from rlhf.errors import UserError
 from rlhf.reward import WantedColumns
@@ -21,6 +21,7 @@ from rlhf.reward import WantedColumns
 log = logging.getLogger(__name__)
 
 EXTENSIONS = (".parquet", ".jsonl", ".json", ".csv")
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 HUB_NAME = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.-]+))?")
 HUB_TIMEOUT_S = 5.0
 
@@ -73,6 +74,8 @@ def resolve(setting: str, value: Any, default_split: str) -> list[Source]:
 
 def _resolve_one(setting: str, spec: str, default_split: str) -> list[Source]:
     path = Path(spec).expanduser()
+    if "://" in spec:
+        raise UserError(f"{setting}={spec}: addresses are not read. Download the file, and name it where it lies.")
     if path.is_file():
         paths = [path]
     elif path.is_dir():
@@ -93,6 +96,8 @@ def _resolve_one(setting: str, spec: str, default_split: str) -> list[Source]:
             f"Correct the path; a Hub data set is written org/name, org/name:config or org/name@split."
         )
     for p in paths:
+        if p.suffix in COMPRESSED:
+            raise UserError(f"{setting}={spec}: {p.name} is compressed. Unpack it.")
         if p.suffix not in EXTENSIONS:
             raise UserError(
                 f"{setting}={spec}: {p.name} is none of {', '.join(EXTENSIONS)}. Convert it, or narrow the pattern."
@@ -105,6 +110,7 @@ def _parquet_records(source: Source, wanted: Callable[[str], bool]) -> Iterator[
     import pyarrow.parquet as pq
 
     number = 0
+    assert source.path is not None
     try:
         with pq.ParquetFile(source.path) as file:
             names = file.schema_arrow.names
@@ -115,6 +121,8 @@ def _parquet_records(source: Source, wanted: Callable[[str], bool]) -> Iterator[
                     yield f"{source.setting}: {source.path} row {number}", {name: record.get(name) for name in names}
                     number += 1
     except (pa.ArrowException, OSError) as error:
+        if (other := form_of(source.path)) not in (None, ".parquet"):
+            raise UserError(f"{source.setting}: {source.path} is no parquet file. Name it {other}.") from error
         raise UserError(
             f"{source.setting}: {source.path} cannot be read as parquet: {str(error).rstrip('.')}. Restore or "
             "convert it; a few lines of text in its place are a pointer of Git LFS, which `git lfs pull` replaces."

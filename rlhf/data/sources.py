@@ -146,6 +146,13 @@ def _checked_by(rewards: Sequence[str]) -> str | None:
 
 
 def _check_reward_fits(rewards: Sequence[str], row: Row) -> None:
+    comparing = [name for name in ("math_verify", "exact_match") if name in rewards]
+    if comparing and isinstance(row.ground_truth, dict):
+        raise UserError(
+            f"{row.where}: the reference answer is a mapping with {', '.join(map(str, row.ground_truth))}, and "
+            f"{comparing[0]} of reward.functions compares texts. Set data.answer_key to a column with the answer "
+            "alone, or take a function of yours."
+        )
     if "reasoning_gym" not in rewards:
         return
     said = f"reward.functions={rewards}: reasoning_gym"

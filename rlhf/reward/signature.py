@@ -130,6 +130,11 @@ class Signature:
         """Reason why it cannot be called, as the end of a message; None if it can."""
         if self.positional:
             return f"takes {', '.join(self.positional)} by position only, but is called by keyword. Remove the /."
+        if "queries" in self.named and _TRL.difference({"prompts"}).isdisjoint(self.named):
+            return (
+                "has OpenRLHF's parameters (queries, prompts, labels). Take completions for the responses, and the "
+                "data's columns by their names, such as answer."
+            )
         if not self.rest and _TRL.union(_RESPONSES).isdisjoint(self.named):
             return (
                 f"takes none of {', '.join(_RESPONSES)}, so that it would not see the response. Name one, or **kwargs."

@@ -179,6 +179,27 @@ WRONG_COMMANDS = [
     (["trainer.deterministic=maybe"], "trainer.deterministic=maybe: must be true or false or null."),
     (["trainer.logger=wandb"], "trainer.logger=wandb: must be a list such as [a, b]. Write 'trainer.logger=[wandb]'."),
     (["trainer.nproc", "=", "2"], "trainer.nproc = 2: white space ends a setting; write trainer.nproc=2."),
+    (
+        ["data.train_files=[a.jsonl,", "b.jsonl]"],
+        "data.train_files=[a.jsonl, b.jsonl]: white space ends a setting; quote it for the shell: 'data.train_files=[a",
+    ),
+    (
+        ["actor_rollout_ref={}"],
+        "actor_rollout_ref={}: there is no setting actor_rollout_ref. Leave this level out: actor",
+    ),
+    (
+        ["model.path=$MODEL"],
+        "model.path=$MODEL: is neither a folder here nor a Hub name of the form org/name. The shell",
+    ),
+    (["model.path=a/b/c"], "model.path=a/b/c: is neither a folder here nor a Hub name of the form org/name."),
+    (
+        ["--deepspeed", "ds.json"],
+        "--deepspeed ds.json: there is no such option. Set backend=deepspeed and backend.zero",
+    ),
+    (
+        ["resume_from_checkpoint=True"],
+        "resume_from_checkpoint=True: there is no setting resume_from_checkpoint. The same",
+    ),
     (["trainer.nproc=", "2"], "trainer.nproc = 2: white space ends a setting; write trainer.nproc=2."),
     (
         ["mine.yaml"],
@@ -267,6 +288,20 @@ def test_an_unknown_recipe_lists_the_known(capsys):
     said = refusal(capsys, "recipes=ofline")
     assert said.startswith("recipes=ofline: there is no such recipe. Did you mean offline? Choices: ")
     assert all(name in said for name in RECIPES)
+
+
+def test_a_recipe_in_another_place_is_found(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(GLOBAL_PACKAGE)
+    for argv in (["recipes=mine"], ["--config-dir", ".", "recipes=mine"]):
+        said = refusal(capsys, *argv)
+        assert (
+            f"There is {tmp_path}/mine.yaml: move it into {tmp_path}/recipes, and add --config-dir {tmp_path}." in said
+        )
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "mine.yaml").rename(tmp_path / "recipes" / "mine.yaml")
+    said = refusal(capsys, "recipes=mine")
+    assert f"There is one in {tmp_path}/recipes: add --config-dir {tmp_path}." in said
 
 
 def test_all_mistakes_of_a_command_at_once(capsys):

@@ -94,6 +94,12 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
         ("a.jsonl", '{"prompt": "x", "answer": "1"}\n{oh', " line 2 is not JSON: "),
         (
             "a.jsonl",
+            '{"prompt": "x", "answer": {"value": 1}}',
+            " line 1: the reference answer is a mapping with value, and",
+        ),
+        ("a.parquet", '{"prompt": "x", "answer": "1"}', " is no parquet file. Name it .jsonl."),
+        (
+            "a.jsonl",
             '{"prompt": " ", "answer": "1"}',
             " line 1: column 'prompt' (data.prompt_key) has an empty prompt in",
         ),
@@ -108,6 +114,28 @@ def test_mistakes_name_their_place_before_anything_is_loaded(tmp_path, name, tex
     path = tmp_path / name
     path.write_text(text)
     assert refusal(path).startswith(said)
+
+
+@pytest.mark.parametrize(("start", "name"), [(b"PAR1\xff", ".parquet"), (b"\x1f\x8b\xff", ".gz")])
+def test_a_file_under_another_forms_name(tmp_path, start, name):
+    (path := tmp_path / "a.jsonl").write_bytes(start)
+    assert refusal(path) == f" is no text. Name it {name}, or unpack it."
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("https://example.com/a.jsonl", "addresses are not read. Download the file, and name it where it lies."),
+        ("s3://bucket/a.parquet", "addresses are not read."),
+        ("{folder}/a.jsonl.gz", "a.jsonl.gz is compressed. Unpack it."),
+    ],
+)
+def test_files_that_are_not_read_where_they_lie(tmp_path, name, said):
+    (tmp_path / "a.jsonl.gz").touch()
+    files = name.format(folder=tmp_path)
+    with pytest.raises(UserError) as refused:
+        check_sources(DataConfig(train_files=files), EXACT, 1)
+    assert str(refused.value).startswith(f"data.train_files={files}: {said}")
 
 
 def test_rows_that_no_run_reads_are_not_looked_at(tmp_path):

@@ -323,6 +323,14 @@ def test_notes_are_json_of_bounded_length(scored):
     assert RewardResult(**json.loads(json.dumps(dataclasses.asdict(result)))) == result
 
 
+def test_openrlhfs_signature_is_told_what_to_take(tmp_path):
+    (tmp_path / "remote.py").write_text("def reward_func(queries, prompts, labels): ...\n")
+    with pytest.raises(
+        UserError, match=r"has OpenRLHF's parameters .*Take completions for the responses, and the data"
+    ):
+        build_reward(RewardConfig(functions=[f"{tmp_path}/remote.py:reward_func"]))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
