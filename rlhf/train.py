@@ -3,13 +3,11 @@
 Nothing heavy is imported before the configuration is known to be right.
 """
 
-import signal
+from rlhf.ranks.stop import leave_while_idle
 
-from rlhf.ranks.stop import end_interrupted
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Until the supervisor or the rank handles it; before the slow imports.
-    signal.signal(signal.SIGINT, end_interrupted)
+if __name__ == "__main__":
+    # Until the supervisor or the rank handles the signals; before the slow imports.
+    leave_while_idle()
 
 import argparse
 import logging

@@ -6,13 +6,15 @@ import signal
 import time
 from collections.abc import Collection
 from contextlib import suppress
+from pathlib import Path
 
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.launch.callbacks import Callbacks
-from rlhf.launch.evidence import AttemptResult, Hang
+from rlhf.launch.evidence import AttemptResult, Hang, furthest_step
 from rlhf.launch.hangs import HangDetector
 from rlhf.launch.rank_starter import Ranks
 from rlhf.launch.stop_request import StopRequest
+from rlhf.ranks.status import read_statuses
 
 # Long enough for the peers of a dead rank to notice and write down what they saw; NCCL peers never notice by
 # themselves.
@@ -29,22 +31,24 @@ class Attempt:
 
     A rank that crashed or met a user error gives its peers `PEER_GRACE_S`; a stop request, or a rank that left to be
     requeued, gives all of them `grace_s`; then, at a second signal, or when `detector` finds a hang, what is left is
-    killed.
+    killed. A stop request before any rank, by its status in `run_dir`, has come to a step kills them at once: there is
+    nothing to save.
     """
 
     def __init__(
         self,
         ranks: Ranks,
         nproc: int,
+        run_dir: Path,
         stop: StopRequest,
         grace_s: float,
         detector: HangDetector | None,
         callbacks: Callbacks,
     ) -> None:
-        self._ranks, self._nproc = ranks, nproc
+        self._ranks, self._nproc, self._run_dir = ranks, nproc, run_dir
         self._stop, self._grace_s, self._detector, self._callbacks = stop, grace_s, detector, callbacks
         self._deadline = float("inf")
-        self._asked = False
+        self._asked, self._idle = False, False
         self._first_failure_at: float | None = None
         self._killed_at: float | None = None
         self._exits: dict[int, int] = {}
@@ -64,7 +68,12 @@ class Attempt:
             alive = set(range(self._nproc)) - self._exits.keys()
             if not alive or (self._killed_at is not None and now > self._killed_at + _KILL_PATIENCE_S):
                 return AttemptResult(
-                    self._exits, tuple(sorted(self._first)), self._killed, self._hang, self._ranks.launcher_exit
+                    self._exits,
+                    tuple(sorted(self._first)),
+                    self._killed,
+                    self._hang,
+                    self._ranks.launcher_exit,
+                    self._idle,
                 )
             self._end_what_is_due(alive, now)
 
@@ -83,21 +92,26 @@ class Attempt:
     def _end_what_is_due(self, alive: Collection[int], now: float) -> None:
         if self._stop.signal_name and not self._asked:
             self._asked = True
-            self._deadline = min(self._deadline, self._stop.at + self._grace_s)
-            for rank in alive:
-                with suppress(ProcessLookupError):
-                    os.kill(self._ranks.pids[rank], signal.SIGUSR1)
-            log.info(
-                "%s: the ranks save at the next safe point and leave, within %g s (trainer.preempt_grace_s). "
-                "A second SIGTERM or Ctrl-C kills them at once.",
-                self._stop.signal_name,
-                self._grace_s,
-            )
+            self._idle = furthest_step(read_statuses(self._run_dir)) is None
+            if not self._idle:
+                self._ask(alive)
         if self._killed_at is not None:
             return
         if self._detector is not None:
             self._hang = self._detector.look({rank: self._ranks.pids[rank] for rank in alive})
-        if self._hang is not None or self._stop.kill or now >= self._deadline:
+        if self._hang is not None or self._stop.kill or self._idle or now >= self._deadline:
             self._killed_at, self._killed = now, frozenset(alive)
             for rank in alive:
                 self._ranks.kill(rank)
+
+    def _ask(self, alive: Collection[int]) -> None:
+        self._deadline = min(self._deadline, self._stop.at + self._grace_s)
+        for rank in alive:
+            with suppress(ProcessLookupError):
+                os.kill(self._ranks.pids[rank], signal.SIGUSR1)
+        log.info(
+            "%s: the ranks save at the next safe point and leave, within %g s (trainer.preempt_grace_s). "
+            "A second SIGTERM or Ctrl-C kills them at once.",
+            self._stop.signal_name,
+            self._grace_s,
+        )

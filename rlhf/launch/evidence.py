@@ -39,6 +39,8 @@ class AttemptResult:
     hang: Hang | None = None
     launcher: int | None = None
     """Exit code of the launcher, if it ended and took the ranks with it."""
+    idle: bool = False
+    """Whether no rank had come to a step when the run was asked to stop, so that all were killed at once."""
 
 
 class Ending(Enum):
@@ -81,7 +83,7 @@ def first_cause(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> int 
     return min(attempt.first, key=order, default=None)
 
 
-def crash_step(statuses: dict[int, RankStatus]) -> int | None:
+def furthest_step(statuses: dict[int, RankStatus]) -> int | None:
     """The furthest step that a rank had reached; None before the first."""
     return max((status.step for status in statuses.values() if status.step is not None), default=None)
 

@@ -26,6 +26,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.lock import run_lock, wait_for_ranks
 from rlhf.ranks.logs import configure_logging
 from rlhf.ranks.status import RankStatus, clear_statuses, read_statuses
+from rlhf.ranks.stop import IDLE
 from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.disk_errors import is_unfixable
 from rlhf.storage.files import make_dir, replace_durably
@@ -186,10 +187,9 @@ def run_attempts(
         clear_statuses(run_dir)
         ranks = starter.start(command, stop)
         if ranks is None:
-            checkpoint = next(iter(scan(run_dir)), None)
-            log.warning("%s before the ranks had started. %s", stop.signal_name, evidence.next_start(checkpoint))
+            _log_idle(stop, next(iter(scan(run_dir)), None))
             return EXIT_REQUEUE
-        attempt = Attempt(ranks, t.nproc, stop, t.preempt_grace_s, detector, callbacks).run()
+        attempt = Attempt(ranks, t.nproc, run_dir, stop, t.preempt_grace_s, detector, callbacks).run()
         statuses = read_statuses(run_dir)
         checkpoint = next(iter(scan(run_dir)), None)
         ending = evidence.classify(attempt, t.nproc, stop.signal_name is not None)
@@ -203,7 +203,7 @@ def run_attempts(
             _log_leaving(attempt, config, statuses, checkpoint, stop)
             return EXIT_REQUEUE
 
-        decision = policy.crashed(evidence.crash_step(statuses))
+        decision = policy.crashed(evidence.furthest_step(statuses))
         if isinstance(decision, GiveUp):
             starter.say_the_rest(last=True)
             log.error("The run ends: %s.\n%s", decision.reason, evidence.report(attempt, t.nproc, statuses, checkpoint))
@@ -215,9 +215,13 @@ def run_attempts(
             log.warning("How it happened:\n%s", evidence.report(attempt, t.nproc, statuses, checkpoint))
         stop.wait(decision.wait_s)
         if stop.signal_name is not None:
-            log.warning("%s while waiting for a restart. %s", stop.signal_name, evidence.next_start(checkpoint))
+            _log_idle(stop, checkpoint)
             return EXIT_REQUEUE
         wait_for_ranks(run_dir)
+
+
+def _log_idle(stop: StopRequest, checkpoint: Path | None) -> None:
+    log.warning("%s %s. %s", stop.signal_name, IDLE, evidence.next_start(checkpoint))
 
 
 def _log_leaving(
@@ -234,6 +238,9 @@ def _log_leaving(
         return
     if all(code in (EXIT_REQUEUE, EXIT_DONE) for code in attempt.exits.values()) and len(attempt.exits) == t.nproc:
         log.info("%s: the ranks saved and left. %s", asked, evidence.next_start(checkpoint))
+        return
+    if attempt.idle:
+        _log_idle(stop, checkpoint)
         return
     if stop.kill:
         log.warning(

@@ -7,20 +7,32 @@ SIGKILL means "die now", and it is the only signal with which the supervisor end
 
 import os
 import signal
+from contextlib import suppress
 from types import FrameType
 
+from rlhf.errors import EXIT_REQUEUE
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-EXIT_INTERRUPTED = 128 + signal.SIGINT
-"""As shells say it of a command that Ctrl-C has ended."""
+IDLE = "while no rank was training"
+"""What follows a signal's name where there was nothing to save, whichever process says it."""
 
 
-def end_interrupted(number: int, frame: FrameType | None) -> None:
-    """Handler of SIGINT for the time before there is anything to save: ends the process with one line and
-    EXIT_INTERRUPTED."""
+def leave_while_idle() -> None:
+    """From now on a request to stop ends this process at once, with one line and EXIT_REQUEUE: for the time in which no
+    ranks run, before, between and after them. Main thread only."""
+    for number in STOP_SIGNALS:
+        # An ignored signal stays ignored, and one that somebody handles is theirs.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _leave)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
     # Over the terminal's own ^C. No stream of Python's: the signal may have come in the middle of a write.
-    start = b"\r\x1b[K" if os.isatty(2) else b""
-    os.write(2, start + b"Interrupted before the training began.\n")
-    os._exit(EXIT_INTERRUPTED)
+    start = "\r\x1b[K" if os.isatty(2) else ""
+    line = f"{start}{signal.Signals(number).name} {IDLE}. The same command goes on from there.\n"
+    with suppress(OSError):  # a terminal that has hung up
+        os.write(2, line.encode())
+    os._exit(EXIT_REQUEUE)
 
 
 class PreemptionFlag:

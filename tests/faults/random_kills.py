@@ -32,7 +32,7 @@ STUCK_S = 300.0
 LATE_S = 30.0
 """Processes of a run that has ended must be gone by then."""
 ENDS = (EXIT_REQUEUE, -signal.SIGKILL, -signal.SIGTERM)
-"""Of a command that was killed: SIGTERM simply ends it in its first moments, when nothing has begun."""
+"""Of a command that was killed: SIGTERM simply ends an interpreter that has read nothing of ours yet."""
 
 
 @dataclass

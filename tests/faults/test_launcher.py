@@ -3,7 +3,6 @@ supervisor's."""
 
 import json
 import logging
-import os
 import re
 import signal
 import subprocess
@@ -238,7 +237,7 @@ if number == 1:
         "Crash: the launcher: SIGKILL (often the kernel's out-of-memory killer), and its ranks died with it. "
         "Restart 1 of 10 in 0 s."
     ]
-    wait_until(lambda: not alive(int((config.run_dir / "child").read_text())), 1)
+    wait_until(lambda: not alive(int((config.run_dir / "child").read_text())), 30)
 
 
 def test_a_launcher_that_cannot_fork_says_so_and_leaves_no_rank(config, supervised, tmp_path, caplog):
@@ -256,7 +255,7 @@ os.fork = limited
     config.trainer.max_failures_per_step = 1
     assert supervised("block()", "full") == EXIT_CRASHED
     assert "rank 1: died with the launcher (exit code 1)" in said(caplog)[-1]
-    wait_until(lambda: not any(alive(pid) for _, pid in starts(config)), 1)
+    wait_until(lambda: not any(alive(pid) for _, pid in starts(config)), 30)
 
 
 def test_a_killed_supervisor_takes_launcher_and_ranks_along(config, tmp_path):
@@ -273,23 +272,23 @@ def test_a_killed_supervisor_takes_launcher_and_ranks_along(config, tmp_path):
             assert all(map(alive, pids))
         finally:
             supervisor.kill()
-    wait_until(lambda: not any(map(alive, pids)), 1)
+    wait_until(lambda: not any(map(alive, pids)), 30)
 
 
 def test_a_request_to_stop_does_not_wait_for_imports(config, supervised, tmp_path, caplog):
-    (tmp_path / "slow_import.py").write_text("import time\ntime.sleep(60)")
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    source = "import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(600)"
+    (tmp_path / "slow_import.py").write_text(source)
     begin = time.monotonic()
-    timer.start()
     assert supervised("", "slow_import") == EXIT_REQUEUE
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
     assert starts(config) == []
-    assert said(caplog) == ["SIGTERM before the ranks had started. The same command starts from the beginning."]
+    assert said(caplog) == ["SIGTERM while no rank was training. The same command starts from the beginning."]
 
 
 def test_imports_that_hang_are_left_to_the_ranks(config, supervised, tmp_path, caplog):
     (tmp_path / "hanging.py").write_text("import time\ntime.sleep(600)")
     config.trainer.watchdog_first_timeout_s = 1.0
+    config.trainer.watchdog = False  # the ranks may take longer than that
     assert supervised("assert os.getppid() == supervisor", "hanging") == EXIT_DONE
     assert "its imports take more than 1 s" in said(caplog)[0]
 

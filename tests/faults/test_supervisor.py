@@ -100,7 +100,7 @@ if number == 1:
 """)
     assert code == EXIT_DONE
     assert len(starts(config)) == 4
-    assert time.monotonic() - begin < 10  # and not for the end of rank 0's sleep
+    assert time.monotonic() - begin < 60  # and not for the end of rank 0's sleep
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("rlhf")]
     assert warnings == [
         "Crash: rank 1: SIGKILL (often the kernel's out-of-memory killer), at step 1, last event rollout.before. "
@@ -117,7 +117,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]
 os.kill(os.getpid(), signal.SIGKILL)
 """)
     assert code == EXIT_CRASHED
-    wait_until(lambda: not alive(int((config.run_dir / "child").read_text())), 1)
+    wait_until(lambda: not alive(int((config.run_dir / "child").read_text())), 30)
 
 
 def test_crash_loop_ends_with_the_evidence(config, supervised, caplog):
@@ -132,7 +132,7 @@ if rank == 1:
     except RuntimeError as error:
         status.error("crash", f"RuntimeError: {error}", traceback.format_exc())
         sys.exit(1)
-flag.requested or time.sleep(0.3)
+peers_ended()
 sys.exit(3)
 """)
     assert code == EXIT_CRASHED
@@ -189,6 +189,7 @@ sys.exit(75)
 def test_signal_to_the_supervisor_saves_and_requeues(config, supervised, caplog):
     caplog.set_level(logging.INFO, "rlhf")
     code = supervised("""
+status.event(3, "rollout.before")
 peers_started()
 if rank == 0:
     os.kill(supervisor, signal.SIGTERM)
@@ -202,6 +203,24 @@ sys.exit(75)
     assert len(list(config.run_dir.glob("saved_*"))) == 2
     assert len(starts(config)) == 2
     assert "SIGTERM: the ranks saved and left" in caplog.records[-1].getMessage()
+
+
+def test_a_request_before_the_first_step_waits_for_nothing(config, supervised, caplog):
+    """As while the weights are loaded, which may take minutes: there is nothing to save."""
+    caplog.set_level(logging.INFO, "rlhf")
+    begin = time.monotonic()
+    code = supervised("""
+peers_started()
+if rank == 0:
+    os.kill(supervisor, signal.SIGTERM)
+block()
+""")
+    assert code == EXIT_REQUEUE
+    assert time.monotonic() - begin < 60
+    assert not any(alive(pid) for _, pid in starts(config))
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("rlhf")]
+    assert said[-1] == "SIGTERM while no rank was training. The same command starts from the beginning."
+    assert len(said) == 1 + (not config.trainer.warm_start), said
 
 
 def test_ranks_that_left_without_saving_are_not_said_to_have_saved(config, supervised, caplog):
@@ -227,7 +246,7 @@ block()
 """)
     grace = time.time() - (config.run_dir / "asked").stat().st_mtime
     assert code == EXIT_REQUEUE
-    assert 1.0 <= grace < 5
+    assert 1.0 <= grace < 60
     text = caplog.records[-1].getMessage()
     assert "trainer.preempt_grace_s=1. Nothing is lost but the work since the last checkpoint." in text
     assert "rank 1: killed by the supervisor, at step 3, last event rollout.before" in text
@@ -236,9 +255,12 @@ block()
 
 def test_a_second_sigterm_kills_at_once(config, supervised):
     code = supervised("""
+status.event(3, "rollout.before")
 peers_started()
 if rank == 0:
     os.kill(supervisor, signal.SIGTERM)
+    while not flag.requested:  # not before the supervisor has heard the first
+        time.sleep(0.02)
     time.sleep(1.2)
     (run_dir / "still_here").touch()
     os.kill(supervisor, signal.SIGTERM)
@@ -251,19 +273,22 @@ block()
 
 def test_a_signal_while_waiting_for_a_restart_leaves_at_once(config, supervised, caplog):
     config.trainer.nproc, config.trainer.restart_backoff_s = 1, 60.0
+
+    class OnceItWaits(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "Restart 1 of 10 in 60 s" in record.getMessage():
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    handler = OnceItWaits()
+    logging.getLogger("rlhf").addHandler(handler)
     begin = time.monotonic()
-    code = supervised("""
-import subprocess
-# Not before the supervisor has noted the end of this process.
-runs = f"grep -qs 'State:.[^ZX]' /proc/{os.getpid()}/status"
-after = f"while {runs}; do sleep 0.1; done; sleep 1; kill -TERM {supervisor}"
-subprocess.Popen(["sh", "-c", after], start_new_session=True)
-sys.exit(1)
-""")
-    assert code == EXIT_REQUEUE
-    assert time.monotonic() - begin < 30
+    try:
+        assert supervised("sys.exit(1)") == EXIT_REQUEUE
+    finally:
+        logging.getLogger("rlhf").removeHandler(handler)
+    assert time.monotonic() - begin < 45
     assert len(starts(config)) == 1
-    assert "SIGTERM while waiting for a restart" in caplog.records[-1].getMessage()
+    assert caplog.records[-1].getMessage().startswith("SIGTERM while no rank was training.")
 
 
 def test_a_killed_supervisor_takes_its_ranks_along_and_frees_the_directory(config, start):
@@ -273,8 +298,8 @@ def test_a_killed_supervisor_takes_its_ranks_along_and_frees_the_directory(confi
     assert all(map(alive, ranks))
     supervisor.kill()
     supervisor.wait()
-    wait_until(lambda: not any(map(alive, ranks)), 1)
-    wait_for_ranks(config.run_dir, deadline_s=1)
+    wait_until(lambda: not any(map(alive, ranks)), 30)
+    wait_for_ranks(config.run_dir, deadline_s=30)
     with run_lock(config.run_dir):
         pass
 

@@ -4,7 +4,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.storage.layout import RUN_LOG
-from tests.support.launching import small, write_sums
+from tests.support.launching import model_that_is_never_read, small, write_sums
 from tests.support.rank_scripts import RANK, alive, starts, wait_until
 from tests.support.terminal import Terminal
 
@@ -41,23 +42,30 @@ with RunOutput("auto", Redaction(os.environ)) as output:
             code = run_attempts(config, [sys.argv[2], str(config.run_dir)], starter, stop)
 sys.exit(code)
 """
-# Rank 0 is at step 3 of 9; `stay` keeps both ranks there.
+# A rank that loads its weights; below, rank 0 is at step 3 of 9, and `stay` keeps both ranks there. What a test waits
+# for on the screen comes last, so that it shows that the rest is done.
+LOADING = """
+from rlhf.ranks.progress_pipe import ProgressPipe
+ProgressPipe.of_environment().phase(rank, 0, "loading the weights", 0, 0)
+block()
+"""
 STEPS = """
 from rlhf.ranks.progress_pipe import ProgressPipe
 shown = ProgressPipe.of_environment()
 peers_started()
+status.event(4, "rollout.before")
 if rank == 0:
     shown.start(2, 9)
     shown.update(3, {"reward/mean": 0.25, "val/accuracy": 0.375, "perf/tokens_per_second": 1234.5})
-shown.phase(rank, 4, "generating", 20, 256)
-status.event(4, "rollout.before")
+shown.phase(rank, 4, "generating", 20 * number, 256)
 
 def stay():
     while not flag.requested:
         time.sleep(0.05)
     sys.exit(75)
 """
-AT_WORK = "generating 40/512"
+AT_WORK, AGAIN = "generating 40/512", "generating 80/512"
+WIDTHS = [pytest.param(60, marks=pytest.mark.slow), 80, pytest.param(200, marks=pytest.mark.slow)]
 
 
 @pytest.fixture
@@ -76,9 +84,9 @@ def start(config, tmp_path) -> Iterator:
     """Start ranks that run this script, under a supervisor in a terminal of so many columns."""
     started: list[Terminal] = []
 
-    def run(columns: int, script: str) -> Terminal:
+    def run(columns: int, script: str, before: str = STEPS) -> Terminal:
         rank, driver, yaml = (tmp_path / name for name in ("rank.py", "supervisor.py", "config.yaml"))
-        rank.write_text(RANK + STEPS + script)
+        rank.write_text(RANK + before + script)
         driver.write_text(SUPERVISOR)
         yaml.write_text(to_yaml(config))
         # As a parent exports them that has imported readline: the size of another terminal, or of an earlier time.
@@ -96,15 +104,72 @@ def start(config, tmp_path) -> Iterator:
 
 
 def assert_in_order(terminal: Terminal) -> None:
+    end = time.monotonic() + 30
+    while not terminal.is_left_in_order and time.monotonic() < end and terminal.read():
+        pass  # the rest of what is being drawn
     assert terminal.is_left_in_order, terminal.text
     assert b"\x1b[?25l" not in terminal.raw, "the cursor was hidden"
     glued = [line for line in terminal.lines if re.search(r".step +\d+/", line) or line.count("supervisor:") > 1]
     assert not glued, glued
 
 
-@pytest.mark.parametrize(
-    "columns", [pytest.param(60, marks=pytest.mark.slow), 80, pytest.param(200, marks=pytest.mark.slow)]
-)
+def kill(number: int) -> Callable[[Terminal], None]:
+    return lambda terminal: os.kill(terminal.process.pid, number)
+
+
+@dataclass(frozen=True)
+class Death:
+    """What ranks do from the beginning, or once they are at work, and what becomes of the run."""
+
+    script: str
+    code: int
+    said: str
+    act: Callable[[Terminal], object] = lambda terminal: None
+    shows: str = ""
+    """What the screen shows before `act`."""
+    before: str = STEPS
+
+
+# So that rank 0, which has the bar, is not ended before it has shown it.
+LAST = "rank == 0 or peers_ended()\n"
+DEATHS = {
+    "giving up": Death(f"{LAST}sys.exit(3)", EXIT_CRASHED, "The run ends: crashes in a row"),
+    "a mistake": Death(
+        f'{LAST}status.error("user", "a=b: mend it."); sys.exit(2)', EXIT_USER_ERROR, "supervisor: a=b: mend it."
+    ),
+    "kill -9": Death("stay()", -signal.SIGKILL, "", kill(signal.SIGKILL), AT_WORK),
+    "SIGTERM": Death("stay()", EXIT_REQUEUE, "SIGTERM: the ranks saved and left.", kill(signal.SIGTERM), AT_WORK),
+    "Ctrl-C while loading": Death(
+        "",
+        EXIT_REQUEUE,
+        "SIGINT while no rank was training. The same command starts from the beginning.",
+        lambda terminal: terminal.process.sendintr(),
+        "loading the weights",
+        LOADING,
+    ),
+}
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("death", DEATHS.values(), ids=DEATHS.keys())
+def test_each_death_leaves_lines_whole(config, start, columns, death):
+    terminal = start(columns, death.script, death.before)
+    if death.shows:
+        terminal.wait_for(death.shows)
+        assert_in_order(terminal)
+    death.act(terminal)
+    assert terminal.end() == death.code, terminal.text
+    assert_in_order(terminal)
+    bars = [i for i, line in enumerate(terminal.lines) if "step 3/9" in line]
+    assert len(bars) == (death.before == STEPS), "one bar is left, or none of a run that came to no step"
+    assert all(terminal.lines[i].startswith("step 3/9 ━") and len(terminal.lines[i]) < columns for i in bars)
+    below = "".join(terminal.lines[bars[0] + 1 if bars else 0 :])
+    assert death.said.replace(" ", "") in below.replace(" ", ""), terminal.text
+    assert not any(line.startswith("loading the weights") for line in terminal.lines)
+    wait_until(lambda: not any(alive(pid) for _, pid in starts(config)), 60)
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
 def test_a_crash_and_ctrl_c_twice_leave_lines_whole(config, start, columns):
     terminal = start(
         columns,
@@ -120,13 +185,12 @@ while True:
 """,
     )
     terminal.wait_for("Restart 1 of 10")
-    wait_until(lambda: len(starts(config)) == 4, 60)
-    terminal.wait_for(AT_WORK)
+    terminal.wait_for(AGAIN)
+    assert_in_order(terminal)
     assert terminal.bar.startswith("step 3/9 ━")
-    assert AT_WORK in terminal.bar
+    assert AGAIN in terminal.bar
     assert ("held-out accuracy 37.5%" in terminal.bar) == (columns == 200)
     assert len(terminal.bar) < columns
-    assert_in_order(terminal)
 
     terminal.process.sendintr()
     terminal.wait_for("A second SIGTERM or Ctrl-C kills them")
@@ -147,37 +211,24 @@ while True:
         assert text in log
 
 
-def test_giving_up_leaves_the_evidence_below_the_bar(config, start):
-    terminal = start(80, "sys.exit(3)")
-    assert terminal.end() == EXIT_CRASHED
-    assert_in_order(terminal)
-    bar = next(i for i, line in enumerate(terminal.lines) if line.startswith("step 3/9"))
-    assert any("The run ends: crashes in a row" in line for line in terminal.lines[bar:])
-
-
-def test_a_killed_supervisor_leaves_the_cursor_below_the_bar(config, start):
-    terminal = start(80, "stay()")
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_a_run_whose_terminal_hangs_up_saves_and_leaves(config, start, columns):
+    terminal = start(columns, "stay()")
     terminal.wait_for(AT_WORK)
-    os.kill(terminal.process.pid, signal.SIGKILL)
-    assert terminal.end() == -signal.SIGKILL
-    assert terminal.bar.startswith("step 3/9")
     assert_in_order(terminal)
-    wait_until(lambda: not any(alive(pid) for _, pid in starts(config)), 10)
-
-
-def test_a_run_whose_terminal_hangs_up_saves_and_leaves(config, start):
-    terminal = start(80, "stay()")
-    terminal.wait_for(AT_WORK)
     os.close(terminal.process.child_fd)
     terminal.process.closed = True
-    wait_until(lambda: not alive(terminal.process.pid), 20)
+    wait_until(lambda: not alive(terminal.process.pid), 60)
     assert "SIGHUP: the ranks saved and left." in (config.run_dir / RUN_LOG).read_text()
 
 
-def test_the_first_second(tmp_path):
-    """A banner before anything heavy is imported; Ctrl-C right after it is one line."""
-    arguments = small(tmp_path, "first", write_sums(tmp_path / "sums.jsonl"), "model=tiny")
-    terminal = Terminal(80, tmp_path, "-m", "rlhf.train", "recipes=null", *arguments, HF_TOKEN="hf_secretsecret123")
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_the_first_second(tmp_path, columns):
+    """A banner before anything heavy is imported; Ctrl-C after it is one line."""
+    model = model_that_is_never_read(tmp_path / "tiny_policy")
+    arguments = small(tmp_path, "first", write_sums(tmp_path / "sums.jsonl"), f"model.path={model}")
+    secret = {"HF_TOKEN": "hf_secretsecret123"}
+    terminal = Terminal(columns, tmp_path, "-m", "rlhf.train", "recipes=null", *arguments, **secret)
     terminal.wait_for("first/run.log\nstarting")
     user, system = Path(f"/proc/{terminal.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     # Of the processor: the clock is that of a machine with other things to do.
@@ -188,10 +239,11 @@ def test_the_first_second(tmp_path):
         assert terminal.shows(text)
     assert terminal.shows("run rlhf/first (new) log rlhf/first/run.log starting")
     terminal.process.sendintr()
-    assert terminal.end() == 130
+    assert terminal.end() == EXIT_REQUEUE
     assert_in_order(terminal)
-    assert terminal.lines[-1] == "Interrupted before the training began."
-    assert "Traceback" not in terminal.text
+    said = "SIGINT while no rank was training. The same command goes on from there."
+    assert "".join(terminal.lines).count("SIGINT") == 1
+    assert "".join(terminal.lines).endswith(said)
     assert not (tmp_path / "rlhf" / "first" / RUN_LOG).exists()
 
 

@@ -16,7 +16,7 @@ from rlhf.config.library import Library
 from rlhf.config.resolved import from_yaml
 from rlhf.config.schema import SETTINGS
 from rlhf.config.validate import validate
-from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
 
 ROOT = Path(train.__file__).resolve().parents[1]
 BUNDLED = Library.find(None)
@@ -370,7 +370,8 @@ def test_a_name_that_is_taken_is_refused(capsys, user_dir):
     assert said.startswith(f"{file}: recipes=offline already means {RECIPES['offline']}")
 
 
-def test_an_early_ctrl_c_ends_the_command_in_one_line(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_early_request_to_stop_ends_the_command_in_one_line(tmp_path, number):
     (tmp_path / "hydra.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     process = subprocess.Popen(
         [sys.executable, "-m", "rlhf.train"],
@@ -382,9 +383,10 @@ def test_an_early_ctrl_c_ends_the_command_in_one_line(tmp_path):
     )
     assert process.stdout is not None
     process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    assert process.communicate()[1] == b"Interrupted before the training began.\n"
-    assert process.returncode == 130
+    process.send_signal(number)
+    said = f"{number.name} while no rank was training. The same command goes on from there.\n"
+    assert process.communicate()[1].decode() == said
+    assert process.returncode == EXIT_REQUEUE
 
 
 def test_help_names_groups_and_recipes(capsys):

@@ -1,6 +1,8 @@
 """A sweep of real runs: one that fails leaves the others alone, and the same command makes up for it."""
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import rlhf
-from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
+from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
+from tests.support.launching import TINY_POLICY, model_that_is_never_read, write_sums
 
 SMALL = [
     "trainer.total_training_steps=1",
@@ -51,3 +54,29 @@ def test_a_failed_run_is_reported_and_made_up_for(tmp_path):
     assert f"The run in {second} is finished at step 1." in said
     assert (first / "global_step_1" / "manifest.json").is_file()
     assert (second / "global_step_1" / "manifest.json").read_bytes() == before
+
+
+def test_sigterm_between_two_runs_stops_the_sweep(tmp_path):
+    """The first run is refused, and the second waits before it has ranks."""
+    wrong, waits = shutil.copytree(TINY_POLICY, tmp_path / "wrong"), model_that_is_never_read(tmp_path / "waits")
+    (wrong / "chat_template.jinja").write_text("{% if %}")
+    command = ["-m", "rlhf.train", "-m", "recipes=null", *SMALL, f"model.path={wrong},{waits}"]
+    process = subprocess.Popen(
+        [sys.executable, *command, f"data.train_files={write_sums(tmp_path / 'sums.jsonl')}", "reward=exact_match"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(rlhf.__file__).parents[1])},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    said = ""
+    while "Run 2 of 2: " not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    assert "not a valid chat template" in said
+    process.send_signal(signal.SIGTERM)
+    said = process.stderr.read()
+    assert process.wait() == EXIT_REQUEUE
+    assert said.endswith("SIGTERM while no rank was training. The same command goes on from there.\n")
+    assert "runs are done" not in said

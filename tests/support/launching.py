@@ -38,6 +38,15 @@ def write_sums(path: Path, count: int = 30) -> Path:
     return path
 
 
+def model_that_is_never_read(folder: Path) -> Path:
+    """The bundled policy with a pipe in place of a file: a run that checks it waits there, before anything heavy is
+    imported and before there are ranks, until it is asked to stop."""
+    shutil.copytree(TINY_POLICY, folder)
+    (folder / "tokenizer_config.json").unlink()
+    os.mkfifo(folder / "tokenizer_config.json")
+    return folder
+
+
 def question(a: int, b: int) -> str:
     """A sum in the words that the bundled policy was trained on."""
     return f"State the final answer to the following arithmetic problem: {a} + {b} ="

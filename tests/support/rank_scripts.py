@@ -35,6 +35,17 @@ def peers_started():
     world = int(os.environ["WORLD_SIZE"])
     while len({line.split()[0] for line in (run_dir / "starts").read_text().splitlines()}) < world:
         time.sleep(0.01)
+
+def peers_ended():
+    pids = [line.split()[1] for line in (run_dir / "starts").read_text().splitlines()]
+    while any(runs(pid) for pid in pids if int(pid) != os.getpid()):
+        time.sleep(0.01)
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 """
 
 SUPERVISOR = """

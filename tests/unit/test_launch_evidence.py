@@ -7,10 +7,10 @@ from rlhf.launch.evidence import (
     AttemptResult,
     Ending,
     classify,
-    crash_step,
     describe_crash,
     describe_exit,
     first_cause,
+    furthest_step,
     report,
     user_error,
 )
@@ -74,7 +74,7 @@ def test_report_names_all_that_is_known():
     assert "line 39" in text
     assert "line 24" not in text
     assert "continues from /runs/global_step_5" in text
-    assert crash_step(statuses) == 7
+    assert furthest_step(statuses) == 7
 
 
 def test_a_message_of_many_lines_is_told_once_and_whole():

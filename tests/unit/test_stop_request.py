@@ -38,15 +38,14 @@ def test_a_signal_that_nohup_ignores_stays_ignored():
 
 
 def test_second_urgent_signal_asks_to_kill(monkeypatch):
-    monkeypatch.setattr(stop_request, "_REPEAT_S", 0.2)
+    monkeypatch.setattr(stop_request, "_REPEAT_S", 1000.0)
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         assert (stop.signal_name, stop.kill) == ("SIGUSR1", False)
-        time.sleep(0.3)
+        monkeypatch.setattr(stop_request, "_REPEAT_S", 0.0)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.kill
     assert signal.getsignal(signal.SIGTERM) is before
@@ -56,18 +55,24 @@ def test_a_callback_that_never_returns_ends_with_the_second_signal(tmp_path, mon
     monkeypatch.setattr(stop_request, "_REPEAT_S", 0.2)
     history = tmp_path / "metrics.jsonl"
 
+    def press(stop: StopRequest) -> None:
+        while not stop.kill:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
     def hang(step: int, metrics: object) -> None:
-        for wait_s in (0.2, 0.8):
-            threading.Timer(wait_s, os.kill, (os.getpid(), signal.SIGINT)).start()
-        time.sleep(60)
+        pressing.start()
+        time.sleep(600)
 
     callbacks = Callbacks([hang])
     callbacks.follow(history)
     history.write_text('{"step": 0}\n')
     with StopRequest() as stop:
+        pressing = threading.Thread(target=press, args=[stop])
         start = time.monotonic()
         callbacks.look(stop)
-        assert time.monotonic() - start < 20
+        pressing.join()
+        assert time.monotonic() - start < 60
         assert isinstance(callbacks.error, KeyboardInterrupt)
         assert (stop.signal_name, stop.kill) == ("SIGINT", True)
 
@@ -76,7 +81,7 @@ def test_waiting_ends_with_a_signal():
     with StopRequest() as stop:
         start = time.monotonic()
         stop.wait(0.2)
-        assert 0.2 <= time.monotonic() - start < 2
+        assert 0.2 <= time.monotonic() - start < 30
         os.kill(os.getpid(), signal.SIGUSR1)
-        stop.wait(60)
-        assert time.monotonic() - start < 5
+        stop.wait(600)
+        assert time.monotonic() - start < 60
