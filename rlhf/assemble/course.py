@@ -9,6 +9,7 @@ import xxhash
 import rlhf
 from rlhf.config import Config
 from rlhf.config.schema import SETTINGS
+from rlhf.models.fingerprint import fingerprint_file
 from rlhf.user_functions import hash_of_files
 
 
@@ -43,5 +44,5 @@ def user_files(config: Config) -> dict[str, str]:
     }
     hashes = {key: hash_of_files(names) for key, names in named.items() if any(".py:" in name for name in names)}
     if (template := config.model.chat_template) is not None:
-        hashes["model.chat_template"] = xxhash.xxh3_128_hexdigest(Path(template).read_bytes())
+        hashes["model.chat_template"] = fingerprint_file(Path(template).expanduser())
     return hashes

@@ -4,10 +4,13 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-COMPARED_BY_CONTENT = ("data.train_files", "data.val_files", "model.path", "critic.path", "reward_model.path")
-"""Settings whose files a resume compares besides, by fingerprints."""
+JUDGED_BY_END = ("data.train_files", "data.val_files", "model.path", "critic.path", "reward_model.path")
+"""Settings of which a file that was named from another folder counts as the same by the end of its path: a resume
+compares the prompts, and the models, by fingerprints as well. So it does with the chat template and with the files of
+functions (`reward.functions`, `algorithm.adv_estimator`, `actor.policy_loss.loss_mode`); of the template another path
+with the same text is no change, as `rlhf.checkpoint.load.stored_config` finds by the fingerprint."""
 PATHS = (
-    *COMPARED_BY_CONTENT,
+    *JUDGED_BY_END,
     "model.chat_template",
     "reward.functions",
     "reward.writable",
@@ -30,7 +33,7 @@ def same_value(key: str, stored: Any, present: Any) -> bool:
         return False
     names, others = _names(stored), _names(present)
     return len(names) == len(others) and all(
-        _resolved(a) == _resolved(b) or (key in COMPARED_BY_CONTENT and _of_elsewhere(a, b))
+        _resolved(a) == _resolved(b) or (key in JUDGED_BY_END and _of_elsewhere(a, b))
         for a, b in zip(names, others, strict=True)
     )
 

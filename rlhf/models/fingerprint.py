@@ -28,3 +28,8 @@ def fingerprint(folder: Path) -> str:
                 file.seek((size - SAMPLE_BYTES) * i // (SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def fingerprint_file(path: Path) -> str:
+    """A hash of all that is in the file."""
+    return xxhash.xxh3_128_hexdigest(path.read_bytes())

@@ -1,11 +1,17 @@
 import logging
+from dataclasses import replace
 
 import pytest
 
+from rlhf.assemble.course import user_files
+from rlhf.checkpoint.commit.manifest import read_manifest
+from rlhf.checkpoint.load.stored_config import changes_since
 from rlhf.config import Config
-from rlhf.config.compare import Change, compare, log_changes, refuse_changes
+from rlhf.config.compare import Change, ResolvedConfig, compare, log_changes, refuse_changes
+from rlhf.config.resolved import to_yaml
 from rlhf.config.same_files import same_value
 from rlhf.errors import UserError
+from tests.support.published import publish
 
 
 def test_equal_configurations_have_no_difference():
@@ -104,6 +110,25 @@ def test_the_same_file_spelled_otherwise_is_the_same(places, key, spelled):
     assert same_value(key, "data/a.jsonl", spelled)
     assert not same_value(key, "data/b.jsonl", spelled)
     assert not same_value("trainer.experiment_name", "data/a.jsonl", spelled)
+
+
+def test_a_chat_template_is_compared_by_its_content(places):
+    """Wherever the file lies now, `~` included; and another text under another name is another run."""
+    config = Config()
+    config.model.path, config.model.chat_template = "m", "~/gone.jinja"
+    (places / "gone.jinja").write_text("{{ messages }}")
+    path = publish(places / "run", 2, config=to_yaml(config))
+    manifest = replace(read_manifest(path), fingerprints=user_files(config))
+    (places / "gone.jinja").rename(places / "moved.jinja")
+    (places / "other.jinja").write_text("{{ messages }}!")
+    for name, changed in (
+        ("moved.jinja", []),
+        ("other.jinja", ["model.chat_template"]),
+        (None, ["model.chat_template"]),
+    ):
+        config.model.chat_template = name
+        diff = changes_since(path, manifest, ResolvedConfig.of(config))
+        assert [change.key for change in diff.trajectory] == changed
 
 
 def test_functions_of_one_file_are_told_apart(places):

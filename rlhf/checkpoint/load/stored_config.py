@@ -5,7 +5,8 @@ from pathlib import Path
 import yaml
 
 from rlhf.checkpoint.commit.manifest import Manifest
-from rlhf.config.compare import ConfigDiff, ResolvedConfig
+from rlhf.config.compare import Change, ConfigDiff, ResolvedConfig
+from rlhf.models.fingerprint import fingerprint_file
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import CONFIG
 from rlhf.storage.reading import CheckedFiles
@@ -21,6 +22,18 @@ def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> Con
         return ConfigDiff([], [])
     try:
         stored = CheckedFiles(path, manifest.files).content(CONFIG)
-        return config.compare(stored.decode())
+        return _by_content(config.compare(stored.decode()), manifest)
     except (DamagedCheckpoint, UnicodeDecodeError, yaml.YAMLError) as problem:
         raise DamagedCheckpoint(f"{path} is damaged: {problem}") from None
+
+
+def _by_content(diff: ConfigDiff, manifest: Manifest) -> ConfigDiff:
+    """The differences, where another path of the chat template is none if the same text is there."""
+
+    def is_moved(change: Change) -> bool:
+        known = manifest.fingerprints.get(change.key)
+        if change.key != "model.chat_template" or known is None or change.present is None:
+            return False
+        return fingerprint_file(Path(change.present).expanduser()) == known
+
+    return ConfigDiff(diff.harmless, [change for change in diff.trajectory if not is_moved(change)])
