@@ -142,19 +142,23 @@ def check_inputs(config: Config) -> None:
 def _check_models(config: Config) -> None:
     from rlhf.models.config_check import check_critic, check_policy, check_reward_model
     from rlhf.models.folder_check import check_folder
+    from rlhf.models.hub_names import check_name
     from rlhf.models.template_check import check_template
     from rlhf.storage.layout import scan
 
     # A run that goes on from a checkpoint, such as an imported one, has its weights there.
     begins = config.trainer.resume_mode != "resume_path" and not scan(config.run_dir) and not config.checkpoint.remote
     trusts = config.model.trust_remote_code
+    check_name("model.path", config.model.path, config.model.revision)
     check_folder("model.path", config.model.path, weights=begins)
     check_policy(config.model.path, trusts, config.data.max_prompt_length, config.data.max_response_length)
     check_template(config.model.path, config.model.chat_template)
     if config.critic.path is not None:
+        check_name("critic.path", config.critic.path, None)
         check_folder("critic.path", config.critic.path, tokenizer=False, weights=begins)
         check_critic(config.critic.path, trusts)
     if config.reward_model.path is not None:
+        check_name("reward_model.path", config.reward_model.path, config.reward_model.revision)
         check_folder("reward_model.path", config.reward_model.path)
         check_reward_model(config.reward_model.path, trusts)
 

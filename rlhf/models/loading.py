@@ -25,14 +25,12 @@ from transformers.utils import logging as library_logging
 
 from rlhf.errors import UserError
 from rlhf.models.config_check import check_labels
+from rlhf.models.hub_names import fetch
 from rlhf.models.token_values import HEADS, value_class
 from rlhf.storage.scratch import Scratch
 
 # Several models are loaded per rank; their bars would drown the run's own progress.
 library_logging.disable_progress_bar()
-# Pickled weights (.bin, .pt) are never fetched or read.
-HUB_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja"]
-HUB_WEIGHTS = "*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -57,37 +55,7 @@ def resolve_path(source: ModelSource, weights: bool = True) -> Path:
     local = Path(source.path).expanduser()
     if local.is_dir():
         return local
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        wanted = [*HUB_PATTERNS, HUB_WEIGHTS] if weights else HUB_PATTERNS
-        folder = Path(snapshot_download(source.path, revision=source.revision, allow_patterns=wanted, etag_timeout=10))
-    except HFValidationError:
-        raise UserError(f"{source} is neither a folder nor a Hub name of the form org/name.") from None
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise UserError(
-            f"{source} (revision {source.revision}) is no local folder and the Hub does not know it, or asks for a "
-            "login "
-            f"(`hf auth login`): {str(error).splitlines()[0]}"
-        ) from None
-    except (LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"{source} is no local folder, and the Hub can't be reached ({type(error).__name__}). Give a local folder, "
-            "or download it on a machine with network access and set HF_HOME."
-        ) from None
-    if weights and not any(folder.glob(HUB_WEIGHTS)):
-        raise UserError(
-            f"{source}: there are no weights in safetensors on the Hub, and pickled ones can run code and are not "
-            f"fetched. `hf download {source.path} --local-dir DIR` fetches all of it; with {source.setting}=DIR the "
-            "start says how they are converted."
-        )
-    return folder
+    return fetch(source.setting, source.path, source.revision, weights)
 
 
 def load_tokenizer(source: ModelSource, folder: Path) -> PreTrainedTokenizerBase:

@@ -441,6 +441,11 @@ EARLY: dict[str, tuple[str, dict[str, str], str]] = {
         {"own.jinja": "{{ messages[0].content + greeting }}"},
         "a.jsonl line 1: the chat template (model.chat_template=own.jinja) refuses the prompt (roles: user): Undefined",
     ),
+    "a name on the Hub": (
+        "model.path=org/nowhere",
+        {},
+        "model.path=org/nowhere is no local folder, and the Hub can't be reached (LocalEntryNotFoundError). Give a",
+    ),
     "lengths": ("data.max_response_length=4096", {}, "positions, but the model has 512 (max_position_embeddings)."),
     "a vision model": (
         "model.path=vit",
@@ -474,7 +479,7 @@ def test_mistakes_in_files_are_told_before_torch_is_imported(tmp_path, mistake):
     done = subprocess.run(
         [sys.executable, "-c", script, *settings],
         cwd=tmp_path,
-        env=environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+        env=environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
     )

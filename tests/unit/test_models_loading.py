@@ -1,6 +1,7 @@
 """Loading of models, and errors of a broken folder, told under the setting that named it."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers.utils.logging import get_verbosity
 from rlhf.assemble.found_models import critic_source, policy_source, reward_model_source
 from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.models.hub_names import check_name
 from rlhf.models.loading import (
     ModelSource,
     load_model,
@@ -28,17 +30,33 @@ def config() -> Config:
     return c
 
 
-@pytest.mark.parametrize("weights", [True, False])
-def test_a_hub_model_without_safetensors_has_a_remedy(tmp_path, monkeypatch, weights):
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch) -> Path:
+    """The folder of org/name in the Hub's cache, which has its small files and pickled weights."""
     cached = tmp_path / "models--org--name"
     for file in ("refs/main", "snapshots/abc/config.json", "snapshots/abc/pytorch_model.bin"):
         (cached / file).parent.mkdir(parents=True, exist_ok=True)
         (cached / file).write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return cached
+
+
+def test_a_name_of_the_hub_is_looked_for_in_the_cache_first(hub_cache, monkeypatch):
+    with pytest.raises(UserError, match=r"^model\.path=org/other is no local folder, and the Hub can't be reached"):
+        check_name("model.path", "org/other", None)
+    with pytest.raises(UserError, match=r"^model\.path=a/b/c is neither a folder nor a Hub name of the form org/name"):
+        check_name("model.path", "a/b/c", None)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)
+    check_name("model.path", "org/name", None)
+    check_name("model.path", str(hub_cache), None)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_hub_model_without_safetensors_has_a_remedy(hub_cache, weights):
     source = ModelSource("model.path", "org/name")
     if not weights:
-        assert resolve_path(source, weights=False) == cached / "snapshots" / "abc"
+        assert resolve_path(source, weights=False) == hub_cache / "snapshots" / "abc"
         return
     with pytest.raises(UserError, match=r"^model\.path=org/name: there are no weights in safetensors on the Hub, and"):
         resolve_path(source)

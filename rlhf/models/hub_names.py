@@ -1,0 +1,59 @@
+"""Models by their names on the Hugging Face Hub: fetched into its cache, and looked for before anything is loaded."""
+
+from pathlib import Path
+
+from rlhf.errors import UserError
+
+# Pickled weights (.bin, .pt) are never fetched or read.
+HUB_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja"]
+HUB_WEIGHTS = "*.safetensors"
+
+
+def check_name(setting: str, name: str, revision: str | None) -> None:
+    """Fetch the small files of a model that is neither a folder nor in the Hub's cache; raises UserError as `fetch`."""
+    if Path(name).expanduser().is_dir():
+        return
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:
+        cached = None  # told by the other
+    if not isinstance(cached, str):
+        fetch(setting, name, revision, weights=False)
+
+
+def fetch(setting: str, name: str, revision: str | None, weights: bool) -> Path:
+    """The folder in the Hub's cache, downloaded with or without the weights. Raises UserError when it can't be had."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    said = f"{setting}={name}"
+    try:
+        wanted = [*HUB_PATTERNS, HUB_WEIGHTS] if weights else HUB_PATTERNS
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=wanted, etag_timeout=10))
+    except HFValidationError:
+        raise UserError(f"{said} is neither a folder nor a Hub name of the form org/name.") from None
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise UserError(
+            f"{said} (revision {revision}) is no local folder and the Hub does not know it, or asks for a "
+            f"login (`hf auth login`): {str(error).splitlines()[0]}"
+        ) from None
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"{said} is no local folder, and the Hub can't be reached ({type(error).__name__}). Give a local folder, "
+            "or download it on a machine with network access and set HF_HOME."
+        ) from None
+    if weights and not any(folder.glob(HUB_WEIGHTS)):
+        raise UserError(
+            f"{said}: there are no weights in safetensors on the Hub, and pickled ones can run code and are not "
+            f"fetched. `hf download {name} --local-dir DIR` fetches all of it; with {setting}=DIR the start "
+            "says how they are converted."
+        )
+    return folder
