@@ -1,5 +1,6 @@
 """Learners of a run: actor, critic and reference policy in their training engines, filled with their weights."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,11 @@ from rlhf.learning.reference import Reference
 from rlhf.learning.utilization import Utilization
 from rlhf.models import loading
 from rlhf.models.flops import UpdateFlops, peak_flops
+from rlhf.models.log_prob_probe import check_log_probs
 from rlhf.models.weights import Loaded
 from rlhf.ranks.coordinator import Coordinator
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,9 @@ def build_learners(
     reference = None
     if config.needs_reference:
         start = models.policy.load(loading.load_model, coordinator, device)
-        reference = Reference(frozen(start, config.backend, device), temperature, budgets.reference, config.ref)
+        model = frozen(start, config.backend, device)
+        _tell_of_whole_logits("reference", check_log_probs(model.module, device), coordinator)
+        reference = Reference(model, temperature, budgets.reference, config.ref)
 
     dtype = torch.bfloat16 if config.backend.autocast == "bfloat16" else torch.float32
     peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
@@ -63,8 +69,10 @@ def build_learners(
     mini_batches = config.data.train_batch_size // config.actor.ppo_mini_batch_size
     scale = config.actor.loss_scale_factor or config.data.max_response_length
     actor_steps = max(1, total_steps - config.trainer.critic_warmup) * mini_batches
+    backend = _trained(config, config.actor, models.policy, policy, actor_steps, device)
+    _tell_of_whole_logits("actor", check_log_probs(backend.module, device), coordinator)
     actor = Actor(
-        _trained(config, config.actor, models.policy, policy, actor_steps, device),
+        backend,
         config.actor,
         config.algorithm.rollout_correction,
         temperature=temperature,
@@ -79,6 +87,11 @@ def build_learners(
         backend = _trained(config, config.critic, models.critic, start, total_steps * mini_batches, device)
         critic = Critic(backend, config.critic, scale=scale, budget=budgets.critic, forward_budget=budgets.values)
     return Learners(actor, critic, reference, utilization)
+
+
+def _tell_of_whole_logits(role: str, reason: str | None, coordinator: Coordinator) -> None:
+    if reason is not None and coordinator.is_leader:
+        log.warning("The %s's logits of all tokens of a micro-batch are in memory at once: %s.", role, reason)
 
 
 def frozen(loaded: Loaded, config: BackendConfig, device: torch.device) -> Fsdp2Model:

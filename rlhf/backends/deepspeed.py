@@ -1,7 +1,6 @@
 """DeepSpeed: ZeRO stages 0 to 3 on CPU (gloo) and CUDA (NCCL), from 1 rank on; its state is handed out as shards."""
 
 import contextlib
-import functools
 import importlib
 import io
 import logging
@@ -21,6 +20,7 @@ from rlhf.backends.training import Scheduled, adamw_options
 from rlhf.backends.zero import ZeroState
 from rlhf.config import BackendConfig, OptimConfig
 from rlhf.errors import UserError
+from rlhf.models.log_prob_head import with_log_probs
 from rlhf.storage.shards import Shard, Shards
 
 LARGEST_BUCKET = 500_000_000
@@ -60,8 +60,10 @@ class DeepSpeedBackend(Scheduled):
         numel = sum(parameter.numel() for parameter in model.parameters())
         settings = _settings(config, grad_clip, numel)
         with contextlib.redirect_stdout(io.StringIO()):  # it prints how much memory is in use
-            self._engine, *_ = deepspeed.initialize(model=model.train(), optimizer=optimizer, config=settings)
-        self.module: nn.Module = _with_signature(self._engine, model)
+            self._engine, *_ = deepspeed.initialize(
+                model=with_log_probs(model).train(), optimizer=optimizer, config=settings
+            )
+        self.module: nn.Module = self._engine
         super().__init__(optimizer, optim, total_optimizer_steps, hf_files)
         # Whether every rank has the module's weights whole, and exact.
         self._whole = config.zero_stage < 3 and config.autocast == "none"
@@ -195,15 +197,3 @@ def _settings(config: BackendConfig, grad_clip: float, numel: int) -> dict[str, 
         if config.zero_stage:  # stage 0 knows no other type than the weights'
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings
-
-
-def _with_signature(engine: Any, model: nn.Module) -> nn.Module:
-    """`engine`, whose `forward` says that it takes what `model` takes."""
-    forward = engine.forward
-
-    @functools.wraps(model.forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    engine.forward = wrapped
-    return engine

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from rlhf.backends.gather import whole_tensors
 from rlhf.backends.training import Scheduled, adamw_options, empty_moments
 from rlhf.config import BackendConfig, OptimConfig
+from rlhf.models.log_prob_head import with_log_probs
 from rlhf.storage.shards import Shard, Shards
 
 # The hint is about outputs that are changed in place, which nothing here does; a head with a bias returns a view by its
@@ -27,7 +28,7 @@ class Fsdp2Model:
     """A model whose weights are sharded over all ranks."""
 
     def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device) -> None:
-        self.module: nn.Module = shard(model, config, device)
+        self.module: nn.Module = shard(with_log_probs(model), config, device)
 
     def reshard(self) -> None:
         """Put the shards in the place of gathered weights.
@@ -114,8 +115,8 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
 
 
 def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -> PreTrainedModel:
-    """Apply FSDP2 to every decoder layer and to the rest, over a one-dimensional mesh of all ranks; the model moves to
-    `device`.
+    """Apply FSDP2 to every decoder layer, to a head with a weight of its own and to the rest, over a one-dimensional
+    mesh of all ranks; the model moves to `device`.
 
     Of what is on the meta device this rank's part gets memory there, without a value.
     """
@@ -132,6 +133,9 @@ def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -
     for module in list(model.modules()):
         if type(module).__name__ in layers:
             fully_shard(module, **options)
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        fully_shard(head, **options)
     fully_shard(model, **options)
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     return model

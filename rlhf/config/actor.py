@@ -44,9 +44,17 @@ class ActorConfig:
     """Estimator of that KL; verl's `low_var_kl` is `k3`."""
     entropy_coeff: float = setting(0.0, ge=0)
     """Weight of the entropy bonus."""
+    calculate_entropy: bool = setting(True, resume="harmless")
+    """Measure the policy's entropy (`actor/entropy`) where the loss does not need it. It costs a few per cent of the
+    update, more the larger the vocabulary is beside the model; in verl it is off."""
     grad_clip: float = setting(1.0, gt=0)
     """Largest norm of the gradient over all ranks."""
     optim: OptimConfig = setting(OptimConfig)
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the entropy is in the loss or asked for as a figure."""
+        return self.entropy_coeff > 0 or self.calculate_entropy
 
     @property
     def kl_in_loss(self) -> bool:

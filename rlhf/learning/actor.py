@@ -65,8 +65,7 @@ class Actor(Policy):
         def token_mean(values: Tensor) -> Tensor:
             return loss_sum(values.detach(), mask, "token-mean") / counts.tokens
 
-        log_probs, entropy = self.log_probs(micro, with_entropy=True)
-        assert entropy is not None
+        log_probs, entropy = self.log_probs(micro, with_entropy=config.needs_entropy)
         old = micro.old_log_probs if micro.old_log_probs is not None else log_probs.detach()
         losses, figures = self._policy_loss(log_probs, old, micro.advantages, mask, config)
         if self._correction.rollout_is is not None or micro.staleness is not None:
@@ -79,9 +78,11 @@ class Actor(Policy):
             assert micro.ref_log_probs is not None
             terms["kl_loss"] = aggregate(kl_estimate(log_probs, micro.ref_log_probs, config.kl_loss_type))
             loss = loss + config.kl_loss_coef * terms["kl_loss"]
-        if config.entropy_coeff:
-            loss = loss - config.entropy_coeff * aggregate(entropy)
-        figures = figures | {"entropy": entropy, "kl": kl_estimate(old, log_probs, "k3")}
+        figures = figures | {"kl": kl_estimate(old, log_probs, "k3")}
+        if entropy is not None:
+            figures["entropy"] = entropy
+            if config.entropy_coeff:
+                loss = loss - config.entropy_coeff * aggregate(entropy)
         if micro.ref_log_probs is not None:
             figures["ref_kl"] = kl_estimate(log_probs, micro.ref_log_probs, "k3")
         mismatch = masked(old - micro.rollout_log_probs, mask).abs()

@@ -1,7 +1,6 @@
 """DeepSpeed at every ZeRO stage and precision on real ranks: the same updates as FSDP2's, and all that the contract of
 a backend says."""
 
-import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,12 @@ pytestmark = NEEDS_DEEPSPEED
 STAGES = [f"zero{stage}" for stage in range(4)]
 ZERO = [*STAGES, *(f"{stage}-bfloat16" for stage in STAGES)]
 ALL = ["fsdp2", "fsdp2-bfloat16", *ZERO]
-CASES = ["token-mean_k3_clipped_norm", "gspo_straight_through", "critic_clipped_values"]
+CASES = [
+    "token-mean_k3_clipped_norm",
+    "gspo_straight_through",
+    "head_of_its_own_soft_capped",
+    "critic_clipped_values",
+]
 EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
 SAVED = [["model"], ["hf_model", "extra"], ["hf_model", "optimizer"]]
 LOADED = [["model"], ["model", "optimizer"], ["hf_model", "optimizer"], ["hf_model", "extra"]]
@@ -207,7 +211,6 @@ def whole_tensors(backend: TrainingBackend) -> dict[str, Any]:
     return {
         "full": {name: tensor.clone() for name, tensor in backend.full_tensors()},
         "shards": gathered(backend.model_shards()),
-        "signature": str(inspect.signature(backend.module.forward)),
     }
 
 
@@ -219,7 +222,6 @@ def test_full_tensors_are_the_float32_weights_bit_for_bit(found, kind):
     assert list(run["full"]) == list(found["fsdp2"]["whole_tensors"]["full"])
     assert all(tensor.dtype == torch.float32 for tensor in run["full"].values())
     assert all(torch.signbit(tensor.view(-1)[0]) for tensor in run["full"].values())
-    assert "logits_to_keep" in run["signature"]
 
 
 def followed(backend: TrainingBackend, kind: str) -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ from tests.support.launching import ranks
 # 3.
 KNOWN: dict[tuple[str, str, str], dict[str, str]] = {
     ("2.13.0+cpu", "GenuineIntel", "AVX512"): {
-        "model": "7b75fe29effe56cc7118d980e2ee8eeaeda40900d62a64e15abfc0f0eae18d93",
-        "optimizer": "abb347d9add5f6e0e7f13430ebc2fa2034200264e92ff9235a60410f7ea10c73",
+        "model": "df5959971935d2dd60f46307288cec52f2b2c6a9bb0f7bc86fae39a219fd7454",
+        "optimizer": "e7f8555e4b373536ceb3931fa64d66af449feda89bd1ac2bee99f677dcee83d0",
         "driver_state": "88717713f2f347b62f761248fc2aace99526ad5cc7ad21bfabd4ded380efb69d",
     },
 }

@@ -22,6 +22,7 @@ from rlhf.learning.guards import Guards
 from rlhf.learning.log_probs import response_log_probs
 from rlhf.learning.policy import Policy
 from rlhf.learning.spread import Spread
+from rlhf.models.log_prob_head import with_log_probs
 from tests.support.numeric_ranks import single_rank
 from tests.support.tiny_updates import random_batch, tiny_qwen2, tiny_value_model
 from tests.support.update_cases import OPTIM, engine
@@ -158,24 +159,14 @@ def test_values_that_are_off_by_a_constant_explain_every_difference():
     assert figures["critic/explained_variance"] == pytest.approx(1)
 
 
-class Banning(nn.Module):
-    """A policy for which some tokens cannot come: their logits are -inf, as those that pad a vocabulary may be."""
-
-    def __init__(self, model: nn.Module, banned: list[int]) -> None:
-        super().__init__()
-        self.model, self.banned = model, banned
-
-    def forward(self, input_ids: Tensor, use_cache: bool):
-        out = self.model(input_ids=input_ids, use_cache=use_cache)
-        return type(out)(logits=out.logits.index_fill(2, torch.tensor(self.banned), -math.inf))
-
-
 def test_a_token_that_cannot_come_adds_nothing_to_the_entropy():
     batch = random_batch(seed=4, samples=5)
     banned = [0, *set(range(1, 40)) - set(batch.input_ids.unique().tolist())][:4]
     assert 0 in banned  # what the padding is made of
     model = tiny_qwen2()
-    log_probs, entropy = response_log_probs(Banning(model, banned), batch, 0.7, with_entropy=True)
+    # As models do for entries that pad their vocabulary.
+    model.lm_head.bias = nn.Parameter(torch.zeros(40).index_fill_(0, torch.tensor(banned), -math.inf))
+    log_probs, entropy = response_log_probs(with_log_probs(model), batch, 0.7, with_entropy=True)
     assert torch.isfinite(log_probs).all()
     (log_probs + 0.3 * entropy).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}

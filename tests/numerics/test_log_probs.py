@@ -5,20 +5,23 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rlhf.algorithms import token_log_probs as log_probs_module
 from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.batch import Batch
 from rlhf.config import BackendConfig
-from rlhf.learning import log_probs as log_probs_module
 from rlhf.learning.log_probs import response_log_probs
 from rlhf.learning.policy import Policy
+from rlhf.models.log_prob_head import with_log_probs
+from rlhf.models.log_prob_probe import check_log_probs
+from tests.support.engines import CPU, ENGINES
 from tests.support.numeric_ranks import single_rank
-from tests.support.tiny_updates import VOCAB, random_batch, tiny_qwen2
+from tests.support.tiny_updates import VOCAB, random_batch, tiny_gemma2, tiny_qwen2
 
 
-class WithoutLogitsToKeep(nn.Module):
-    """As some model files on the Hub are: `forward` knows no `logits_to_keep`."""
+class OfAnotherBuild(nn.Module):
+    """As a model file on the Hub may be: nothing says which of its modules is the head."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -56,27 +59,27 @@ def gradients_of(model: nn.Module, log_probs: Tensor, entropies: Tensor | None) 
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-@pytest.mark.parametrize("wrap", [lambda model: model, WithoutLogitsToKeep], ids=["logits_to_keep", "all_logits"])
+@pytest.mark.parametrize("wrap", [lambda model: model, OfAnotherBuild], ids=["chunks", "whole_logits"])
 def test_against_a_full_forward_of_each_sequence(temperature, wrap):
     model, batch = tiny_qwen2(), random_batch(seed=3, samples=9)
     expected = expected_of(model, batch, temperature)
     for with_entropy in (True, False):
-        ours, entropy = response_log_probs(wrap(model), batch, temperature, with_entropy=with_entropy)
+        ours, entropy = response_log_probs(with_log_probs(wrap(model)), batch, temperature, with_entropy=with_entropy)
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours.double(), expected[0], rtol=1e-6, atol=1e-6)
         assert (entropy is not None) == with_entropy
-    _, entropy = response_log_probs(wrap(model), batch, temperature, with_entropy=True)
+    _, entropy = response_log_probs(with_log_probs(wrap(model)), batch, temperature, with_entropy=True)
     torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("entropy_in_loss", [True, False])
 @pytest.mark.parametrize("chunk_elements", [1 << 26, 2000, 130, 1])
 def test_gradients(chunk_elements, entropy_in_loss, monkeypatch):
-    monkeypatch.setattr(log_probs_module, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setitem(log_probs_module.CHUNK_ELEMENTS, "cpu", chunk_elements)
     model, batch = tiny_qwen2(), random_batch(seed=4, samples=7)
     log_probs, entropies = expected_of(model, batch, 0.8)
     expected = gradients_of(model, log_probs, entropies if entropy_in_loss else None)
-    log_probs, entropies = response_log_probs(model, batch, 0.8, with_entropy=True)
+    log_probs, entropies = response_log_probs(with_log_probs(model), batch, 0.8, with_entropy=True)
     ours = gradients_of(model, log_probs, entropies if entropy_in_loss else None)
     assert any(g.abs().max() > 0.1 for g in expected.values())
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
@@ -84,14 +87,13 @@ def test_gradients(chunk_elements, entropy_in_loss, monkeypatch):
 
 def test_chunks_change_nothing(monkeypatch):
     model, batch = tiny_qwen2(), random_batch(seed=5, samples=7)
-    whole = response_log_probs(model, batch, 1.0, with_entropy=True)
+    whole = response_log_probs(with_log_probs(model), batch, 1.0, with_entropy=True)
     gradients = gradients_of(model, *whole)
     for elements in (2000, 130, 1):  # several rows, part of a row, one token
-        monkeypatch.setattr(log_probs_module, "CHUNK_ELEMENTS", elements)
-        parts = response_log_probs(model, batch, 1.0, with_entropy=True)
-        assert torch.equal(parts[0], whole[0])
-        assert torch.equal(parts[1], whole[1])
-        assert all(torch.equal(gradients[name], g) for name, g in gradients_of(model, *parts).items())
+        monkeypatch.setitem(log_probs_module.CHUNK_ELEMENTS, "cpu", elements)
+        parts = response_log_probs(with_log_probs(model), batch, 1.0, with_entropy=True)
+        torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(gradients_of(model, *parts), gradients, rtol=1e-6, atol=1e-6)
 
 
 def test_what_lies_in_the_padding_does_not_matter():
@@ -100,8 +102,8 @@ def test_what_lies_in_the_padding_does_not_matter():
     columns = torch.arange(batch.input_ids.shape[1])
     other.input_ids[columns >= (batch.prompt_lengths + batch.response_lengths)[:, None]] = 17
     for one, two in zip(
-        response_log_probs(model, batch, 1.0, with_entropy=True),
-        response_log_probs(model, other, 1.0, with_entropy=True),
+        response_log_probs(with_log_probs(model), batch, 1.0, with_entropy=True),
+        response_log_probs(with_log_probs(model), other, 1.0, with_entropy=True),
         strict=True,
     ):
         assert torch.equal(one, two)
@@ -111,25 +113,25 @@ def test_what_lies_in_the_padding_does_not_matter():
 @pytest.mark.parametrize("samples", [1, 4])
 def test_a_single_length(samples):
     model, batch = tiny_qwen2(), random_batch(seed=7, samples=samples, prompt=(3, 3), response=(1, 1))
-    ours, _ = response_log_probs(model, batch, 1.0, with_entropy=False)
+    ours, _ = response_log_probs(with_log_probs(model), batch, 1.0, with_entropy=False)
     torch.testing.assert_close(ours.double(), expected_of(model, batch, 1.0)[0], rtol=1e-6, atol=1e-6)
 
 
 def test_gradient_checkpointing_gives_equal_gradients():
     model, batch = tiny_qwen2().train(), random_batch(seed=8, samples=5)
-    plain = gradients_of(model, *response_log_probs(model, batch, 1.0, with_entropy=True))
+    plain = gradients_of(model, *response_log_probs(with_log_probs(model), batch, 1.0, with_entropy=True))
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    again = gradients_of(model, *response_log_probs(model, batch, 1.0, with_entropy=True))
+    again = gradients_of(model, *response_log_probs(with_log_probs(model), batch, 1.0, with_entropy=True))
     assert all(torch.equal(plain[name], g) for name, g in again.items())
 
 
 def test_bfloat16_autocast_is_close_and_keeps_float32_at_both_ends():
-    batch, cpu = random_batch(seed=9, samples=6), torch.device("cpu")
+    batch = random_batch(seed=9, samples=6)
     whole = tiny_qwen2()
     expected = expected_of(whole, batch, 1.0)
     expected_gradients = gradients_of(whole, *expected)
     with single_rank():
-        half = Fsdp2Model(tiny_qwen2(), BackendConfig(autocast="bfloat16"), cpu)
+        half = Fsdp2Model(tiny_qwen2(), BackendConfig(autocast="bfloat16"), CPU)
         ours = Policy(half, 1.0, 64).log_probs(batch, with_entropy=True)
         gradients = gradients_of(half.module, *ours)
     for value, reference in zip(ours, expected, strict=True):
@@ -142,11 +144,57 @@ def test_bfloat16_autocast_is_close_and_keeps_float32_at_both_ends():
         )
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_other_architectures(family):
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = AutoConfig.for_model(family, **sizes, num_key_value_heads=2, max_position_embeddings=64)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("gpt2", {}),
+        ("phi", {}),  # a bias
+        ("gemma2", {"final_logit_softcapping": 2.0}),
+        ("gemma3_text", {"final_logit_softcapping": 2.0, "tie_word_embeddings": False}),
+        ("granite", {"logits_scaling": 3.0}),
+        ("cohere", {"logit_scale": 0.25}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_architectures(family, settings):
+    model, batch = tiny(family, **settings), random_batch(seed=10, samples=4)
+    expected = expected_of(model, batch, 0.7)
+    expected_gradients = gradients_of(model, *expected)
+    ours = response_log_probs(with_log_probs(model), batch, 0.7, with_entropy=True)
+    assert model.whole_logits is None
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=2e-6, check_dtype=False)
+    torch.testing.assert_close(gradients_of(model, *ours), expected_gradients, rtol=1e-5, atol=2e-6)
+    again = response_log_probs(copy.deepcopy(model), batch, 0.7, with_entropy=True)
+    assert all(torch.equal(one, two) for one, two in zip(ours, again, strict=True))
+
+
+def tiny(family: str, **settings: object) -> PreTrainedModel:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+    config = AutoConfig.for_model(
+        family, **sizes, num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, **settings
+    )
     torch.manual_seed(0)
-    model, batch = AutoModelForCausalLM.from_config(config).eval(), random_batch(seed=10, samples=4)
-    ours, _ = response_log_probs(model, batch, 1.0, with_entropy=False)
-    torch.testing.assert_close(ours.double(), expected_of(model, batch, 1.0)[0], rtol=1e-6, atol=2e-6)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_a_model_that_does_something_before_its_head_takes_all_logits_at_once():
+    """MiniCPM3 divides the hidden states; nothing but its own logits can tell."""
+    low = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    model, batch = tiny("minicpm3", **low, intermediate_size=24, dim_model_base=4), random_batch(seed=10, samples=4)
+    expected = expected_of(model, batch, 0.7)
+    with single_rank():
+        half = Fsdp2Model(model, BackendConfig(), CPU)
+        assert half.module.whole_logits is None
+        assert "MiniCPM3ForCausalLM makes its logits in another way (off by " in (
+            check_log_probs(half.module, CPU) or ""
+        )
+        ours = response_log_probs(half.module, batch, 0.7, with_entropy=True)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=2e-6, check_dtype=False)
+
+
+@pytest.mark.parametrize("kind", [name for name in ENGINES if not name.startswith("zero")])
+def test_the_comparison_at_the_start_finds_nothing_wrong(kind):
+    with single_rank():
+        for model in (tiny_qwen2(), tiny_gemma2()):
+            assert check_log_probs(Fsdp2Model(model, ENGINES[kind], CPU).module, CPU) is None

@@ -77,9 +77,10 @@ def test_it_moves_on_its_cadence_only_and_as_a_whole(world_size):
 
 def plain_log_probs(model) -> Tensor:
     from rlhf.learning.log_probs import response_log_probs
+    from rlhf.models.log_prob_head import with_log_probs
 
     with torch.no_grad():
-        return response_log_probs(model, random_batch(seed=3, samples=4), 1.0, with_entropy=False)[0]
+        return response_log_probs(with_log_probs(model), random_batch(seed=3, samples=4), 1.0, with_entropy=False)[0]
 
 
 def test_without_a_cadence_it_stays_at_the_start():

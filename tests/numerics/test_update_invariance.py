@@ -83,7 +83,7 @@ def plain() -> dict[str, Plain]:
     for case, (mini_batches, config) in CASES.items():
         settings = replace(config, actor=replace(config.actor, optim=OPTIM), critic=replace(config.critic, optim=OPTIM))
         if case in ACTOR_CASES:
-            model, reference = start_policies()
+            model, reference = start_policies(case)
             found[case] = plain_actor(model, reference, batch_of(case), settings, mini_batches, TOTAL_STEPS)
         else:
             model = tiny_value_model()

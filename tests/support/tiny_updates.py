@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForTokenClassification,
+)
 
 from rlhf.batch import Batch
 
@@ -26,6 +33,25 @@ def tiny_qwen2(seed: int = 0) -> PreTrainedModel:
     )
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(config).float().eval()
+
+
+def tiny_gemma2(seed: int = 0) -> PreTrainedModel:
+    """As `tiny_qwen2`, with a head of its own whose product is soft-capped where it matters."""
+    config = Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        final_logit_softcapping=2.0,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    return Gemma2ForCausalLM(config).float().eval()
 
 
 def tiny_value_model(seed: int = 0) -> PreTrainedModel:

@@ -31,7 +31,7 @@ from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
 from rlhf.learning.spread import Spread, spread
 from tests.support.plain_update import log_softmax_of
-from tests.support.tiny_updates import random_batch, tiny_qwen2, tiny_value_model, with_observations
+from tests.support.tiny_updates import random_batch, tiny_gemma2, tiny_qwen2, tiny_value_model, with_observations
 
 GROUP, PROMPTS, TOTAL_STEPS = 2, 12, 10
 CPU = torch.device("cpu")
@@ -115,7 +115,11 @@ OLDER_CASES: dict[str, tuple[int, Config]] = {
     "older_samples": (2, actor_case(ppo_epochs=2, clip_ratio_high=0.28)),
     "older_samples_one_look": (1, actor_case(loss_agg_mode="seq-mean-token-mean")),
 }
-ACTOR_CASES |= OLDER_CASES
+# The others have a head that is the embedding.
+OWN_HEAD_CASES: dict[str, tuple[int, Config]] = {
+    "head_of_its_own_soft_capped": (2, actor_case(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.1)),
+}
+ACTOR_CASES |= OLDER_CASES | OWN_HEAD_CASES
 CRITIC_CASES: dict[str, tuple[int, Config]] = {
     "critic_clipped_values": (
         2,
@@ -152,9 +156,10 @@ def batch_of(case: str) -> Batch:
     return replace(batch, staleness=(torch.arange(len(batch)) % 3 == 0).long()) if case in OLDER_CASES else batch
 
 
-def start_policies() -> tuple[Any, Any]:
+def start_policies(case: str) -> tuple[Any, Any]:
     """The policy and a reference that is near it, so that no bound of the KL estimate is reached."""
-    policy, reference = tiny_qwen2(), tiny_qwen2()
+    make = tiny_gemma2 if case in OWN_HEAD_CASES else tiny_qwen2
+    policy, reference = make(), make()
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in reference.parameters():
@@ -225,7 +230,7 @@ def run_update(
     scale = config.actor.loss_scale_factor or config.data.max_response_length
     role: Actor | Critic
     if case in ACTOR_CASES:
-        policy, frozen = start_policies()
+        policy, frozen = start_policies(case)
         role = Actor(
             engine(policy, config.actor, backend),
             config.actor,

@@ -1,0 +1,156 @@
+"""Log-probs and entropies of given tokens from hidden states: a chunk's logits exist at a time, never all of them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+"""Logits of a chunk at most, by kind of device: on a CPU what it is fastest with, on a GPU enough tokens (440 of a
+vocabulary of 152k) for matrix products at its full speed. A chunk has at least one token."""
+
+Finish = Callable[[Tensor], Tensor]
+
+
+def token_log_probs(
+    hidden: Tensor,
+    labels: Tensor,
+    temperature: float,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    finish: Finish | None = None,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each label and entropy of the distribution that it was drawn from, [M] each, float32 or wider.
+
+    The product with the head's weight is made in the type of `hidden`, the softmax in float32. A logit of -inf, as
+    models have for entries that pad their vocabulary, is a token that cannot come: it adds nothing to the entropy and
+    has no gradient.
+
+    Args:
+        hidden: [M, H], or with `weight=None` logits [M, V].
+        labels: [M] int64.
+        temperature: divides the logits.
+        weight: [V, H] of the head, with its `bias` [V].
+        finish: makes logits [m, V] of the head's product [m, V], where they are not the same.
+    """
+    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, labels, temperature, finish, with_entropy)
+    return log_probs, entropy
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """The function above. Its backward pass makes each chunk's logits again; an entropy that is only looked at costs
+    that pass nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: float,
+        finish: Finish | None,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs = hidden.new_empty(labels.shape, dtype=wide)
+        normaliser = torch.empty_like(log_probs)
+        entropy = torch.empty_like(log_probs) if with_entropy else None
+        for rows in _chunks(hidden, weight):
+            product = _product(hidden[rows], weight, bias)
+            scaled = _scaled(product if finish is None else finish(product), temperature, wide)
+            of_label = scaled.gather(1, labels[rows, None])[:, 0]
+            top = scaled.amax(dim=1)
+            below = scaled.sub_(top[:, None])
+            if entropy is None:
+                normaliser[rows] = below.exp_().sum(dim=1).log_().add_(top)
+            else:
+                shares = below.exp()
+                total = shares.sum(dim=1)
+                normaliser[rows] = total.log().add_(top)
+                # Of what cannot come the share is 0 and the logarithm -inf; their product counts as 0.
+                mean = shares.mul_(below.clamp_(min=torch.finfo(wide).min)).sum(dim=1).div_(total)
+                entropy[rows] = total.log_().sub_(mean)
+            log_probs[rows] = of_label - normaliser[rows]
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy)
+        ctx.temperature, ctx.finish = temperature, finish
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
+        of_log_probs, of_entropy = gradients
+        if of_log_probs is None:
+            of_log_probs = torch.zeros_like(normaliser)
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        of_weight = _Sum(weight) if ctx.needs_input_grad[1] else None
+        of_bias = _Sum(bias) if ctx.needs_input_grad[2] else None
+        for rows in _chunks(hidden, weight):
+            logits = product = _product(hidden[rows], weight, bias)
+            if ctx.finish is not None:
+                with torch.enable_grad():
+                    logits = ctx.finish(product.requires_grad_())
+            every = _scaled(logits.detach(), ctx.temperature, normaliser.dtype).sub_(normaliser[rows, None])
+            # d log p_label / d logit_v = ([v = label] - p_v) / T;  d entropy / d logit_v = -p_v (log p_v + entropy) / T
+            of_label = of_log_probs[rows, None] / ctx.temperature
+            factor = -of_label
+            if of_entropy is not None:
+                surprise = every.masked_fill(every.isneginf(), 0.0).add_(entropy[rows, None])
+                factor = surprise.mul_(of_entropy[rows, None] / -ctx.temperature).sub_(of_label)
+            gradient = every.exp_().mul_(factor).scatter_add_(1, labels[rows, None], of_label).to(logits.dtype)
+            if ctx.finish is not None:
+                (gradient,) = torch.autograd.grad(logits, product, gradient)
+            if of_hidden is not None:
+                of_hidden[rows] = gradient if weight is None else gradient @ weight
+            if of_weight is not None:
+                of_weight.add_product(gradient, hidden[rows])
+            if of_bias is not None:
+                of_bias.add(gradient)
+        sums = [None if total is None else total.result() for total in (of_weight, of_bias)]
+        return of_hidden, *sums, None, None, None, None
+
+
+def _chunks(hidden: Tensor, weight: Tensor | None) -> Iterator[slice]:
+    vocabulary = hidden.shape[1] if weight is None else weight.shape[0]
+    rows = max(1, CHUNK_ELEMENTS[hidden.device.type] // vocabulary)
+    for first in range(0, len(hidden), rows):
+        yield slice(first, first + rows)
+
+
+def _product(part: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return part if weight is None else linear(part, weight, bias)
+
+
+def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    """A tensor of its own."""
+    return torch.div(logits, temperature) if logits.dtype == dtype else logits.to(dtype).div_(temperature)
+
+
+class _Sum:
+    """Gradient of a parameter, summed over chunks in float32 at least."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._dtype = parameter.dtype
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        self._sum = torch.zeros_like(parameter, dtype=wide, memory_format=torch.contiguous_format)
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add left^T right, of [m, V] and [m, H]."""
+        if left.dtype == self._sum.dtype:
+            self._sum.addmm_(left.t(), right)
+        else:
+            self._sum += left.t() @ right
+
+    def add(self, rows: Tensor) -> None:
+        """Add the sum of `rows`, [m, V]."""
+        self._sum += rows.sum(dim=0, dtype=self._sum.dtype)
+
+    def result(self) -> Tensor:
+        return self._sum.to(self._dtype)

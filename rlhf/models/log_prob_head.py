@@ -1,0 +1,152 @@
+"""Causal LMs that are asked for log-probs of tokens instead of for logits, of which they make a chunk at a time."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from rlhf.algorithms.token_log_probs import Finish, token_log_probs
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Tokens whose log-probs are asked for, M of them."""
+
+    index: Tensor
+    """[M] int64: the position that predicts each, in the flattened [N, L] of the input."""
+    labels: Tensor
+    """[M] int64: the tokens."""
+    temperature: float
+    with_entropy: bool
+
+
+class LogProbHead(nn.Linear):
+    """Head of a causal LM: logits [..., V] of hidden states [..., H], or log-probs and entropies, [M] each, of
+    `targets` from the hidden states [M, H] that predict them."""
+
+    def forward(self, hidden: Tensor, *, targets: Targets | None = None, finish: Finish | None = None) -> Any:
+        if targets is None:
+            return super().forward(hidden)
+        return token_log_probs(
+            hidden,
+            targets.labels,
+            targets.temperature,
+            weight=self.weight,
+            bias=self.bias,
+            finish=finish,
+            with_entropy=targets.with_entropy,
+        )
+
+
+class LogProbModel(nn.Module):
+    """Mixin over the class of a causal LM: with `targets` its forward returns log-probs and entropies, as its head
+    does, else what it always returns.
+
+    Both are calls of this module, and what it calls are modules again: engines that spread weights over ranks gather
+    them in hooks around such calls, forward and backward.
+    """
+
+    whole_logits: str | None
+    """The reason why the logits of all targets are made at once; None where they are not."""
+    _parts: "_Parts"
+
+    def forward(self, *args: Any, targets: Targets | None = None, **inputs: Any) -> Any:
+        if targets is None:
+            return super().forward(*args, **inputs)
+        if self.whole_logits is not None:
+            logits = super().forward(*args, **inputs).logits.flatten(0, 1)[targets.index]
+            return token_log_probs(logits, targets.labels, targets.temperature, with_entropy=targets.with_entropy)
+        hidden = self.get_submodule(self._parts.trunk)(*args, **inputs)[0].flatten(0, 1)[targets.index]
+        return self.get_submodule(self._parts.head)(hidden, targets=targets, finish=self._parts.finish)
+
+
+def with_log_probs(model: Any) -> Any:
+    """`model` itself, whose forward knows `targets` from now on; its names and weights stay as they are."""
+    if isinstance(model, LogProbModel):
+        return model
+    parts = _parts_of(model)
+    if isinstance(parts, str):
+        whole_logits = parts
+    else:
+        whole_logits = None
+        model._parts = parts
+        model.get_submodule(parts.head).__class__ = LogProbHead
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (LogProbModel, kind), {"__module__": kind.__module__})
+    model.whole_logits = whole_logits
+    return model
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A causal LM taken apart: names of its trunk and head, and what it does to the head's product."""
+
+    trunk: str
+    head: str
+    finish: Finish | None
+
+
+def _parts_of(model: Any) -> _Parts | str:
+    """The parts, or why there are none."""
+    kind = type(model).__name__
+    children = {id(child): name for name, child in model.named_children()}
+    trunk = children.get(id(getattr(model, "base_model", None)))
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if trunk is None or id(head) not in children:
+        return f"{kind} is not a trunk with a head beside it"
+    if type(head) is not nn.Linear:
+        return f"the head of {kind} is a {type(head).__name__}"
+    tail = _Tail(model, trunk, children[id(head)])
+    product = torch.zeros(1, 1, head.out_features)
+    try:
+        unchanged = tail.logits(product) is product
+    except Exception as error:  # of code that was not written to be run like this
+        return f"the forward of {kind} can't be taken apart ({type(error).__name__}: {error})"
+    return _Parts(trunk, children[id(head)], None if unchanged else tail)
+
+
+class _Tail:
+    """What a causal LM does with its head's product, such as soft-capping: the model's own forward, with stand-ins for
+    trunk and head."""
+
+    def __init__(self, model: nn.Module, trunk: str, head: str) -> None:
+        self._model, self._head = copy.copy(model), head
+        stand_in: Any = _Trunk()
+        self._model._modules = model._modules | {trunk: stand_in}
+
+    def __call__(self, product: Tensor) -> Tensor:
+        """Logits [m, V] of the product [m, V]."""
+        return self.logits(product[None])[0]
+
+    def logits(self, product: Tensor) -> Tensor:
+        """Logits [1, m, V] of the product [1, m, V]; the same object where nothing is done."""
+        head: Any = lambda _: product  # noqa: E731
+        self._model._modules[self._head] = head
+        ids = torch.zeros(product.shape[:2], dtype=torch.int64, device=product.device)
+        try:
+            return self._model.forward(input_ids=ids, use_cache=False).logits
+        finally:
+            del self._model._modules[self._head]
+
+
+class _Trunk:
+    """Stand-in for a trunk, and for every module in it."""
+
+    def __call__(self, input_ids: Tensor, **_: Any) -> Any:
+        hidden = torch.zeros(*input_ids.shape, 1, device=input_ids.device)
+        return _Outputs(last_hidden_state=hidden)
+
+    def __getattr__(self, name: str) -> "_Trunk":
+        if name.startswith("__"):  # such as how to copy it
+            raise AttributeError(name)
+        return self
+
+
+class _Outputs(BaseModelOutput):
+    """What a trunk returns, without what only some of them do."""
+
+    def __getattr__(self, name: str) -> None:
+        return None

@@ -1,0 +1,35 @@
+"""Comparison of the log-probs that a model is asked for with those of its own logits, on the model as it is trained."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhf.models.log_prob_head import LogProbModel, Targets
+from rlhf.ranks.collectives import all_max
+
+TOKENS = 8
+TOLERANCES = {torch.float32: 1e-3}
+LARGE = 0.25
+"""Of a log-prob from logits in half precision, which are off by more than 0.05 themselves where they are 16 or more."""
+
+
+@torch.no_grad()
+def check_log_probs(module: nn.Module, device: torch.device) -> str | None:
+    """Let `module` take all logits of the wanted tokens at once if its log-probs are not those of its logits.
+    Collective.
+
+    Returns:
+        The reason if it takes all logits at once; None if it takes a chunk at a time.
+    """
+    model: Any = next(part for part in module.modules() if isinstance(part, LogProbModel))
+    if model.whole_logits is None:
+        ids = torch.arange(1, TOKENS + 1, device=device)[None]
+        logits = module(input_ids=ids, use_cache=False).logits[0, :-1]
+        expected = logits.float().log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+        targets = Targets(torch.arange(TOKENS - 1, device=device), ids[0, 1:], 1.0, with_entropy=False)
+        found, _ = module(input_ids=ids, use_cache=False, targets=targets)
+        difference = float(all_max((found - expected).abs().max().nan_to_num(nan=torch.inf)))
+        if difference > TOLERANCES.get(logits.dtype, LARGE):
+            model.whole_logits = f"{type(model).__name__} makes its logits in another way (off by {difference:.3g})"
+    return model.whole_logits

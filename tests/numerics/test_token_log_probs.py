@@ -1,0 +1,177 @@
+"""The head's product in chunks: values and gradients of the plain formula, and what is in memory meanwhile."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import Qwen2ForCausalLM
+
+from rlhf.algorithms import token_log_probs as module
+from rlhf.algorithms.token_log_probs import Finish, token_log_probs
+from rlhf.config import ActorConfig, BackendConfig, GuardsConfig, RolloutCorrectionConfig
+from rlhf.learning.actor import Actor
+from rlhf.learning.guards import Guards
+from rlhf.learning.spread import Spread
+from tests.support.numeric_ranks import single_rank
+from tests.support.tiny_updates import random_batch, tiny_qwen2
+from tests.support.update_cases import OPTIM, engine
+
+TOKENS, HIDDEN, VOCAB = 50, 7, 31
+TEMPERATURE = 0.7
+
+
+def soft_capped(product: Tensor) -> Tensor:
+    return torch.tanh(product * 3 / 2) * 2
+
+
+def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight and bias that want gradients, and labels; one entry of the vocabulary is padding."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, HIDDEN, generator=generator).to(dtype) for n in (TOKENS, VOCAB))
+    bias = torch.randn(VOCAB, generator=generator).to(dtype)
+    bias[3] = -torch.inf
+    labels = torch.randint(4, VOCAB, (TOKENS,), generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), labels
+
+
+def plain(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, finish: Finish | None) -> tuple[Tensor, Tensor]:
+    """As one writes it with all logits; with soft-capping the padded entry can come."""
+    logits = linear(hidden, weight, bias)
+    every = torch.log_softmax((logits if finish is None else finish(logits)) / TEMPERATURE, dim=-1)
+    return every.gather(1, labels[:, None])[:, 0], -(every.exp() * every.nan_to_num(neginf=0.0)).sum(dim=-1)
+
+
+def gradients(inputs: tuple[Tensor, ...], log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, ...]:
+    weights = torch.linspace(-1, 2, TOKENS, dtype=log_probs.dtype)
+    loss = (log_probs * weights).sum()
+    if entropy is not None:
+        loss = loss + (entropy * weights.flip(0)).sum()
+    return torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("chunk", [1 << 24, 7 * VOCAB, 1])
+@pytest.mark.parametrize("finish", [None, soft_capped])
+@pytest.mark.parametrize("entropy_in_loss", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+def test_values_and_gradients(chunk, finish, entropy_in_loss, dtype, tolerance, monkeypatch):
+    monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", chunk)
+    *inputs, labels = drawn(dtype)
+    expected = plain(*inputs, labels, finish)
+    hidden, weight, bias = inputs
+    options: dict[str, Any] = {"weight": weight, "bias": bias, "finish": finish, "with_entropy": True}
+    found = token_log_probs(hidden, labels, TEMPERATURE, **options)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        gradients(inputs, found[0], found[1] if entropy_in_loss else None),
+        gradients(inputs, expected[0], expected[1] if entropy_in_loss else None),
+        rtol=tolerance,
+        atol=10 * tolerance,
+    )
+    assert token_log_probs(hidden, labels, TEMPERATURE, **options | {"with_entropy": False})[1] is None
+
+
+def test_logits_may_be_given_instead_of_hidden_states():
+    hidden, weight, bias, labels = drawn(torch.float64)
+    logits = linear(hidden, weight, bias).detach().requires_grad_()
+    before = logits.detach().clone()
+    found = token_log_probs(logits, labels, TEMPERATURE, with_entropy=True)
+    every = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+    expected = every.gather(1, labels[:, None])[:, 0], -(every.exp() * every.nan_to_num(neginf=0.0)).sum(dim=-1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients((logits,), *found), gradients((logits,), *expected), rtol=1e-12, atol=1e-12)
+    assert torch.equal(logits, before)
+
+
+def test_in_half_precision_the_product_is_half_and_the_rest_is_not():
+    hidden, weight, bias, labels = drawn(torch.bfloat16)
+    found, _ = token_log_probs(hidden, labels, TEMPERATURE, weight=weight, bias=bias, with_entropy=False)
+    expected = torch.log_softmax(linear(hidden, weight, bias).float() / TEMPERATURE, dim=-1)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected.gather(1, labels[:, None])[:, 0], rtol=1e-6, atol=1e-6)
+    assert [g.dtype for g in gradients((hidden, weight, bias), found, None)] == [torch.bfloat16] * 3
+
+
+def test_no_tokens_have_gradients_of_zero():
+    hidden, weight, bias, labels = drawn(torch.float32)
+    found = token_log_probs(hidden[:0], labels[:0], TEMPERATURE, weight=weight, bias=bias, with_entropy=True)
+    for gradient in torch.autograd.grad(sum(value.sum() for value in found), (hidden, weight, bias)):
+        assert not gradient.any()
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **kwargs or {})
+        sizes = [value.numel() for value in tree_iter(result) if isinstance(value, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+@contextmanager
+def actor(vocabulary: int) -> Iterator[Actor]:
+    """An actor on this process as the only rank."""
+    config = tiny_qwen2().config
+    config.vocab_size = vocabulary
+    settings = ActorConfig(optim=OPTIM, entropy_coeff=0.1)
+    with single_rank():
+        backend = engine(Qwen2ForCausalLM(config), settings, BackendConfig())
+        yield Actor(
+            backend,
+            settings,
+            RolloutCorrectionConfig(),
+            temperature=1.0,
+            scale=30,
+            mini_batches=1,
+            log_prob_budget=4096,
+        )
+
+
+def test_no_tensor_of_an_update_has_all_logits(monkeypatch):
+    monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", 100 * 3000)
+    batch = random_batch(seed=1, samples=40, response=(10, 30))
+    tokens = int(batch.response_mask.sum())
+    spread = Spread.as_held([(batch.prompt_lengths + batch.response_lengths).tolist()], 1)
+    guards = Guards(GuardsConfig())
+    with actor(vocabulary=3000) as policy:
+        guards.begin(1, 0.0)
+        with Largest() as chunked:
+            policy.all_log_probs(batch, spread)
+            policy.update(batch, spread, guards)
+        policy.backend.module.whole_logits = "a control"
+        with Largest() as control:
+            policy.update(batch, spread, guards)
+    assert tokens > 600
+    assert chunked.elements == 100 * 3000
+    assert control.elements >= tokens * 3000
+
+
+def peak_bytes(vocabulary: int) -> int:
+    """Of a forward and backward pass, over what is there before it."""
+    weight = torch.randn(vocabulary, 4, requires_grad=True)
+    hidden, labels = torch.randn(600, 4, requires_grad=True), torch.arange(600)
+    with profile(profile_memory=True) as record:
+        log_probs, entropy = token_log_probs(hidden, labels, TEMPERATURE, weight=weight, with_entropy=True)
+        (log_probs.sum() + entropy.sum()).backward()
+    held = peak = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def test_the_memory_of_a_pass_does_not_grow_with_the_vocabulary(monkeypatch):
+    monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", 1 << 21)
+    small, large = peak_bytes(8_000), peak_bytes(152_000)
+    assert small > 4 * module.CHUNK_ELEMENTS["cpu"]
+    assert large == pytest.approx(small, rel=0.1)
