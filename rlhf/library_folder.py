@@ -1,7 +1,9 @@
 """Folder of recipes and entries as Hydra reads it, with what our files may say beyond Hydra's."""
 
+from pathlib import Path
 from typing import ClassVar
 
+import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -25,10 +27,20 @@ class LibraryFolder(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The file, with such choices where Hydra looks for them: at the end of its defaults list."""
-        result = super().load_config(config_path)
+        file = f"{self.path}/{config_path.removesuffix('.yaml')}.yaml"
+        try:
+            result = super().load_config(config_path)
+        except OSError as error:
+            if "Invalid loaded object type" not in str(error):
+                raise
+            raise UserError(_no_mapping(file, "one value")) from error
         content = result.config
         if not isinstance(content, DictConfig):
-            return result
+            raise UserError(_no_mapping(file, "a list"))
+        # OmegaConf takes a text for a key without a value.
+        given = [value for _, value in content.items_ex(resolve=False)]
+        if given == [None] and isinstance(yaml.safe_load(Path(file).read_bytes()), str):
+            raise UserError(_no_mapping(file, "one value"))
         if result.header.get("package") != "_global_":
             self._note(content, config_path.partition("/")[0] + ".")
             return result
@@ -41,7 +53,7 @@ class LibraryFolder(FileConfigSource):
                 listed = {str(key) for default in defaults if isinstance(default, DictConfig) for key in default}
                 if twice := sorted(listed & overrides.keys()):
                     what = twice[0].removeprefix("override /")
-                    raise UserError(f"{self.path}/{config_path}.yaml: {what} is chosen twice; leave one out.")
+                    raise UserError(f"{file}: {what} is chosen twice; leave one out.")
                 content["defaults"] = [*defaults, *({key: value} for key, value in overrides.items())]
         self._note(content, "")
         return result
@@ -53,3 +65,10 @@ class LibraryFolder(FileConfigSource):
                 self._note(value, f"{key}.")
             elif key in SETTINGS:
                 (self.left_open if OmegaConf.is_missing(content, name) else self.filled).add(key)
+
+
+def _no_mapping(file: str, what: str) -> str:
+    return (
+        f"{file}: holds {what}, not a mapping of settings. Write each section, and its settings below it: `trainer:`, "
+        "and `  seed: 1` in the next line."
+    )
