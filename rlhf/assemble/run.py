@@ -221,8 +221,8 @@ def _facts(
     """What is known of the run only now, in a line."""
     parameters = in_words(sum(parameter.numel() for parameter in policy.model.parameters()))
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    held_out = "" if val_set is None else f" and {len(val_set):,} held-out"
+    held_out = "" if val_set is None else f" and {val_set.counted} held-out"
     return (
         f"Policy: {model_type} with {parameters} parameters on {where}, ranks: {coordinator.world_size}; "
-        f"{len(train_set):,} training{held_out} prompts; step {driver.step} of {driver.total_steps} done."
+        f"{train_set.counted} training{held_out} prompts; step {driver.step} of {driver.total_steps} done."
     )

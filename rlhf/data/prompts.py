@@ -44,6 +44,14 @@ class PromptSet:
         """The prompts of `rows`, tokenised now and held by this rank alone."""
         return cls(PromptsInMemory(rows, tokenizer, limit), limit)
 
+    @property
+    def counted(self) -> str:
+        """The prompts, and of how many where the others were dropped, for people."""
+        count = f"{len(self):,}"
+        if not self.dropped:
+            return count
+        return f"{count} (of {len(self) + self.dropped:,}; the others are longer than data.max_prompt_length)"
+
     def __len__(self) -> int:
         return len(self._stored)
 

@@ -56,7 +56,9 @@ def _files(files: str | Sequence[str]) -> str:
     names = [files] if isinstance(files, str) else list(files)
     count = _lines(names)
     shown = ", ".join(map(_near, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return shown if count is None else f"{shown} ({count:,})"
+    # The ranks tell how many of them are short enough.
+    where = "the file" if len(names) == 1 else "the files"
+    return shown if count is None else f"{shown} ({count:,} in {where})"
 
 
 def _lines(names: Sequence[str]) -> int | None:

@@ -235,7 +235,8 @@ def test_the_first_second(tmp_path, columns):
     assert (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") < 1.0
     maps = Path(f"/proc/{terminal.process.pid}/maps").read_text()
     assert "torch" not in maps
-    for text in ("no recipe: grpo", "tiny_policy (271K parameters)", " sums.jsonl (30)", "steps 7", "cpu, 1 rank"):
+    prompts = " sums.jsonl (30 in the file)"
+    for text in ("no recipe: grpo", "tiny_policy (271K parameters)", prompts, "steps 7", "cpu, 1 rank"):
         assert terminal.shows(text)
     assert terminal.shows("run rlhf/first (new) log rlhf/first/run.log starting")
     terminal.process.sendintr()

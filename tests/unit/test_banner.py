@@ -32,7 +32,7 @@ def test_a_new_run(config):
     assert banner(config, ["a", "b"]).splitlines()[0].endswith("recipe a, b: grpo, seed 1")
     shown = rows(config)
     assert shown["model"] == f"{TINY_POLICY} (271K parameters)"
-    assert shown["prompts"] == "sums.jsonl (200)"
+    assert shown["prompts"] == "sums.jsonl (200 in the file)"
     assert shown["steps"] == "3 epochs, at most 9"
     assert "2 ranks" in shown["device"]
     assert shown["run"] == "runs/rlhf/default (new)"

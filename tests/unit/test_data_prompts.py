@@ -39,6 +39,7 @@ def test_filter_drops_and_counts(tokenizer, caplog):
         prompts = prompt_set(tokenizer, "abcdef", "ab", "abcdefgh", "cd", limit=4)
     assert [(p.index, text_of(p)) for p in prompts] == [(1, "ab>"), (3, "cd>")]
     assert (prompts.dropped, prompts.truncated) == (2, 0)
+    assert prompts.counted == "2 (of 4; the others are longer than data.max_prompt_length)"
     assert len(caplog.records) == 1
     assert "2 of 4 prompts of data.train_files" in caplog.text
 
