@@ -15,8 +15,10 @@ from rlhf.config.library import Library
 from rlhf.config.redaction import Redaction
 from rlhf.config.validate import on_one_machine, validate
 from rlhf.errors import EXIT_DONE, RunEnded, UserError
-from rlhf.launch.banner import banner, lacks_gpu
+from rlhf.launch.banner import banner
 from rlhf.launch.callbacks import Callback, Callbacks
+from rlhf.planning.check import check_fits
+from rlhf.planning.devices import lacks_gpu
 from rlhf.printable import printable_output
 from rlhf.ranks.logs import logging_put_back
 from rlhf.ranks.open_files import raise_open_files
@@ -126,6 +128,7 @@ def check_inputs(config: Config) -> None:
         raise UserError(
             "trainer.device=cuda, but this machine has no GPU, or no driver for it. Set trainer.device=cpu."
         )
+    check_fits(config)
     check_trackers(config.trainer.logger, config.tracking.wandb)
     check_reward(config.reward, config.reward_model)
     # Of the ranks that torchrun starts on a node, one imports the files for all.

@@ -74,6 +74,14 @@ def rollout_problems(config: Config) -> Iterator[str]:
     yield from _servers(r)
 
 
+def missing_engine(config: Config) -> Iterator[str]:
+    """Lack of the engine in this installation, in a line."""
+    r = config.rollout
+    own = r.name == "vllm" or (r.name == "vllm_server" and not r.servers.urls)
+    if own and (problem := installation_problem()):
+        yield f"rollout={r.name}: {problem}"
+
+
 def _only_vllm(config: Config) -> Iterator[str]:
     default = RolloutConfig()
     for key in ("tensor_model_parallel_size", "structured_outputs", "gpu_memory_utilization", "enforce_eager"):
@@ -154,8 +162,6 @@ def _is_http(url: str) -> bool:
 
 def _vllm(config: Config) -> Iterator[str]:
     r = config.rollout
-    if (r.name == "vllm" or not r.servers.urls) and (problem := installation_problem()):
-        yield f"rollout={r.name}: {problem}"
     if config.model.trust_remote_code and not r.servers.urls:
         yield (
             f"model.trust_remote_code=true: rollout={r.name} is given the policy's configuration and tokenizer, not "

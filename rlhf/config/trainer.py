@@ -22,6 +22,8 @@ class TrainerConfig:
     """CPU threads of each rank; null means OMP_NUM_THREADS if that is set, else cores / nproc. They sleep at barriers,
     which other processes on the same cores need; on a machine of its own, OMP_WAIT_POLICY=active in the environment is
     faster."""
+    check_memory: bool = setting(True, resume="harmless")
+    """Refuse to start on a GPU what needs more memory than it has, by `python -m rlhf.plan`."""
     seed: int = setting(1, ge=0, le=2**32 - 1)
     """Every random choice of the run follows from it."""
     deterministic: bool | None = setting(None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from rlhf.config import BackendConfig, Config
 from rlhf.config.algorithm_rules import algorithm_problems
 from rlhf.config.checkpoint_rules import checkpoint_problems
-from rlhf.config.rollout_rules import rollout_problems
+from rlhf.config.rollout_rules import missing_engine, rollout_problems
 from rlhf.config.schema import SETTINGS, Setting, meant
 from rlhf.errors import UserError, did_you_mean, nearest
 
@@ -34,8 +34,11 @@ TEMPLATE_ARGUMENTS = {
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
 
-def validate(config: Config, environ: Mapping[str, str] = os.environ) -> None:
+def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: bool = True) -> None:
     """Check a resolved configuration; the number of ranks is `trainer.nproc`, or WORLD_SIZE under torchrun.
+
+    Args:
+        here: it is to run in this installation, which must have what it needs.
 
     Raises:
         UserError: with every problem found, one per line, each naming the setting, its value and what to set.
@@ -59,6 +62,8 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ) -> None:
             _resume,
         ):
             problems += check(config)
+        if here:
+            problems += [*missing_engine(config), *_missing_backend(config)]
         problems += _models(config, environ)
         problems += _ranks(config, environ)
     if problems:
@@ -230,18 +235,21 @@ def _backend(config: Config) -> Iterator[str]:
             if value != getattr(BackendConfig(), key):
                 yield f"backend.{key}={value}: has effect only with backend=deepspeed (it is {backend.name})."
         return
-    spec = find_spec("deepspeed")
-    if spec is None or spec.origin is None:
-        yield (
-            "backend.name=deepspeed: DeepSpeed is not installed; run `pip install 'rlhf[deepspeed]'`, or set "
-            "backend=fsdp2."
-        )
     if backend.offload_optimizer and backend.zero_stage == 0:
         yield "backend.offload_optimizer=true: needs ZeRO; set backend.zero_stage=1, 2 or 3."
     if backend.offload_optimizer and config.trainer.device == "cpu":
         yield (
             "backend.offload_optimizer=true: moves optimizer state from a GPU to the CPU, but trainer.device=cpu; "
             "set backend.offload_optimizer=false."
+        )
+
+
+def _missing_backend(config: Config) -> Iterator[str]:
+    spec = find_spec("deepspeed")
+    if config.backend.name == "deepspeed" and (spec is None or spec.origin is None):
+        yield (
+            "backend.name=deepspeed: DeepSpeed is not installed; run `pip install 'rlhf[deepspeed]'`, or set "
+            "backend=fsdp2."
         )
 
 

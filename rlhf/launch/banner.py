@@ -1,17 +1,17 @@
 """Banner of a run: what is about to be trained, on what, where it is kept. Imports no torch."""
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import rlhf
 from rlhf.config import Config
 from rlhf.models.parameter_count import count_parameters, in_words
+from rlhf.planning.check import plan_of
+from rlhf.planning.devices import lacks_gpu
+from rlhf.planning.plan_text import line
 from rlhf.storage.layout import RUN_LOG, scan, step_of
 
 _COUNTED_BYTES = 32 << 20
-_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Devices without which there is no GPU for torch on Linux: NVIDIA's, AMD's, and that of Windows."""
 
 
 def banner(config: Config, recipes: Sequence[str]) -> str:
@@ -23,6 +23,7 @@ def banner(config: Config, recipes: Sequence[str]) -> str:
         ("step", _step(config)),
         ("steps", _length(config)),
         ("device", _device(config)),
+        *_memory(config),
         ("run", f"{_near(config.run_dir)} ({_beginning(config)})"),
         ("log", _near(config.run_dir / RUN_LOG)),
     ]
@@ -101,15 +102,16 @@ def _device(config: Config) -> str:
     return f"{device}, {ranks}, backend {config.backend.name}, rollout {config.rollout.name}"
 
 
+def _memory(config: Config) -> Iterator[tuple[str, str]]:
+    """The row of the plan, where the models' files tell enough."""
+    if (found := plan_of(config)) is not None:
+        yield "memory", line(found[1])
+
+
 def _near(path: str | Path) -> str:
     """A path as people would type it where they are; other names as they are."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
-
-
-def lacks_gpu() -> bool:
-    """Whether this machine has no driver of a GPU, told without torch; False where that cannot be known."""
-    return sys.platform == "linux" and not any(Path(path).exists() for path in _DRIVERS)
 
 
 def _beginning(config: Config) -> str:

@@ -1,8 +1,9 @@
-"""Count of a model's parameters before it is loaded, from the headers of its files. Imports no torch."""
+"""Shapes of a model's weights before it is loaded, from the headers of its files, and their count. Imports no torch."""
 
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +13,35 @@ _LONGEST_HEADER = 64 << 20
 def count_parameters(path: str, revision: str | None = None) -> int | None:
     """The parameters of the model in the folder `path`, or of the Hub's model of that name where it lies in the cache;
     None where its files do not say, as those of no safetensors do not."""
+    folder = model_folder(path, revision)
+    shapes = {} if folder is None else tensor_shapes(folder)
+    return sum(map(math.prod, shapes.values())) or None
+
+
+def model_folder(path: str, revision: str | None = None) -> Path | None:
+    """The folder `path`, or that of the Hub's model of this name in the cache; None where it is not there."""
     folder = Path(path).expanduser()
-    if not folder.is_dir():
-        found = _in_cache(path, revision or "main")
-        if found is None:
-            return None
-        folder = found
-    files = sorted(folder.glob("model*.safetensors"))
+    return folder if folder.is_dir() else _in_cache(path, revision or "main")
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor in the safetensors files of `folder`, by its name there; empty where there are none, and
+    where one cannot be read."""
     try:
-        counts = [_count(file) for file in files]
+        return {name: shape for file in sorted(folder.glob("model*.safetensors")) for name, shape in _header(file)}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # reading them tells what is wrong with them
-        return None
-    return sum(counts) or None
+        return {}
 
 
-def _count(file: Path) -> int:
+def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > _LONGEST_HEADER:
             raise ValueError("a header too long to be one")
         header: dict[str, Any] = json.loads(stream.read(length))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            yield name, tuple(map(int, tensor["shape"]))
 
 
 def _in_cache(name: str, revision: str) -> Path | None:

@@ -69,7 +69,8 @@ def tiny_config(architecture: str, **settings: Any) -> PretrainedConfig:
     """A configuration for `tiny_tokenizer`; `settings` come on top."""
     tokenizer = tiny_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return AutoConfig.for_model(architecture, vocab_size=len(tokenizer), **SETTINGS[architecture] | ids | settings)
+    own = {"vocab_size": len(tokenizer)} | SETTINGS[architecture]
+    return AutoConfig.for_model(architecture, **own | ids | settings)
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:

@@ -15,12 +15,12 @@ import rlhf
 PACKAGE = Path(rlhf.__file__).parent
 
 STOREYS = (
-    {"train", "samples"},
+    {"train", "samples", "plan"},
     {"api"},
     {"compose", "launch", "sweep", "arguments", "completion", "info"},
     {"library_folder"},
     {"worker"},
-    {"assemble"},
+    {"assemble", "planning"},
     {"loop"},
     {"experience", "learning", "checkpoint", "tracking"},
     {"batch", "rollout", "reward", "data", "backends", "models", "algorithms"},
@@ -34,7 +34,7 @@ STOREYS = (
 """The rooms, from the top down; a room imports from its own storey and from those below."""
 
 MAY_IMPORT_CHECKPOINT = {"loop", "worker", "assemble", "launch", "checkpoint"}
-MAY_SEE_THE_WHOLE_CONFIG = {"api", "compose", "sweep", "worker", "assemble", "launch", "config"}
+MAY_SEE_THE_WHOLE_CONFIG = {"api", "compose", "sweep", "worker", "assemble", "launch", "planning", "config"}
 WHOLE_CONFIG_WITH_A_REASON: dict[str, str] = {}
 """Other modules that import `Config`, and why."""
 

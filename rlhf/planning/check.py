@@ -1,0 +1,76 @@
+"""Check before a run starts: its plan against the memory of the device that it is to run on."""
+
+import logging
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+from rlhf.config import Config
+from rlhf.errors import UserError
+from rlhf.planning.byte_sizes import gib
+from rlhf.planning.devices import gpu_memory, lacks_gpu, machine_memory
+from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
+from rlhf.planning.remedies import remedies
+from rlhf.planning.run_models import models_of
+
+log = logging.getLogger(__name__)
+SHOWN = 3
+"""Remedies that a refusal names."""
+
+
+def target_of(config: Config, device_memory: int | None = None, ranks: int | None = None) -> Target:
+    """The devices of a run.
+
+    Args:
+        device_memory: bytes of each GPU of another machine; None for this one's devices.
+        ranks: of all machines; None for as many as start here, or as torchrun has started.
+    """
+    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.nproc)) if under_torchrun else config.trainer.nproc
+    ranks = ranks or (int(os.environ["WORLD_SIZE"]) if under_torchrun else config.trainer.nproc)
+    device = config.trainer.device
+    if device == "cuda" or (device == "auto" and (device_memory is not None or _finds_gpu())):
+        return Target(True, ranks, device_memory if device_memory is not None else gpu_memory())
+    # The ranks of a machine share its memory.
+    return Target(False, ranks, device_memory if device_memory is not None else machine_memory() // local)
+
+
+def _finds_gpu() -> bool:
+    """Whether torch will find a GPU, told without it: a build for CPUs finds none."""
+    try:
+        return not lacks_gpu() and not version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return False
+
+
+def plan_of(config: Config) -> tuple[Models, Plan] | None:
+    """The plan of a run here, from the headers of its models' files; None where these do not tell. Imports no torch."""
+    models = models_of(config, from_config=False)
+    return None if models is None else (models, memory_plan(config, models, target_of(config)))
+
+
+def check_fits(config: Config) -> None:
+    """Refuse a run whose plan takes more than a GPU has; warn of one that takes more than a machine without has.
+
+    Raises:
+        UserError: with the peak, its phase and what would lower it.
+    """
+    found = plan_of(config)
+    if found is None or found[1].fits or found[1].target.memory is None:
+        return
+    models, plan = found
+    peak, memory = plan.peak, plan.target.memory
+    assert memory is not None
+    largest = sorted(peak.items.items(), key=lambda item: -item[1])[:3]
+    needs = (
+        f"{peak.name} takes {gib(peak.total)} on each rank and there are {gib(memory)} (largest: "
+        f"{', '.join(f'{name} {gib(size)}' for name, size in largest)})."
+    )
+    lower = ", ".join(f"{remedy} ({gib(remedy.saved)} less)" for remedy in remedies(config, models, plan)[:SHOWN])
+    instead = f" Set {lower}." if lower else ""
+    if not plan.target.cuda:
+        log.warning("By the plan the memory will not do: %s%s", needs, instead)
+    elif config.trainer.check_memory:
+        raise UserError(
+            f"The run does not fit: {needs}{instead} `python -m rlhf.plan` with the same settings shows all of it; "
+            "trainer.check_memory=false starts anyway."
+        )

@@ -1,0 +1,47 @@
+"""Bytes of a checkpoint on disk, and of the copy in memory that a save behind the training is written from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhf.config import CheckpointConfig
+from rlhf.planning.model_shapes import ModelShapes
+from rlhf.planning.training_state import MOMENTS, sharded
+
+TYPES = {"float32": 4, "bfloat16": 2, "float16": 2, None: 4}
+
+
+@dataclass(frozen=True)
+class CheckpointSize:
+    """Bytes of one save."""
+
+    by_part: Mapping[str, int]
+    """Of all ranks on disk, by role and content: `actor/model`, `actor/optimizer`, `actor/huggingface`, `ref`."""
+    copied: int
+    """Of one rank's copy in memory; 0 where the training waits for its saves."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_part.values())
+
+
+def checkpoint_size(
+    roles: Mapping[str, ModelShapes], reference: ModelShapes | None, config: CheckpointConfig, ranks: int
+) -> CheckpointSize:
+    """A save of the models in training and, where it moves, of the reference."""
+    contents = set(config.contents)
+    parts: dict[str, int] = {}
+    copied = 0
+    for role, model in roles.items():
+        shards = 4 * sharded(model.weights, ranks)
+        if "model" in contents:
+            parts[f"{role}/model"] = 4 * model.count
+        if "optimizer" in contents:
+            parts[f"{role}/optimizer"] = 4 * MOMENTS * model.count
+            copied += MOMENTS * shards
+        if "hf_model" in contents:
+            parts[f"{role}/huggingface"] = TYPES[config.hf_dtype] * model.count
+        copied += shards if contents & {"model", "hf_model"} else 0
+    if reference is not None and contents & {"model", "hf_model"}:
+        parts["ref"] = 4 * reference.count
+        copied += 4 * sharded(reference.weights, ranks)
+    return CheckpointSize(parts, copied if config.async_save else 0)

@@ -1,0 +1,48 @@
+"""Memory of this machine's devices, without torch: what the driver says of GPUs, and the kernel of the machine."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+PATIENCE_S = 10.0
+DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Devices without which there is no GPU for torch on Linux: NVIDIA's, AMD's, and that of Windows."""
+
+
+def lacks_gpu() -> bool:
+    """Whether this machine has no driver of a GPU, told without torch; False where that cannot be known."""
+    return sys.platform == "linux" and not any(Path(path).exists() for path in DRIVERS)
+
+
+@lru_cache
+def gpu_memory() -> int | None:
+    """Bytes of the smallest GPU that this process may use; None where the NVIDIA driver does not say."""
+    return smallest_gpu(os.environ)
+
+
+def smallest_gpu(environ: Mapping[str, str]) -> int | None:
+    """The same in another environment, asked anew."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = ["--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run([program, *query], capture_output=True, text=True, timeout=PATIENCE_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 2]
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        wanted = [name.strip() for name in visible.split(",")]
+        rows = [row for row in rows if row[0] in wanted or any(name and row[1].startswith(name) for name in wanted)]
+    sizes = [int(row[2]) << 20 for row in rows if row[2].isdigit()]
+    return min(sizes, default=None) if done.returncode == 0 else None
+
+
+def machine_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,227 @@
+"""Plan of a run's memory: bytes on a rank's device in each phase of a step, on its host, and on disk."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhf.config import Config
+from rlhf.config.algorithm_rules import needs_critic
+from rlhf.planning.activations import chunk_bytes, pass_cost
+from rlhf.planning.checkpoint_size import CheckpointSize, checkpoint_size
+from rlhf.planning.model_shapes import ModelShapes
+from rlhf.planning.rollout_memory import EngineMemory, engine_memory
+from rlhf.planning.training_state import TrainingState, compute_width, frozen_state, trained_state
+from rlhf.planning.work import Work, generated_together, longest_sample, passes, samples_of_rank, tokens_of_step
+
+CUDA_BASE = 3 << 29
+"""CUDA's context, its libraries' workspaces and NCCL's buffers on a device: an allowance of 1.5 GiB."""
+HOST_BASE = 390 << 20
+"""A rank with its imports and no model, on a CPU (measured: Python 3.11, torch 2.13, transformers 5.23)."""
+CUDA_HOST_BASE = 3 << 30
+"""The same of a rank with a GPU, whose driver and kernels lie in its memory, too: an allowance."""
+TOKEN_RECORD = 68
+"""Bytes of a token of a response in a sample: an integer and a float of Python's, and their places in two lists."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """Shapes of the models that a run loads; None for those that it does not need."""
+
+    policy: ModelShapes
+    critic: ModelShapes | None = None
+    reward_model: ModelShapes | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine that a run is planned for."""
+
+    cuda: bool
+    ranks: int
+    memory: int | None = None
+    """Bytes that one rank may have: of its GPU, or its part of a CPU's machine. None where that is not known."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of a step: its bytes on a rank's device by what they are for."""
+
+    name: str
+    items: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes of one rank."""
+
+    target: Target
+    phases: list[Phase]
+    host: Mapping[str, int]
+    """On a GPU's host; on a CPU it is in the phases."""
+    checkpoint: CheckpointSize
+    tokens_per_step: int
+    tokens_per_micro_batch: int
+    cached_tokens: int | None
+    """Tokens that the engine's cache holds, where its size is set and not asked for."""
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether no phase takes more than there is, as far as that is known."""
+        return self.target.memory is None or self.peak.total <= self.target.memory
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A model with the engine that it is spread in, for the phases that go through it."""
+
+    role: str
+    model: ModelShapes
+    state: TrainingState
+
+    def forward(self, config: Config, work: Work) -> dict[str, int]:
+        cost = pass_cost(self.model, compute_width(config.backend), config.model.attn_implementation)
+        return {
+            f"{self.role} gathered weights": self.state.gathered,
+            "activations": cost.forward(work.tokens, work.longest),
+            **self._chunk(config, work, update=False),
+        }
+
+    def update(self, config: Config, work: Work) -> dict[str, int]:
+        """The largest of the moments of an optimizer step: the head's gradient is there and all activations are, the
+        last layer is in its backward pass, the first one is, the embedding's gradient is reduced, the optimizer
+        steps."""
+        cost, state = pass_cost(self.model, compute_width(config.backend), config.model.attn_implementation), self.state
+        checkpointing = config.model.enable_gradient_checkpointing
+        kept = cost.kept(work.tokens, work.longest, len(self.model.layers), checkpointing=checkpointing)
+        layer = cost.layer(work.tokens, work.longest)
+        in_layer = kept + (layer if checkpointing else work.tokens * cost.moment)
+        gathered = {f"{self.role} gathered weights": state.gathered}
+        gradients = {f"{self.role} gradients": state.gradients}
+        # The first micro-batch of an optimizer step finds no gradients.
+        before = gathered | (gradients if work.micro_batches > 1 else {})
+        reduced = f"{self.role} gradients being reduced"
+        moments = [
+            before | {"activations": kept, reduced: state.head, **self._chunk(config, work, update=True)},
+            before | {"activations": in_layer, reduced: state.head_left + state.layer},
+            gathered | gradients | {"activations": layer, reduced: state.layer},
+            gradients | {reduced: state.root},
+            gradients | {"optimizer step": state.stepped},
+        ]
+        return max(moments, key=lambda items: sum(items.values()))
+
+    def _chunk(self, config: Config, work: Work, *, update: bool) -> dict[str, int]:
+        if self.role not in ("actor", "reference"):
+            return {}
+        logits = work.predicted * self.model.vocabulary
+        return {
+            "logits": (1 + update) * compute_width(config.backend) * logits,
+            "log-prob chunks": chunk_bytes(work.predicted, self.model.vocabulary),
+        }
+
+
+def memory_plan(config: Config, models: Models, target: Target) -> Plan:
+    """The plan of a run with these settings on `target`; samples are as long as the settings allow."""
+    ranks = target.ranks
+    actor = _Pass("actor", models.policy, trained_state(models.policy, config.backend, ranks))
+    critic = reference = reward = None
+    if models.critic is not None and needs_critic(config):
+        critic = _Pass("critic", models.critic, trained_state(models.critic, config.backend, ranks))
+    if config.needs_reference:
+        reference = _Pass("reference", models.policy, frozen_state(models.policy, config.backend, ranks))
+    if models.reward_model is not None:
+        reward = _Pass("reward model", models.reward_model, frozen_state(models.reward_model, config.backend, ranks))
+    engine = engine_memory(
+        models.policy,
+        config.rollout,
+        config.data,
+        generated_together(config, ranks),
+        ranks,
+        config.model.attn_implementation,
+        target.memory if target.cuda else None,
+    )
+    roles = {each.role: each.model for each in (actor, critic) if each is not None}
+    moving = models.policy if reference is not None and config.ref.update_freq is not None else None
+    checkpoint = checkpoint_size(roles, moving, config.checkpoint, ranks)
+    spread = [each for each in (actor, critic, reference, reward) if each is not None]
+    host = _host(config, spread, engine, checkpoint, ranks, cuda=target.cuda)
+    resident = _resident(config, spread, ranks) | ({"CUDA and NCCL": CUDA_BASE} if target.cuda else host)
+    return Plan(
+        target,
+        [Phase(name, resident | items) for name, items in _phases(config, spread, engine, ranks)],
+        host if target.cuda else {},
+        checkpoint,
+        tokens_of_step(config),
+        _walk(config, ranks, config.token_budgets.actor, mini_batch=True).tokens,
+        engine.cached_tokens,
+    )
+
+
+def _walk(config: Config, ranks: int, budget: int, *, mini_batch: bool = False) -> Work:
+    samples = samples_of_rank(config, ranks, mini_batch=mini_batch)
+    return passes(samples, longest_sample(config), config.data.max_response_length, budget)
+
+
+def _phases(config: Config, spread: list[_Pass], engine: EngineMemory, ranks: int) -> list[tuple[str, dict[str, int]]]:
+    by_role, budgets = {each.role: each for each in spread}, config.token_budgets
+    actor, resident = by_role["actor"], engine.resident
+    phases: list[tuple[str, dict[str, int]]] = []
+    if actor.state.loaded:
+        phases.append(("loading", {"whole weights": max(each.state.loaded for each in spread)}))
+    phases += [("hand-over", engine.handing_over), ("generation", engine.generating)]
+    if (reward := by_role.get("reward model")) is not None:
+        longest = config.reward_model.max_length
+        work = passes(samples_of_rank(config, ranks), longest, 0, budgets.reward_model)
+        phases.append(("rewards", resident | reward.forward(config, work)))
+    if (reference := by_role.get("reference")) is not None:
+        phases.append(("reference", resident | reference.forward(config, _walk(config, ranks, budgets.reference))))
+    if _asks_old_log_probs(config):
+        phases.append(("old log-probs", resident | actor.forward(config, _walk(config, ranks, budgets.old_log_probs))))
+    if (critic := by_role.get("critic")) is not None:
+        work = _walk(config, ranks, budgets.critic, mini_batch=True)
+        phases.append(("values", resident | critic.forward(config, _walk(config, ranks, budgets.values))))
+        phases.append(("critic update", resident | critic.update(config, work)))
+    work = _walk(config, ranks, budgets.actor, mini_batch=True)
+    phases.append(("actor update", resident | actor.update(config, work)))
+    phases.append(("save", dict(resident)))
+    return phases
+
+
+def _asks_old_log_probs(config: Config) -> bool:
+    steps = config.actor.ppo_epochs * (config.data.train_batch_size // config.actor.ppo_mini_batch_size)
+    return steps > 1 or config.algorithm.kl_in_reward
+
+
+def _resident(config: Config, spread: list[_Pass], ranks: int) -> dict[str, int]:
+    """Bytes on the device in every phase."""
+    items: dict[str, int] = {}
+    for each in spread:
+        items[f"{each.role} weights"] = each.state.weights
+        if each.state.optimizer:
+            items[f"{each.role} optimizer"] = each.state.optimizer
+    data = config.data
+    trained = {each.role for each in spread}
+    per_token = 4 * (4 + 2 * ("critic" in trained) + ("reference" in trained) + _asks_old_log_probs(config))
+    longest = data.max_prompt_length + data.max_response_length
+    items["batch"] = samples_of_rank(config, ranks) * (8 * longest + per_token * data.max_response_length)
+    return items
+
+
+def _host(
+    config: Config, spread: list[_Pass], engine: EngineMemory, checkpoint: CheckpointSize, ranks: int, *, cuda: bool
+) -> dict[str, int]:
+    items = {
+        "Python and torch": CUDA_HOST_BASE if cuda else HOST_BASE,
+        "copy for saves": checkpoint.copied,
+        "offloaded": sum(each.state.host for each in spread),
+        "engine's weights asleep": engine.host,
+        "rollouts": samples_of_rank(config, ranks) * config.data.max_response_length * TOKEN_RECORD,
+    }
+    return {name: size for name, size in items.items() if size}

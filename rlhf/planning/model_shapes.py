@@ -1,0 +1,170 @@
+"""Shapes of a model's weights and the sizes that its activations and caches follow from. Imports no torch."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rlhf.models.parameter_count import model_folder, tensor_shapes
+
+Shapes = Mapping[str, tuple[int, ...]]
+LAYER = re.compile(r"^(.*?\.\d+)\.")
+"""The part of a weight's name that says in which layer it is: up to the first number in it."""
+ROOT, HEAD = "", "head"
+VALUE_HEAD = "score.weight"
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """A model by its weights, tied ones once, and by the part of its config.json that is about text."""
+
+    weights: Shapes
+    config: Mapping[str, Any]
+
+    @cached_property
+    def count(self) -> int:
+        """Parameters."""
+        return sum(map(math.prod, self.weights.values()))
+
+    @cached_property
+    def units(self) -> dict[str, Shapes]:
+        """Weights by the unit that FSDP2 gathers together: each layer, a head of its own, and all else under `ROOT`."""
+        units: dict[str, dict[str, tuple[int, ...]]] = {ROOT: {}}
+        for name, shape in self.weights.items():
+            layer = LAYER.match(name)
+            units.setdefault(layer[1] if layer else HEAD if is_head(name) else ROOT, {})[name] = shape
+        return dict(units)
+
+    @cached_property
+    def layers(self) -> list[Shapes]:
+        """Weights of each layer."""
+        return [weights for name, weights in self.units.items() if name not in (ROOT, HEAD)]
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+        return self._embedding[0]
+
+    @cached_property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self._size("hidden_size", "n_embd", "d_model") or self._embedding[1]
+
+    @cached_property
+    def _embedding(self) -> tuple[int, ...]:
+        rows = self._size("vocab_size")
+        matrices = [shape for shape in self.units[ROOT].values() if len(shape) == 2]
+        return next((shape for shape in matrices if shape[0] == rows), max(matrices, default=(0, 0)))
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether the head is a weight beside the embedding."""
+        return HEAD in self.units
+
+    @property
+    def head(self) -> tuple[int, ...]:
+        """Shape of the head's matrix."""
+        if VALUE_HEAD in self.weights:
+            return self.weights[VALUE_HEAD]
+        own = [shape for shape in self.units.get(HEAD, {}).values() if len(shape) == 2]
+        return own[0] if own else self._embedding
+
+    @cached_property
+    def heads(self) -> int:
+        return self._size("num_attention_heads", "n_head") or 1
+
+    @cached_property
+    def attention(self) -> int:
+        """Width of all queries of a token."""
+        return self.heads * (self._size("head_dim") or self.hidden // self.heads)
+
+    @cached_property
+    def key_values(self) -> int:
+        """Width of all keys of a token in one layer; that of its values is the same."""
+        return self.attention // self.heads * (self._size("num_key_value_heads") or self.heads)
+
+    @cached_property
+    def inner(self) -> int:
+        """Width of the feed-forward part, of all experts that a token passes."""
+        experts = self._size("num_experts_per_tok")
+        width = self._size("moe_intermediate_size") if experts else None
+        return (experts or 1) * (width or self._size("intermediate_size", "ffn_dim", "n_inner") or 4 * self.hidden)
+
+    @cached_property
+    def gated(self) -> bool:
+        """Whether the feed-forward part multiplies two products, and so has three matrices."""
+        if self._size("num_experts_per_tok"):
+            return True
+        of_inner = (shape for shape in self._widest_layer.values() if {self.inner, 2 * self.inner} & set(shape))
+        return sum(math.prod(shape) for shape in of_inner if len(shape) == 2) >= 3 * self.inner * self.hidden
+
+    @cached_property
+    def activation(self) -> str:
+        """Name of the feed-forward part's function."""
+        names = ("hidden_activation", "hidden_act", "activation_function")
+        return next((str(self.config[name]) for name in names if self.config.get(name)), "silu")
+
+    @cached_property
+    def norms(self) -> list[tuple[int, bool]]:
+        """Of each norm in a layer the width per token, and whether it is a LayerNorm (with a bias), not an RMSNorm."""
+        layer = self._widest_layer
+        widths = {name: self._norm_width(name) or layer[name][0] for name in self._norm_weights}
+        return [(width, name.removesuffix("weight") + "bias" in layer) for name, width in widths.items()]
+
+    @property
+    def norms_within_attention(self) -> list[int]:
+        """Widths per token of the norms of queries and keys."""
+        return [width for name in self._norm_weights if (width := self._norm_width(name))]
+
+    @property
+    def _norm_weights(self) -> list[str]:
+        layer = self._widest_layer
+        return [name for name, shape in layer.items() if len(shape) == 1 and re.search(r"(norm|ln\w*)\.weight$", name)]
+
+    def _norm_width(self, name: str) -> int | None:
+        return self.attention if "q_norm" in name else self.key_values if "k_norm" in name else None
+
+    @cached_property
+    def _widest_layer(self) -> Shapes:
+        return max(self.layers, key=lambda weights: sum(map(math.prod, weights.values())), default={})
+
+    def valued(self) -> "ModelShapes":
+        """The model with a head of one value, with a bias, in the place of its own: a critic."""
+        body = {name: shape for name, shape in self.weights.items() if not is_head(name)}
+        return replace(self, weights=body | {VALUE_HEAD: (1, self.hidden), "score.bias": (1,)})
+
+    def _size(self, *names: str) -> int | None:
+        return next((int(self.config[name]) for name in names if self.config.get(name)), None)
+
+
+def is_head(name: str) -> bool:
+    """Whether a weight of that name is the head of a causal LM."""
+    return name.split(".")[0] in ("lm_head", "embed_out", "output")
+
+
+def of_files(path: str, revision: str | None = None) -> ModelShapes | None:
+    """The model of a folder, or of the Hub's cache, from the headers of its files; None where they do not say."""
+    folder = model_folder(path, revision)
+    config = None if folder is None else read_config(folder)
+    weights = {} if folder is None else tensor_shapes(folder)
+    if config is None or not weights:
+        return None
+    # Masks that older files of GPT-2 hold are no weights.
+    weights = {name: shape for name, shape in weights.items() if shape[:2] != (1, 1) or len(shape) != 4}
+    found = ModelShapes(weights, config)
+    if config.get("tie_word_embeddings") and found.has_own_head:
+        weights = {name: shape for name, shape in weights.items() if not is_head(name)}
+    return ModelShapes(weights, config)
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """Settings of the text model in the config.json of `folder`; None where it cannot be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return dict(config) | dict(config.get("text_config") or {})
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None

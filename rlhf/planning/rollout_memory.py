@@ -1,0 +1,110 @@
+"""Memory of the rollout engines: weights, cache, logits, and the hand-over of weights to them."""
+
+import math
+from dataclasses import dataclass
+
+from rlhf.config import DataConfig, RolloutConfig
+from rlhf.planning.activations import pass_cost
+from rlhf.planning.model_shapes import ModelShapes
+
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+PREFILL_TOKENS = 16384
+"""Tokens of a prefill; the constant of `rlhf.rollout.decoding`."""
+ASLEEP = 1 << 30
+"""Bytes that vLLM keeps of a GPU in its sleep: CUDA graphs and buffers of the libraries below it. An allowance."""
+GATHER_BUCKET = 8 << 20
+"""Bytes of whole tensors that are gathered together; the constant of `rlhf.backends.gather`."""
+PUSH_BUCKET = 256 << 20
+"""Bytes that go to servers at a time; the constant of `rlhf.rollout.servers.weights.push`."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes on a rank's device by phase, and on its host."""
+
+    generating: dict[str, int]
+    resident: dict[str, int]
+    """While the ranks train."""
+    handing_over: dict[str, int]
+    host: int = 0
+    cached_tokens: int | None = None
+    """Tokens that fit into the cache; None where the engine asks for what it needs."""
+
+
+def token_bytes(model: ModelShapes, rollout: RolloutConfig) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    return 2 * len(model.layers) * model.key_values * WIDTHS[rollout.dtype]
+
+
+def engine_memory(
+    model: ModelShapes,
+    rollout: RolloutConfig,
+    data: DataConfig,
+    samples: int,
+    ranks: int,
+    attention: str,
+    device_memory: int | None,
+) -> EngineMemory:
+    """The engine that `rollout.name` names, beside a rank that has `samples` of it generated together.
+
+    Args:
+        device_memory: bytes of a GPU; None on a CPU, or where it is not known.
+    """
+    handed = _hand_over(model, ranks)
+    if rollout.name == "embedded":
+        weights = {"engine weights": WIDTHS[rollout.dtype] * model.count}
+        moment = _embedded(model, rollout, data, samples, attention)
+        return EngineMemory(weights | moment, weights, weights | {"hand-over": handed})
+    if rollout.name == "vllm_server":
+        handed += 3 * PUSH_BUCKET
+        return EngineMemory({}, {}, {"hand-over": handed})
+    tensor_parallel = rollout.tensor_model_parallel_size
+    weights_bytes = math.ceil(WIDTHS[rollout.dtype] * model.count / tensor_parallel)
+    per_token = math.ceil(token_bytes(model, rollout) / tensor_parallel)
+    if device_memory is None:
+        cache = rollout.max_num_seqs * (data.max_prompt_length + data.max_response_length) * per_token
+    else:
+        cache = max(0, int(rollout.gpu_memory_utilization * device_memory) - weights_bytes)
+    generating = {"engine weights": weights_bytes, "engine cache": cache}
+    sleeps = rollout.sleep_level > 0 and device_memory is not None
+    return EngineMemory(
+        generating,
+        {"engine asleep": ASLEEP} if sleeps else generating,
+        {"engine weights": weights_bytes, "hand-over": handed} | ({} if sleeps else {"engine cache": cache}),
+        weights_bytes if sleeps and rollout.sleep_level == 1 else 0,
+        cache // max(per_token, 1),
+    )
+
+
+def _hand_over(model: ModelShapes, ranks: int) -> int:
+    """Bytes sent, bytes received and the whole tensor, float32; one rank hands on what it has."""
+    if ranks == 1:
+        return 0
+    return 3 * max(GATHER_BUCKET, 4 * max(map(math.prod, model.weights.values()), default=0))
+
+
+def _embedded(
+    model: ModelShapes, rollout: RolloutConfig, data: DataConfig, samples: int, attention: str
+) -> dict[str, int]:
+    width, prompt, response = WIDTHS[rollout.dtype], data.max_prompt_length, data.max_response_length
+    rows = min(rollout.max_num_seqs, samples)
+    per_token = token_bytes(model, rollout)
+    columns = cache_columns(prompt, response)
+    prompts = math.ceil(rows / rollout.n)
+    prefill = min(max(PREFILL_TOKENS, prompt), prompts * prompt)
+    # A layer's old columns are there until it has its new ones; prefilled keys wait for free rows.
+    cache = per_token * (rows * columns + prefill) + per_token * rows * columns // max(len(model.layers), 1)
+    float32 = 2 + (rollout.temperature != 1)
+    return {
+        "engine cache": cache,
+        "engine passes": pass_cost(model, width, attention).forward(prefill, prompt),
+        "engine logits": rows * model.vocabulary * (width + 4 * float32) + 12 * samples * response,
+    }
+
+
+def cache_columns(prompt: int, response: int) -> int:
+    """Columns of the embedded engine's cache for samples of full length: it grows by half."""
+    columns = prompt
+    while columns < prompt + response:
+        columns += min(response, max(64, columns // 2))
+    return columns

@@ -1,0 +1,128 @@
+"""Memory of a model that is spread over the ranks: weights, gradients, optimizer, and the transients of its engine."""
+
+import math
+from dataclasses import dataclass
+
+from rlhf.config import BackendConfig
+from rlhf.planning.model_shapes import ROOT, ModelShapes, Shapes
+
+MOMENTS = 2
+"""AdamW's tensors per weight."""
+LARGEST_BUCKET = 500_000_000
+"""Elements that DeepSpeed reduces together; the constant of `rlhf.backends.deepspeed`."""
+LIVE_PARAMETERS = 1_000_000_000
+"""Elements that ZeRO 3 keeps gathered at most: DeepSpeed's default of `stage3_max_live_parameters`."""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Bytes on one rank's device, and on its host where it says so."""
+
+    weights: int
+    optimizer: int = 0
+    gradients: int = 0
+    """There from the first backward pass of an optimizer step to its end."""
+    gathered: int = 0
+    """Whole weights in a pass, with the buffer that they come in."""
+    head: int = 0
+    """The head's gradient with the buffers that it is reduced in."""
+    head_left: int = 0
+    """Left of these while layers go through the backward pass."""
+    layer: int = 0
+    """A layer's gradients with the buffers that they are reduced in."""
+    root: int = 0
+    """Weights and gradients of the embedding with the buffers that they are reduced in, after the layers."""
+    stepped: int = 0
+    """Temporaries of the optimizer's step."""
+    loaded: int = 0
+    """Whole weights while the engine is made."""
+    host: int = 0
+    """Kept on the host in the device's place."""
+    host_loaded: int = 0
+
+
+def compute_width(config: BackendConfig) -> int:
+    """Bytes per value of the forward and backward pass."""
+    return 2 if config.autocast == "bfloat16" else 4
+
+
+def sharded(weights: Shapes, ranks: int) -> int:
+    """Elements that the first of `ranks` holds under FSDP2, which splits rows as torch.chunk does."""
+    return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) if shape else 1 for shape in weights.values())
+
+
+def frozen_state(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingState:
+    """A model without an optimizer, which is under FSDP2 with either backend."""
+    return TrainingState(4 * sharded(model.weights, ranks), gathered=_gathered(model, config, ranks))
+
+
+def trained_state(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingState:
+    """A model in training, with the engine that `config` names."""
+    return _deepspeed(model, config, ranks) if config.name == "deepspeed" else _fsdp2(model, config, ranks)
+
+
+def _elements(weights: Shapes) -> int:
+    return sum(map(math.prod, weights.values()))
+
+
+def _gathered(model: ModelShapes, config: BackendConfig, ranks: int) -> int:
+    """FSDP2 in a pass: the root's weights throughout, those of a unit and of the next one, and, from two ranks on, the
+    flat buffer in which they arrive (torch.distributed.fsdp._fully_shard._fsdp_collectives)."""
+    width, root = compute_width(config), _elements(model.units[ROOT])
+    if not config.reshard_after_forward:
+        return model.count * width
+    # Neighbours are two layers, or the last layer and the head.
+    others = [_elements(weights) for name, weights in model.units.items() if name != ROOT]
+    layer, unit = max(map(_elements, model.layers), default=0), max(others, default=0)
+    arriving = unit if ranks > 1 else 0
+    return width * (root + max(layer + unit + arriving, root if ranks > 1 else 0))
+
+
+def _fsdp2(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingState:
+    width, root = compute_width(config), _elements(model.units[ROOT])
+    layer = max(map(_elements, model.layers), default=0)
+    shards, gathered = sharded(model.weights, ranks), _gathered(model, config, ranks)
+    head = math.prod(model.head)
+    own = head if model.has_own_head else 0
+    shard = max((sharded({name: shape}, ranks) for name, shape in model.weights.items()), default=0)
+    return TrainingState(
+        4 * shards,
+        4 * MOMENTS * shards,
+        4 * shards,
+        gathered,
+        # Gradients in the type of the pass, then a flat float32 buffer, which lives until the next unit's, then this
+        # rank's part of it. A head that is the embedding waits for the root's turn.
+        head=(4 + width) * head + 4 * math.ceil(own / ranks),
+        head_left=4 * own or width * head,
+        layer=(8 + width) * layer + 4 * math.ceil(layer / ranks),
+        root=(4 + 2 * width) * root + 4 * math.ceil(root / ranks),
+        stepped=8 * shard,
+    )
+
+
+def _deepspeed(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingState:
+    """ZeRO of DeepSpeed 0.19 as `rlhf.backends.deepspeed` sets it (Rajbhandari et al., arXiv 1910.02054, section 5)."""
+    width, count, stage = compute_width(config), model.count, config.zero_stage
+    share = math.ceil(count / ranks) if stage else count
+    masters = 4 * share if stage or width == 2 else 0
+    optimizer = masters + 4 * MOMENTS * share
+    weights = width * (math.ceil(count / ranks) if stage == 3 else count)
+    gradients = {0: width * count, 1: 4 * count}.get(stage, 4 * share)
+    bucket = 4 * min(LARGEST_BUCKET, count) if stage > 1 else 0
+    live = width * min(LIVE_PARAMETERS, count) if stage == 3 else 0
+    head = (4 + width) * math.prod(model.head)
+    on_host = config.offload_optimizer
+    return TrainingState(
+        weights,
+        0 if on_host else optimizer,
+        0 if on_host and stage > 1 else gradients,
+        live,
+        head=head,
+        head_left=width * math.prod(model.head),
+        layer=bucket + width * max(map(_elements, model.layers), default=0),
+        root=bucket + width * _elements(model.units[ROOT]),
+        stepped=0 if on_host else 4 * share,
+        loaded=4 * count,
+        host=optimizer + gradients if on_host else 0,
+        host_loaded=4 * count,
+    )

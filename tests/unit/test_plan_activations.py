@@ -1,0 +1,87 @@
+"""Plan of activations: against the tensors that autograd keeps of real models."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rlhf.planning.activations import CHUNK_COPIES, CHUNK_ELEMENTS, chunk_bytes, pass_cost
+from rlhf.planning.model_shapes import ModelShapes
+
+COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "llama": COMMON,
+    "qwen2": COMMON,
+    "qwen3": COMMON | {"head_dim": 16},
+    "mistral": COMMON,
+    "gemma3_text": COMMON | {"head_dim": 16, "sliding_window": 32},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 100, "n_positions": 512, "eos_token_id": 1},
+}
+TOKENS = 128
+
+
+def build(name: str, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+    config = AutoConfig.for_model(name, **MODELS[name])
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).train()
+
+
+def kept(model: PreTrainedModel) -> int:
+    """Bytes that autograd keeps of a pass through the layers, weights and buffers aside."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    storages = {}
+
+    def see(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+        model.base_model(input_ids=torch.arange(TOKENS)[None] % 100, use_cache=False)
+    return sum(size for size, _ in storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pass_keeps_what_the_plan_says(name, dtype):
+    model = build(name, dtype)
+    architecture = ModelShapes({n: tuple(p.shape) for n, p in model.named_parameters()}, model.config.to_dict())
+    cost = pass_cost(architecture, dtype.itemsize, "sdpa")
+    planned = cost.kept(TOKENS, TOKENS, 3, checkpointing=False) - TOKENS * architecture.hidden * dtype.itemsize
+    assert planned == pytest.approx(kept(model), rel=0.05)
+
+
+def test_eager_attention_keeps_pairs():
+    fused, eager = (build("llama", torch.float32, name) for name in ("sdpa", "eager"))
+    architecture = ModelShapes({n: tuple(p.shape) for n, p in fused.named_parameters()}, fused.config.to_dict())
+    planned = [
+        pass_cost(architecture, 4, name).kept(TOKENS, TOKENS, 3, checkpointing=False) for name in ("sdpa", "eager")
+    ]
+    assert planned[1] - planned[0] == pytest.approx(kept(eager) - kept(fused), rel=0.06)
+
+
+def test_checkpointing_keeps_the_inputs_of_layers():
+    model = build("llama", torch.float32)
+    architecture = ModelShapes({n: tuple(p.shape) for n, p in model.named_parameters()}, model.config.to_dict())
+    cost = pass_cost(architecture, 4, "sdpa")
+    whole, again = (cost.kept(TOKENS, TOKENS, 3, checkpointing=checkpointing) for checkpointing in (False, True))
+    assert whole - again == TOKENS * 3 * (cost.by_layer - 64 * 4)
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    assert kept(model) <= again
+
+
+def test_chunks_of_logits_are_bounded():
+    assert chunk_bytes(3, 100) == 4 * CHUNK_COPIES * 300
+    assert chunk_bytes(1 << 20, 152_064) == 4 * CHUNK_COPIES * CHUNK_ELEMENTS

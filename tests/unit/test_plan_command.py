@@ -1,0 +1,248 @@
+"""python -m rlhf.plan and the check before a run: what they print, and what they refuse."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rlhf.config import Config
+from rlhf.config.validate import validate
+from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from rlhf.launch.banner import banner
+from rlhf.plan import DOES_NOT_FIT, main
+from rlhf.planning import devices
+from rlhf.planning.byte_sizes import gib, parse_bytes
+from rlhf.planning.check import check_fits, plan_of
+from rlhf.planning.devices import gpu_memory, smallest_gpu
+from rlhf.planning.memory_plan import Models, Target, memory_plan
+from rlhf.planning.remedies import remedies
+from rlhf.planning.run_models import models_of
+from rlhf.train import main as train
+from tests.support.launching import TINY_POLICY, write_sums
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+GPUS = "0, GPU-aaaa, 81559\n1, GPU-bbbb, 40536\n"
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    gpu_memory.cache_clear()
+    yield
+    gpu_memory.cache_clear()
+
+
+@pytest.fixture
+def seven_b(tmp_path) -> str:
+    (tmp_path / "seven").mkdir()
+    (tmp_path / "seven" / "config.json").write_text(json.dumps(QWEN_7B))
+    return str(tmp_path / "seven")
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch) -> Path:
+    """A machine with a driver and its program, which says what the file `gpus` holds."""
+    monkeypatch.setattr(devices, "DRIVERS", ("/dev/null",))
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ncat {tmp_path}/gpus\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    (tmp_path / "gpus").write_text(GPUS)
+    return tmp_path / "gpus"
+
+
+def document(capsys, *arguments: str, code: int = EXIT_DONE) -> dict:
+    assert main(["recipes=null", "data.train_files=x.jsonl", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def small(folder: Path) -> Config:
+    config = Config()
+    config.model.path = str(TINY_POLICY)
+    config.trainer.default_local_dir = str(folder)
+    return config
+
+
+def test_a_model_of_which_only_the_configuration_is_there(seven_b, capsys):
+    found = document(capsys, f"model.path={seven_b}", "trainer.nproc=8", "--device-memory", "80GB", code=DOES_NOT_FIT)
+    assert found["parameters"] == {"policy": 7_615_616_512}
+    assert found["checkpoint"]["parts"] == {"actor/model": 4 * 7_615_616_512, "actor/optimizer": 8 * 7_615_616_512}
+    assert found["phases"]["save"]["actor weights"] == 4 * 7_615_616_512 // 8
+    assert found["device_memory"] == 80_000_000_000
+    assert found["peak"]["bytes"] == sum(found["phases"][found["peak"]["phase"]].values())
+    assert found["tokens"]["step"] == 64 * 8 * 512
+
+
+def test_ranks_of_several_machines(seven_b, capsys):
+    on_one = document(capsys, f"model.path={seven_b}", "trainer.nproc=8", "--device-memory", "80GB", code=DOES_NOT_FIT)
+    on_four = document(
+        capsys,
+        f"model.path={seven_b}",
+        "trainer.nproc=8",
+        "--ranks",
+        "32",
+        "--device-memory",
+        "80GB",
+        code=DOES_NOT_FIT,
+    )
+    assert (on_one["ranks"], on_four["ranks"]) == (8, 32)
+    assert 4 * on_four["phases"]["save"]["actor optimizer"] == on_one["phases"]["save"]["actor optimizer"]
+
+
+def test_each_model_and_phase_has_its_part(capsys):
+    path, tiny = f"model.path={TINY_POLICY}", f"reward_model.path={TINY_POLICY}"
+    plain = document(capsys, path, "actor.use_kl_loss=false", "trainer.device=cpu")
+    assert list(plain["phases"]) == ["hand-over", "generation", "actor update", "save"]
+    more = document(
+        capsys,
+        path,
+        tiny,
+        "reward=reward_model",
+        "algorithm=ppo",
+        "actor.use_kl_loss=true",
+        "actor.ppo_mini_batch_size=32",
+        "ref.update_freq=1",
+        "checkpoint.contents=[model,optimizer,hf_model]",
+        "checkpoint.hf_dtype=bfloat16",
+        "trainer.device=cpu",
+    )
+    phases = ["hand-over", "generation", "rewards", "reference", "old log-probs", "values", "critic update"]
+    assert list(more["phases"]) == [*phases, "actor update", "save"]
+    parts = ["actor/model", "actor/optimizer", "actor/huggingface", "critic/model", "critic/optimizer"]
+    assert list(more["checkpoint"]["parts"]) == [*parts, "critic/huggingface", "ref"]
+    assert 2 * more["checkpoint"]["parts"]["actor/huggingface"] == more["checkpoint"]["parts"]["actor/model"]
+
+
+def test_a_page_for_people(seven_b, capsys):
+    arguments = ["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", "--device-memory", "80GB"]
+    assert main([*arguments, "trainer.nproc=8", "--disk-speed", "2GB"]) == DOES_NOT_FIT
+    said = capsys.readouterr().out
+    for expected in ("policy 7.62B; 8 ranks", "<- peak", "written in 46 s at 2 GB/s", "It does not fit: ", "less"):
+        assert expected in said
+
+
+@pytest.mark.parametrize("size", ["80", "many", "0GB", "GB", "-1GB"])
+def test_a_size_that_is_none(size, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--device-memory", size, "--ranks", "none"])
+    assert ended.value.code == EXIT_USER_ERROR
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_sizes():
+    assert [parse_bytes(text) for text in ("80GB", "79.5 GiB", "512m", "7")] == [8 * 10**10, 159 << 29, 512 * 10**6, 7]
+    assert [gib(size) for size in (159 << 29, 3 << 20)] == ["79.5 GiB", "3 MiB"]
+
+
+def test_a_model_that_is_not_there(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert main(["recipes=null", "data.train_files=x.jsonl", "model.path=org/name"]) == EXIT_USER_ERROR
+    assert "hf download org/name config.json" in capsys.readouterr().err
+
+
+def test_a_setting_that_is_wrong(capsys):
+    assert main(["trainer.nprocs=8"]) == EXIT_USER_ERROR
+    assert "trainer.nproc" in capsys.readouterr().err
+
+
+def test_an_engine_that_is_not_installed_is_planned(seven_b, capsys):
+    options = [f"model.path={seven_b}", "rollout=vllm", "trainer.nproc=8", "--device-memory", "80GB"]
+    asleep, awake = (
+        document(capsys, *options, f"rollout.sleep_level={level}", code=DOES_NOT_FIT)["phases"] for level in (2, 0)
+    )
+    engine = sum(awake["generation"][name] for name in ("engine weights", "engine cache"))
+    assert engine == 40_000_000_000
+    assert awake["actor update"]["engine cache"] == awake["generation"]["engine cache"]
+    assert "engine cache" not in asleep["actor update"]
+
+
+def test_a_remedy_saves_what_it_says(seven_b):
+    config = Config()
+    config.model.path, config.data.train_files, config.trainer.nproc = seven_b, "x.jsonl", 8
+    validate(config)
+    models = models_of(config, from_config=True)
+    assert models is not None
+    plan = memory_plan(config, models, Target(True, 8, 80 << 30))
+    found = {str(remedy): remedy for remedy in remedies(config, models, plan)}
+    assert list(found.values()) == sorted(found.values(), key=lambda remedy: -remedy.saved)
+    config.model.enable_gradient_checkpointing = True
+    other = memory_plan(config, models, plan.target)
+    remedy = found["model.enable_gradient_checkpointing=true"]
+    assert remedy.saved == plan.peak.total - other.peak.total > 0
+    assert remedy.fits == other.fits
+
+
+def test_more_ranks_take_less_of_each(seven_b):
+    config = Config()
+    config.model.path = seven_b
+    models = models_of(config, from_config=True)
+    assert isinstance(models, Models)
+    totals = [memory_plan(config, models, Target(True, ranks)).phases[-1].total for ranks in (1, 2, 4, 8)]
+    assert totals == sorted(totals, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("visible", "mib"), [(None, 40536), ("0", 81559), ("GPU-bbbb", 40536), ("0,1", 40536), ("", None), ("7", None)]
+)
+def test_memory_of_the_gpus_that_are_visible(driver, visible, mib):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert smallest_gpu(environ) == (None if mib is None else mib << 20)
+
+
+def test_a_run_that_cannot_fit_ends_before_it_starts(driver, tmp_path, capsys):
+    driver.write_text("0, GPU-a, 1000\n")
+    sums = write_sums(tmp_path / "sums.jsonl")
+    arguments = [f"data.train_files={sums}", "trainer.device=cuda", f"trainer.default_local_dir={tmp_path}"]
+    assert train(arguments) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert re.search(r"actor update takes 1\.\d GiB on each rank and there are 1,000 MiB", said)
+    assert re.search(r" Set \w+\.\S+=\S+ \(\d+ MiB less\)", said)
+    assert "trainer.check_memory=false" in said
+    assert not (tmp_path / "rlhf").exists()
+
+
+def test_a_switch_overrides_the_refusal(driver, tmp_path):
+    driver.write_text("0, GPU-a, 1000\n")
+    config = small(tmp_path)
+    config.trainer.device = "cuda"
+    with pytest.raises(UserError, match="does not fit"):
+        check_fits(config)
+    config.trainer.check_memory = False
+    check_fits(config)
+    config.trainer.check_memory = True
+    driver.write_text(GPUS)
+    gpu_memory.cache_clear()
+    check_fits(config)
+
+
+def test_a_machine_without_gpu_is_warned_of(tmp_path, monkeypatch, caplog):
+    config = small(tmp_path)
+    check_fits(config)
+    assert not caplog.records
+    monkeypatch.setattr("rlhf.planning.check.machine_memory", lambda: 1 << 20)
+    check_fits(config)
+    assert "memory will not do" in caplog.text
+
+
+def test_the_banner_has_a_line_of_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = small(tmp_path)
+    config.data.train_files = str(write_sums(tmp_path / "sums.jsonl"))
+    found = plan_of(config)
+    assert found is not None
+    (shown,) = (line for line in banner(config, []).splitlines() if line.startswith("  memory"))
+    assert gib(found[1].peak.total) in shown
+    assert found[1].peak.name in shown
+    config.model.path = str(tmp_path)
+    assert "\n  memory" not in banner(config, [])

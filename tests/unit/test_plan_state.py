@@ -1,0 +1,153 @@
+"""Plan of weights, gradients and optimizer: against real models, on the meta device and under FSDP2 on 1 to 4 ranks."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlhf.backends import deepspeed, gather
+from rlhf.backends.fsdp2 import Fsdp2Backend, shard
+from rlhf.config import BackendConfig, OptimConfig
+from rlhf.learning import log_probs
+from rlhf.models.loading import ModelSource, load_model_config, load_value_model
+from rlhf.planning import activations, rollout_memory, training_state
+from rlhf.planning.meta_shapes import of_config
+from rlhf.planning.model_shapes import HEAD, ROOT, ModelShapes, of_files
+from rlhf.planning.training_state import frozen_state, sharded, trained_state
+from rlhf.rollout import decoding
+from rlhf.rollout.servers.weights import push
+from tests.support.tiny_models import causal_lm, tiny_config
+
+TIED = [(name, tied) for name in ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2") for tied in (True, False)]
+
+
+@contextmanager
+def one_of(ranks: int) -> Iterator[None]:
+    """A process group in which this process is the first rank and the others are made up."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def local_bytes(tensors) -> int:
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+@pytest.mark.parametrize(("name", "tied"), TIED)
+def test_shapes_are_the_models(name, tied, tmp_path):
+    causal_lm(name, tmp_path, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(name, tie_word_embeddings=tied))
+    by_headers, by_config = of_files(str(tmp_path)), of_config("model.path", str(tmp_path))
+    assert by_headers is not None
+    assert by_config.weights == shapes(model)
+    assert sorted(by_headers.weights.values()) == sorted(by_config.weights.values())
+    text = model.config.get_text_config()
+    for found in (by_headers, by_config):
+        assert found.count == sum(p.numel() for p in model.parameters())
+        assert (found.vocabulary, found.hidden) == (text.vocab_size, text.hidden_size)
+        assert (len(found.layers), found.heads) == (text.num_hidden_layers, text.num_attention_heads)
+        assert found.has_own_head is not tied
+
+
+@pytest.mark.parametrize(("name", "tied"), [("llama", False), ("gemma3_text", True), ("gpt2", True)])
+def test_a_critic_has_one_value_in_the_place_of_the_head(name, tied, tmp_path):
+    causal_lm(name, tmp_path, tie_word_embeddings=tied)
+    source = ModelSource("critic.path", str(tmp_path))
+    model = load_value_model(source, tmp_path, load_model_config(source, tmp_path), torch.float32)
+    found = of_files(str(tmp_path))
+    assert found is not None
+    assert sorted(found.valued().weights.values()) == sorted(shapes(model).values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("name", "tied"), [("llama", False), ("qwen2", True), ("gpt2", True)])
+def test_a_rank_holds_what_the_plan_says(name, tied, ranks):
+    model = AutoModelForCausalLM.from_config(tiny_config(name, tie_word_embeddings=tied))
+    architecture = ModelShapes(shapes(model), model.config.to_dict())
+    planned = trained_state(architecture, BackendConfig(), ranks)
+    with one_of(ranks):
+        options = {"grad_clip": 1.0, "total_optimizer_steps": 1, "hf_files": {}}
+        backend = Fsdp2Backend(model, BackendConfig(), OptimConfig(), torch.device("cpu"), **options)
+        loss = model(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False).logits.sum()
+        backend.backward(loss)
+        parameters = list(backend.module.parameters())
+        moments = [t for p in parameters for key, t in backend.optimizer.state[p].items() if key != "step"]
+        assert local_bytes(parameters) == planned.weights
+        assert local_bytes(p.grad for p in parameters if p.grad is not None) == planned.gradients
+        assert local_bytes(moments) == planned.optimizer
+
+
+def test_a_frozen_model_holds_its_weights_alone():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    planned = frozen_state(ModelShapes(shapes(model), model.config.to_dict()), BackendConfig(), 2)
+    with one_of(2):
+        assert local_bytes(shard(model, BackendConfig(), torch.device("cpu")).parameters()) == planned.weights
+    assert planned.optimizer == planned.gradients == 0
+
+
+def test_units_are_those_that_fsdp_gathers():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
+    units = {name: dict(weights) for name, weights in ModelShapes(shapes(model), {}).units.items()}
+    units[ROOT] |= units.pop(HEAD)
+    layers = [dict(layer.named_parameters()) for layer in model.model.layers]
+    sizes = {name: sum(map(math.prod, weights.values())) for name, weights in units.items()}
+    assert sizes == {ROOT: sizes[ROOT]} | {
+        f"model.layers.{i}": sum(p.numel() for p in layer.values()) for i, layer in enumerate(layers)
+    }
+
+
+def test_zero_spreads_more_with_each_stage():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    architecture, count = (
+        ModelShapes(shapes(model), model.config.to_dict()),
+        sum(p.numel() for p in model.parameters()),
+    )
+
+    def kept(stage: int, ranks: int) -> int:
+        config = BackendConfig(name="deepspeed", zero_stage=stage, autocast="bfloat16")
+        state = trained_state(architecture, config, ranks)
+        return state.weights + state.optimizer + state.gradients
+
+    assert count % 4 == 0
+    # Weights and gradients in bfloat16 (from stage 1 on gradients in float32), master weights and two moments.
+    assert [kept(stage, 4) for stage in range(4)] == [
+        (2 + 12 + 2) * count,
+        (2 + 12 // 4 + 4) * count,
+        (2 + 12 // 4 + 1) * count,
+        (2 / 4 + 12 // 4 + 1) * count,
+    ]
+
+
+def test_constants_are_those_of_the_parts_that_they_are_about():
+    assert activations.CHUNK_ELEMENTS == log_probs.CHUNK_ELEMENTS
+    assert training_state.LARGEST_BUCKET == deepspeed.LARGEST_BUCKET
+    assert rollout_memory.PREFILL_TOKENS == decoding.PREFILL_TOKENS
+    assert rollout_memory.GATHER_BUCKET == gather.BUCKET_BYTES
+    assert rollout_memory.PUSH_BUCKET == push.BUCKET_BYTES
+
+
+def test_a_multimodal_file_is_read_by_its_text_part(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "a", "text_config": {"hidden_size": 7}}')
+    header = b'{"x.layers.0.w": {"shape": [2, 7]}, "e": {"shape": [5, 7]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    found = of_files(str(tmp_path))
+    assert found is not None
+    assert (found.hidden, found.vocabulary, found.count) == (7, 5, 49)
+    assert sharded(found.weights, 2) == 7 + 3 * 7
