@@ -1,9 +1,11 @@
-"""The training loop: collect a batch, compare, estimate advantages, update, record, save, evaluate.
+"""The training loop: collect a batch, spread its work, compare, estimate advantages, update, record, save, evaluate.
 
 It reads like the algorithm. Left out on purpose, because each is the business of the part that is called:
 
 - cadence: whether a save, an evaluation or a move of the reference is due (`maybe_save`, `maybe_evaluate`,
   `maybe_update`);
+- which rank works on which samples: in `work_sharing.share`. Rewards and advantages are had where a prompt's samples
+  were generated (`home`), the models' passes and the updates where the work is (`work`);
 - dynamic sampling, prompts carried over, generation a step ahead, the journal: in `collector.collect`;
 - epochs, mini-batches, micro-batches, the optimizer and the guards before each of its steps: in the two `update`s;
 - ranks and devices: every call is collective and gives the same figures on every rank;
@@ -27,9 +29,8 @@ from rlhf.learning.credit import Advantages
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.reference import Reference
-from rlhf.learning.spread import Spread
 from rlhf.learning.utilization import Utilization
-from rlhf.ranks.collectives import all_integers
+from rlhf.learning.work import Work, WorkSharing
 from rlhf.ranks.phase_clock import PhaseClock
 from rlhf.reward import Reward
 from rlhf.rollout import RolloutEngine
@@ -41,6 +42,7 @@ class Components:
     """Everything that one rank trains with; built by `rlhf.assemble.run`."""
 
     collector: Collector
+    work_sharing: WorkSharing
     engine: RolloutEngine
     actor: Actor
     critic: Critic | None
@@ -58,8 +60,6 @@ class Components:
     driver: DriverState
     reward: Reward
     samples_per_step: int
-    mini_batches: int
-    """Optimizer steps in one pass over a step's samples."""
     resumed: bool
     """Whether there was a checkpoint to go on from."""
     stop_requested: Callable[[], bool]
@@ -88,15 +88,15 @@ def _train(c: Components) -> None:
         announce("step.begin")
         c.collector.skip_to(c.guards.skip_for(step))
         collected = c.collector.collect(step)
-        batch, metrics = collected.batch, collected.metrics
+        home, metrics = collected.batch, collected.metrics
         last = driver.ends_with(step, collected.epochs)
 
         announce("update.before")
         c.guards.begin(step, metrics["reward/mean"])
-        spread = Spread.as_held(all_integers(batch.prompt_lengths + batch.response_lengths), c.mini_batches)
-        metrics |= estimate(c, batch, spread)
+        work = c.work_sharing.share(home, collected.uids)
+        metrics |= estimate(c, home, work)
         c.run_log.show(c.collector.shown(collected))
-        metrics |= update(c, batch, spread, step)
+        metrics |= update(c, work, step)
         if c.guards.settle(step, last=last) == "rollback":
             roll_back(c)
             continue
@@ -128,30 +128,35 @@ def _train(c: Components) -> None:
             c.checkpointer.leave(step, metrics)
 
 
-def estimate(c: Components, batch: Batch, spread: Spread) -> dict[str, float]:
-    """Fill `batch` with log-probs, values and advantages; returns figures. Collective."""
+def estimate(c: Components, home: Batch, work: Work) -> dict[str, float]:
+    """Fill the `work` with log-probs, values and advantages, and the `home` batch with advantages; returns figures.
+    Collective."""
+    batch = work.batch
     if c.reference is not None:
         with c.clock.phase("ref"):
-            batch.ref_log_probs = c.reference.all_log_probs(batch, spread)
+            batch.ref_log_probs = c.reference.all_log_probs(batch, work.spread)
     if c.actor.moves_within_batch or c.advantages.uses_kl:
         with c.clock.phase("old_log_prob"):
-            batch.old_log_probs = c.actor.all_log_probs(batch, spread)
+            batch.old_log_probs = c.actor.all_log_probs(batch, work.spread)
     if c.critic is not None:
         with c.clock.phase("values"):
-            batch.values = c.critic.all_values(batch, spread)
+            batch.values = c.critic.all_values(batch, work.spread)
     with c.clock.phase("adv"):
-        return c.advantages.fill(batch, c.guards)
+        work.bring_home(home, *c.advantages.reads)
+        figures = c.advantages.fill(home, c.guards)
+        work.take_along(home, "advantages", "returns")
+    return figures
 
 
-def update(c: Components, batch: Batch, spread: Spread, step: int) -> dict[str, float]:
-    """Train the critic and the actor on `batch`; returns figures. Collective."""
+def update(c: Components, work: Work, step: int) -> dict[str, float]:
+    """Train the critic and the actor on the `work`; returns figures. Collective."""
     metrics: dict[str, float] = {}
     if c.critic is not None:
         with c.clock.phase("update_critic"):
-            metrics |= c.critic.update(batch, spread, c.guards)
+            metrics |= c.critic.update(work.batch, work.spread, c.guards)
     if step > c.critic_warmup:
         with c.clock.phase("update_actor"):
-            metrics |= c.actor.update(batch, spread, c.guards)
+            metrics |= c.actor.update(work.batch, work.spread, c.guards)
     return metrics
 
 

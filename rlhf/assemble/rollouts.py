@@ -79,8 +79,7 @@ def build_collector(
     Args:
         fingerprints: of the models and the prompts, which a journal must agree with.
     """
-    batch_size, mini_batch_size = config.data.train_batch_size, config.actor.ppo_mini_batch_size
-    prompts = PromptShare(stream, batch_size, mini_batch_size, coordinator.rank, coordinator.world_size)
+    prompts = PromptShare(stream, config.data.train_batch_size, coordinator.rank, coordinator.world_size)
     journal = None
     if config.checkpoint.journal:
         course = course_of(config, driver.run_id, fingerprints)

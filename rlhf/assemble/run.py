@@ -28,6 +28,7 @@ from rlhf.experience.evaluation import Evaluator
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.learning.credit import Advantages
 from rlhf.learning.guards import Guards
+from rlhf.learning.work import WorkSharing
 from rlhf.loop import Components
 from rlhf.models import loading
 from rlhf.models.parameter_count import in_words
@@ -128,6 +129,7 @@ def _build(
     run_log.start(driver.step, resumed=resumed)
     return Components(
         collector=collector,
+        work_sharing=WorkSharing(config.data.train_batch_size // config.actor.ppo_mini_batch_size, coordinator),
         engine=engine,
         actor=learners.actor,
         critic=learners.critic,
@@ -144,7 +146,6 @@ def _build(
         driver=driver,
         reward=reward,
         samples_per_step=config.data.train_batch_size * config.rollout.n,
-        mini_batches=config.data.train_batch_size // config.actor.ppo_mini_batch_size,
         resumed=resumed,
         stop_requested=lambda: collectives.any_rank(preemption.requested or checkpointer.failed, device),
     )

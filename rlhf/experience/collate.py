@@ -13,7 +13,8 @@ from rlhf.rollout import Sample
 
 
 def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.device) -> Batch:
-    """The samples of `groups`, one group after the other, padded with `pad_id`, with their whole rewards as scores.
+    """The samples of `groups`, one group after the other, padded with `pad_id`, with their whole rewards as scores. No
+    groups are a batch without rows.
 
     `version` is the steps that the policy has done.
     """
@@ -24,18 +25,23 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
 
     baselines = [group.baseline for group, _ in rows]
     lengths = tensor([len(sample.token_ids) for _, sample in rows], torch.int64)
-    sequences = [torch.tensor(group.prompt_ids + sample.token_ids) for group, sample in rows]
+    sequences = [torch.tensor(group.prompt_ids + sample.token_ids, dtype=torch.int64) for group, sample in rows]
     log_probs = [torch.tensor(sample.log_probs, dtype=torch.float32) for _, sample in rows]
     return Batch(
-        input_ids=pad_sequence(sequences, batch_first=True, padding_value=pad_id).to(device),
+        input_ids=_padded(sequences, torch.int64, pad_id).to(device),
         prompt_lengths=tensor([len(group.prompt_ids) for group, _ in rows], torch.int64),
         response_lengths=lengths,
         response_mask=_mask([sample for _, sample in rows], lengths),
-        rollout_log_probs=pad_sequence(log_probs, batch_first=True).to(device),
+        rollout_log_probs=_padded(log_probs, torch.float32).to(device),
         scores=tensor([score for group in groups for score in group.scores], torch.float32),
         baselines=None if None in baselines else tensor(baselines, torch.float32),
         staleness=tensor([version - sample.version for _, sample in rows], torch.int64),
     )
+
+
+def _padded(rows: list[Tensor], dtype: torch.dtype, value: float = 0.0) -> Tensor:
+    """[N, longest], the rows padded on the right with `value`; without rows [0, 0]."""
+    return pad_sequence(rows, batch_first=True, padding_value=value) if rows else torch.empty(0, 0, dtype=dtype)
 
 
 def _mask(samples: Sequence[Sample], lengths: Tensor) -> Tensor:

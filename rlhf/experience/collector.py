@@ -30,15 +30,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Collected:
-    """The batch of a step: this rank's part of it, and metrics and tokens of all ranks."""
+    """The batch of a step: the groups that this rank has generated, and metrics and tokens of all ranks."""
 
     batch: Batch
     groups: list[Group]
-    """Of which `batch` is."""
+    """Of which `batch` is, by uid."""
     metrics: dict[str, float]
     tokens: TokenCounts
     epochs: float
     """Passes over the prompts up to the end of this batch, those that were dropped included."""
+
+    @property
+    def uids(self) -> list[int]:
+        """The prompt of each row of `batch`."""
+        return [group.uid for group in self.groups for _ in group.samples]
 
 
 @dataclass
@@ -80,7 +85,7 @@ class Collector:
         """The batch of `step`. Collective.
 
         New samples are by the policy after `step` - 1 steps, or one less where they were begun ahead, their noise keyed
-        by `step`. Of each mini-batch every rank gets an equal part, mini-batch after mini-batch; groups are contiguous.
+        by `step`. Groups are contiguous, and stay on the rank that generated them; a rank may have none.
 
         Raises:
             UserError: dynamic sampling can't fill the batch.

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from rlhf.config import FilterGroupsConfig
 from rlhf.errors import UserError
 from rlhf.experience.generation import Generation
-from rlhf.experience.group_shares import owners, share
-from rlhf.experience.groups import Group
+from rlhf.experience.groups import Group, uids_everywhere
 from rlhf.experience.metrics import RolloutStats
 from rlhf.experience.prefetch import Prefetch
 from rlhf.experience.prompt_share import PromptShare
@@ -25,7 +24,7 @@ class DynamicSampling:
     """Fills a batch with groups whose samples differ in their reward: others have no advantage, and are dropped.
 
     Groups that are too many are trained on in a later step, before newer ones, and dropped once their policy is more
-    than `max_staleness` steps old; they stay on the rank that has generated them. Every rank takes the same decisions.
+    than `max_staleness` steps old. All stay on the rank that has generated them. Every rank takes the same decisions.
     """
 
     config: FilterGroupsConfig
@@ -40,7 +39,7 @@ class DynamicSampling:
     _warned: bool = field(default=False, init=False)
 
     def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
-        """This rank's share of a full batch of groups with signal, and how it came about. Collective.
+        """This rank's groups of a full batch of groups with signal, by uid, and how it came about. Collective.
 
         Raises:
             UserError: the generations that are allowed do not fill the batch.
@@ -50,7 +49,7 @@ class DynamicSampling:
         kept, dropped, rounds = self._young(self.carried, step), list[Group](), 0
         expired = len(self.carried) - len(kept)
         fresh = self.prefetch.take(stats)
-        held = owners(kept, self.coordinator)
+        held = uids_everywhere(kept, self.coordinator)
         carried = set(held)
         while fresh is not None or (len(held) < wanted and rounds < self.config.max_num_gen_batches):
             rounds += 1
@@ -59,18 +58,18 @@ class DynamicSampling:
             kept = kept + [group for group in fresh if group.has_signal(metric)]
             # No more than a whole batch of them, the newest, can be needed to fill up.
             dropped = (dropped + [group for group in fresh if not group.has_signal(metric)])[-wanted:]
-            held, fresh = owners(kept, self.coordinator), None
-        chosen = dict(sorted(held.items())[:wanted])
+            held, fresh = uids_everywhere(kept, self.coordinator), None
+        chosen = set(held[:wanted])
         missing = wanted - len(chosen)
         if missing:
-            spare = owners(dropped, self.coordinator)
+            spare = uids_everywhere(dropped, self.coordinator)
             self._check_limit(step, len(held), len(spare), len(carried))
-            chosen |= dict(sorted(spare.items())[-missing:])
+            chosen |= set(spare[-missing:])
         left = [group for group in kept if group.uid not in chosen]
         self.carried = self._young(left, step + 1)
         expired += len(left) - len(self.carried)
         counts = self.coordinator.gather((len(self.carried), expired))
-        share_carried = len(carried & chosen.keys()) / wanted
+        share_carried = len(carried & chosen) / wanted
         self._warn(step, share_carried)
         metrics: dict[str, float] = {
             "sampling/gen_batches": rounds,
@@ -81,12 +80,12 @@ class DynamicSampling:
             "sampling/groups_filled": missing,
             "sampling/carried_share": share_carried,
         }
-        batch = dict(sorted(chosen.items()))
-        return share(kept + dropped, batch, self.prompts.mini_batch_size, self.coordinator), metrics
+        mine = [group for group in kept + dropped if group.uid in chosen]
+        return sorted(mine, key=lambda group: group.uid), metrics
 
     def starts_full(self) -> bool:
         """Whether the next batch needs no generation, since what is carried over fills it. Collective."""
-        return len(owners(self.carried, self.coordinator)) >= self.prompts.batch_size
+        return len(uids_everywhere(self.carried, self.coordinator)) >= self.prompts.batch_size
 
     def carry(self, groups: Sequence[Group]) -> None:
         """Take over the groups that a checkpoint has carried over, instead of those that are held."""

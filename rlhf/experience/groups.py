@@ -8,6 +8,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample, as_spans
 
@@ -48,6 +49,11 @@ class Group:
         if metric == "seq_reward":
             return len(set(self.scores)) > 1
         return len({next(iter(result.terms.values())) for result in self.results}) > 1
+
+
+def uids_everywhere(groups: Sequence[Group], coordinator: Coordinator) -> list[int]:
+    """The uids of all ranks' `groups`, ascending. Collective."""
+    return sorted(uid for of_rank in coordinator.gather([group.uid for group in groups]) for uid in of_rank)
 
 
 def to_tensors(groups: Sequence[Group], prefix: str = "") -> dict[str, Tensor]:

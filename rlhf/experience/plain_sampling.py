@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhf.experience.generation import Generation
-from rlhf.experience.group_shares import owners, share
-from rlhf.experience.groups import Group
+from rlhf.experience.groups import Group, uids_everywhere
 from rlhf.experience.metrics import RolloutStats
 from rlhf.experience.prefetch import Prefetch
 from rlhf.experience.prompt_share import PromptShare
@@ -24,18 +23,18 @@ class PlainSampling:
     prefetch: Prefetch
     coordinator: Coordinator
     gen_batch_size: None = field(default=None, init=False)
-    """Prompts per generation: those of a whole step, mini-batch after mini-batch."""
+    """Prompts per generation: those of a whole step."""
 
     def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
-        """This rank's share of the groups of the next prompts; no metrics. Collective."""
+        """The groups of this rank's share of the next prompts, by uid; no metrics. Collective."""
         if (ahead := self.prefetch.take(stats)) is not None:
-            held, wanted = owners(ahead, self.coordinator), self.prompts.batch_size
-            if len(held) == wanted:
-                return share(ahead, dict(sorted(held.items())), self.prompts.mini_batch_size, self.coordinator), {}
+            held, wanted = len(uids_everywhere(ahead, self.coordinator)), self.prompts.batch_size
+            if held == wanted:
+                return ahead, {}
             log.warning(
                 "Left out %d prompts with their samples that the checkpoint kept for step %d: "
                 "data.train_batch_size is now %d.",
-                len(held),
+                held,
                 step,
                 wanted,
             )

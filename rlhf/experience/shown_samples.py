@@ -31,13 +31,12 @@ def shown_rollouts(
     advantages = _means(batch)
     rows = [(group, number) for group in groups for number in range(len(group.samples))]
     order = sorted(range(len(rows)), key=lambda row: rows[row][1])
-    each = len(rows) if count < 0 else -(-count // coordinator.world_size)
+    part = _parts(coordinator.gather(len(rows)), count)[coordinator.rank] if count > 0 else len(rows)
 
     def mine() -> list[ShownSample]:
-        return [_rollout(*rows[row], advantages[row], prompts, tokenizer) for row in sorted(order[:each])]
+        return [_rollout(*rows[row], advantages[row], prompts, tokenizer) for row in sorted(order[:part])]
 
-    gathered = [sample for of_rank in coordinator.collect(mine) or [] for sample in of_rank]
-    return gathered if count < 0 else gathered[:count]
+    return [sample for of_rank in coordinator.collect(mine) or [] for sample in of_rank]
 
 
 def shown_answers(
@@ -58,6 +57,14 @@ def shown_answers(
 
     gathered = [sample for of_rank in coordinator.collect(mine) or [] for sample in of_rank]
     return sorted(gathered, key=lambda sample: (sample["uid"], sample["sample"]))
+
+
+def _parts(held: Sequence[int], count: int) -> list[int]:
+    """How many each rank shows of those that it has: `count` together if there are so many, as evenly as can be."""
+    parts = [0] * len(held)
+    for _ in range(min(count, sum(held))):
+        parts[min((part, rank) for rank, part in enumerate(parts) if part < held[rank])[1]] += 1
+    return parts
 
 
 def _means(batch: Batch) -> list[float]:

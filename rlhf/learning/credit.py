@@ -25,6 +25,8 @@ class Advantages:
         self.kl_coef = config.kl_ctrl.kl_coef
         self.uses_kl = config.kl_in_reward
         """Whether `fill` needs `old_log_probs` and `ref_log_probs`."""
+        self.reads = ("values", "old_log_probs", "ref_log_probs") if self.uses_kl else ("values",)
+        """Per-token fields of a batch that `fill` reads; without a critic there are no values."""
 
     def fill(self, batch: Batch, guards: Guards) -> dict[str, float]:
         """Set `token_rewards`, `advantages` and `returns` of `batch`; returns figures over all ranks. Collective.

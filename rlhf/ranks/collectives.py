@@ -3,6 +3,7 @@
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -93,15 +94,18 @@ def all_max(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def all_integers(values: Tensor) -> list[list[int]]:
-    """The vectors [N] of integers of all ranks, by rank; each rank's N may be another."""
-    most = int(all_max(torch.tensor(len(values), device=values.device)))
-    table = torch.zeros(dist.get_world_size(), 1 + most, dtype=torch.int64, device=values.device)
-    table[dist.get_rank(), 0] = len(values)
-    table[dist.get_rank(), 1 : 1 + len(values)] = values
-    return [row[1 : 1 + row[0]] for row in all_sum(table).tolist()]
-
-
 def any_rank(flag: bool, device: torch.device) -> bool:
     """Whether `flag` is set on any rank; the same answer everywhere."""
     return bool(all_max(torch.tensor(float(flag), device=device)).item())
+
+
+def all_to_all(flat: Tensor, sent: Sequence[int], came: Sequence[int]) -> Tensor:
+    """Entries that all ranks send to this one, rank after rank, bit for bit.
+
+    Args:
+        flat: one dimension; the first `sent[0]` entries go to rank 0, the next `sent[1]` to rank 1, and so on.
+        came: how many entries come from each rank.
+    """
+    result = flat.new_empty(sum(came))
+    dist.all_to_all_single(result, flat, list(came), list(sent))
+    return result

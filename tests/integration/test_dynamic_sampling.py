@@ -19,7 +19,6 @@ from tests.support.plain_collect import (
     BATCH,
     DEFAULTS,
     FILTERED,
-    MINI,
     OVERLONG,
     UNFILTERED,
     N,
@@ -99,8 +98,8 @@ def all_scenarios() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[int, list[dict[str, Any]]]:
-    """What each rank of 1 and of 2 got."""
-    return {1: [all_scenarios()], 2: run_ranks(2, all_scenarios)}
+    """What each rank of 1 and of 3 got: 3 divides no number of prompts here."""
+    return {1: [all_scenarios()], 3: run_ranks(3, all_scenarios)}
 
 
 @pytest.fixture(scope="module")
@@ -129,20 +128,15 @@ def plain() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_step_is_that_of_the_plain_way(ranks, plain, name, world_size):
-    share = MINI // world_size
     for number, expected in enumerate(plain[name]):
         parts = [rank[name][number] for rank in ranks[world_size]]
-        assert all(len(part["groups"]) == BATCH // world_size for part in parts)
         place = {tuple(group["prompt"]): i for i, group in enumerate(expected["groups"])}
-        for start in range(0, BATCH // world_size, share):
-            # Of each mini-batch an equal part, in the order of the stream.
-            places = [[place[tuple(g["prompt"][0])] for g in part["groups"][start : start + share]] for part in parts]
-            assert places == [sorted(of_rank) for of_rank in places]
-            first = start * world_size
-            assert sorted(i for of_rank in places for i in of_rank) == list(range(first, first + MINI))
+        places = [[place[tuple(group["prompt"][0])] for group in part["groups"]] for part in parts]
+        assert places == [sorted(of_rank) for of_rank in places], "in the order of the stream"
+        assert sorted(i for of_rank in places for i in of_rank) == list(range(BATCH))
         for group in (group for part in parts for group in part["groups"]):
             same = expected["groups"][place[tuple(group["prompt"][0])]]
             assert group["prompt"] == [same["prompt"]] * N
@@ -169,25 +163,21 @@ def test_every_step_is_that_of_the_plain_way(ranks, plain, name, world_size):
 
 
 @pytest.mark.parametrize("name", ["refilled", "lengths make the difference"])
-def test_groups_leave_a_rank_only_when_it_has_too_many(ranks, plain, name):
+def test_groups_stay_where_they_were_generated(ranks, plain, name):
     drawn = (DEFAULTS | SCENARIOS[name][1])["drawn"]
-    moved = 0
+    counts = []
     for number, expected in enumerate(plain[name]):
-        # Of each draw the first rank generated the first half.
-        owner = {tuple(g["prompt"]): int(g["uid"] % drawn >= drawn // 2) for g in expected["groups"]}
-        for start in range(0, BATCH, MINI):
-            owners = [owner[tuple(g["prompt"])] for g in expected["groups"][start : start + MINI]]
-            too_many = sum(max(0, owners.count(rank) - MINI // 2) for rank in (0, 1))
-            came = 0
-            for rank in (0, 1):
-                groups = ranks[2][rank][name][number]["groups"][start // 2 : (start + MINI) // 2]
-                came += sum(owner[tuple(group["prompt"][0])] != rank for group in groups)
-            assert came == too_many
-            moved += came
-    assert moved > 0
+        # Of each draw a rank generated the prompts between its bounds.
+        place = {tuple(g["prompt"]): g["uid"] % drawn for g in expected["groups"]}
+        for rank in range(3):
+            groups = ranks[3][rank][name][number]["groups"]
+            low, high = (drawn * end // 3 for end in (rank, rank + 1))
+            assert all(low <= place[tuple(group["prompt"][0])] < high for group in groups)
+            counts.append(len(groups))
+    assert max(counts) - min(counts) > 1
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_a_batch_that_cannot_be_filled_is_refused_with_figures(ranks, world_size):
     for rank in ranks[world_size]:
         assert "data.train_batch_size=8 prompts" in rank["stop"]

@@ -27,6 +27,7 @@ from rlhf.learning.credit import Advantages
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
+from rlhf.learning.spread import Spread
 from rlhf.rollout import Sample, SamplingParams
 from tests.support.numeric_ranks import single_rank
 from tests.support.tiny_updates import VOCAB, random_batch, tiny_qwen2, tiny_value_model, with_observations
@@ -64,6 +65,10 @@ def disturbed(batch: Batch) -> Batch:
     return replace(batch, input_ids=ids, **changes)
 
 
+def as_held(batch: Batch, mini_batches: int) -> Spread:
+    return Spread.as_held([(batch.prompt_lengths + batch.response_lengths).tolist()], mini_batches)
+
+
 def guards() -> Guards:
     judge = Guards(GuardsConfig())
     judge.begin(1, 0.0)
@@ -72,20 +77,22 @@ def guards() -> Guards:
 
 def trained(batch: Batch, role: str, mode: str) -> dict[str, Tensor | float]:
     """Weights and figures after an update with every term of the loss."""
-    settings = {"ppo_micro_batch_size_per_gpu": 5, "loss_agg_mode": mode, "optim": OPTIM}
+    settings = {"ppo_max_token_len_per_gpu": 60, "loss_agg_mode": mode, "optim": OPTIM}
+    held = as_held(batch, 2)
     trained: Actor | Critic
     with single_rank():
         if role == "critic":
             critic = CriticConfig(**settings)
-            trained = Critic(engine(tiny_value_model(), critic, BackendConfig()), critic, scale=9, mini_batches=2)
+            backend = engine(tiny_value_model(), critic, BackendConfig())
+            trained = Critic(backend, critic, scale=9, budget=60, forward_budget=60)
         else:
             loss = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3+", "entropy_coeff": 0.1}
             actor = ActorConfig(**settings, **loss, policy_loss=PolicyLossConfig(role))
             correction = RolloutCorrectionConfig("sequence")
             backend = engine(tiny_qwen2(), actor, BackendConfig())
-            trained = Actor(backend, actor, correction, temperature=1.0, scale=9, mini_batches=2)
+            trained = Actor(backend, actor, correction, temperature=1.0, scale=9, mini_batches=2, log_prob_budget=60)
         judge = guards()
-        figures = trained.update(batch, judge)
+        figures = trained.update(batch, held, judge)
         assert judge.refused is None
         return {name: tensor.clone() for name, tensor in trained.backend.full_tensors()} | figures
 
@@ -136,11 +143,11 @@ def test_log_probs_and_values_are_zero_there():
     batch = whole_batch()
     with single_rank():
         backend = engine(tiny_qwen2(), ActorConfig(optim=OPTIM), BackendConfig())
-        log_probs = Policy(backend, 1.0, 4).all_log_probs(batch)
-        critic = CriticConfig(optim=OPTIM)
-        values = Critic(
-            engine(tiny_value_model(), critic, BackendConfig()), critic, scale=9, mini_batches=1
-        ).all_values(batch)
+        log_probs = Policy(backend, 1.0, 60).all_log_probs(batch, as_held(batch, 1))
+        config = CriticConfig(optim=OPTIM)
+        value_model = engine(tiny_value_model(), config, BackendConfig())
+        critic = Critic(value_model, config, scale=9, budget=60, forward_budget=60)
+        values = critic.all_values(batch, as_held(batch, 1))
     for found in (log_probs, values):
         assert torch.equal(found != 0, batch.response_mask.bool())
 

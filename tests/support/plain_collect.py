@@ -33,7 +33,7 @@ from rlhf.rollout import Request, Sample, SamplingParams, build_embedded_engine
 from tests.support.background_engine import BackgroundThread
 from tests.support.launching import TINY_POLICY, question
 
-BATCH, MINI, N, LONGEST, SEED, WEIGHT = 8, 4, 4, 5, 5, 2.0
+BATCH, N, LONGEST, SEED, WEIGHT = 8, 4, 5, 5, 2.0
 CPU = torch.device("cpu")
 UNFILTERED, FILTERED = FilterGroupsConfig(), FilterGroupsConfig(enable=True)
 OVERLONG = OverlongBufferConfig(enable=True, len=3, penalty_factor=0.6)
@@ -116,7 +116,7 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
         chosen["filter_groups"],
         reward,
         int(chosen["ahead"]),
-        PromptShare(stream, chosen["batch"], MINI, coordinator.rank, coordinator.world_size),
+        PromptShare(stream, chosen["batch"], coordinator.rank, coordinator.world_size),
         generation,
         coordinator,
         CPU,

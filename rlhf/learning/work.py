@@ -1,0 +1,150 @@
+"""Work of a step: its samples on the ranks that train on them, and the way of figures between there and home."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf.batch import Batch
+from rlhf.learning.spread import Spread, spread
+from rlhf.ranks.collectives import all_to_all
+from rlhf.ranks.coordinator import Coordinator
+
+OF_SAMPLES = ("prompt_lengths", "response_lengths", "scores", "staleness")
+OF_TOKENS = ("response_mask", "rollout_log_probs")
+"""Fields of a batch, beside the token ids, that go to the rank that trains on a sample."""
+
+Place = tuple[int, int]
+"""A rank, and a row of its batch."""
+
+
+class SampleRoute:
+    """Way of a step's samples from the places that they have in one batch over all ranks to those of another.
+
+    Args:
+        sources, targets: the places of each sample, known on every rank.
+        lengths: of the responses, in tokens.
+    """
+
+    def __init__(self, sources: Sequence[Place], targets: Sequence[Place], lengths: Tensor, coordinator: Coordinator):
+        self._sources, self._targets, self._lengths = sources, targets, lengths
+        self._still = sources == targets
+        rank, self._ranks = coordinator.rank, coordinator.world_size
+        every = range(len(sources))
+        # By rank at the other end, and in the order of the samples for each: the same order on both sides.
+        self._sent = sorted((i for i in every if sources[i][0] == rank), key=lambda i: targets[i][0])
+        self._came = sorted((i for i in every if targets[i][0] == rank), key=lambda i: sources[i][0])
+
+    def of_samples(self, values: Tensor) -> Tensor:
+        """[N] of the samples here as [M] of those that come, bit for bit. Collective."""
+        return self._moved(values[:, None], torch.ones_like(self._lengths))[:, 0]
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """[N, R] of the response tokens here as [M, R'] of those that come, bit for bit, zero on padding.
+        Collective."""
+        return self._moved(values, self._lengths)
+
+    def of_sequences(self, ids: Tensor, prompts: Tensor) -> Tensor:
+        """Token ids of whole sequences, [N, L] as [M, L']; `prompts` are the lengths of the prompts of all samples.
+        Collective."""
+        return self._moved(ids, prompts + self._lengths)
+
+    def _moved(self, values: Tensor, lengths: Tensor) -> Tensor:
+        """Rows of `values`, of which the first `lengths` count, at their targets."""
+        if self._still:
+            return values
+        device = values.device
+        sent, came = (lengths[torch.tensor(which, dtype=torch.int64)] for which in (self._sent, self._came))
+        rows = torch.tensor([self._sources[i][1] for i in self._sent], dtype=torch.int64, device=device)
+        received = all_to_all(
+            values[rows][_inside(sent, values.shape[1]).to(device)],
+            self._totals(sent, [self._targets[i][0] for i in self._sent]),
+            self._totals(came, [self._sources[i][0] for i in self._came]),
+        )
+        result = values.new_zeros(len(came), int(came.max()) if len(came) else 0)
+        result[_inside(came, result.shape[1]).to(device)] = received
+        places = torch.tensor([self._targets[i][1] for i in self._came], dtype=torch.int64)
+        return result[places.argsort().to(device)]
+
+    def _totals(self, lengths: Tensor, ranks: list[int]) -> list[int]:
+        """Entries to or from each rank."""
+        index = torch.tensor(ranks, dtype=torch.int64)
+        return torch.zeros(self._ranks, dtype=torch.int64).index_add(0, index, lengths).tolist()
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step's samples as the ranks train on them.
+
+    A sample's home is the rank that has its group, where it is scored and compared with the group's others. Its work
+    may be on another: the samples of each mini-batch are spread so that all ranks have about the same to do.
+    """
+
+    batch: Batch
+    """This rank's samples, mini-batch after mini-batch; of each in the order of uids."""
+    spread: Spread
+    """How many every rank has of each mini-batch, and their lengths."""
+    _there: SampleRoute
+    _back: SampleRoute
+
+    def bring_home(self, home: Batch, *names: str) -> None:
+        """Set those of the per-token fields `names` of `home` that `batch` has, sample by sample. Collective."""
+        _carry(self.batch, home, self._back, names)
+
+    def take_along(self, home: Batch, *names: str) -> None:
+        """Set those of the per-token fields `names` of `batch` that `home` has. Collective."""
+        _carry(home, self.batch, self._there, names)
+
+
+@dataclass(frozen=True)
+class WorkSharing:
+    """Spreads each step's samples over the ranks."""
+
+    mini_batches: int
+    """Consecutive parts of a step, of equally many groups in the order of uids, one optimizer step each."""
+    coordinator: Coordinator
+
+    def share(self, home: Batch, uids: Sequence[int]) -> Work:
+        """The work of a step whose samples lie in the `home` batches. Collective.
+
+        Which rank works on a sample follows from the lengths of all, whatever their homes.
+
+        Args:
+            uids: of the prompt of each row, ascending; each is on one rank.
+        """
+        facts = list(zip(uids, home.prompt_lengths.tolist(), home.response_lengths.tolist(), strict=True))
+        every = self.coordinator.gather(facts)
+        placed = sorted((fact[0], rank, row) for rank, of_rank in enumerate(every) for row, fact in enumerate(of_rank))
+        homes = [(rank, row) for _, rank, row in placed]
+        prompts, responses = ([every[rank][row][i] for rank, row in homes] for i in (1, 2))
+        lengths = [sum(both) for both in zip(prompts, responses, strict=True)]
+        ranks = self.coordinator.world_size
+        owners = spread(lengths, self.mini_batches, ranks)
+        counts, places = [0] * ranks, list[Place]()
+        for owner in owners:
+            places.append((owner, counts[owner]))
+            counts[owner] += 1
+        there = SampleRoute(homes, places, torch.tensor(responses), self.coordinator)
+        back = SampleRoute(places, homes, torch.tensor(responses), self.coordinator)
+        plan = Spread.owned(lengths, owners, self.mini_batches, ranks)
+        return Work(_moved(home, there, torch.tensor(prompts)), plan, there, back)
+
+
+def _moved(home: Batch, there: SampleRoute, prompts: Tensor) -> Batch:
+    """The batch of the samples that come here."""
+    present = [name for name in OF_SAMPLES if getattr(home, name) is not None]
+    fields = {name: there.of_samples(getattr(home, name)) for name in present}
+    fields |= {name: there.of_tokens(getattr(home, name)) for name in OF_TOKENS}
+    return Batch(input_ids=there.of_sequences(home.input_ids, prompts), **fields)
+
+
+def _carry(source: Batch, target: Batch, route: SampleRoute, names: Sequence[str]) -> None:
+    for name in names:
+        if (values := getattr(source, name)) is not None:
+            setattr(target, name, route.of_tokens(values))
+
+
+def _inside(lengths: Tensor, width: int) -> Tensor:
+    """[N, width] bool: the first `lengths` columns of each row."""
+    return torch.arange(width) < lengths[:, None]

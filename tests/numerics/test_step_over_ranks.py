@@ -1,0 +1,117 @@
+"""A step on four ranks is that of one: the loop's estimate and updates on samples that are generated on some ranks and
+trained on by others, with prompts that the ranks do not divide and ranks that have none."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf import loop
+from rlhf.backends.fsdp2 import Fsdp2Model
+from rlhf.batch import Batch
+from rlhf.config import ActorConfig, AlgorithmConfig, BackendConfig, CriticConfig, GuardsConfig, KlCtrlConfig
+from rlhf.config.algorithm import RolloutCorrectionConfig
+from rlhf.learning.actor import Actor
+from rlhf.learning.credit import Advantages
+from rlhf.learning.critic import Critic
+from rlhf.learning.guards import Guards
+from rlhf.learning.policy import Policy
+from rlhf.learning.work import WorkSharing
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
+from rlhf.ranks.phase_clock import PhaseClock
+from tests.support.numeric_ranks import run_ranks
+from tests.support.tiny_updates import random_batch, tiny_value_model, with_observations
+from tests.support.update_cases import CPU, OPTIM, engine, start_policies
+
+RANKS, GROUP, MINI_BATCHES, BUDGET = 4, 2, 2, 40
+ADAPTIVE = KlCtrlConfig("adaptive", 0.3, 0.5, 40)
+CASES: dict[str, tuple[int, AlgorithmConfig]] = {
+    "everything travels": (10, AlgorithmConfig("gae", 0.9, 0.8, use_kl_in_reward=True, kl_ctrl=ADAPTIVE)),
+    "fewer samples in a mini-batch than ranks": (
+        2,
+        AlgorithmConfig("gae", 0.9, 0.8, use_kl_in_reward=True, kl_ctrl=ADAPTIVE),
+    ),
+    "groups": (10, AlgorithmConfig("grpo")),
+}
+
+
+def home_of(prompts: int, coordinator: Coordinator) -> tuple[Batch, list[int]]:
+    """What this rank generated: with several ranks the first has nothing."""
+    whole = with_observations(random_batch(seed=6, samples=prompts * GROUP, response=(1, 20)))
+    whole = replace(whole, advantages=None, returns=None, scores=torch.arange(prompts * GROUP) % 3 / 2)
+    makers = list(range(1, coordinator.world_size)) or [0]
+    mine = [group for group in range(prompts) if makers[group * len(makers) // prompts] == coordinator.rank]
+    rows = [group * GROUP + sample for group in mine for sample in range(GROUP)]
+    return whole.select(torch.tensor(rows, dtype=torch.int64)), [row // GROUP for row in rows]
+
+
+def one_step(prompts: int, algorithm: AlgorithmConfig) -> dict[str, Any]:
+    coordinator = Coordinator(GlooTransport())
+    guards, settings = Guards(GuardsConfig()), {"optim": OPTIM, "ppo_max_token_len_per_gpu": BUDGET, "ppo_epochs": 2}
+    guards.begin(1, 0.0)
+    actor, critic = ActorConfig(**settings, use_kl_loss=True, kl_loss_coef=0.1), CriticConfig(**settings)
+    policy, reference = start_policies()
+    c: Any = SimpleNamespace(
+        guards=guards,
+        clock=PhaseClock(CPU),
+        critic_warmup=0,
+        advantages=Advantages(algorithm, GROUP),
+        reference=Policy(Fsdp2Model(reference.requires_grad_(False), BackendConfig(), CPU), 1.0, BUDGET),
+        actor=Actor(
+            engine(policy, actor, BackendConfig()),
+            actor,
+            RolloutCorrectionConfig("token"),
+            temperature=1.0,
+            scale=20,
+            mini_batches=MINI_BATCHES,
+            log_prob_budget=BUDGET,
+        ),
+        critic=None,
+    )
+    if algorithm.adv_estimator == "gae":
+        values = engine(tiny_value_model(), critic, BackendConfig())
+        c.critic = Critic(values, critic, scale=20, budget=BUDGET, forward_budget=BUDGET)
+    home, uids = home_of(prompts, coordinator)
+    work = WorkSharing(MINI_BATCHES, coordinator).share(home, uids)
+    figures = loop.estimate(c, home, work) | loop.update(c, work, 1)
+    assert guards.refused is None
+    weights = {name: tensor.clone() for name, tensor in c.actor.backend.full_tensors()}
+    if c.critic is not None:
+        weights |= {f"critic.{name}": tensor.clone() for name, tensor in c.critic.backend.full_tensors()}
+    assert home.advantages is not None
+    by_sample = zip(uids, home.advantages, home.response_mask, strict=True)
+    advantages = {(uid, row % GROUP): a[m.bool()].tolist() for row, (uid, a, m) in enumerate(by_sample)}
+    idle = any(not held for of_ranks in work.spread.lengths for held in of_ranks)
+    return {"figures": figures, "weights": weights, "advantages": advantages, "rows": len(work.batch), "idle": idle}
+
+
+def every_case() -> dict[str, Any]:
+    return {name: one_step(*case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[int, list[dict[str, Any]]]:
+    return {size: run_ranks(size, every_case) for size in (1, RANKS)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_the_same_on_any_number_of_ranks(ranks, case):
+    [alone], several = ([rank[case] for rank in ranks[size]] for size in (1, RANKS))
+    rows = [rank["rows"] for rank in several]
+    assert sum(rows) == alone["rows"]
+    assert several[0]["idle"] == (case == "fewer samples in a mini-batch than ranks")
+    assert not several[0]["advantages"], "the first rank generated nothing"
+    advantages = {sample: values for rank in several for sample, values in rank["advantages"].items()}
+    assert advantages.keys() == alone["advantages"].keys()
+    options = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(advantages, alone["advantages"], **options)
+    for rank in several:
+        assert rank["figures"] == several[0]["figures"]
+        torch.testing.assert_close(rank["weights"], several[0]["weights"], rtol=0, atol=0)
+    torch.testing.assert_close(several[0]["weights"], alone["weights"], **options)
+    torch.testing.assert_close(several[0]["figures"], alone["figures"], rtol=1e-4, atol=1e-5)
+    start, _ = start_policies()
+    assert any(not torch.allclose(alone["weights"][name], p, atol=1e-3) for name, p in start.named_parameters())

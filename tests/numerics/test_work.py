@@ -1,0 +1,137 @@
+"""Work on the ranks' samples against one batch of all of them: everything arrives at its sample, bit for bit, wherever
+the groups were generated, and one rank moves nothing."""
+
+import functools
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.batch import Batch
+from rlhf.learning.work import Work, WorkSharing
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
+from tests.support.numeric_ranks import run_ranks, single_rank
+from tests.support.tiny_updates import random_batch, with_observations
+
+RANKS, GROUPS, GROUP, MINI_BATCHES = 4, 10, 3, 2
+PER_TOKEN = ("response_mask", "rollout_log_probs", "advantages", "values")
+
+
+@functools.cache
+def whole_batch() -> Batch:
+    """The step's samples in the order of uids, with numbers that tell bits: -0.0, NaN and the smallest ones."""
+    batch = with_observations(random_batch(seed=3, samples=GROUPS * GROUP, prompt=(1, 30), response=(0, 40)))
+    values = batch.rollout_log_probs.clone()
+    values[::2] *= 1e-42
+    values[1, :3] = torch.tensor([-0.0, torch.nan, torch.inf])
+    return replace(batch, values=values, staleness=torch.arange(GROUPS * GROUP), returns=None)
+
+
+def homes(case: str) -> list[int]:
+    """The rank that generated each group."""
+    rng = random.Random(case)
+    if case == "as prompts are dealt":
+        return [group * RANKS // GROUPS for group in range(GROUPS)]
+    if case == "all on the last":
+        return [RANKS - 1] * GROUPS
+    return [rng.choice([0, 2, 3]) for _ in range(GROUPS)]
+
+
+CASES = ("as prompts are dealt", "all on the last", "anyhow, none on one")
+
+
+def shared(case: str, coordinator: Coordinator) -> tuple[Batch, Work, list[int]]:
+    """This rank's home batch and work, and its rows of the whole batch."""
+    mine = [group for group, rank in enumerate(homes(case)) if rank == coordinator.rank]
+    rows = [group * GROUP + sample for group in mine for sample in range(GROUP)]
+    home = whole_batch().select(torch.tensor(rows, dtype=torch.int64))
+    uids = [100 + 7 * (row // GROUP) for row in rows]
+    return home, WorkSharing(MINI_BATCHES, coordinator).share(home, uids), rows
+
+
+def on_a_rank() -> dict[str, Any]:
+    """By case what this rank works on, and what came home."""
+    coordinator = Coordinator(GlooTransport())
+    found: dict[str, Any] = {}
+    for case in CASES:
+        home, work, rows = shared(case, coordinator)
+        # Figures of work go home, and those of home to work.
+        columns = torch.arange(work.batch.response_mask.shape[1])
+        work.batch.old_log_probs = (1000.0 * work.batch.staleness[:, None] + columns) * work.batch.response_mask
+        work.bring_home(home, "old_log_probs", "ref_log_probs")
+        work.take_along(home, "values", "advantages", "returns")
+        assert work.batch.ref_log_probs is home.ref_log_probs is work.batch.returns is None
+        found[case] = {
+            "work": {name: getattr(work.batch, name) for name in FIELDS},
+            "lengths": work.spread.lengths,
+            "home": home.old_log_probs,
+            "rows": rows,
+        }
+    return found
+
+
+FIELDS = ("input_ids", "prompt_lengths", "response_lengths", "scores", "staleness", *PER_TOKEN)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(RANKS, on_a_rank)
+
+
+def bits(tensor: Tensor) -> list[Any]:
+    return tensor.contiguous().view(torch.int32).tolist() if tensor.dtype == torch.float32 else tensor.tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_sample_is_worked_on_once_as_it_is(ranks, case):
+    whole, seen = whole_batch(), []
+    for number, rank in enumerate(ranks):
+        work, lengths = rank[case]["work"], rank[case]["lengths"]
+        rows = work["staleness"].tolist()  # each is the row of the whole batch
+        half = GROUPS * GROUP // MINI_BATCHES
+        first = [row for row in rows if row < half]
+        assert rows == sorted(first) + sorted(row for row in rows if row >= half)
+        assert [len(of_rank[number]) for of_rank in lengths] == [len(first), len(rows) - len(first)]
+        expected = whole.select(torch.tensor(rows, dtype=torch.int64))
+        for name in FIELDS:
+            assert bits(work[name]) == bits(getattr(expected, name)), name
+        seen += rows
+    assert sorted(seen) == list(range(GROUPS * GROUP))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_the_work_gives_comes_home(ranks, case):
+    whole = whole_batch()
+    figures = (1000.0 * whole.staleness[:, None] + torch.arange(whole.response_mask.shape[1])) * whole.response_mask
+    for rank in ranks:
+        rows = torch.tensor(rank[case]["rows"], dtype=torch.int64)
+        width = max(whole.response_lengths[rows].tolist(), default=0)
+        assert torch.equal(rank[case]["home"], figures[rows, :width])
+
+
+def test_the_work_does_not_depend_on_where_groups_were_generated(ranks):
+    for rank in ranks:
+        one, *others = ([bits(rank[case]["work"][name]) for name in FIELDS] for case in CASES)
+        assert all(other == one for other in others)
+        assert all(rank[case]["lengths"] == ranks[0][CASES[0]]["lengths"] for case in CASES)
+
+
+def test_ranks_have_about_the_same_to_do(ranks):
+    for of_ranks in ranks[0][CASES[1]]["lengths"]:
+        tokens = [sum(lengths) for lengths in of_ranks]
+        assert max(tokens) - min(tokens) <= max(length for lengths in of_ranks for length in lengths)
+
+
+def test_one_rank_copies_nothing():
+    with single_rank():
+        home = replace(whole_batch())
+        work = WorkSharing(MINI_BATCHES, Coordinator(GlooTransport())).share(home, [r // GROUP for r in range(30)])
+        for name in FIELDS:
+            if name not in ("advantages", "values"):
+                assert getattr(work.batch, name).data_ptr() == getattr(home, name).data_ptr()
+        work.take_along(home, "advantages")
+        assert work.batch.advantages is home.advantages
