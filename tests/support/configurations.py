@@ -1,6 +1,10 @@
 """Configurations for tests."""
 
+import pytest
+
 from rlhf.config import Config
+from rlhf.config.validate import validate
+from rlhf.errors import UserError
 
 
 def make(**changes) -> Config:
@@ -14,3 +18,10 @@ def make(**changes) -> Config:
             section = getattr(section, parent)
         setattr(section, name, value)
     return config
+
+
+def problems(config: Config, environ: dict[str, str] | None = None) -> list[str]:
+    """The lines with which a configuration is refused."""
+    with pytest.raises(UserError) as caught:
+        validate(config, environ or {})
+    return str(caught.value).splitlines()

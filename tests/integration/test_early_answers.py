@@ -1,0 +1,93 @@
+"""Answers that take no torch: mistakes of the command line, and those in files that it names."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
+from tests.support.commands import ROOT, run
+
+RUN_AND_LIST_MODULES = """
+import sys
+from rlhf.train import main
+code = main(sys.argv[1:])
+heavy = {"torch", "transformers", "datasets", "reasoning_gym"} & set(sys.modules)
+assert not heavy, heavy
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    "argument", ["trainer.nproq=2", "trainer.nproc=abc", "rollout.n=1", "recipes=nope", "--help", "--info"]
+)
+def test_answers_before_anything_heavy_is_imported(tmp_path, argument):
+    done = run(tmp_path, "-c", RUN_AND_LIST_MODULES, argument)
+    assert done.returncode == (EXIT_DONE if argument.startswith("--") else EXIT_USER_ERROR), done.stderr
+
+
+GOOD_ROWS = '{"prompt": "1", "answer": "1"}\n' * 3
+
+
+EARLY: dict[str, tuple[str, dict[str, str], str]] = {
+    "a broken line": ("data.train_files=bad.jsonl", {"bad.jsonl": GOOD_ROWS + "{oh\n"}, "line 4 is not JSON"),
+    "no template": ("", {"model/chat_template.jinja": ""}, "its tokenizer has no chat template"),
+    "no weights": ("", {"model/model.safetensors": ""}, "the folder has no weights (*.safetensors)."),
+    "no login": ("trainer.logger=[wandb]", {}, "nobody is logged in to wandb. Run `wandb login`, or set WANDB_API_KEY"),
+    "a broken template": (
+        "model.chat_template=own.jinja",
+        {"own.jinja": "{% if %}"},
+        "own.jinja, line 1: not a valid chat template",
+    ),
+    "a template that fails": (
+        "model.chat_template=own.jinja",
+        {"own.jinja": "{{ messages[0].content + greeting }}"},
+        "a.jsonl line 1: the chat template (model.chat_template=own.jinja) refuses the prompt (roles: user): Undefined",
+    ),
+    "a name on the Hub": (
+        "model.path=org/nowhere",
+        {},
+        "model.path=org/nowhere is no local folder, and the Hub can't be reached (LocalEntryNotFoundError). Give a",
+    ),
+    "lengths": ("data.max_response_length=4096", {}, "positions, but the model has 512 (max_position_embeddings)."),
+    "a vision model": (
+        "model.path=vit",
+        {"vit/config.json": '{"model_type": "vit"}'},
+        "model.path=vit: model_type vit",
+    ),
+    "a reward file": (
+        "reward.functions=[own.py:f]",
+        {"own.py": "import not_there\ndef f(solution_str): return 1.0\n"},
+        "own.py:f cannot be imported: ModuleNotFoundError: No module named 'not_there'. Correct the file.",
+    ),
+    "an estimator": (
+        "algorithm.adv_estimator=own.py:f",
+        {"own.py": "def f(inputs, config): ...\nraise RuntimeError('at import')\n"},
+        "algorithm.adv_estimator=own.py:f cannot be imported: RuntimeError: at import. Correct the file.",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", EARLY)
+def test_mistakes_in_files_are_told_before_torch_is_imported(tmp_path, mistake):
+    setting, files, said = EARLY[mistake]
+    model = shutil.copytree(ROOT / "rlhf" / "models" / "tiny_policy", tmp_path / "model")
+    shutil.copytree(model, tmp_path / "vit")
+    (tmp_path / "a.jsonl").write_text(GOOD_ROWS)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text) if text else (tmp_path / name).unlink()
+    settings = ["recipes=minimal", "model.path=model", "data.train_files=a.jsonl", *filter(None, [setting])]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}
+    script = RUN_AND_LIST_MODULES.replace('"transformers", ', "")  # templates are rendered by it, without torch
+    done = subprocess.run(
+        [sys.executable, "-c", script, *settings],
+        cwd=tmp_path,
+        env=environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == EXIT_USER_ERROR, done.stderr
+    assert said in done.stderr
+    assert not (tmp_path / "checkpoints").exists()

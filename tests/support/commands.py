@@ -1,0 +1,42 @@
+"""The command as tests compose it, call it and run it; the bundled recipes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf import train
+from rlhf.compose import compose_config
+from rlhf.config import Config
+from rlhf.config.library import Library
+from rlhf.errors import EXIT_USER_ERROR
+
+ROOT = Path(train.__file__).resolve().parents[1]
+BUNDLED = Library.find(None)
+RECIPES = BUNDLED.entries("recipes")
+
+
+def compose(*overrides: str, config_dir: Path | None = None) -> Config:
+    """The configuration of a command."""
+    return compose_config(list(overrides), Library.find(config_dir))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What `python -m rlhf.train ARGV` says on stderr when it refuses."""
+    assert train.main(list(argv)) == EXIT_USER_ERROR
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err.rstrip("\n")
+
+
+def run(cwd: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """The interpreter with these arguments, to its end."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
