@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from rlhf.planning.model_shapes import ModelShapes
 
-CHUNK_ELEMENTS = 1 << 26
-"""Logits of a chunk; the constant of `rlhf.learning.log_probs`."""
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+"""Logits of a chunk; the constant of `rlhf.algorithms.token_log_probs`."""
 CHUNK_COPIES = 3
 """Float32 tensors of a chunk's size that are there together."""
 STEPWISE = ("gelu_new", "gelu_fast", "quick_gelu")
@@ -80,6 +80,6 @@ def _norm(model: ModelShapes, size: int, width: int, *, layer_norm: bool) -> int
     return (10 if in_float32 else 8) * size
 
 
-def chunk_bytes(predicted: int, vocabulary: int) -> int:
+def chunk_bytes(predicted: int, vocabulary: int, device: str) -> int:
     """Bytes of the chunk of logits of `predicted` tokens, in float32."""
-    return 4 * CHUNK_COPIES * min(predicted * vocabulary, max(CHUNK_ELEMENTS, vocabulary))
+    return 4 * CHUNK_COPIES * min(predicted * vocabulary, max(CHUNK_ELEMENTS[device], vocabulary))

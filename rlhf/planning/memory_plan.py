@@ -85,13 +85,14 @@ class _Pass:
     role: str
     model: ModelShapes
     state: TrainingState
+    device: str
 
     def forward(self, config: Config, work: Work) -> dict[str, int]:
         cost = pass_cost(self.model, compute_width(config.backend), config.model.attn_implementation)
         return {
             f"{self.role} gathered weights": self.state.gathered,
             "activations": cost.forward(work.tokens, work.longest),
-            **self._chunk(config, work, update=False),
+            **self._chunk(work),
         }
 
     def update(self, config: Config, work: Work) -> dict[str, int]:
@@ -109,7 +110,7 @@ class _Pass:
         before = gathered | (gradients if work.micro_batches > 1 else {})
         reduced = f"{self.role} gradients being reduced"
         moments = [
-            before | {"activations": kept, reduced: state.head, **self._chunk(config, work, update=True)},
+            before | {"activations": kept, reduced: state.head, **self._chunk(work)},
             before | {"activations": in_layer, reduced: state.head_left + state.layer},
             gathered | gradients | {"activations": layer, reduced: state.layer},
             gradients | {reduced: state.root},
@@ -117,27 +118,27 @@ class _Pass:
         ]
         return max(moments, key=lambda items: sum(items.values()))
 
-    def _chunk(self, config: Config, work: Work, *, update: bool) -> dict[str, int]:
+    def _chunk(self, work: Work) -> dict[str, int]:
         if self.role not in ("actor", "reference"):
             return {}
-        logits = work.predicted * self.model.vocabulary
-        return {
-            "logits": (1 + update) * compute_width(config.backend) * logits,
-            "log-prob chunks": chunk_bytes(work.predicted, self.model.vocabulary),
-        }
+        return {"log-prob chunks": chunk_bytes(work.predicted, self.model.vocabulary, self.device)}
 
 
 def memory_plan(config: Config, models: Models, target: Target) -> Plan:
     """The plan of a run with these settings on `target`; samples are as long as the settings allow."""
     ranks = target.ranks
-    actor = _Pass("actor", models.policy, trained_state(models.policy, config.backend, ranks))
-    critic = reference = reward = None
-    if models.critic is not None and needs_critic(config):
-        critic = _Pass("critic", models.critic, trained_state(models.critic, config.backend, ranks))
-    if config.needs_reference:
-        reference = _Pass("reference", models.policy, frozen_state(models.policy, config.backend, ranks))
-    if models.reward_model is not None:
-        reward = _Pass("reward model", models.reward_model, frozen_state(models.reward_model, config.backend, ranks))
+    device = "cuda" if target.cuda else "cpu"
+
+    def trained(role: str, model: ModelShapes) -> _Pass:
+        return _Pass(role, model, trained_state(model, config.backend, ranks), device)
+
+    def frozen(role: str, model: ModelShapes) -> _Pass:
+        return _Pass(role, model, frozen_state(model, config.backend, ranks), device)
+
+    actor = trained("actor", models.policy)
+    critic = trained("critic", models.critic) if models.critic is not None and needs_critic(config) else None
+    reference = frozen("reference", models.policy) if config.needs_reference else None
+    reward = frozen("reward model", models.reward_model) if models.reward_model is not None else None
     engine = engine_memory(
         models.policy,
         config.rollout,

@@ -83,5 +83,5 @@ def test_checkpointing_keeps_the_inputs_of_layers():
 
 
 def test_chunks_of_logits_are_bounded():
-    assert chunk_bytes(3, 100) == 4 * CHUNK_COPIES * 300
-    assert chunk_bytes(1 << 20, 152_064) == 4 * CHUNK_COPIES * CHUNK_ELEMENTS
+    assert chunk_bytes(3, 100, "cuda") == 4 * CHUNK_COPIES * 300
+    assert chunk_bytes(1 << 20, 152_064, "cpu") == 4 * CHUNK_COPIES * CHUNK_ELEMENTS["cpu"]

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rlhf.algorithms import token_log_probs
 from rlhf.backends import deepspeed, gather
 from rlhf.backends.fsdp2 import Fsdp2Backend, shard
 from rlhf.config import BackendConfig, OptimConfig
-from rlhf.learning import log_probs
 from rlhf.models.loading import ModelSource, load_model_config, load_value_model
 from rlhf.planning import activations, rollout_memory, training_state
 from rlhf.planning.meta_shapes import of_config
@@ -136,7 +136,7 @@ def test_zero_spreads_more_with_each_stage():
 
 
 def test_constants_are_those_of_the_parts_that_they_are_about():
-    assert activations.CHUNK_ELEMENTS == log_probs.CHUNK_ELEMENTS
+    assert activations.CHUNK_ELEMENTS == token_log_probs.CHUNK_ELEMENTS
     assert training_state.LARGEST_BUCKET == deepspeed.LARGEST_BUCKET
     assert rollout_memory.PREFILL_TOKENS == decoding.PREFILL_TOKENS
     assert rollout_memory.GATHER_BUCKET == gather.BUCKET_BYTES
