@@ -6,6 +6,7 @@ SIGKILL means "die now", and it is the only signal with which the supervisor end
 """
 
 import os
+import select
 import signal
 from contextlib import suppress
 from types import FrameType
@@ -31,7 +32,10 @@ def _leave(number: int, frame: FrameType | None) -> None:
     start = "\r\x1b[K" if os.isatty(2) else ""
     line = f"{start}{signal.Signals(number).name} {IDLE}. The same command goes on from there.\n"
     with suppress(OSError):  # a terminal that has hung up
-        os.write(2, line.encode())
+        waits = select.poll()
+        waits.register(2, select.POLLOUT)
+        if waits.poll(0):  # not a pipe that is full
+            os.write(2, line.encode())
     os._exit(EXIT_REQUEUE)
 
 

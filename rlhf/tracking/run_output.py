@@ -20,7 +20,9 @@ from rlhf.config.redaction import Redaction
 from rlhf.errors import UserError
 from rlhf.printable import printable_output
 from rlhf.storage.log_file import LogFile
+from rlhf.tracking import unread_output
 from rlhf.tracking.progress import Progress
+from rlhf.tracking.unread_output import PipeWriter, UnreadPipe, is_pipe
 
 REFRESH_PER_SECOND = 4
 _HELD_LINES = 10_000
@@ -55,7 +57,8 @@ class RunOutput:
     """Everything that a run says, made harmless (`rlhf.printable`) and free of secrets.
 
     `mode` is `tracking.progress`. Lines are kept for the log file until `keep` opens it: before the run lock is held
-    nothing may be written. A terminal that is gone, or a full disk, ends no run. While entered.
+    nothing may be written. A terminal that is gone, a pipe that nobody reads, or a full disk, ends no run. While
+    entered.
     """
 
     def __init__(self, mode: str, redact: Redaction) -> None:
@@ -72,6 +75,7 @@ class RunOutput:
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
+        self._pipes = PipeWriter()
         self._held: list[str] | None = []
         self._log: LogFile | None = None
         # Lines come from several threads. Again by the same one, for what becomes of the log itself.
@@ -151,8 +155,22 @@ class RunOutput:
             if self._live is not None and (stream is None or to.isatty()):
                 self._console.print(Text(text), soft_wrap=True)
             else:
-                to.write(text.encode(to.encoding or "utf-8", "backslashreplace").decode(to.encoding or "utf-8") + "\n")
-                to.flush()
+                self._print(f"{text}\n".encode(to.encoding or "utf-8", "backslashreplace"), to)
+
+    def _print(self, line: bytes, to: TextIO) -> None:
+        fd = _number(to)
+        if fd is None or not is_pipe(fd):
+            to.write(line.decode(to.encoding or "utf-8"))
+            to.flush()
+            return
+        try:
+            self._pipes.write(fd, line)
+        except UnreadPipe:
+            waited = f"{unread_output.PATIENCE_S:g} s"
+            self.only_log(
+                f"Nobody has read the output of this command for {waited}: its lines are dropped until somebody does. "
+                "This log has them. The run goes on."
+            )
 
     def _write(self, texts: Iterable[str]) -> None:
         with self._lock:
@@ -179,6 +197,13 @@ class OutputHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Say the record."""
         self._output.line(self.format(record))
+
+
+def _number(stream: TextIO) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError):  # a stream without a file
+        return None
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.storage.layout import RUN_LOG
 from tests.support.launching import model_that_is_never_read, small, write_sums
 from tests.support.rank_scripts import RANK, alive, starts, wait_until
-from tests.support.terminal import Terminal
+from tests.support.terminal import ROOT, Terminal
 
 # `supervise` with a script in the worker's place.
 SUPERVISOR = """
@@ -220,6 +222,36 @@ def test_a_run_whose_terminal_hangs_up_saves_and_leaves(config, start, columns):
     terminal.process.closed = True
     wait_until(lambda: not alive(terminal.process.pid), 60)
     assert "SIGHUP: the ranks saved and left." in (config.run_dir / RUN_LOG).read_text()
+
+
+def test_a_run_whose_output_nobody_reads_saves_and_leaves(config, tmp_path):
+    """`| less`, paused: the pipe is full when SIGTERM comes."""
+    reader, pipe = os.pipe()
+    script = """
+for i in range(3000):
+    print(i, "x" * 90, file=sys.stderr, flush=True)
+(run_dir / f"printed_{rank}").touch()
+stay()
+"""
+    shorter = "from rlhf.tracking import unread_output\nunread_output.PATIENCE_S = 1.0\n"
+    rank, driver, yaml = (tmp_path / name for name in ("rank.py", "supervisor.py", "config.yaml"))
+    rank.write_text(RANK + STEPS + script)
+    driver.write_text(shorter + SUPERVISOR)
+    yaml.write_text(to_yaml(config))
+    with subprocess.Popen(
+        [sys.executable, driver, yaml, rank], stderr=pipe, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    ) as process:
+        try:
+            wait_until(lambda: len(list(config.run_dir.glob("printed_*"))) == 2, 60)
+            process.terminate()
+            assert process.wait(60) == EXIT_REQUEUE
+        finally:
+            process.kill()
+            os.close(pipe)
+            os.close(reader)
+    log = (config.run_dir / RUN_LOG).read_text()
+    assert "Nobody has read the output of this command" in log
+    assert "SIGTERM: the ranks saved and left." in log
 
 
 @pytest.mark.parametrize("columns", WIDTHS)

@@ -15,6 +15,7 @@ from rlhf.errors import UserError
 from rlhf.launch.rank_output import RankOutput
 from rlhf.ranks.progress_pipe import PROGRESS_FD, NoProgress, ProgressPipe
 from rlhf.storage.log_file import LogFile
+from rlhf.tracking import unread_output
 from rlhf.tracking.run_output import OutputHandler, RunOutput
 
 SECRETS = {"HF_TOKEN": "hush-hush-hush", "PIN_KEY": "1234", "EDITOR": "vim-the-editor"}
@@ -204,3 +205,30 @@ def test_log_records_are_lines(output, capsys):
     finally:
         logger.removeHandler(handler)
     assert capsys.readouterr().err == "says \\x07\n"
+
+
+def test_a_pipe_that_nobody_reads_holds_up_nothing(tmp_path, output, monkeypatch):
+    """A paused pager: its lines are dropped after a deadline, and the log has them; once it reads again it is told."""
+    monkeypatch.setattr(unread_output, "PATIENCE_S", 0.3)
+    read, write = os.pipe()
+    lines = [f"line {i} {'x' * 90}" for i in range(2000)]
+    with os.fdopen(write, "w") as pager, output:
+        monkeypatch.setattr(sys, "stderr", pager)
+        output.keep(tmp_path / "run.log")
+        begin = time.monotonic()
+        for line in lines:
+            output.line(line)
+        assert time.monotonic() - begin < 30
+        before = os.read(read, 1 << 20).decode()
+        output.line("after")
+        after = os.read(read, 1 << 20).decode()
+    os.close(read)
+    got = before.splitlines()
+    assert got[:-1] == lines[: len(got) - 1]
+    told, last = after.splitlines()[-2:]
+    missed = len(lines) - before.count("\n")
+    assert told == f"(nobody read, so these lines are in the log of the run only: {missed:,})"
+    assert last == "after"
+    log = (tmp_path / "run.log").read_text().splitlines()
+    assert [line for line in log if line in lines] == lines
+    assert sum("Nobody has read the output of this command" in line for line in log) == 1
