@@ -62,8 +62,8 @@ def samples(run_dir: Path, step: int) -> list[dict]:
 def test_every_command_of_the_page_is_right(folder, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "judge").mkdir()
-    for name in ("config.json", "tokenizer.json"):  # nothing looks further into them so early
-        (folder / "judge" / name).write_text("{}")
+    (folder / "judge" / "config.json").write_text('{"model_type": "llama", "id2label": {"0": "LABEL_0"}}')
+    (folder / "judge" / "tokenizer.json").write_text("{}")  # nothing looks further into it so early
     (folder / "judge" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert COMMANDS.keys() == {"minimal", "conventions", "three_rewards", "forgiving", "not_too_long", "judged"}
     assert PAGE.count("python -m rlhf.train ") == len(COMMANDS)
