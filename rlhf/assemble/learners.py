@@ -18,6 +18,8 @@ from rlhf.learning.utilization import Utilization
 from rlhf.models import loading
 from rlhf.models.flops import UpdateFlops, peak_flops
 from rlhf.models.log_prob_probe import check_log_probs
+from rlhf.models.packing import is_packed, pack
+from rlhf.models.packing_probe import choose_packing
 from rlhf.models.weights import Loaded
 from rlhf.ranks.coordinator import Coordinator
 
@@ -80,6 +82,8 @@ def build_learners(
         mini_batches=mini_batches,
         log_prob_budget=budgets.old_log_probs,
     )
+    if reference is not None and is_packed(actor.backend.module):
+        pack(model.module)  # of the actor's architecture
     critic = None
     if models.critic is not None:
         start = models.critic.load(loading.load_value_model, coordinator, device)
@@ -127,4 +131,6 @@ def _trained(
     )
     loaded.fill(backend.model_shards())
     backend.after_load()
+    who = "actor" if isinstance(section, ActorConfig) else "critic"
+    choose_packing(backend.module, section.use_remove_padding, f"{who}.use_remove_padding")
     return backend

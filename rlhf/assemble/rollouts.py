@@ -19,6 +19,7 @@ from rlhf.experience.journal import Journal
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.models import loading
+from rlhf.models.packing_probe import choose_packing
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reward
 from rlhf.reward import build_reward as reward_of
@@ -34,6 +35,7 @@ def build_reward(config: Config, models: FoundModels, coordinator: Coordinator, 
         return reward_of(config.reward)
     loaded = found.load(loading.load_reward_model, coordinator, device)
     module: Any = frozen(loaded, config.backend, device).module
+    choose_packing(module, config.reward_model.use_remove_padding, "reward_model.use_remove_padding")
     return reward_of(config.reward, RewardModel(module, found.tokenizer, config.reward_model, device))
 
 

@@ -23,6 +23,9 @@ class ActorConfig:
     ppo_max_token_len_per_gpu: int = setting(16384, ge=1, resume="harmless")
     """Tokens per forward and backward pass on one rank; a longer sample goes alone. Changes memory and speed, not the
     gradient (up to rounding)."""
+    use_remove_padding: bool | None = setting(None, resume="harmless")
+    """Put the sequences of a micro-batch into one row without padding, in the reference's passes, too. null does where
+    a probe of the loaded model finds that they stay apart; true insists on it."""
     ppo_epochs: int = setting(1, ge=1)
     """Passes of the optimizer over each batch."""
     policy_loss: PolicyLossConfig = setting(PolicyLossConfig)

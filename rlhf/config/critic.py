@@ -18,6 +18,8 @@ class CriticConfig:
     """Tokens per forward and backward pass on one rank; null takes the actor's."""
     forward_max_token_len_per_gpu: int | None = setting(None, ge=1, resume="harmless")
     """Tokens per forward pass on one rank, for the values before the update; null takes the critic's number above."""
+    use_remove_padding: bool | None = setting(None, resume="harmless")
+    """Sequences in one row without padding, as for the actor."""
     ppo_epochs: int = setting(1, ge=1)
     """Passes of the critic's optimizer over each batch, in mini-batches of `actor.ppo_mini_batch_size` prompts."""
     cliprange_value: float = setting(0.5, gt=0)

@@ -16,5 +16,7 @@ class RewardModelConfig:
     """Branch, tag or commit of a Hub name."""
     forward_max_token_len_per_gpu: int = setting(16384, ge=1, resume="harmless")
     """Tokens per forward pass on one rank; a longer chat goes alone."""
+    use_remove_padding: bool | None = setting(None, resume="harmless")
+    """Chats in one row without padding, as the actor's sequences."""
     max_length: int = setting(4096, ge=1)
     """Tokens of prompt and response that it reads; of longer texts the end."""

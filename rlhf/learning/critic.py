@@ -5,14 +5,15 @@ from torch import Tensor, nn
 
 from rlhf.algorithms.aggregation import loss_sum
 from rlhf.algorithms.losses import value_loss
-from rlhf.algorithms.statistics import masked
 from rlhf.backends.base import TrainingBackend
 from rlhf.batch import Batch
 from rlhf.config import CriticConfig
 from rlhf.learning.guards import Guards
+from rlhf.learning.predicted_tokens import PredictedTokens
 from rlhf.learning.spread import Spread
 from rlhf.learning.update import Counts, Figures, Passes, Share, update
 from rlhf.learning.walk import walk
+from rlhf.models.packing import is_packed
 
 CONSTANT = 1e-12
 """Variance of returns over their mean square, up to which they count as constant."""
@@ -41,7 +42,7 @@ class Critic:
             spread: of the step, of which `batch` is this rank's part.
         """
         result = torch.zeros_like(batch.rollout_log_probs)
-        for rows, micro in walk(batch, spread, self._forward_budget, padded=True):
+        for rows, micro in walk(batch, spread, self._forward_budget, padded=not is_packed(self.backend.module)):
             values = response_values(self.backend.module, micro)
             result[rows, : values.shape[1]] = values
         return result
@@ -84,7 +85,6 @@ def response_values(model: nn.Module, batch: Batch) -> Tensor:
 
     Column t is read where token t is predicted, at sequence position prompt + t - 1.
     """
-    mask = batch.response_mask
-    every = model(input_ids=batch.input_ids, use_cache=False).logits[..., 0].float()
-    index = batch.prompt_lengths[:, None] - 1 + torch.arange(mask.shape[1], device=mask.device)
-    return masked(every.gather(1, index.clamp(max=every.shape[1] - 1)), mask)
+    tokens = PredictedTokens.of(model, batch)
+    every = model(**tokens.inputs).logits[..., 0].flatten().float()
+    return tokens.in_rows(every[tokens.positions])

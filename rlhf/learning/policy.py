@@ -8,6 +8,7 @@ from rlhf.batch import Batch
 from rlhf.learning.log_probs import response_log_probs
 from rlhf.learning.spread import Spread
 from rlhf.learning.walk import walk
+from rlhf.models.packing import is_packed
 
 
 class Policy:
@@ -33,7 +34,7 @@ class Policy:
             spread: of the step, of which `batch` is this rank's part.
         """
         result = torch.zeros_like(batch.rollout_log_probs)
-        for rows, micro in walk(batch, spread, self._budget, padded=True):
+        for rows, micro in walk(batch, spread, self._budget, padded=not is_packed(self._model.module)):
             log_probs, _ = self.log_probs(micro, with_entropy=False)
             result[rows, : log_probs.shape[1]] = log_probs
         return result

@@ -14,6 +14,7 @@ from rlhf.events import announce, report
 from rlhf.learning.guards import Guards
 from rlhf.learning.spread import Spread
 from rlhf.learning.walk import mini_batch_plans
+from rlhf.models.packing import is_packed
 from rlhf.ranks.collectives import all_max, all_sum
 
 Figures = dict[str, float]
@@ -68,7 +69,7 @@ def update(
     """
     if guards.refused is not None:
         return {}
-    plans = mini_batch_plans(spread, passes.budget, padded=True)
+    plans = mini_batch_plans(spread, passes.budget, padded=not is_packed(backend.module))
     steps: list[Figures] = []
     done, micros = count(1), passes.epochs * sum(map(len, plans))
 

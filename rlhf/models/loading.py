@@ -80,6 +80,11 @@ def load_model_config(source: ModelSource, folder: Path) -> PretrainedConfig:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"{source} has no usable config.json: {error}") from error
+    return without_dropout(hf_config)
+
+
+def without_dropout(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """`hf_config` itself, with every dropout set to 0."""
     for name, value in hf_config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(hf_config, name, 0.0)

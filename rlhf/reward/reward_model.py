@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config import RewardModelConfig
 from rlhf.errors import UserError
+from rlhf.models.packing import head_of, is_packed, lay_out
 from rlhf.ranks.collectives import all_max
 from rlhf.reward.scores import RewardItem, Score
 
@@ -54,12 +55,17 @@ class RewardModel:
 
     def _micro_batches(self, lengths: list[int]) -> list[list[int]]:
         """Like lengths together, so that little is padding, up to the budget; a longer one alone."""
-        budget = self._config.forward_max_token_len_per_gpu
+        budget, packed = self._config.forward_max_token_len_per_gpu, is_packed(self._module)
         batches: list[list[int]] = []
+        room = 0
         for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-            if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > budget:
+            # Padded, every one is as long as the first of its micro-batch.
+            size = lengths[place] if packed or not batches else lengths[batches[-1][0]]
+            if size > room:
                 batches.append([])
+                size, room = lengths[place], budget
             batches[-1].append(place)
+            room -= size
         return batches
 
     def close(self) -> None:
@@ -93,15 +99,40 @@ class RewardModel:
 
     @torch.no_grad()
     def _forward(self, sequences: list[list[int]]) -> list[float]:
+        return self._packed(sequences) if is_packed(self._module) else self._padded(sequences)
+
+    def _packed(self, sequences: list[list[int]]) -> list[float]:
+        lengths = torch.tensor([len(s) for s in sequences], device=self._device)
+        rows = lay_out(self._module, self._tensor(sequences, 0), lengths)
+        # The class gives one score for a row, its head one for every token.
+        head = head_of(self._module)
+        assert head is not None
+        every: list[torch.Tensor] = []
+        hook = head.register_forward_hook(lambda _, given, scores: every.append(scores))
+        try:
+            self._module(**rows.inputs)
+        finally:
+            hook.remove()
+        last = torch.tensor([self._scored(s) for s in sequences], device=self._device)
+        return every[0].flatten()[rows.starts + last].float().tolist()
+
+    def _scored(self, sequence: list[int]) -> int:
+        """The token whose score the class takes: the last one that is not its padding, if there is any."""
+        return next((i for i in reversed(range(len(sequence))) if sequence[i] != self._pad), 0)
+
+    def _padded(self, sequences: list[list[int]]) -> list[float]:
         pad = self._pad
         if pad is None:
             # The class takes the last token that is not padding; so any id will do that ends no sequence.
             ends = {ids[-1] for ids in sequences}
             pad = next(i for i in itertools.count() if i not in ends)
             self._hf_config.pad_token_id = pad
-        width = max(map(len, sequences))
-        ids = torch.tensor([s + [pad] * (width - len(s)) for s in sequences], device=self._device)
+        ids = self._tensor(sequences, pad)
         lengths = torch.tensor([len(s) for s in sequences], device=self._device)
-        mask = torch.arange(width, device=self._device) < lengths[:, None]
+        mask = torch.arange(ids.shape[1], device=self._device) < lengths[:, None]
         logits: torch.Tensor = self._module(input_ids=ids, attention_mask=mask.long()).logits
         return logits[:, 0].float().tolist()
+
+    def _tensor(self, sequences: list[list[int]], pad: int) -> torch.Tensor:
+        width = max(map(len, sequences))
+        return torch.tensor([s + [pad] * (width - len(s)) for s in sequences], device=self._device)

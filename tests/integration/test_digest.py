@@ -21,8 +21,8 @@ from tests.support.launching import ranks
 # 3.
 KNOWN: dict[tuple[str, str, str], dict[str, str]] = {
     ("2.13.0+cpu", "GenuineIntel", "AVX512"): {
-        "model": "df5959971935d2dd60f46307288cec52f2b2c6a9bb0f7bc86fae39a219fd7454",
-        "optimizer": "e7f8555e4b373536ceb3931fa64d66af449feda89bd1ac2bee99f677dcee83d0",
+        "model": "c2f952deaba33aafacb956d550b63902ab7b599b75f2bbb54b0db228da97cf67",
+        "optimizer": "068675b0346dbfd61e437b340a3bcfc35036ce580ac2d7ad872b6a27b56acd01",
         "driver_state": "88717713f2f347b62f761248fc2aace99526ad5cc7ad21bfabd4ded380efb69d",
     },
 }

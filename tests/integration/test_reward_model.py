@@ -18,6 +18,8 @@ from rlhf.data import Prompt
 from rlhf.errors import UserError
 from rlhf.experience.metrics import RolloutStats
 from rlhf.models.loading import ModelSource, load_model_config, load_reward_model, load_tokenizer
+from rlhf.models.packing import is_packed
+from rlhf.models.packing_probe import choose_packing
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import Reward
@@ -51,10 +53,11 @@ ITEMS = [
 ]
 
 
-def build(folder: Path, *, sharded: bool = False, **settings: int) -> RewardModel:
+def build(folder: Path, *, sharded: bool = False, packed: bool | None = False, **settings: int) -> RewardModel:
     source = ModelSource("reward_model.path", str(folder))
     module = load_reward_model(source, folder, load_model_config(source, folder), torch.float32)
     module = shard(module, BackendConfig(), CPU) if sharded else module
+    choose_packing(module, packed, "reward_model.use_remove_padding")
     config = RewardModelConfig(path=str(folder), **settings)
     return RewardModel(module, load_tokenizer(source, folder), config, CPU)
 
@@ -90,10 +93,11 @@ def close(a: list[float], b: list[float]) -> bool:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize("pad", [0, 1, None, -1])
 @pytest.mark.parametrize("budget", [1, 60, 16384])
-def test_scores_are_the_plain_model_s(tmp_path, architecture, pad, budget):
+@pytest.mark.parametrize("packed", [True, False])
+def test_scores_are_the_plain_model_s(tmp_path, architecture, pad, budget, packed):
     classifier(architecture, tmp_path, pad_token_id=pad)
     with single_rank():
-        model = build(tmp_path, forward_max_token_len_per_gpu=budget)
+        model = build(tmp_path, packed=packed, forward_max_token_len_per_gpu=budget)
         assert close(scores(model, ITEMS), plain(tmp_path, ITEMS))
         assert close(scores(model, ITEMS[::-1]), plain(tmp_path, ITEMS[::-1]))
         assert model.score([]) == []
@@ -102,7 +106,9 @@ def test_scores_are_the_plain_model_s(tmp_path, architecture, pad, budget):
 def test_a_bidirectional_model_sees_no_padding(tmp_path):
     classifier("bert", tmp_path)
     with single_rank():
-        assert close(scores(build(tmp_path), ITEMS), plain(tmp_path, ITEMS))
+        model = build(tmp_path, packed=None)
+        assert not is_packed(model._module)
+        assert close(scores(model, ITEMS), plain(tmp_path, ITEMS))
 
 
 def test_the_end_of_long_chats_is_read(tmp_path):

@@ -56,8 +56,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     # Not causal.
     "bert": COMMON,
+    # Masks that it computes with itself.
+    "gptj": {"n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+    # Linear attention, which without its kernels runs on from one packed sequence into the next.
+    "qwen3_5_text": GQA
+    | {
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
 }
-CAUSAL = tuple(name for name in SETTINGS if name != "bert")
+CAUSAL = tuple(name for name in SETTINGS if name not in ("bert", "gptj", "qwen3_5_text"))
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerBase:

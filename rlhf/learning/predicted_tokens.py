@@ -1,0 +1,39 @@
+"""Response tokens of a micro-batch and the positions at which a model predicts them, packed or padded."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlhf.batch import Batch
+from rlhf.models.packing import lay_out
+
+
+@dataclass(frozen=True)
+class PredictedTokens:
+    """M response tokens of a micro-batch of N samples, all that its mask has, in the order of its rows."""
+
+    inputs: dict[str, Any]
+    """Arguments of the model's forward."""
+    positions: Tensor
+    """[M] int64: where each is predicted, among the model's output positions counted through all rows."""
+    labels: Tensor
+    """[M] int64: the tokens themselves."""
+    mask: Tensor
+    """[N, R] float32: the mask of the micro-batch."""
+    places: tuple[Tensor, Tensor]
+    """[M] each: their rows and columns in the mask."""
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Batch) -> "PredictedTokens":
+        """Those of `batch` for `model`."""
+        packed = lay_out(model, batch.input_ids, batch.prompt_lengths + batch.response_lengths)
+        mask = batch.response_mask
+        rows, columns = mask.nonzero(as_tuple=True)
+        sequence_positions = batch.prompt_lengths[rows] + columns
+        labels = batch.input_ids[rows, sequence_positions]
+        return cls(packed.inputs, packed.starts[rows] + sequence_positions - 1, labels, mask, (rows, columns))
+
+    def in_rows(self, values: Tensor) -> Tensor:
+        """[N, R] from [M]: each value in its place, zero elsewhere."""
+        return values.new_zeros(self.mask.shape).index_put(self.places, values)

@@ -1,0 +1,101 @@
+"""TokenRows of right-padded sequences for a model: in one row without padding, or padded as they are."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rlhf.models.sequence_attention import BY_SEQUENCE, runs_of
+from rlhf.models.token_values import HEADS
+
+FLASH = "flash_attention_2"
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Tokens of sequences as a model takes them, and where they are in what it gives.
+
+    Nothing is ever kept for later tokens (`use_cache=False`): with a cache the library does not look for several
+    sequences in a row, and mixes them without a word.
+    """
+
+    inputs: dict[str, Any]
+    """Arguments of the model's forward."""
+    starts: Tensor
+    """[N] int64: the first token of each sequence among the model's output positions, counted through all rows."""
+
+
+def lay_out(model: nn.Module, ids: Tensor, lengths: Tensor) -> TokenRows:
+    """The first `lengths` [N] tokens of each row of `ids` [N, L] for `model`; after `pack` they come in one row.
+
+    Before, they stay in padded rows: the padding is on the right, so that with causal attention none of it reaches a
+    real token, and no mask is needed.
+    """
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    if not is_packed(model):
+        return TokenRows(
+            {"input_ids": ids, "use_cache": False}, torch.arange(len(ids), device=ids.device) * ids.shape[1]
+        )
+    # Equal lengths lie side by side, for attention to take them together.
+    order = lengths.argsort(stable=True)
+    sizes = lengths[order]
+    ends = sizes.cumsum(0)
+    real = columns < sizes[:, None]
+    bounds, longest = nn.functional.pad(ends, (1, 0)).int(), ids.shape[1]
+    inputs: dict[str, Any] = {
+        "input_ids": ids[order][real][None],
+        "position_ids": columns.expand_as(real)[real][None],
+        "attention_mask": None,
+        "use_cache": False,
+        # For flash attention, and for kernels of linear attention.
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    if _config(model)._attn_implementation != FLASH:
+        inputs["sequence_runs"] = runs_of(sizes.tolist())
+    return TokenRows(inputs, torch.empty_like(ends).scatter_(0, order, ends - sizes))
+
+
+def pack(model: nn.Module) -> None:
+    """Let `lay_out` pack for `model`, an engine's module or the model itself.
+
+    Its attention is replaced by the one that treats packed sequences apart. Whether the rest of the model does so, too,
+    is for `rlhf.models.packing_probe` to find out.
+    """
+    config = _config(model)
+    if config._attn_implementation != FLASH:
+        config._attn_implementation = BY_SEQUENCE[config._attn_implementation]
+    model.packs = True  # type: ignore[assignment]
+
+
+def unpack(model: nn.Module) -> None:
+    """Undo `pack`."""
+    config = _config(model)
+    plain = {name: given for given, name in BY_SEQUENCE.items()}
+    config._attn_implementation = plain.get(config._attn_implementation, config._attn_implementation)
+    model.packs = False  # type: ignore[assignment]
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether `lay_out` packs for `model`."""
+    return bool(getattr(model, "packs", False))
+
+
+def library_model(model: nn.Module) -> PreTrainedModel:
+    """The model of the library's in an engine's module."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """The layer of `model` that makes logits, values or scores of hidden states, if it is where the library has it."""
+    inner = library_model(model)
+    head: nn.Module | None = inner.get_output_embeddings()
+    return head or next((getattr(inner, name) for name in HEADS if hasattr(inner, name)), None)
+
+
+def _config(model: nn.Module) -> PretrainedConfig:
+    return library_model(model).config

@@ -1,0 +1,107 @@
+"""The probe at the start finds the models in which packed sequences would not stay apart, and leaves these as they
+were."""
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel, GPT2Model, PreTrainedModel
+
+from rlhf.backends.fsdp2 import shard
+from rlhf.config import BackendConfig
+from rlhf.errors import UserError
+from rlhf.models.loading import without_dropout
+from rlhf.models.packing import is_packed
+from rlhf.models.packing_probe import choose_packing, why_not
+from tests.support.numeric_ranks import single_rank
+from tests.support.packed_passes import ARCHITECTURES, tiny_lm
+from tests.support.tiny_models import tiny_config
+from tests.support.tiny_updates import tiny_value_model
+
+SETTING = "actor.use_remove_padding"
+
+
+class FromZero(GPT2Model):
+    """A trunk that counts positions from the row's beginning, whatever it is told."""
+
+    def forward(self, *args, position_ids=None, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def counting_from_zero() -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(without_dropout(tiny_config("gpt2")))
+    model.transformer.__class__ = FromZero
+    return model
+
+
+def tiny(architecture: str, attention: str = "eager") -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny_config(architecture), attn_implementation=attention)
+
+
+@pytest.fixture(autouse=True)
+def rank():
+    with single_rank():
+        yield
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_models_that_keep_sequences_apart_are_packed_for(architecture, attention, caplog):
+    caplog.set_level(logging.INFO)
+    model = shard(tiny_lm(architecture, torch.float32, attention), BackendConfig(), torch.device("cpu"))
+    state = torch.get_rng_state()
+    choose_packing(model, None, SETTING)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert is_packed(model)
+    assert "actor: sequences packed without padding" in caplog.text
+
+
+def test_a_bfloat16_model_passes():
+    model = tiny_lm("llama", torch.float32)
+    assert why_not(shard(model, BackendConfig(autocast="bfloat16"), torch.device("cpu"))) is None
+
+
+def test_a_value_head_of_zeros_hides_nothing():
+    model = tiny_value_model()
+    torch.nn.init.zeros_(model.score.weight)
+    assert why_not(model) is None
+    blind = counting_from_zero()
+    torch.nn.init.zeros_(blind.lm_head.weight)
+    assert "other results" in str(why_not(blind))
+
+
+@pytest.mark.parametrize("model", ["linear attention", "blind to positions", "its own masks"])
+def test_models_that_mix_sequences_are_refused_and_go_on_padded(model, caplog):
+    caplog.set_level(logging.INFO)
+    made, reason = {
+        "linear attention": (lambda: tiny("qwen3_5_text"), "it fails on a packed row (ValueError: "),
+        "blind to positions": (counting_from_zero, "packed sequences get other results than separate ones"),
+        "its own masks": (lambda: tiny("gptj"), "it fails on a packed row (TypeError"),
+    }[model]
+    module = shard(made(), BackendConfig(), torch.device("cpu"))
+    given = module.config._attn_implementation
+    choose_packing(module, None, SETTING)
+    assert not is_packed(module)
+    assert module.config._attn_implementation == given
+    assert f"actor: sequences padded, since {reason}" in caplog.text
+    assert model != "linear attention" or "Install `flash-linear-attention`" in caplog.text
+    with pytest.raises(UserError, match=f"{SETTING}=true: sequences can't be packed .*{module.config.model_type}"):
+        choose_packing(module, True, SETTING)
+    # An error in the middle of a pass leaves nothing behind in the engine.
+    ids, plain = torch.arange(12).view(2, 6), made()
+    for each in (module, plain):
+        each(input_ids=ids, use_cache=False).logits.square().sum().backward()
+    for (name, parameter), other in zip(module.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), other.grad, msg=name)
+
+
+def test_false_packs_nothing_and_tries_nothing(caplog):
+    caplog.set_level(logging.INFO)
+    model, calls = tiny_lm("llama"), []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    choose_packing(model, False, "critic.use_remove_padding")
+    assert not is_packed(model)
+    assert not calls
+    assert "critic: sequences padded, since critic.use_remove_padding=false" in caplog.text
