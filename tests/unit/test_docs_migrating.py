@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pyarrow
@@ -34,6 +35,9 @@ def user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verl = pyarrow.Table.from_pylist([row | {"reward_model": {"style": "rule", "ground_truth": "2"}}])
     for name in ("train.parquet", "test.parquet"):
         pyarrow.parquet.write_table(verl, name)
+    shutil.copytree(Path(rlhf.__file__).parent / "models" / "tiny_policy", "models/policy")
+    config = Path("models/policy/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 4096}))
     Path("train.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "answer": "2"}) + "\n")
     Path("prompts.jsonl").write_text(json.dumps({"input": "1 + 1 =", "label": "2"}) + "\n")
     Path("my_reward.py").write_text(
