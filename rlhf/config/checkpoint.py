@@ -28,8 +28,9 @@ class CheckpointConfig:
     """Keep checkpoints whose step is a multiple of this for good, beside the newest; null keeps none."""
     keep_best: int = setting(0, ge=0, resume="harmless")
     """Keep the best so many checkpoints by `best_metric`, beside the newest."""
-    best_metric: str = setting("val/accuracy", choices=("val/accuracy", "val/reward"), resume="harmless")
-    """The figure that `keep_best` ranks by; higher is better. Only checkpoints of steps that were evaluated have it."""
+    best_metric: str | None = setting(None, choices=("val/accuracy", "val/reward"), resume="harmless")
+    """The figure that `keep_best` ranks by; higher is better. Only checkpoints of steps that were evaluated have it.
+    null takes the headline of the evaluations: the reward where scores are not 0 or 1, else the accuracy."""
     remote: str | None = setting(None, resume="harmless")
     """Copy each checkpoint there behind the training: `s3://...`, `gs://...`, `hdfs://...` or `file://...`; null copies
     nothing."""

@@ -110,7 +110,7 @@ def test_documents_for_scripts(tmp_path, command):
     code, out, _ = command("list", config.run_dir, "--json")
     (run,) = json.loads(out)["runs"]
     assert (code, run["path"], run["pointer"]) == (1, str(config.run_dir), "6")
-    assert run["rules"] == {"max_to_keep": 1, "keep_every": None, "keep_best": 0, "best_metric": "val/accuracy"}
+    assert run["rules"] == {"max_to_keep": 1, "keep_every": None, "keep_best": 0, "best_metric": None}
     assert run["set_aside"] == [{"reason": "damaged", "name": "global_step_9.damaged-1"}]
     rows = run["checkpoints"]
     assert [(row["step"], row["state"], row["kept"]) for row in rows] == [

@@ -130,6 +130,22 @@ def test_ranking_reads_the_metric_that_is_asked_for(tmp_path, deleter):
     assert victims(tmp_path, settings, 6, ALONE) == [step_dir(tmp_path, 2)]
 
 
+def test_ranking_follows_the_headline_unless_told(tmp_path, deleter):
+    """The accuracy of scores that are not 0 or 1 says nothing; one evaluation of zeros alone does not change that."""
+    publish(tmp_path, 2, {ACCURACY: 0.0, "val/reward": 0.0})
+    publish(tmp_path, 4, {ACCURACY: 0.1, "val/reward": -1.0, "val-core/all/reward/mean@1": -1.0})
+    publish(tmp_path, 6, {ACCURACY: 0.0, "val/reward": -2.0, "val-core/all/reward/mean@1": -2.0})
+    settings = rules(1, keep_best=1)
+    assert settings.best_metric is None
+    assert victims(tmp_path, settings, 6, ALONE) == [step_dir(tmp_path, 4)]
+    assert victims(tmp_path, settings, 6, ALONE, {ACCURACY: 0.0, "val/reward": 1.0}) == [
+        step_dir(tmp_path, 2),
+        step_dir(tmp_path, 4),
+    ]
+    settings.best_metric = ACCURACY
+    assert victims(tmp_path, settings, 6, ALONE) == [step_dir(tmp_path, 2)]
+
+
 def test_a_later_checkpoint_that_could_not_be_set_aside_pushes_nothing_out(tmp_path, deleter):
     for step, accuracy in ((2, 0.1), (4, 0.5), (6, 0.9)):
         publish(tmp_path, step, {ACCURACY: accuracy})

@@ -96,7 +96,7 @@ def test_without_yes_it_only_shows(run_dir, command, option):
 def test_given_rules_take_the_place_of_stored_ones(run_dir, command):
     document = json.loads(command("prune", run_dir, "--keep-every", "null", "--max-to-keep", "1", "--json")[1])
     (run,) = document["runs"]
-    assert run["rules"] == {"max_to_keep": 1, "keep_every": None, "keep_best": 1, "best_metric": "val/accuracy"}
+    assert run["rules"] == {"max_to_keep": 1, "keep_every": None, "keep_best": 1, "best_metric": None}
     assert [entry["name"] for entry in run["going"]] == [f"global_step_{step}" for step in (1, 2, 4, 5, 6, 7)]
     assert (run["kept"], run["newest_whole"], document["removed"]) == ([3, 8], 8, False)
     assert "nothing to remove" in command("prune", run_dir, "--max-to-keep", "null")[1]

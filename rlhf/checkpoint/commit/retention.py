@@ -19,6 +19,7 @@ from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import MANIFEST, scan, step_dir, step_of
+from rlhf.tracking.headline import ACCURACY, REWARD, headline
 
 log = logging.getLogger(__name__)
 NO_FIGURE = math.nan
@@ -29,7 +30,7 @@ def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> 
     """Reasons for which the checkpoint of each step stays: any of `newest`, `for good`, `best`, `unreadable`; none for
     one that may go.
 
-    `figures` has `settings.best_metric` of each step; one that is not finite is never best, and of two equal ones the
+    `figures` are those of `figures_of`; one that is not finite is never best, and of two equal ones the
     newer is better. None is a checkpoint whose manifest cannot be read: it may be among the best, so it stays while
     there is a ranking.
     """
@@ -48,6 +49,22 @@ def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> 
         "unreadable": {step for step in steps if best and figures[step] is None},
     }
     return {step: [reason for reason, chosen in kept.items() if step in chosen] for step in steps}
+
+
+def figures_of(
+    metrics: Mapping[int, Mapping[str, float] | None], settings: CheckpointConfig
+) -> dict[int, float | None]:
+    """The figure of each step that `keep_best` ranks by, from its metrics; None where they are not known."""
+    name = ranking_metric(metrics.values(), settings)
+    return {step: None if each is None else each.get(name, NO_FIGURE) for step, each in metrics.items()}
+
+
+def ranking_metric(metrics: Iterable[Mapping[str, float] | None], settings: CheckpointConfig) -> str:
+    """`settings.best_metric`, or the headline of all the checkpoints with these metrics."""
+    if settings.best_metric is not None:
+        return settings.best_metric
+    # One for all of them: figures of two kinds have no order.
+    return (REWARD if any(headline(each) == REWARD for each in metrics if each) else ACCURACY).metric
 
 
 def victims(
@@ -74,20 +91,20 @@ def _goes(
 ) -> dict[int, bool]:
     """Whether each step that lies here may go."""
     paths = {step: path for path in scan(run_dir) if (step := step_of(path)) is not None}
-    figures = {step: _figure(path, settings) for step, path in paths.items() if step <= newest_step}
+    metrics = {step: _known(path, settings) for step, path in paths.items() if step <= newest_step}
     if coming is not None:
-        figures[newest_step] = coming.get(settings.best_metric, NO_FIGURE)
-    why = reasons(figures, settings)
+        metrics[newest_step] = coming
+    why = reasons(figures_of(metrics, settings), settings)
     return {step: step != newest_step and why.get(step) == [] for step in paths}
 
 
-def _figure(path: Path, settings: CheckpointConfig) -> float | None:
+def _known(path: Path, settings: CheckpointConfig) -> Mapping[str, float] | None:
     if not settings.keep_best:
-        return NO_FIGURE
+        return {}
     try:
         status = (path / MANIFEST).stat()
         version = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-        return _metrics(path, version).get(settings.best_metric, NO_FIGURE)
+        return _metrics(path, version)
     except (DamagedCheckpoint, OSError) as error:
         log.warning("%s is kept: it may be among the best, but %s", path, error)
         return None

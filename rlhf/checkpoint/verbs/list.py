@@ -1,7 +1,6 @@
 """Verb `list`: one line per checkpoint of a run directory, or of each in a folder of many. Loads no torch."""
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf.checkpoint.commit.manifest import Manifest
-from rlhf.checkpoint.commit.retention import NO_FIGURE, reasons
+from rlhf.checkpoint.commit.retention import figures_of, ranking_metric, reasons
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
 from rlhf.checkpoint.verbs.places import looked_at
 from rlhf.checkpoint.verbs.runs import FoundRun, rules_of_save
@@ -91,16 +90,14 @@ def _kept(rows: list[dict[str, Any]], rules: CheckpointConfig | None) -> list[li
     """Why each checkpoint is kept (no reason: it may go); None where nobody knows."""
     if rules is None:
         return [None] * len(rows)
-    figures: Mapping[int, float | None] = {
-        row["step"]: row["metrics"].get(rules.best_metric, NO_FIGURE) if "metrics" in row else None for row in rows
-    }
-    why = reasons(figures, rules)
+    why = reasons(figures_of({row["step"]: row.get("metrics") for row in rows}, rules), rules)
     return [why[row["step"]] for row in rows]
 
 
 def _show(document: dict[str, Any], console: Console) -> None:
     """A table of a run's checkpoints: the columns that a manifest fills, or what is wrong with it."""
-    metric = (document["rules"] or asdict(CheckpointConfig()))["best_metric"]
+    metrics = [row.get("metrics") for row in document["checkpoints"]]
+    metric = ranking_metric(metrics, CheckpointConfig(**(document["rules"] or {})))
     table = Table("step", "created (UTC)", "size", "ranks", "backend", "contents", metric, "kept", "state")
     for row in document["checkpoints"]:
         kept = "" if row["kept"] is None else ", ".join(row["kept"]) or "may go"

@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-to-keep", metavar="N", help="keep the newest so many; null keeps all")
     parser.add_argument("--keep-every", metavar="N", help="keep those whose step is a multiple; null keeps none")
     parser.add_argument("--keep-best", metavar="N", help="keep the best so many")
-    parser.add_argument("--best-metric", metavar="NAME", help="the figure that --keep-best ranks by")
+    parser.add_argument(
+        "--best-metric", metavar="NAME", help="the figure that --keep-best ranks by; null: the headline"
+    )
     parser.add_argument(
         "--set-aside", action="store_true", help="also global_step_N.damaged-K, .superseded-K, .incomplete-K"
     )
@@ -89,6 +91,8 @@ def _given(name: str, text: str | None) -> Any:
     rule = next(field for field in fields(CheckpointConfig) if field.name == name).metadata
     option = f"--{name.replace('_', '-')}={text}"
     if name == "best_metric":
+        if text == "null":
+            return None
         if text not in rule["choices"]:
             choices = rule["choices"]
             raise UserError(f"{option}: is one of {', '.join(choices)}.{did_you_mean(nearest(text, choices))}")

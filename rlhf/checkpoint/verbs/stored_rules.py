@@ -22,7 +22,7 @@ def parse_rules(text: bytes) -> CheckpointConfig | None:
     for name, value in asdict(settings).items():
         if name not in RULES:
             continue
-        may_be_null = bounds[name]["ge"] == 1
+        may_be_null = name == "best_metric" or bounds[name]["ge"] == 1
         fits = value in bounds[name]["choices"] if name == "best_metric" else type(value) is int
         if not (fits or (may_be_null and value is None)) or (type(value) is int and value < bounds[name]["ge"]):
             return None
