@@ -1,0 +1,86 @@
+"""Plan of a run on a CPU against the memory that a real rank takes: 28M parameters, two steps and their saves."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.compose import compose_config
+from rlhf.config.library import Library
+from rlhf.planning.check import plan_of
+from tests.support.launching import DEADLINE_S, write_sums
+from tests.support.tiny_models import causal_lm
+
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "initializer_range": 0.02,
+}
+SETTINGS = (
+    "recipes=null",
+    "trainer.device=cpu",
+    "trainer.threads_per_rank=1",
+    "trainer.total_training_steps=2",
+    "trainer.save_freq=1",
+    "trainer.val_before_train=false",
+    "data.train_batch_size=4",
+    "data.max_prompt_length=32",
+    "data.max_response_length=32",
+    "rollout.n=4",
+    "rollout.ignore_eos=true",
+    "actor.ppo_mini_batch_size=4",
+    "actor.ppo_max_token_len_per_gpu=512",
+    "actor.use_kl_loss=true",
+)
+
+
+def measured(folder: Path, overrides: list[str]) -> dict[str, int]:
+    """Highest resident bytes of a rank by phase, of a run that goes to its end; `base` before its models."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    listener = {
+        "RLHF_EVENT_LISTENER": "tests.support.measured_memory:seen",
+        "MEASURED_MEMORY": str(folder / "measured.jsonl"),
+        "MASTER_PORT": port,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf.train", *overrides],
+        env=os.environ | ranks | listener,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    highest: dict[str, int] = {}
+    for line in (folder / "measured.jsonl").read_text().splitlines():
+        phase, size = json.loads(line)
+        highest[phase] = max(size, highest.get(phase, 0))
+    return highest
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the highest resident memory is read as Linux tells it")
+def test_the_peak_is_planned_within_a_tenth(tmp_path):
+    torch.manual_seed(1)
+    causal_lm("llama", tmp_path / "model", **SIZES)
+    sums = write_sums(tmp_path / "sums.jsonl")
+    overrides = [*SETTINGS, f"model.path={tmp_path / 'model'}", f"data.train_files={sums}"]
+    overrides.append(f"trainer.default_local_dir={tmp_path}")
+    found = plan_of(compose_config(overrides, Library.find(None)))
+    assert found is not None
+    peak = found[1].peak
+    assert peak.name == "actor update"
+    highest = measured(tmp_path, overrides)
+    most = max(highest.values())
+    assert highest["update_actor"] == most
+    assert abs(peak.total - most) < 0.1 * (most - highest["base"])

@@ -1,0 +1,35 @@
+"""docs/memory.md: each command prints what the page shows; of the model only the config.json that stands there."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import rlhf
+from rlhf.plan import main
+
+PAGE = (Path(rlhf.__file__).parents[1] / "docs/memory.md").read_text()
+BLOCKS = re.findall(r"^```\w*\n(.*?)^```$", PAGE, flags=re.S | re.M)
+CONFIG = next(block for block in BLOCKS if block.startswith("{"))
+SHOWN = [block for block in BLOCKS if block.startswith("$ ")]
+NAMED = "model.path=/models/qwen2.5-7b"
+
+
+def test_there_are_commands():
+    assert len(SHOWN) == 2
+    assert len(BLOCKS) == len(SHOWN) + 1
+
+
+@pytest.mark.parametrize("block", SHOWN, ids=("refused", "fits"))
+def test_a_command_prints_what_is_shown(block, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(CONFIG)
+    command, _, output = block.replace("\\\n", " ").partition("\n")
+    words = shlex.split(command.removeprefix("$ python -m rlhf.plan"))
+    assert NAMED in words
+    code = main([f"model.path={tmp_path}" if word == NAMED else word for word in words])
+    said = capsys.readouterr().out
+    if "| tail" in command:
+        said = "".join(said.splitlines(keepends=True)[-len(output.splitlines()) :])
+    assert said == output
+    assert code == (1 if "It does not fit" in output else 0)
