@@ -1,6 +1,5 @@
 """Learners of a run: actor, critic and reference policy in their training engines, filled with their weights."""
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,6 @@ from rlhf.models.packing import is_packed, pack
 from rlhf.models.packing_probe import choose_packing
 from rlhf.models.weights import Loaded
 from rlhf.ranks.coordinator import Coordinator
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ def build_learners(
     if config.needs_reference:
         start = models.policy.load(loading.load_model, coordinator, device)
         model = frozen(start, config.backend, device)
-        _tell_of_whole_logits("reference", check_log_probs(model.module, device), coordinator)
+        check_log_probs(model.module, device)
         reference = Reference(model, temperature, budgets.reference, config.ref)
 
     dtype = torch.bfloat16 if config.backend.autocast == "bfloat16" else torch.float32
@@ -72,7 +69,7 @@ def build_learners(
     scale = config.actor.loss_scale_factor or config.data.max_response_length
     actor_steps = max(1, total_steps - config.trainer.critic_warmup) * mini_batches
     backend = _trained(config, config.actor, models.policy, policy, actor_steps, device)
-    _tell_of_whole_logits("actor", check_log_probs(backend.module, device), coordinator)
+    check_log_probs(backend.module, device)
     actor = Actor(
         backend,
         config.actor,
@@ -91,11 +88,6 @@ def build_learners(
         backend = _trained(config, config.critic, models.critic, start, total_steps * mini_batches, device)
         critic = Critic(backend, config.critic, scale=scale, budget=budgets.critic, forward_budget=budgets.values)
     return Learners(actor, critic, reference, utilization)
-
-
-def _tell_of_whole_logits(role: str, reason: str | None, coordinator: Coordinator) -> None:
-    if reason is not None and coordinator.is_leader:
-        log.warning("The %s's logits of all tokens of a micro-batch are in memory at once: %s.", role, reason)
 
 
 def frozen(loaded: Loaded, config: BackendConfig, device: torch.device) -> Fsdp2Model:

@@ -1,12 +1,16 @@
 """Comparison of the log-probs that a model is asked for with those of its own logits, on the model as it is trained."""
 
+import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rlhf.models.log_prob_head import LogProbModel, Targets
 from rlhf.ranks.collectives import all_max
+
+log = logging.getLogger(__name__)
 
 TOKENS = 8
 TOLERANCES = {torch.float32: 1e-3}
@@ -15,13 +19,9 @@ LARGE = 0.25
 
 
 @torch.no_grad()
-def check_log_probs(module: nn.Module, device: torch.device) -> str | None:
-    """Let `module` take all logits of the wanted tokens at once if its log-probs are not those of its logits.
-    Collective.
-
-    Returns:
-        The reason if it takes all logits at once; None if it takes a chunk at a time.
-    """
+def check_log_probs(module: nn.Module, device: torch.device) -> None:
+    """Let `module` take all logits of the wanted tokens at once, if its log-probs are not those of its logits, and say
+    why it does. Collective."""
     model: Any = next(part for part in module.modules() if isinstance(part, LogProbModel))
     if model.whole_logits is None:
         ids = torch.arange(1, TOKENS + 1, device=device)[None]
@@ -31,5 +31,6 @@ def check_log_probs(module: nn.Module, device: torch.device) -> str | None:
         found, _ = module(input_ids=ids, use_cache=False, targets=targets)
         difference = float(all_max((found - expected).abs().max().nan_to_num(nan=torch.inf)))
         if difference > TOLERANCES.get(logits.dtype, LARGE):
-            model.whole_logits = f"{type(model).__name__} makes its logits in another way (off by {difference:.3g})"
-    return model.whole_logits
+            model.whole_logits = f"{model.config.model_type} makes its logits in another way (off by {difference:.3g})"
+    if model.whole_logits is not None and dist.get_rank() == 0:
+        log.warning("The logits of all tokens of a micro-batch are in memory at once: %s.", model.whole_logits)

@@ -118,11 +118,12 @@ class Largest(TorchDispatchMode):
 
 
 @contextmanager
-def actor(vocabulary: int) -> Iterator[Actor]:
+def actor(vocabulary: int, **others: Any) -> Iterator[Actor]:
     """An actor on this process as the only rank."""
+    torch.manual_seed(0)
     config = tiny_qwen2().config
     config.vocab_size = vocabulary
-    settings = ActorConfig(optim=OPTIM, entropy_coeff=0.1)
+    settings = ActorConfig(optim=OPTIM, **others)
     with single_rank():
         backend = engine(Qwen2ForCausalLM(config), settings, BackendConfig())
         yield Actor(
@@ -142,7 +143,7 @@ def test_no_tensor_of_an_update_has_all_logits(monkeypatch):
     tokens = int(batch.response_mask.sum())
     spread = Spread.as_held([(batch.prompt_lengths + batch.response_lengths).tolist()], 1)
     guards = Guards(GuardsConfig())
-    with actor(vocabulary=3000) as policy:
+    with actor(vocabulary=3000, entropy_coeff=0.1) as policy:
         guards.begin(1, 0.0)
         with Largest() as chunked:
             policy.all_log_probs(batch, spread)
@@ -153,6 +154,21 @@ def test_no_tensor_of_an_update_has_all_logits(monkeypatch):
     assert tokens > 600
     assert chunked.elements == 100 * 3000
     assert control.elements >= tokens * 3000
+
+
+def test_an_entropy_that_no_loss_needs_can_be_left_out():
+    batch, guards = random_batch(seed=1, samples=8), Guards(GuardsConfig())
+    spread = Spread.as_held([(batch.prompt_lengths + batch.response_lengths).tolist()], 1)
+    figures, weights = [], []
+    for others in ({}, {"calculate_entropy": False}):
+        with actor(vocabulary=40, **others) as policy:
+            guards.begin(1, 0.0)
+            figures.append(policy.update(batch, spread, guards))
+            weights.append({name: tensor.clone() for name, tensor in policy.backend.full_tensors()})
+    assert figures[0].pop("actor/entropy") > 0
+    assert figures[0] == figures[1]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert ActorConfig(calculate_entropy=False, entropy_coeff=0.1).needs_entropy
 
 
 def peak_bytes(vocabulary: int) -> int:

@@ -30,6 +30,8 @@ from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
 from rlhf.learning.spread import Spread, spread
+from rlhf.models.log_prob_head import LogProbModel
+from rlhf.models.log_prob_probe import check_log_probs
 from tests.support.plain_update import log_softmax_of
 from tests.support.tiny_updates import random_batch, tiny_gemma2, tiny_qwen2, tiny_value_model, with_observations
 
@@ -240,6 +242,8 @@ def run_update(
             mini_batches=mini_batches,
             log_prob_budget=budget,
         )
+        check_log_probs(role.backend.module, CPU)  # as at the start of a run
+        assert [m.whole_logits for m in role.backend.module.modules() if isinstance(m, LogProbModel)] == [None]
         if config.actor.use_kl_loss:
             reference = Policy(Fsdp2Model(frozen.requires_grad_(False), BackendConfig(), CPU), 1.0, budget)
             batch.ref_log_probs = reference.all_log_probs(batch, held)
