@@ -114,19 +114,26 @@ def _batches(config: Config) -> Iterator[str]:
         )
 
 
-def _ranks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+def number_of_ranks(config: Config, environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
+    """Number of ranks of the run, and the name of what says so."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        ranks, source = int(environ["WORLD_SIZE"]), "WORLD_SIZE of torchrun"
-    else:
-        ranks, source = config.trainer.nproc, "trainer.nproc"
-    for key, size in (
-        ("data.train_batch_size", config.data.train_batch_size),
-        ("data.gen_batch_size", config.data.gen_batch_size),
-        ("actor.ppo_mini_batch_size", config.actor.ppo_mini_batch_size),
-    ):
-        if size is not None and size % ranks:
-            fitting = math.ceil(size / ranks) * ranks
-            yield f"{key}={size} must be divisible by the number of ranks ({source}={ranks}): set {key}={fitting}."
+        return int(environ["WORLD_SIZE"]), "WORLD_SIZE of torchrun"
+    return config.trainer.nproc, "trainer.nproc"
+
+
+def _ranks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+    ranks, source = number_of_ranks(config, environ)
+    train, mini, n = config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n
+    if ranks > 2 * mini * n:
+        enough = math.ceil(ranks / (2 * n))
+        fitting = next((size for size in range(enough, train + 1) if train % size == 0), None)
+        more = f"set actor.ppo_mini_batch_size={fitting or enough}"
+        more += "" if fitting else f" and data.train_batch_size={enough}"
+        yield (
+            f"actor.ppo_mini_batch_size={mini}: with rollout.n={n} a mini-batch has {mini * n} samples, so more than "
+            f"half of the ranks ({source}={ranks}) would have nothing to train on: {more}, or take at most "
+            f"{2 * mini * n} ranks."
+        )
     group = config.rollout.tensor_model_parallel_size
     if config.rollout.name == "vllm" and ranks % group:
         yield (

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import rlhf
 from rlhf.config import Config
+from rlhf.config.validate import number_of_ranks
 from rlhf.models.parameter_count import count_parameters, in_words
 from rlhf.planning.check import plan_of
 from rlhf.planning.devices import lacks_gpu
@@ -24,6 +25,7 @@ def banner(config: Config, recipes: Sequence[str]) -> str:
         ("steps", _length(config)),
         ("device", _device(config)),
         *_memory(config),
+        *_idle(config),
         ("run", f"{_near(config.run_dir)} ({_beginning(config)})"),
         ("log", _near(config.run_dir / RUN_LOG)),
     ]
@@ -106,6 +108,13 @@ def _memory(config: Config) -> Iterator[tuple[str, str]]:
     """The row of the plan, where the models' files tell enough."""
     if (found := plan_of(config)) is not None:
         yield "memory", line(found[1])
+
+
+def _idle(config: Config) -> Iterator[tuple[str, str]]:
+    """A row about ranks for which there are no samples, where there are such."""
+    ranks, samples = number_of_ranks(config)[0], config.actor.ppo_mini_batch_size * config.rollout.n
+    if ranks > samples:
+        yield "idle", f"{ranks - samples:,} of {ranks:,} ranks at a time: a mini-batch has {samples:,} samples"
 
 
 def _near(path: str | Path) -> str:

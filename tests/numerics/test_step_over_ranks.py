@@ -53,7 +53,7 @@ def one_step(prompts: int, algorithm: AlgorithmConfig) -> dict[str, Any]:
     guards, settings = Guards(GuardsConfig()), {"optim": OPTIM, "ppo_max_token_len_per_gpu": BUDGET, "ppo_epochs": 2}
     guards.begin(1, 0.0)
     actor, critic = ActorConfig(**settings, use_kl_loss=True, kl_loss_coef=0.1), CriticConfig(**settings)
-    policy, reference = start_policies()
+    policy, reference = start_policies("one_look_at_each_sample")
     c: Any = SimpleNamespace(
         guards=guards,
         clock=PhaseClock(CPU),
@@ -113,5 +113,5 @@ def test_a_step_is_the_same_on_any_number_of_ranks(ranks, case):
         torch.testing.assert_close(rank["weights"], several[0]["weights"], rtol=0, atol=0)
     torch.testing.assert_close(several[0]["weights"], alone["weights"], **options)
     torch.testing.assert_close(several[0]["figures"], alone["figures"], rtol=1e-4, atol=1e-5)
-    start, _ = start_policies()
+    start, _ = start_policies("one_look_at_each_sample")
     assert any(not torch.allclose(alone["weights"][name], p, atol=1e-3) for name, p in start.named_parameters())

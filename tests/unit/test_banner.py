@@ -39,6 +39,16 @@ def test_a_new_run(config):
     assert shown["log"] == "runs/rlhf/default/run.log"
 
 
+def test_ranks_without_samples_are_told(config, monkeypatch):
+    config.actor.ppo_mini_batch_size, config.rollout.n, config.trainer.nproc = 4, 8, 32
+    assert "idle" not in rows(config)
+    config.trainer.nproc = 40
+    assert rows(config)["idle"] == "8 of 40 ranks at a time: a mini-batch has 32 samples"
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "33")
+    assert rows(config)["idle"] == "1 of 33 ranks at a time: a mini-batch has 32 samples"
+
+
 def test_a_run_that_goes_on(config):
     t = config.trainer
     (config.run_dir / "global_step_40").mkdir(parents=True)

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from rlhf.compose import compose_config
+from rlhf.config.library import Library
 from rlhf.config.validate import validate
 from tests.support.configurations import make, problems
 
@@ -12,7 +14,6 @@ SERVED: dict[str, Any] = {"rollout__name": "vllm_server", "rollout__servers__url
 
 ACCEPTED: dict[str, dict] = {
     "defaults": {},
-    "ranks divide the batches": {"trainer__nproc": 4},
     "several optimizer steps": {"actor__ppo_mini_batch_size": 16},
     "greedy evaluation": {"rollout__val_kwargs__temperature": 0.0},
     "save only a model for others": {"checkpoint__contents": ["hf_model"]},
@@ -341,24 +342,48 @@ def test_all_problems_at_once():
     assert len(lines) == 3
 
 
-def test_ranks_must_divide_the_batches():
-    lines = problems(make(trainer__nproc=3))
-    assert lines == [
-        "data.train_batch_size=64 must be divisible by the number of ranks (trainer.nproc=3): "
-        "set data.train_batch_size=66.",
-        "actor.ppo_mini_batch_size=64 must be divisible by the number of ranks (trainer.nproc=3): "
-        "set actor.ppo_mini_batch_size=66.",
+def test_any_number_of_ranks_may_share_the_batches():
+    filtering = {"algorithm__filter_groups__enable": True, "data__gen_batch_size": 95}
+    for ranks in (3, 7, 64, 1000):
+        validate(make(trainer__nproc=ranks, **filtering), {})
+
+
+def test_most_ranks_need_a_sample_of_each_mini_batch():
+    sizes = {"data__train_batch_size": 48, "actor__ppo_mini_batch_size": 4, "rollout__n": 8}
+    validate(make(trainer__nproc=64, **sizes), {})
+    assert problems(make(trainer__nproc=65, **sizes)) == [
+        "actor.ppo_mini_batch_size=4: with rollout.n=8 a mini-batch has 32 samples, so more than half of the ranks "
+        "(trainer.nproc=65) would have nothing to train on: set actor.ppo_mini_batch_size=6, or take at most 64 ranks."
     ]
-    filtering = make(trainer__nproc=2, algorithm__filter_groups__enable=True, data__gen_batch_size=95)
-    assert problems(filtering) == [
-        "data.gen_batch_size=95 must be divisible by the number of ranks (trainer.nproc=2): set data.gen_batch_size=96."
-    ]
+    [problem] = problems(make(trainer__nproc=1000, **sizes))
+    assert "set actor.ppo_mini_batch_size=63 and data.train_batch_size=63, or" in problem
 
 
 def test_torchrun_decides_the_number_of_ranks():
-    torchrun = {"RANK": "0", "WORLD_SIZE": "3"}
-    assert "WORLD_SIZE of torchrun=3" in problems(make(), torchrun)[0]
-    validate(make(trainer__nproc=3), {"RANK": "0", "WORLD_SIZE": "4"})
+    few = make(data__train_batch_size=1, actor__ppo_mini_batch_size=1, rollout__n=2, trainer__nproc=8)
+    assert "WORLD_SIZE of torchrun=5" in problems(few, {"RANK": "0", "WORLD_SIZE": "5"})[0]
+    validate(few, {"RANK": "0", "WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 128, 1000])
+def test_the_recipe_of_the_paper_takes_any_number_of_ranks(ranks):
+    validate(compose_config(["recipes=dapo_math"], Library.find(None)), {"RANK": "0", "WORLD_SIZE": str(ranks)})
+
+
+BUDGETS = [
+    "actor__ppo_max_token_len_per_gpu",
+    "critic__ppo_max_token_len_per_gpu",
+    "critic__forward_max_token_len_per_gpu",
+    "ref__log_prob_max_token_len_per_gpu",
+    "reward_model__forward_max_token_len_per_gpu",
+    "rollout__log_prob_max_token_len_per_gpu",
+]
+
+
+@pytest.mark.parametrize("key", BUDGETS)
+def test_a_budget_of_nothing_is_refused_and_one_below_a_sample_is_not(key):
+    assert problems(make(**{key: 0})) == [f"{key.replace('__', '.')}=0: must be at least 1."]
+    validate(make(**{key: 1}), {})
 
 
 def test_vllm_is_not_given_the_code_of_a_model():
