@@ -83,14 +83,22 @@ class PlainRanks:
 
 
 class RankStarter:
-    """Starts the ranks of one attempt after the other; while entered, it may keep a launcher, which imports `modules`.
+    """Starts the ranks of one attempt after the other; while entered, it may keep a launcher, which imports `modules`,
+    already before there are ranks to start unless they are not `expected`.
 
     A launcher that ends takes its ranks along, and the next start makes a new one. What ranks print goes to `output`,
     or where this process's own goes.
     """
 
-    def __init__(self, config: Config, modules: Sequence[str] | None = None, output: RankOutput | None = None) -> None:
-        self._trainer, self._output = config.trainer, output
+    def __init__(
+        self,
+        config: Config,
+        modules: Sequence[str] | None = None,
+        output: RankOutput | None = None,
+        *,
+        expected: bool = True,
+    ) -> None:
+        self._trainer, self._output, self._expected = config.trainer, output, expected
         self._modules = modules_of(config) if modules is None else modules
         self._variables = _variables(config)
         self._launcher: LauncherProcess | None = None
@@ -107,9 +115,13 @@ class RankStarter:
                 )
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._ignored_ends = True
-        if self._why_plain is None:
-            self._launcher = LauncherProcess(self._modules, self._variables, self._output)
+        if self._expected:
+            self._launch()
         return self
+
+    def _launch(self) -> None:
+        if self._why_plain is None and (self._launcher is None or self._launcher.exit is not None):
+            self._launcher = LauncherProcess(self._modules, self._variables, self._output)
 
     def __exit__(self, *_: object) -> None:
         if self._launcher is not None:
@@ -128,8 +140,7 @@ class RankStarter:
         """Start `python *command` as `trainer.nproc` ranks; None when `stop` is requested before they are there."""
         if self._output is not None:
             self._output.phase("starting the ranks")
-        if self._launcher is not None and self._launcher.exit is not None:
-            self._launcher = LauncherProcess(self._modules, self._variables, self._output)
+        self._launch()
         if self._launcher is not None:
             ranks = self._fork(self._launcher, command, stop)
             if ranks is not None or stop.signal_name is not None:

@@ -30,7 +30,7 @@ from rlhf.ranks.stop import IDLE
 from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.disk_errors import is_unfixable
 from rlhf.storage.files import make_dir, replace_durably
-from rlhf.storage.layout import HISTORY, RESOLVED, RUN_LOG, scan
+from rlhf.storage.layout import HISTORY, RESOLVED, RUN_LOG, scan, step_of
 from rlhf.tracking.run_output import OutputHandler, RunOutput
 
 NO_CALLBACKS = Callbacks()
@@ -55,14 +55,15 @@ def supervise(config: Config, check: Callable[[], None], banner: str = "", callb
 
 
 def _supervise(config: Config, check: Callable[[], None], output: RunOutput, callbacks: Callbacks) -> int:
-    with RankOutput(output) as of_ranks, RankStarter(config, output=of_ranks) as starter:
+    expected = not _seems_finished(config)
+    with RankOutput(output) as of_ranks, RankStarter(config, output=of_ranks, expected=expected) as starter:
         _compare(config)
         check()
         _make(config.run_dir)
         try:
             with run_lock(config.run_dir):
                 try:
-                    return _supervise_locked(config, starter, output, callbacks)
+                    return _supervise_locked(config, starter, output, callbacks, expected=expected)
                 finally:
                     _release_lease()
         except OSError as error:
@@ -125,7 +126,19 @@ def _release_lease() -> None:
     release_held()
 
 
-def _supervise_locked(config: Config, starter: RankStarter, output: RunOutput, callbacks: Callbacks) -> int:
+def _seems_finished(config: Config) -> bool:
+    """Whether the newest checkpoint is the run's last, by its name; whether it is intact is found out later."""
+    try:
+        newest = next(iter(scan(config.run_dir)), None)
+    except OSError:  # told where the directory is compared
+        return False
+    t = config.trainer
+    return newest is not None and not t.overwrite and step_of(newest) == t.total_training_steps
+
+
+def _supervise_locked(
+    config: Config, starter: RankStarter, output: RunOutput, callbacks: Callbacks, *, expected: bool
+) -> int:
     # Slow imports, after the lock: a second run is refused at once.
     from rlhf.checkpoint.interop.finished_export import export_finished
     from rlhf.checkpoint.remote.copies import check_copied, copy_pending
@@ -134,7 +147,8 @@ def _supervise_locked(config: Config, starter: RankStarter, output: RunOutput, c
     from rlhf.tracking import Tracker, write_report
 
     run_dir = config.run_dir
-    starter.check_devices()
+    if expected:
+        starter.check_devices()
     wait_for_ranks(run_dir)
     alone, resolved = Coordinator(LoneTransport()), ResolvedConfig.of(config)
     prepare(run_dir, config.trainer, config.checkpoint, resolved, alone)
@@ -162,6 +176,8 @@ def _supervise_locked(config: Config, starter: RankStarter, output: RunOutput, c
             log.error("%s", error)
             return EXIT_REQUEUE
         return EXIT_DONE
+    if not expected:
+        starter.check_devices()
     replace_durably(run_dir / RESOLVED, to_yaml(config))
     callbacks.follow(run_dir / HISTORY)
     with StopRequest() as stop:

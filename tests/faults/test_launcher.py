@@ -336,13 +336,20 @@ def test_no_rank_imports_of_the_parents_side_and_the_parent_no_torch():
 
 
 def test_a_run_from_start_to_end_loads_no_torch_into_its_supervisor(tmp_path, sums):
-    program = "import sys; from rlhf.train import main; sys.exit(main(sys.argv[1:]) or 10 * ('torch' in sys.modules))"
+    program = """
+import sys
+started = []
+sys.addaudithook(lambda event, arguments: event == "subprocess.Popen" and started.append(arguments))
+from rlhf.train import main
+code = main(sys.argv[1:])
+print(any("rlhf.ranks.launcher" in map(str, arguments[1]) for arguments in started))
+sys.exit(code or 10 * ("torch" in sys.modules))
+"""
     command = [*small(tmp_path, "light", sums), "trainer.total_training_steps=1", "actor.optim.lr_warmup_steps=0"]
-    for _ in ("trains", "finds it finished"):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False
-        )
+    for launches in (True, False):  # trains, and finds it finished: then no other process loads torch either
+        done = subprocess.run([sys.executable, "-c", program, *command], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == EXIT_DONE, done.stderr
+        assert done.stdout.splitlines()[-1] == str(launches)
 
 
 @pytest.mark.slow
