@@ -8,9 +8,16 @@ from rlhf.config.algorithm_rules import needs_critic
 from rlhf.planning.activations import chunk_bytes, pass_cost
 from rlhf.planning.checkpoint_size import CheckpointSize, checkpoint_size
 from rlhf.planning.model_shapes import ModelShapes
+from rlhf.planning.pass_sizes import (
+    PassSize,
+    generated_together,
+    longest_sample,
+    passes,
+    samples_of_rank,
+    tokens_of_step,
+)
 from rlhf.planning.rollout_memory import EngineMemory, engine_memory
 from rlhf.planning.training_state import TrainingState, compute_width, frozen_state, trained_state
-from rlhf.planning.work import Work, generated_together, longest_sample, passes, samples_of_rank, tokens_of_step
 
 CUDA_BASE = 3 << 29
 """CUDA's context, its libraries' workspaces and NCCL's buffers on a device: an allowance of 1.5 GiB."""
@@ -87,7 +94,7 @@ class _Pass:
     state: TrainingState
     device: str
 
-    def forward(self, config: Config, work: Work) -> dict[str, int]:
+    def forward(self, config: Config, work: PassSize) -> dict[str, int]:
         cost = pass_cost(self.model, compute_width(config.backend), config.model.attn_implementation)
         return {
             f"{self.role} gathered weights": self.state.gathered,
@@ -95,7 +102,7 @@ class _Pass:
             **self._chunk(work),
         }
 
-    def update(self, config: Config, work: Work) -> dict[str, int]:
+    def update(self, config: Config, work: PassSize) -> dict[str, int]:
         """The largest of the moments of an optimizer step: the head's gradient is there and all activations are, the
         last layer is in its backward pass, the first one is, the embedding's gradient is reduced, the optimizer
         steps."""
@@ -118,7 +125,7 @@ class _Pass:
         ]
         return max(moments, key=lambda items: sum(items.values()))
 
-    def _chunk(self, work: Work) -> dict[str, int]:
+    def _chunk(self, work: PassSize) -> dict[str, int]:
         if self.role not in ("actor", "reference"):
             return {}
         return {"log-prob chunks": chunk_bytes(work.predicted, self.model.vocabulary, self.device)}
@@ -165,7 +172,7 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
     )
 
 
-def _walk(config: Config, ranks: int, budget: int, *, mini_batch: bool = False) -> Work:
+def _walk(config: Config, ranks: int, budget: int, *, mini_batch: bool = False) -> PassSize:
     samples = samples_of_rank(config, ranks, mini_batch=mini_batch)
     return passes(samples, longest_sample(config), config.data.max_response_length, budget)
 

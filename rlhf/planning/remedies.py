@@ -10,7 +10,7 @@ from rlhf.config import Config
 from rlhf.config.validate import validate
 from rlhf.errors import UserError
 from rlhf.planning.memory_plan import Models, Plan, memory_plan
-from rlhf.planning.work import longest_sample
+from rlhf.planning.pass_sizes import longest_sample
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from rlhf.config import Config
 
 
 @dataclass(frozen=True)
-class Work:
+class PassSize:
     """Tokens that one rank passes through a model at a time."""
 
     tokens: int
@@ -44,11 +44,11 @@ def generated_together(config: Config, ranks: int) -> int:
     return math.ceil(prompts * config.rollout.n / ranks)
 
 
-def passes(samples: int, longest: int, response: int, budget: int) -> Work:
+def passes(samples: int, longest: int, response: int, budget: int) -> PassSize:
     """The walk over `samples` of full length on one rank, in micro-batches of at most `budget` tokens.
 
     Args:
         longest: tokens of a sample, of which the last `response` are predicted. One longer than the budget goes alone.
     """
     tokens = min(max(budget, longest), max(samples, 1) * longest)
-    return Work(tokens, tokens * response // longest, longest, max(1, math.ceil(samples * longest / tokens)))
+    return PassSize(tokens, tokens * response // longest, longest, max(1, math.ceil(samples * longest / tokens)))
