@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +181,12 @@ def test_batches_are_told_apart_to_the_last_bit():
 
     other_sample = [Sample(1, 0, [7, 1], [-0.5, -1 / 3 + 1e-16], "stop"), *samples_of(1)[1:]]
     shifted = [Sample(1, 0, [7], [-0.5], "stop"), Sample(1, 1, [1, 7, 1], [-1 / 3, -0.5, -1 / 3], "stop")]
+    tool = Sample(1, 0, [7, 1], [-0.5, -1 / 3], "stop", 0, ((1, 2),))
     different = [
         group(),
         group(2),
+        group(samples=[tool, *samples_of(1)[1:]]),
+        group(samples=[replace(tool, observations=((0, 1),)), *samples_of(1)[1:]]),
         group(samples=other_sample),
         group(samples=shifted),
         group(results=results_of(2)),

@@ -1,8 +1,12 @@
-"""Parts of the ranks in the rollouts that people get to see: as many as are asked for, as evenly as can be."""
+"""Figures of rollouts that people get to see: how many each rank shows, and the mean advantage of what was written."""
+
+from dataclasses import replace
 
 import pytest
+import torch
 
-from rlhf.experience.shown_samples import _parts
+from rlhf.experience.shown_samples import _means, _parts
+from tests.support.tiny_updates import random_batch, with_observations
 
 
 @pytest.mark.parametrize(
@@ -18,3 +22,9 @@ from rlhf.experience.shown_samples import _parts
 )
 def test_parts(held, count, parts):
     assert _parts(held, count) == parts
+
+
+def test_the_mean_advantage_is_of_written_tokens():
+    batch = with_observations(random_batch(seed=2, samples=6, response=(2, 9)))
+    batch = replace(batch, advantages=torch.full(batch.response_mask.shape, 1.5) * batch.response_mask)
+    assert _means(batch) == [1.5] * 6

@@ -1,0 +1,62 @@
+"""Runs on numbers of ranks that divide no batch: the same metrics as on one rank, and after kills the same bits."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.compare_runs import differences, history
+from tests.support.interrupter import at
+from tests.support.launching import Ended, ranks, small
+
+pytestmark = pytest.mark.slow
+NPROC, STEPS = 3, 2
+# Values and both log-probs go home, advantages and returns to work; groups are dropped, and carried over.
+SETTINGS = (
+    "algorithm=ppo",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.kl_coef=0.05",
+    "algorithm.filter_groups.enable=true",
+    "data.gen_batch_size=7",
+    "trainer.critic_warmup=0",
+    "actor.ppo_max_token_len_per_gpu=200",
+    "checkpoint.journal=true",
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.save_freq=1",
+    "actor.optim.lr_warmup_steps=1",
+)
+
+
+def start(folder: Path, name: str, sums: Path, nproc: int, environment: dict[str, str] | None = None) -> Ended:
+    return ranks(folder / "log", small(folder, name, sums, *SETTINGS), environment, nproc)
+
+
+@pytest.fixture(scope="module")
+def three(sums: Path, tmp_path_factory) -> Path:
+    """The directory of a run on three ranks that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("three")
+    end = start(folder, "three", sums, NPROC)
+    assert end.code == 0, end.output
+    return folder / "rlhf" / "three"
+
+
+def test_three_ranks_learn_what_one_does(three, sums, tmp_path: Path):
+    end = start(tmp_path, "one", sums, 1)
+    assert end.code == 0, end.output
+    alone, several = history(tmp_path / "rlhf" / "one"), history(three)
+    assert [record["step"] for record in alone] == [record["step"] for record in several]
+    for one, other in zip(alone, several, strict=True):
+        for record in (one, other):
+            record.pop("reward/timeouts", None)
+        assert one.keys() == other.keys()
+        assert other == pytest.approx(one, rel=2e-3, abs=2e-4)
+    assert alone[-1]["sampling/groups_dropped"] > 0
+
+
+def test_a_kill_costs_three_ranks_no_bit(three, sums, tmp_path: Path):
+    # In the first step: its samples come from the journal.
+    kill = at("update.mid", 3, "SIGKILL", rank=1, once=tmp_path / "hit")
+    assert start(tmp_path, "killed", sums, NPROC, kill).code != 0
+    assert (tmp_path / "hit").exists()
+    end = start(tmp_path, "killed", sums, NPROC)
+    assert end.code == 0, end.output
+    assert differences(three, tmp_path / "rlhf" / "killed") == []
