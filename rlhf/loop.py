@@ -30,7 +30,7 @@ from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.reference import Reference
 from rlhf.learning.utilization import Utilization
-from rlhf.learning.work import Work, WorkSharing
+from rlhf.learning.work_sharing import SharedWork, WorkSharing
 from rlhf.ranks.phase_clock import PhaseClock
 from rlhf.reward import Reward
 from rlhf.rollout import RolloutEngine
@@ -128,7 +128,7 @@ def _train(c: Components) -> None:
             c.checkpointer.leave(step, metrics)
 
 
-def estimate(c: Components, home: Batch, work: Work) -> dict[str, float]:
+def estimate(c: Components, home: Batch, work: SharedWork) -> dict[str, float]:
     """Fill the `work` with log-probs, values and advantages, and the `home` batch with advantages; returns figures.
     Collective."""
     batch = work.batch
@@ -148,7 +148,7 @@ def estimate(c: Components, home: Batch, work: Work) -> dict[str, float]:
     return figures
 
 
-def update(c: Components, work: Work, step: int) -> dict[str, float]:
+def update(c: Components, work: SharedWork, step: int) -> dict[str, float]:
     """Train the critic and the actor on the `work`; returns figures. Collective."""
     metrics: dict[str, float] = {}
     if c.critic is not None:

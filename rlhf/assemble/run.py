@@ -28,7 +28,7 @@ from rlhf.experience.evaluation import Evaluator
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.learning.credit import Advantages
 from rlhf.learning.guards import Guards
-from rlhf.learning.work import WorkSharing
+from rlhf.learning.work_sharing import WorkSharing
 from rlhf.loop import Components
 from rlhf.models import loading
 from rlhf.models.parameter_count import in_words

@@ -18,7 +18,7 @@ from rlhf.learning.credit import Advantages
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
-from rlhf.learning.work import WorkSharing
+from rlhf.learning.work_sharing import WorkSharing
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.ranks.phase_clock import PhaseClock

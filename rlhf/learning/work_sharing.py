@@ -74,7 +74,7 @@ class SampleRoute:
 
 
 @dataclass(frozen=True)
-class Work:
+class SharedWork:
     """A step's samples as the ranks train on them.
 
     A sample's home is the rank that has its group, where it is scored and compared with the group's others. Its work
@@ -105,7 +105,7 @@ class WorkSharing:
     """Consecutive parts of a step, of equally many groups in the order of uids, one optimizer step each."""
     coordinator: Coordinator
 
-    def share(self, home: Batch, uids: Sequence[int]) -> Work:
+    def share(self, home: Batch, uids: Sequence[int]) -> SharedWork:
         """The work of a step whose samples lie in the `home` batches. Collective.
 
         Which rank works on a sample follows from the lengths of all, whatever their homes.
@@ -128,7 +128,7 @@ class WorkSharing:
         there = SampleRoute(homes, places, torch.tensor(responses), self.coordinator)
         back = SampleRoute(places, homes, torch.tensor(responses), self.coordinator)
         plan = Spread.owned(lengths, owners, self.mini_batches, ranks)
-        return Work(_moved(home, there, torch.tensor(prompts)), plan, there, back)
+        return SharedWork(_moved(home, there, torch.tensor(prompts)), plan, there, back)
 
 
 def _moved(home: Batch, there: SampleRoute, prompts: Tensor) -> Batch:

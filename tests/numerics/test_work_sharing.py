@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf.batch import Batch
-from rlhf.learning.work import Work, WorkSharing
+from rlhf.learning.work_sharing import SharedWork, WorkSharing
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from tests.support.numeric_ranks import run_ranks, single_rank
@@ -44,7 +44,7 @@ def homes(case: str) -> list[int]:
 CASES = ("as prompts are dealt", "all on the last", "anyhow, none on one")
 
 
-def shared(case: str, coordinator: Coordinator) -> tuple[Batch, Work, list[int]]:
+def shared(case: str, coordinator: Coordinator) -> tuple[Batch, SharedWork, list[int]]:
     """This rank's home batch and work, and its rows of the whole batch."""
     mine = [group for group, rank in enumerate(homes(case)) if rank == coordinator.rank]
     rows = [group * GROUP + sample for group in mine for sample in range(GROUP)]
