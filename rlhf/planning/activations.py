@@ -14,6 +14,8 @@ CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 """Logits of a chunk; the constant of `rlhf.algorithms.token_log_probs`."""
 CHUNK_COPIES = 3
 """Float32 tensors of a chunk's size that are there together."""
+PACKED = "sdpa_by_sequence"
+"""Implementation that is in `sdpa`'s place where sequences are packed (`rlhf.models.sequence_attention`)."""
 STEPWISE = ("gelu_new", "gelu_fast", "quick_gelu")
 """Functions that are made of several, each of which keeps something: four tensors beside the output."""
 FLOAT32_WEIGHTS = ("gemma", "olmo")
@@ -53,13 +55,16 @@ class PassCost:
 
 
 def pass_cost(model: ModelShapes, width: int, attention: str) -> PassCost:
-    """The costs of a pass in a type of `width` bytes with an implementation of attention (`sdpa`, `eager`, ...)."""
+    """The costs of a pass in a type of `width` bytes with an implementation of attention: `sdpa`, `eager`,
+    `flash_attention_2`, or one of the first two `_by_sequence` in packed rows."""
     norms = sum(_norm(model, size, width, layer_norm=layer_norm) for size, layer_norm in model.norms)
     # What rotates queries and keys keeps neither.
     norms -= width * sum(size for size in model.norms_within_attention)
-    # `eager` repeats keys and values for all heads.
-    keys_and_values = 2 * (model.attention if attention == "eager" else model.key_values)
-    queries = width * (2 * model.attention + keys_and_values) + 4 * model.heads
+    # `eager` repeats keys and values for all heads; outputs of sequences are put together into another tensor.
+    eager = attention.startswith("eager")
+    keys_and_values = 2 * (model.attention if eager else model.key_values)
+    outputs = model.attention * (2 if attention == PACKED else 1)
+    queries = width * (model.attention + keys_and_values + outputs) + 4 * model.heads
     inner = 4 if model.gated else 5 if model.activation in STEPWISE else 2
     one = norms + queries + inner * model.inner * width
     layers = len(model.layers)
@@ -67,7 +72,7 @@ def pass_cost(model: ModelShapes, width: int, attention: str) -> PassCost:
     final = _norm(model, model.hidden, width, layer_norm=last_is_layer_norm) + model.hidden * width
     moment = (3 * model.inner + 3 * model.hidden) * width
     # The softmax in float32 and, where that is another type, in the pass's.
-    pairs = model.heads * (4 if width == 4 else 4 + width) if attention == "eager" else 0
+    pairs = model.heads * (4 if width == 4 else 4 + width) if eager else 0
     return PassCost(layers * one, one, layers * model.hidden * width, final, moment, pairs)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlhf.config import Config
 from rlhf.config.algorithm_rules import needs_critic
-from rlhf.planning.activations import chunk_bytes, pass_cost
+from rlhf.planning.activations import PACKED, PassCost, chunk_bytes, pass_cost
 from rlhf.planning.checkpoint_size import CheckpointSize, checkpoint_size
 from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.pass_sizes import (
@@ -95,7 +95,7 @@ class _Pass:
     device: str
 
     def forward(self, config: Config, work: PassSize) -> dict[str, int]:
-        cost = pass_cost(self.model, compute_width(config.backend), config.model.attn_implementation)
+        cost = self._cost(config)
         return {
             f"{self.role} gathered weights": self.state.gathered,
             "activations": cost.forward(work.tokens, work.longest),
@@ -106,7 +106,7 @@ class _Pass:
         """The largest of the moments of an optimizer step: the head's gradient is there and all activations are, the
         last layer is in its backward pass, the first one is, the embedding's gradient is reduced, the optimizer
         steps."""
-        cost, state = pass_cost(self.model, compute_width(config.backend), config.model.attn_implementation), self.state
+        cost, state = self._cost(config), self.state
         checkpointing = config.model.enable_gradient_checkpointing
         kept = cost.kept(work.tokens, work.longest, len(self.model.layers), checkpointing=checkpointing)
         layer = cost.layer(work.tokens, work.longest)
@@ -124,6 +124,12 @@ class _Pass:
             gradients | {"optimizer step": state.stepped},
         ]
         return max(moments, key=lambda items: sum(items.values()))
+
+    def _cost(self, config: Config) -> PassCost:
+        attention = config.model.attn_implementation
+        own = {"critic": config.critic.use_remove_padding, "reward model": config.reward_model.use_remove_padding}
+        packed = own.get(self.role, config.actor.use_remove_padding) is not False and attention == "sdpa"
+        return pass_cost(self.model, compute_width(config.backend), PACKED if packed else attention)
 
     def _chunk(self, work: PassSize) -> dict[str, int]:
         if self.role not in ("actor", "reference"):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rlhf.planning.activations import CHUNK_COPIES, CHUNK_ELEMENTS, chunk_bytes, pass_cost
+from rlhf.models.packing import lay_out, pack
+from rlhf.planning.activations import CHUNK_COPIES, CHUNK_ELEMENTS, PACKED, chunk_bytes, pass_cost
 from rlhf.planning.model_shapes import ModelShapes
 
 COMMON = {
@@ -36,8 +37,8 @@ def build(name: str, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedM
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).train()
 
 
-def kept(model: PreTrainedModel) -> int:
-    """Bytes that autograd keeps of a pass through the layers, weights and buffers aside."""
+def kept(model: PreTrainedModel, rows: int = 1) -> int:
+    """Bytes that autograd keeps of a pass through the layers, weights and buffers aside, of equal sequences."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     storages = {}
 
@@ -48,7 +49,8 @@ def kept(model: PreTrainedModel) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
-        model.base_model(input_ids=torch.arange(TOKENS)[None] % 100, use_cache=False)
+        ids = torch.arange(TOKENS).view(rows, -1) % 100
+        model.base_model(**lay_out(model, ids, torch.full((rows,), TOKENS // rows)).inputs)
     return sum(size for size, _ in storages.values())
 
 
@@ -60,6 +62,16 @@ def test_a_pass_keeps_what_the_plan_says(name, dtype):
     cost = pass_cost(architecture, dtype.itemsize, "sdpa")
     planned = cost.kept(TOKENS, TOKENS, 3, checkpointing=False) - TOKENS * architecture.hidden * dtype.itemsize
     assert planned == pytest.approx(kept(model), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
+def test_a_packed_pass_keeps_what_the_plan_says(name):
+    model = build(name, torch.float32)
+    architecture = ModelShapes({n: tuple(p.shape) for n, p in model.named_parameters()}, model.config.to_dict())
+    pack(model)
+    assert model.config._attn_implementation == PACKED
+    planned = pass_cost(architecture, 4, PACKED).kept(TOKENS, 32, 3, checkpointing=False) - TOKENS * 64 * 4
+    assert planned == pytest.approx(kept(model, rows=4), rel=0.08)
 
 
 def test_eager_attention_keeps_pairs():
