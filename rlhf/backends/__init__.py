@@ -17,8 +17,10 @@ def check_backend(config: BackendConfig, device: torch.device) -> None:
     """Refuse what can't work on `device`, before any model is loaded.
 
     Raises:
-        UserError: DeepSpeed can't be imported, or there is no GPU whose memory could be relieved.
+        UserError: DeepSpeed can't be imported, or there is no GPU for what needs one.
     """
+    if config.use_liger and device.type == "cpu":
+        raise UserError("backend.use_liger=true: Liger's kernels are for GPUs, and this run has none; set it to false.")
     if config.name != "deepspeed":
         return
     if config.offload_optimizer and device.type == "cpu":

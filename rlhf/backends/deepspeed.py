@@ -61,7 +61,7 @@ class DeepSpeedBackend(Scheduled):
         settings = _settings(config, grad_clip, numel)
         with contextlib.redirect_stdout(io.StringIO()):  # it prints how much memory is in use
             self._engine, *_ = deepspeed.initialize(
-                model=with_log_probs(model).train(), optimizer=optimizer, config=settings
+                model=with_log_probs(model, use_liger=config.use_liger).train(), optimizer=optimizer, config=settings
             )
         self.module: nn.Module = self._engine
         super().__init__(optimizer, optim, total_optimizer_steps, hf_files)

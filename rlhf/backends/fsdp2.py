@@ -28,7 +28,7 @@ class Fsdp2Model:
     """A model whose weights are sharded over all ranks."""
 
     def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device) -> None:
-        self.module: nn.Module = shard(with_log_probs(model), config, device)
+        self.module: nn.Module = shard(with_log_probs(model, use_liger=config.use_liger), config, device)
 
     def reshard(self) -> None:
         """Put the shards in the place of gathered weights.

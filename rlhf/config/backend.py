@@ -19,3 +19,6 @@ class BackendConfig:
     """The state that DeepSpeed spreads over the ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
     offload_optimizer: bool = setting(False, resume="harmless")
     """DeepSpeed on CUDA: keep master weights and optimizer state in the CPU's memory and step there."""
+    use_liger: bool = setting(False, resume="harmless")
+    """On CUDA: log-probs by Liger's fused linear cross-entropy (`liger-kernel`), which knows no entropy, instead of our
+    own chunks."""

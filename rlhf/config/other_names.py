@@ -30,6 +30,7 @@ SETTINGS_OF_OTHERS = {
     "data.filter_overlong_prompts": "data.overlong_prompts",
     "data.seed": "trainer.seed",
     "data.truncation": "data.overlong_prompts",
+    "model.use_liger": "backend.use_liger",
     "model.custom_chat_template": "model.chat_template",
     "model.use_remove_padding": "actor.use_remove_padding",
     "ref.log_prob_micro_batch_size": "ref.log_prob_max_token_len_per_gpu",

@@ -4,8 +4,11 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+
+from packaging.version import Version
 
 from rlhf.config import BackendConfig, Config
 from rlhf.config.algorithm_rules import algorithm_problems
@@ -236,6 +239,13 @@ def _data(config: Config) -> Iterator[str]:
 
 def _backend(config: Config) -> Iterator[str]:
     backend = config.backend
+    if backend.use_liger and config.actor.needs_entropy:
+        yield (
+            "backend.use_liger=true: Liger's kernel gives no entropy; set actor.calculate_entropy=false and "
+            "actor.entropy_coeff=0."
+        )
+    if backend.use_liger and config.trainer.device == "cpu":
+        yield "backend.use_liger=true: Liger's kernels are for GPUs, but trainer.device=cpu; set it to false."
     if backend.name != "deepspeed":
         for key in ("zero_stage", "offload_optimizer"):
             value = getattr(backend, key)
@@ -251,7 +261,17 @@ def _backend(config: Config) -> Iterator[str]:
         )
 
 
+def _liger_problem() -> str | None:
+    try:
+        found = version("liger-kernel")
+    except PackageNotFoundError:
+        return "liger-kernel is not installed"
+    return None if Version(found) >= Version("0.8.5") else f"liger-kernel {found} is installed, 0.8.5 is needed"
+
+
 def _missing_backend(config: Config) -> Iterator[str]:
+    if config.backend.use_liger and (problem := _liger_problem()):
+        yield f"backend.use_liger=true: {problem}; run `pip install 'rlhf[liger]'`, or set it to false."
     spec = find_spec("deepspeed")
     if config.backend.name == "deepspeed" and (spec is None or spec.origin is None):
         yield (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from rlhf.algorithms.liger_log_probs import liger_log_probs
 from rlhf.algorithms.token_log_probs import Finish, token_log_probs
 
 
@@ -27,9 +28,13 @@ class LogProbHead(nn.Linear):
     """Head of a causal LM: logits [..., V] of hidden states [..., H], or log-probs and entropies, [M] each, of
     `targets` from the hidden states [M, H] that predict them."""
 
+    use_liger: bool
+
     def forward(self, hidden: Tensor, *, targets: Targets | None = None, finish: Finish | None = None) -> Any:
         if targets is None:
             return super().forward(hidden)
+        if self.use_liger and finish is None and not targets.with_entropy and len(hidden):
+            return liger_log_probs(hidden, targets.labels, targets.temperature, self.weight, self.bias), None
         return token_log_probs(
             hidden,
             targets.labels,
@@ -63,8 +68,12 @@ class LogProbModel(nn.Module):
         return self.get_submodule(self._parts.head)(hidden, targets=targets, finish=self._parts.finish)
 
 
-def with_log_probs(model: Any) -> Any:
-    """`model` itself, whose forward knows `targets` from now on; its names and weights stay as they are."""
+def with_log_probs(model: Any, *, use_liger: bool = False) -> Any:
+    """`model` itself, whose forward knows `targets` from now on; its names and weights stay as they are.
+
+    Args:
+        use_liger: by Liger's kernel where it can: where no entropy is asked for and the head's product is the logits.
+    """
     if isinstance(model, LogProbModel):
         return model
     parts = _parts_of(model)
@@ -73,7 +82,8 @@ def with_log_probs(model: Any) -> Any:
     else:
         whole_logits = None
         model._parts = parts
-        model.get_submodule(parts.head).__class__ = LogProbHead
+        head = model.get_submodule(parts.head)
+        head.__class__, head.use_liger = LogProbHead, use_liger
     kind = type(model)
     model.__class__ = type(kind.__name__, (LogProbModel, kind), {"__module__": kind.__module__})
     model.whole_logits = whole_logits

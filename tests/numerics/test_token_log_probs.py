@@ -1,6 +1,7 @@
 """The head's product in chunks: values and gradients of the plain formula, and what is in memory meanwhile."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_iter
 from transformers import Qwen2ForCausalLM
 
 from rlhf.algorithms import token_log_probs as module
+from rlhf.algorithms.liger_log_probs import liger_log_probs
 from rlhf.algorithms.token_log_probs import Finish, token_log_probs
 from rlhf.config import ActorConfig, BackendConfig, GuardsConfig, RolloutCorrectionConfig
 from rlhf.learning.actor import Actor
@@ -48,8 +50,8 @@ def plain(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, finish: 
     return every.gather(1, labels[:, None])[:, 0], -(every.exp() * every.nan_to_num(neginf=0.0)).sum(dim=-1)
 
 
-def gradients(inputs: tuple[Tensor, ...], log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, ...]:
-    weights = torch.linspace(-1, 2, TOKENS, dtype=log_probs.dtype)
+def gradients(inputs: Sequence[Tensor], log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, ...]:
+    weights = torch.linspace(-1, 2, TOKENS, dtype=log_probs.dtype, device=log_probs.device)
     loss = (log_probs * weights).sum()
     if entropy is not None:
         loss = loss + (entropy * weights.flip(0)).sum()
@@ -75,6 +77,22 @@ def test_values_and_gradients(chunk, finish, entropy_in_loss, dtype, tolerance, 
         atol=10 * tolerance,
     )
     assert token_log_probs(hidden, labels, TEMPERATURE, **options | {"with_entropy": False})[1] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ), reason="needs a CUDA device")
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_liger_s_kernel_gives_the_same(with_bias):
+    """On a GPU, or with `TRITON_INTERPRET=1` on a CPU."""
+    pytest.importorskip("liger_kernel")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    hidden, weight, _, labels = (tensor.detach().to(device) for tensor in drawn(torch.float32))
+    bias = torch.linspace(-1, 1, VOCAB, device=device) if with_bias else None
+    inputs = [tensor.requires_grad_() for tensor in (hidden, weight, bias) if tensor is not None]
+    expected, _ = token_log_probs(hidden, labels, TEMPERATURE, weight=weight, bias=bias, with_entropy=False)
+    found = liger_log_probs(hidden, labels, TEMPERATURE, weight, bias)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients(inputs, found, None), gradients(inputs, expected, None), rtol=1e-4, atol=1e-4)
 
 
 def test_logits_may_be_given_instead_of_hidden_states():

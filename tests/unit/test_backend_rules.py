@@ -59,3 +59,19 @@ def test_deepspeed_is_broken(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"RuntimeError: CUDA_HOME does not exist.* or set backend=fsdp2"):
         check_backend(BackendConfig(name="deepspeed"), torch.device("cpu"))
     check_backend(BackendConfig(), torch.device("cpu"))
+
+
+def test_liger_needs_a_gpu_and_no_entropy(monkeypatch):
+    message = refusal(config_of(device="cpu", use_liger=True))
+    assert "set actor.calculate_entropy=false and actor.entropy_coeff=0" in message
+    assert "but trainer.device=cpu; set it to false" in message
+    config = config_of(use_liger=True)
+    config.actor.calculate_entropy = False
+    for found, problem in (("0.8.4", "liger-kernel 0.8.4 is installed, 0.8.5 is needed"), ("0.9", None)):
+        monkeypatch.setattr("rlhf.config.validate.version", lambda _, found=found: found)
+        if problem is None:
+            validate(config, {})
+        else:
+            assert f"{problem}; run `pip install 'rlhf[liger]'`" in refusal(config)
+    with pytest.raises(UserError, match=r"backend\.use_liger=true: .* this run has none"):
+        check_backend(config.backend, torch.device("cpu"))
