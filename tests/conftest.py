@@ -47,6 +47,7 @@ LONGEST_FIRST = (
     "test_update_invariance",
     "test_domains",
     "test_journal_kills",
+    "test_odd_ranks",
     "test_reshard",
     "test_resume_rules",
     "test_tensorboard",
