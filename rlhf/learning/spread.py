@@ -70,16 +70,6 @@ class Spread:
             found.append(of_ranks)
         return cls(found)
 
-    @classmethod
-    def as_held(cls, lengths: Sequence[Sequence[int]], mini_batches: int) -> "Spread":
-        """Of samples as they lie: `lengths` by rank, each rank's rows in equal parts by mini-batch."""
-        return cls(
-            [
-                [[held[row] for row in part] for held, part in zip(lengths, parts, strict=True)]
-                for parts in zip(*(_parts(len(held), mini_batches) for held in lengths), strict=True)
-            ]
-        )
-
     @property
     def mini_batches(self) -> int:
         """Optimizer steps in a walk over the step's samples."""

@@ -21,10 +21,9 @@ from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.log_probs import response_log_probs
 from rlhf.learning.policy import Policy
-from rlhf.learning.spread import Spread
 from rlhf.models.log_prob_head import with_log_probs
 from tests.support.numeric_ranks import single_rank
-from tests.support.tiny_updates import random_batch, tiny_qwen2, tiny_value_model
+from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2, tiny_value_model
 from tests.support.update_cases import OPTIM, engine
 
 EMPTY = 2
@@ -45,11 +44,6 @@ def guards() -> Guards:
     judge = Guards(GuardsConfig())
     judge.begin(1, 0.0)
     return judge
-
-
-def as_held(batch: Batch) -> Spread:
-    """All samples as one mini-batch on the only rank."""
-    return Spread.as_held([(batch.prompt_lengths + batch.response_lengths).tolist()], 1)
 
 
 def critic_of(config: CriticConfig, budget: int = 64) -> Critic:

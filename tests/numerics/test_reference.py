@@ -9,9 +9,8 @@ from torch import Tensor
 from rlhf.backends.fsdp2 import Fsdp2Backend, Fsdp2Model
 from rlhf.config import BackendConfig, OptimConfig, RefConfig
 from rlhf.learning.reference import Reference
-from rlhf.learning.spread import Spread
 from tests.support.numeric_ranks import run_ranks
-from tests.support.tiny_updates import random_batch, tiny_qwen2
+from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2
 
 CPU = torch.device("cpu")
 ALPHA = 0.25
@@ -35,7 +34,7 @@ def moved(config: RefConfig, steps: int) -> tuple[list[int], dict[str, Tensor], 
     )
     model = Fsdp2Model(tiny_qwen2(seed=100), BackendConfig(reshard_after_forward=False), CPU)
     reference, batch = Reference(model, 1.0, 40, config), random_batch(seed=3, samples=4)
-    held = Spread.as_held([(batch.prompt_lengths + batch.response_lengths).tolist()] * dist.get_world_size(), 1)
+    held = as_held(batch, ranks=dist.get_world_size())
     at = []
     for step in range(1, steps + 1):
         # Gathered weights stay in place after this, and must neither be taken for shards nor be used again once the

@@ -21,9 +21,8 @@ from rlhf.config import (
 from rlhf.learning.actor import Actor
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
-from rlhf.learning.spread import Spread
 from tests.support.numeric_ranks import single_rank
-from tests.support.tiny_updates import random_batch, tiny_qwen2, tiny_value_model
+from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2, tiny_value_model
 from tests.support.update_cases import engine
 
 SAMPLES = 6
@@ -72,7 +71,7 @@ class Calls:
 def test_each_pass_goes_by_its_own(update, forward):
     expected = [{ALONE: SAMPLES, ALL: 1}[budget] for budget in (forward, update)]
     batch = random_batch(seed=2, samples=SAMPLES)
-    held = Spread.as_held([(batch.prompt_lengths + batch.response_lengths).tolist()], 1)
+    held = as_held(batch)
     guards = Guards(GuardsConfig())
     guards.begin(1, 0.0)
 

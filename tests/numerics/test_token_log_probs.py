@@ -20,9 +20,8 @@ from rlhf.algorithms.token_log_probs import Finish, token_log_probs
 from rlhf.config import ActorConfig, BackendConfig, GuardsConfig, RolloutCorrectionConfig
 from rlhf.learning.actor import Actor
 from rlhf.learning.guards import Guards
-from rlhf.learning.spread import Spread
 from tests.support.numeric_ranks import single_rank
-from tests.support.tiny_updates import random_batch, tiny_qwen2
+from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2
 from tests.support.update_cases import OPTIM, engine
 
 TOKENS, HIDDEN, VOCAB = 50, 7, 31
@@ -159,7 +158,7 @@ def test_no_tensor_of_an_update_has_all_logits(monkeypatch):
     monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", 100 * 3000)
     batch = random_batch(seed=1, samples=40, response=(10, 30))
     tokens = int(batch.response_mask.sum())
-    spread = Spread.as_held([(batch.prompt_lengths + batch.response_lengths).tolist()], 1)
+    spread = as_held(batch)
     guards = Guards(GuardsConfig())
     with actor(vocabulary=3000, entropy_coeff=0.1) as policy:
         guards.begin(1, 0.0)
@@ -176,7 +175,7 @@ def test_no_tensor_of_an_update_has_all_logits(monkeypatch):
 
 def test_an_entropy_that_no_loss_needs_can_be_left_out():
     batch, guards = random_batch(seed=1, samples=8), Guards(GuardsConfig())
-    spread = Spread.as_held([(batch.prompt_lengths + batch.response_lengths).tolist()], 1)
+    spread = as_held(batch)
     figures, weights = [], []
     for others in ({}, {"calculate_entropy": False}):
         with actor(vocabulary=40, **others) as policy:

@@ -27,10 +27,9 @@ from rlhf.learning.credit import Advantages
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
-from rlhf.learning.spread import Spread
 from rlhf.rollout import Sample, SamplingParams
 from tests.support.numeric_ranks import single_rank
-from tests.support.tiny_updates import VOCAB, random_batch, tiny_qwen2, tiny_value_model, with_observations
+from tests.support.tiny_updates import VOCAB, as_held, random_batch, tiny_qwen2, tiny_value_model, with_observations
 from tests.support.update_cases import OPTIM, engine
 
 GROUP = 3
@@ -63,10 +62,6 @@ def disturbed(batch: Batch) -> Batch:
     last = torch.arange(len(batch)), batch.prompt_lengths + batch.response_lengths - 1
     ids[last] = (ids[last] + 7) % VOCAB
     return replace(batch, input_ids=ids, **changes)
-
-
-def as_held(batch: Batch, mini_batches: int) -> Spread:
-    return Spread.as_held([(batch.prompt_lengths + batch.response_lengths).tolist()], mini_batches)
 
 
 def guards() -> Guards:
@@ -143,11 +138,11 @@ def test_log_probs_and_values_are_zero_there():
     batch = whole_batch()
     with single_rank():
         backend = engine(tiny_qwen2(), ActorConfig(optim=OPTIM), BackendConfig())
-        log_probs = Policy(backend, 1.0, 60).all_log_probs(batch, as_held(batch, 1))
+        log_probs = Policy(backend, 1.0, 60).all_log_probs(batch, as_held(batch))
         config = CriticConfig(optim=OPTIM)
         value_model = engine(tiny_value_model(), config, BackendConfig())
         critic = Critic(value_model, config, scale=9, budget=60, forward_budget=60)
-        values = critic.all_values(batch, as_held(batch, 1))
+        values = critic.all_values(batch, as_held(batch))
     for found in (log_probs, values):
         assert torch.equal(found != 0, batch.response_mask.bool())
 

@@ -27,7 +27,7 @@ from tests.support.update_cases import (
 # world size -> (tokens of a micro-batch, columns of extra padding, way of dealing the samples to the ranks)
 SPLITS = {
     1: [(1000, 0, "plan"), (60, 0, "plan"), (1, 6, "plan")],
-    2: [(1000, 0, "turns"), (40, 6, "plan"), (60, 0, "lone")],
+    2: [(1000, 6, "plan"), (60, 0, "lone")],
 }
 
 
@@ -110,7 +110,7 @@ def test_the_micro_batches_are_known_beforehand_and_follow_the_budget(updates):
         counts[world_size, key] = len(told)
     case = "one_look_at_each_sample"
     assert [counts[1, f"{case}/{split}"] for split in ("1000/0/plan", "1/6/plan")] == [1, PROMPTS * GROUP]
-    assert counts[2, f"{case}/1000/0/turns"] == 1 < counts[2, f"{case}/60/0/lone"]
+    assert counts[2, f"{case}/1000/6/plan"] == 1 < counts[2, f"{case}/60/0/lone"]
 
 
 @pytest.mark.parametrize(

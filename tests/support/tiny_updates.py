@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from rlhf.batch import Batch
+from rlhf.learning.spread import Spread
 
 VOCAB = 40
 
@@ -90,6 +91,13 @@ def with_observations(batch: Batch) -> Batch:
     return replace(
         batch, response_mask=batch.response_mask.masked_fill((columns > 0) & ((rows + columns) % 3 == 0), 0.0)
     )
+
+
+def as_held(batch: Batch, mini_batches: int = 1, ranks: int = 1) -> Spread:
+    """The spread of a step of which every rank has the same samples, in the order of `batch`."""
+    lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
+    size = len(lengths) // mini_batches
+    return Spread([[lengths[start : start + size]] * ranks for start in range(0, len(lengths), size)])
 
 
 def _padded(generator: torch.Generator, lengths: torch.Tensor) -> torch.Tensor:

@@ -170,13 +170,12 @@ def start_policies(case: str) -> tuple[Any, Any]:
 
 
 def share(batch: Batch, mini_batches: int, way: str) -> tuple[Batch, Spread]:
-    """This rank's rows, and those of all: dealt by `plan`; in `turns`; or `lone`, all of a mini-batch on one rank."""
+    """This rank's rows, and those of all: dealt by `plan`, or `lone`, all of a mini-batch on one rank."""
     ranks, size = dist.get_world_size(), len(batch) // mini_batches
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
     rows = range(len(batch))
     owners = {
         "plan": spread(lengths, mini_batches, ranks),
-        "turns": [row % ranks for row in rows],
         "lone": [row // size % ranks for row in rows],
     }[way]
     mine = torch.tensor([row for row in rows if owners[row] == dist.get_rank()], dtype=torch.int64)

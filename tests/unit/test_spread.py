@@ -95,8 +95,8 @@ def test_costs_grow_more_than_lengths():
     assert of_long < 0.9 * tokens[1 - owners[0]]
 
 
-def test_samples_as_they_lie():
-    plan = Spread.as_held([[1, 2, 3, 4], [5, 6], []], 2)
+def test_rows_are_those_of_a_rank():
+    plan = Spread.owned([1, 2, 5, 3, 4, 6], [0, 0, 1, 0, 0, 1], 2, 3)
     assert plan.lengths == [[[1, 2], [5], []], [[3, 4], [6], []]]
     assert list(plan.rows(1, 0)) == [2, 3]
     assert plan.micro_batches(3, mini_batch=0) == [[[1, 0]], [[0]], [[]]]
@@ -104,14 +104,14 @@ def test_samples_as_they_lie():
 
 
 def test_padded_micro_batches_have_like_lengths():
-    assert Spread.as_held([[10, 2, 9, 3]], 1).micro_batches(20, padded=True) == [[[0, 2], [3, 1]]]
-    assert Spread.as_held([[10, 2, 9, 3]], 1).micro_batches(24, padded=False) == [[[0, 2, 3, 1]]]
+    assert Spread([[[10, 2, 9, 3]]]).micro_batches(20, padded=True) == [[[0, 2], [3, 1]]]
+    assert Spread([[[10, 2, 9, 3]]]).micro_batches(24, padded=False) == [[[0, 2, 3, 1]]]
 
 
 def test_what_fits_tightly_is_found():
     """Six pairs fill the budget exactly; filled to an equal cost, some would be left over."""
     lengths = [9, 1, 8, 2, 7, 3, 6, 4, 5, 5, 9, 1]
-    [micros] = Spread.as_held([lengths], 1).micro_batches(10)
+    [micros] = Spread([[lengths]]).micro_batches(10)
     assert [sum(lengths[row] for row in micro) for micro in micros] == [10] * 6
 
 
