@@ -103,6 +103,21 @@ def test_scores_are_the_plain_model_s(tmp_path, architecture, pad, budget, packe
         assert model.score([]) == []
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_passes_are_filled_to_the_budget(tmp_path, packed):
+    classifier("llama", tmp_path)
+    passes: list[int] = []
+    with single_rank():
+        model = build(tmp_path, packed=packed, forward_max_token_len_per_gpu=150)
+        model._module.register_forward_pre_hook(
+            lambda _, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True
+        )
+        scores(model, ITEMS * 3)
+    assert all(tokens <= 150 for tokens in passes)
+    lengths = [len(ids) for ids in model._tokenize(ITEMS * 3)]
+    assert (sum(passes) == sum(lengths)) == packed
+
+
 def test_a_bidirectional_model_sees_no_padding(tmp_path):
     classifier("bert", tmp_path)
     with single_rank():

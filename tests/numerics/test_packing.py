@@ -1,5 +1,6 @@
 """Sequences packed into one row without padding give what the same sequences give in padded rows."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,14 +59,19 @@ def test_the_batch_has_all_lengths_that_matter():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_packed_equals_padded_on_any_ranks(padded, world_size):
+def test_packed_equals_padded_on_any_ranks(padded, world_size, request):
+    architectures = tuple(ARCHITECTURES)
+    if world_size > 1 and not request.config.getoption("full_product"):
+        architectures = architectures[::2] if world_size == 2 else architectures[1::2]
+    work = partial(packed_on_ranks, architectures)
     if world_size == 1:
         with single_rank():
-            every = [packed_on_ranks()]
+            every = [work()]
     else:
-        every = run_ranks(world_size, packed_on_ranks)
+        every = run_ranks(world_size, work)
     for results in every:
-        for architecture in ARCHITECTURES:
+        assert len(results) == len(architectures) * len(TOLERANCES)
+        for architecture in architectures:
             for dtype, tolerance in TOLERANCES.items():
                 assert_same(results[f"{architecture}/{dtype}"], padded[architecture], tolerance)
 

@@ -1,5 +1,5 @@
-"""One update on real ranks: the same gradients, weights and metrics at every budget of tokens, padding, number of ranks
-and spread over them, and those of a plain loop over sequences."""
+"""One update on real ranks: the same gradients, weights and metrics at every budget of tokens, packed or padded, number
+of ranks and spread over them, and those of a plain loop over sequences."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from tests.support.update_cases import (
     start_policies,
 )
 
-# world size -> (tokens of a micro-batch, columns of extra padding, way of dealing the samples to the ranks)
+# world size -> (tokens of a micro-batch, columns of extra padding (0: packed), way of dealing the samples to the ranks)
 SPLITS = {
     1: [(1000, 0, "plan"), (60, 0, "plan"), (1, 6, "plan")],
     2: [(1000, 6, "plan"), (60, 0, "lone")],

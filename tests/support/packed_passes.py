@@ -1,5 +1,6 @@
 """Passes of tiny models over packed and over padded sequences, on one rank or several, for comparison."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
@@ -104,12 +105,12 @@ def loss_and_gradients(model: nn.Module, micro_batches: list[Batch]) -> dict[str
     }
 
 
-def packed_on_ranks() -> dict[str, dict[str, Tensor]]:
-    """What every architecture gives for `skewed_batch`, packed, spread over the ranks by `shares`."""
+def packed_on_ranks(architectures: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    """What each gives in float64 and float32 for `skewed_batch`, packed, spread over the ranks by `shares`."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch = skewed_batch()
     results = {}
-    for architecture in ARCHITECTURES:
+    for architecture in architectures:
         for dtype in (torch.float64, torch.float32):
             model = shard(tiny_lm(architecture, dtype), BackendConfig(), torch.device("cpu"))
             pack(model)

@@ -32,6 +32,7 @@ from rlhf.learning.policy import Policy
 from rlhf.learning.spread import Spread, spread
 from rlhf.models.log_prob_head import LogProbModel
 from rlhf.models.log_prob_probe import check_log_probs
+from rlhf.models.packing import pack
 from tests.support.plain_update import log_softmax_of
 from tests.support.tiny_updates import random_batch, tiny_gemma2, tiny_qwen2, tiny_value_model, with_observations
 
@@ -219,7 +220,7 @@ def run_update(
     case: str, budget: int, extra_columns: int, way: str = "plan", backend: BackendConfig | None = None
 ) -> dict[str, Any]:
     """Weights, gradients of every optimizer step (FSDP2's only), metrics and reported micro-batches (done, of how many)
-    of one update on this process group."""
+    of one update on this process group. Sequences are packed, with extra columns padded."""
     backend = backend or BackendConfig()
     mini_batches, config = CASES[case]
     settings = {"optim": OPTIM, "ppo_max_token_len_per_gpu": budget}
@@ -243,13 +244,20 @@ def run_update(
         )
         check_log_probs(role.backend.module, CPU)  # as at the start of a run
         assert [m.whole_logits for m in role.backend.module.modules() if isinstance(m, LogProbModel)] == [None]
+        if not extra_columns:
+            pack(role.backend.module)
         if config.actor.use_kl_loss:
-            reference = Policy(Fsdp2Model(frozen.requires_grad_(False), BackendConfig(), CPU), 1.0, budget)
+            start = Fsdp2Model(frozen.requires_grad_(False), BackendConfig(), CPU)
+            if not extra_columns:
+                pack(start.module)
+            reference = Policy(start, 1.0, budget)
             batch.ref_log_probs = reference.all_log_probs(batch, held)
         if role.moves_within_batch:
             batch.old_log_probs = role.all_log_probs(batch, held)
     else:
         model = engine(tiny_value_model(), config.critic, backend)
+        if not extra_columns:
+            pack(model.module)
         role = Critic(model, config.critic, scale=scale, budget=budget, forward_budget=budget)
         batch.values = role.all_values(batch, held)
     gradients: list[dict[str, Tensor]] = []
