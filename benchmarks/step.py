@@ -3,11 +3,11 @@
 A step is a batch of prompts sampled, scored and trained on once: `python -m rlhf.train` with its embedded engine,
 `step_ways/trl_grpo.py` (TRL's GRPOTrainer, by the Python of --trl, in an environment of its own) and
 `step_ways/bare.py` (torch and `generate`). All have one small random Llama, float32, on CPUs, no reference policy, no
-gradient checkpointing, the same micro-batches, and random prompts and samples of their own. `equal`: no sample ends
-before the limit; `skewed`: each token ends its sample with a probability of 4 %, so that a few are much longer than the
-rest. Runs take turns in an order that rotates; each is a process tree of its own that is looked at from outside, from
-the third line that it writes after a step to the last but one. Figures are medians over runs, with the smallest and the
-largest beside them; ratios are medians of those of runs of one round.
+gradient checkpointing, micro-batches of as many tokens, and random prompts and samples of their own. `equal`: no sample
+ends before the limit; `skewed`: each token ends its sample with a probability of 4 %, so that a few are much longer
+than the rest. Runs take turns in an order that rotates; each is a process tree of its own that is looked at from
+outside, from the third line that it writes after a step to the last but one. Figures are medians over runs, with the
+smallest and the largest beside them; ratios are medians of those of runs of one round.
 """
 
 import argparse

@@ -13,8 +13,6 @@ SETTINGS_OF_OTHERS = {
     "actor.optim.clip_grad": "actor.grad_clip",
     "actor.optim.lr_warmup_steps_ratio": "actor.optim.lr_warmup_steps",
     "actor.optim.warmup_style": "actor.optim.lr_scheduler_type",
-    "actor.ppo_micro_batch_size": "actor.ppo_max_token_len_per_gpu",
-    "actor.ppo_micro_batch_size_per_gpu": "actor.ppo_max_token_len_per_gpu",
     "actor.strategy": "backend.name",
     "algorithm.kl_coef": "algorithm.kl_ctrl.kl_coef",
     "checkpoint.save_contents": "checkpoint.contents",
@@ -22,10 +20,6 @@ SETTINGS_OF_OTHERS = {
     "critic.model.use_remove_padding": "critic.use_remove_padding",
     "custom_reward_function.reward_kwargs": "reward.kwargs",
     "critic.optim.lr_warmup_steps_ratio": "critic.optim.lr_warmup_steps",
-    "critic.forward_micro_batch_size": "critic.forward_max_token_len_per_gpu",
-    "critic.forward_micro_batch_size_per_gpu": "critic.forward_max_token_len_per_gpu",
-    "critic.ppo_micro_batch_size": "critic.ppo_max_token_len_per_gpu",
-    "critic.ppo_micro_batch_size_per_gpu": "critic.ppo_max_token_len_per_gpu",
     "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
     "data.filter_overlong_prompts": "data.overlong_prompts",
     "data.seed": "trainer.seed",
@@ -33,19 +27,13 @@ SETTINGS_OF_OTHERS = {
     "model.use_liger": "backend.use_liger",
     "model.custom_chat_template": "model.chat_template",
     "model.use_remove_padding": "actor.use_remove_padding",
-    "ref.log_prob_micro_batch_size": "ref.log_prob_max_token_len_per_gpu",
-    "ref.log_prob_micro_batch_size_per_gpu": "ref.log_prob_max_token_len_per_gpu",
     "reward_model.model.path": "reward_model.path",
     "reward_model.model.use_remove_padding": "reward_model.use_remove_padding",
     "reward.custom_reward_function.reward_kwargs": "reward.kwargs",
     "reward.reward_kwargs": "reward.kwargs",
     "reward_kwargs": "reward.kwargs",
     "reward_model.reward_kwargs": "reward.kwargs",
-    "reward_model.micro_batch_size": "reward_model.forward_max_token_len_per_gpu",
-    "reward_model.micro_batch_size_per_gpu": "reward_model.forward_max_token_len_per_gpu",
     "rollout.free_cache_engine": "rollout.sleep_level",
-    "rollout.log_prob_micro_batch_size": "rollout.log_prob_max_token_len_per_gpu",
-    "rollout.log_prob_micro_batch_size_per_gpu": "rollout.log_prob_max_token_len_per_gpu",
     "rollout.max_model_len": "rollout.engine_kwargs.vllm.max_model_len",
     "rollout.max_num_batched_tokens": "rollout.engine_kwargs.vllm.max_num_batched_tokens",
     "rollout.prompt_length": "data.max_prompt_length",
@@ -84,7 +72,6 @@ SETTINGS_OF_OTHERS = {
     "num_train_epochs": "trainer.total_epochs",
     "output_dir": "trainer.default_local_dir",
     "padding_free": "actor.use_remove_padding",
-    "per_device_train_batch_size": "actor.ppo_max_token_len_per_gpu",
     "ref_model_mixup_alpha": "ref.alpha",
     "ref_model_sync_steps": "ref.update_freq",
     "report_to": "trainer.logger",
@@ -160,7 +147,6 @@ SETTINGS_OF_OTHERS = {
     "max_norm": "actor.grad_clip",
     "max_samples": "data.train_max_samples",
     "micro_rollout_batch_size": "rollout.max_num_seqs",
-    "micro_train_batch_size": "actor.ppo_max_token_len_per_gpu",
     "n_samples_per_prompt": "rollout.n",
     "num_episodes": "trainer.total_epochs",
     "packing_samples": "actor.use_remove_padding",
@@ -184,7 +170,6 @@ SETTINGS_OF_OTHERS = {
     "train.batch_size": "actor.ppo_mini_batch_size",
     "train.max_epochs": "actor.ppo_epochs",
     "train.max_tokens_per_gpu": "actor.ppo_max_token_len_per_gpu",
-    "train.micro_batch_size": "actor.ppo_max_token_len_per_gpu",
     "train.num_episodes": "trainer.total_epochs",
     "train.seed": "trainer.seed",
     "train_batch_size": "data.train_batch_size",
@@ -232,6 +217,25 @@ BY_TOKENS = "Leave it out: micro-batches are always filled up to actor.ppo_max_t
 NODES = "Ranks on several machines are started with torchrun (docs/fault-tolerance.md); trainer.nproc is of one."
 
 SAME_COMMAND = "The same command again resumes the run; trainer.resume_from_path starts from another's checkpoint."
+
+COUNTED_IN_SAMPLES = {
+    "actor.ppo_micro_batch_size": "actor.ppo_max_token_len_per_gpu",
+    "actor.ppo_micro_batch_size_per_gpu": "actor.ppo_max_token_len_per_gpu",
+    "critic.forward_micro_batch_size": "critic.forward_max_token_len_per_gpu",
+    "critic.forward_micro_batch_size_per_gpu": "critic.forward_max_token_len_per_gpu",
+    "critic.ppo_micro_batch_size": "critic.ppo_max_token_len_per_gpu",
+    "critic.ppo_micro_batch_size_per_gpu": "critic.ppo_max_token_len_per_gpu",
+    "micro_train_batch_size": "actor.ppo_max_token_len_per_gpu",
+    "per_device_train_batch_size": "actor.ppo_max_token_len_per_gpu",
+    "ref.log_prob_micro_batch_size": "ref.log_prob_max_token_len_per_gpu",
+    "ref.log_prob_micro_batch_size_per_gpu": "ref.log_prob_max_token_len_per_gpu",
+    "reward_model.micro_batch_size": "reward_model.forward_max_token_len_per_gpu",
+    "reward_model.micro_batch_size_per_gpu": "reward_model.forward_max_token_len_per_gpu",
+    "rollout.log_prob_micro_batch_size": "rollout.log_prob_max_token_len_per_gpu",
+    "rollout.log_prob_micro_batch_size_per_gpu": "rollout.log_prob_max_token_len_per_gpu",
+    "train.micro_batch_size": "actor.ppo_max_token_len_per_gpu",
+}
+"""Their sizes of a micro-batch, and the budget of tokens that does here what they do there."""
 
 REMARKS = {
     "actor.clip_ratio": BOTH_CLIPS,
@@ -293,6 +297,10 @@ REMARKS = {
     "resume": SAME_COMMAND,
     "resume_from_checkpoint": SAME_COMMAND,
     "trainer.validation_data_dir": "All samples of an evaluation are in samples/step_N.jsonl of the run directory.",
+    **{
+        name: f"It counts samples; here a pass takes as many as fit into a number of tokens: set {setting}."
+        for name, setting in COUNTED_IN_SAMPLES.items()
+    },
 }
 """Their names that have no counterpart of one setting, and the sentence about them."""
 

@@ -77,6 +77,18 @@ def test_the_clip_of_both_sides_is_never_the_dual_clip(typed):
     assert "clip_ratio_c" not in hint(typed)
 
 
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor.ppo_max_token_len_per_gpu"),
+        ("critic.forward_micro_batch_size_per_gpu", "critic.forward_max_token_len_per_gpu"),
+        ("per_device_train_batch_size", "actor.ppo_max_token_len_per_gpu"),
+    ],
+)
+def test_a_number_of_samples_is_not_taken_for_one_of_tokens(typed, ours):
+    assert hint(typed) == (f" It counts samples; here a pass takes as many as fit into a number of tokens: set {ours}.")
+
+
 def test_a_value_that_is_only_spelled_alike_is_not_offered():
     assert meant("gpu", ("auto", "cpu", "cuda")) == "cuda"
     assert meant("gpu", ("cpu",)) is None
