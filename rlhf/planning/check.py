@@ -5,6 +5,7 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 
 from rlhf.config import Config
+from rlhf.config.validate import number_of_ranks
 from rlhf.errors import UserError
 from rlhf.planning.byte_sizes import gib
 from rlhf.planning.devices import gpu_memory, lacks_gpu, machine_memory
@@ -24,9 +25,8 @@ def target_of(config: Config, device_memory: int | None = None, ranks: int | Non
         device_memory: bytes of each GPU of another machine; None for this one's devices.
         ranks: of all machines; None for as many as start here, or as torchrun has started.
     """
-    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.nproc)) if under_torchrun else config.trainer.nproc
-    ranks = ranks or (int(os.environ["WORLD_SIZE"]) if under_torchrun else config.trainer.nproc)
+    here, _ = number_of_ranks(config)
+    ranks, local = ranks or here, int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.nproc))
     device = config.trainer.device
     if device == "cuda" or (device == "auto" and (device_memory is not None or _finds_gpu())):
         return Target(True, ranks, device_memory if device_memory is not None else gpu_memory())
@@ -68,6 +68,8 @@ def check_fits(config: Config) -> None:
     lower = ", ".join(f"{remedy} ({gib(remedy.saved)} less)" for remedy in remedies(config, models, plan)[:SHOWN])
     instead = f" Set {lower}." if lower else ""
     if not plan.target.cuda:
+        if os.environ.get("RANK", "0") != "0":
+            return
         log.warning("By the plan the memory will not do: %s%s", needs, instead)
     elif config.trainer.check_memory:
         raise UserError(

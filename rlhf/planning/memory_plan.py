@@ -220,6 +220,8 @@ def _resident(config: Config, spread: list[_Pass], ranks: int) -> dict[str, int]
         items[f"{each.role} weights"] = each.state.weights
         if each.state.optimizer:
             items[f"{each.role} optimizer"] = each.state.optimizer
+        if each.state.standing:
+            items[f"{each.role} buffers"] = each.state.standing
     data = config.data
     trained = {each.role for each in spread}
     per_token = 4 * (4 + 2 * ("critic" in trained) + ("reference" in trained) + _asks_old_log_probs(config))

@@ -36,6 +36,8 @@ class TrainingState:
     """Temporaries of the optimizer's step."""
     loaded: int = 0
     """Whole weights while the engine is made."""
+    standing: int = 0
+    """Buffers that stay for good, gradients among them."""
     host: int = 0
     """Kept on the host in the device's place."""
     host_loaded: int = 0
@@ -112,17 +114,22 @@ def _deepspeed(model: ModelShapes, config: BackendConfig, ranks: int) -> Trainin
     live = width * min(LIVE_PARAMETERS, count) if stage == 3 else 0
     head = (4 + width) * math.prod(model.head)
     on_host = config.offload_optimizer
+    # From its start on ZeRO 3 has a buffer of all gradients and the bucket; the others make them in each backward pass.
+    kept = 0 if on_host and stage > 1 else gradients
+    standing = kept + bucket if stage == 3 else 0
+    reduced = 0 if stage == 3 else bucket
     return TrainingState(
         weights,
         0 if on_host else optimizer,
-        0 if on_host and stage > 1 else gradients,
+        0 if stage == 3 else kept,
         live,
         head=head,
         head_left=width * math.prod(model.head),
-        layer=bucket + width * max(map(_elements, model.layers), default=0),
-        root=bucket + width * _elements(model.units[ROOT]),
+        layer=reduced + width * max(map(_elements, model.layers), default=0),
+        root=reduced + width * _elements(model.units[ROOT]),
         stepped=0 if on_host else 4 * share,
         loaded=4 * count,
+        standing=standing,
         host=optimizer + gradients if on_host else 0,
         host_loaded=4 * count,
     )

@@ -233,6 +233,11 @@ def test_a_machine_without_gpu_is_warned_of(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("rlhf.planning.check.machine_memory", lambda: 1 << 20)
     check_fits(config)
     assert "memory will not do" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")  # one rank of torchrun's says it
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_fits(config)
+    assert not caplog.records
 
 
 def test_the_banner_has_a_line_of_it(tmp_path, monkeypatch):

@@ -123,7 +123,8 @@ def test_zero_spreads_more_with_each_stage():
     def kept(stage: int, ranks: int) -> int:
         config = BackendConfig(name="deepspeed", zero_stage=stage, autocast="bfloat16")
         state = trained_state(architecture, config, ranks)
-        return state.weights + state.optimizer + state.gradients
+        buffer = 4 * count if stage == 3 else 0
+        return state.weights + state.optimizer + state.gradients + state.standing - buffer
 
     assert count % 4 == 0
     # Weights and gradients in bfloat16 (from stage 1 on gradients in float32), master weights and two moments.
