@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlhf.models.packing import lay_out, pack
 from rlhf.planning.activations import CHUNK_COPIES, CHUNK_ELEMENTS, PACKED, chunk_bytes, pass_cost
 from rlhf.planning.model_shapes import ModelShapes
+from rlhf.planning.pass_sizes import PassSize, passes
 
 COMMON = {
     "hidden_size": 64,
@@ -64,14 +65,14 @@ def test_a_pass_keeps_what_the_plan_says(name, dtype):
     assert planned == pytest.approx(kept(model), rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
-def test_a_packed_pass_keeps_what_the_plan_says(name):
+@pytest.mark.parametrize(("name", "within"), [("llama", 0.02), ("gemma3_text", 0.08), ("gpt2", 0.02)])
+def test_a_packed_pass_keeps_what_the_plan_says(name, within):
     model = build(name, torch.float32)
     architecture = ModelShapes({n: tuple(p.shape) for n, p in model.named_parameters()}, model.config.to_dict())
     pack(model)
     assert model.config._attn_implementation == PACKED
     planned = pass_cost(architecture, 4, PACKED).kept(TOKENS, 32, 3, checkpointing=False) - TOKENS * 64 * 4
-    assert planned == pytest.approx(kept(model, rows=4), rel=0.08)
+    assert planned == pytest.approx(kept(model, rows=4), rel=within)
 
 
 def test_eager_attention_keeps_pairs():
@@ -92,6 +93,13 @@ def test_checkpointing_keeps_the_inputs_of_layers():
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
     assert kept(model) <= again
+
+
+def test_a_budget_is_filled_and_a_longer_sample_goes_alone():
+    assert passes(64, 10, 4, 100) == PassSize(100, 40, 10, 7)
+    assert passes(64, 1000, 400, 100) == PassSize(1000, 400, 1000, 64)
+    assert passes(3, 10, 4, 100) == PassSize(30, 12, 10, 1)
+    assert passes(0, 10, 4, 100).tokens == 10
 
 
 def test_chunks_of_logits_are_bounded():

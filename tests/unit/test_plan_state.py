@@ -1,5 +1,6 @@
 """Plan of weights, gradients and optimizer: against real models, on the meta device and under FSDP2 on 1 to 4 ranks."""
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -142,6 +143,15 @@ def test_constants_are_those_of_the_parts_that_they_are_about():
     assert rollout_memory.PREFILL_TOKENS == decoding.PREFILL_TOKENS
     assert rollout_memory.GATHER_BUCKET == gather.BUCKET_BYTES
     assert rollout_memory.PUSH_BUCKET == push.BUCKET_BYTES
+
+
+def test_a_tied_head_that_the_files_have_as_well_counts_once(tmp_path: Path):
+    model = causal_lm("qwen2", tmp_path, tie_word_embeddings=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    found = of_files(str(tmp_path))
+    assert found is not None
+    assert found.count == sum(p.numel() for p in model.parameters()) - model.lm_head.weight.numel()
 
 
 def test_a_multimodal_file_is_read_by_its_text_part(tmp_path: Path):
