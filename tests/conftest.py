@@ -48,6 +48,7 @@ LONGEST_FIRST = (
     "test_domains",
     "test_journal_kills",
     "test_odd_ranks",
+    "test_hsdp",
     "test_reshard",
     "test_resume_rules",
     "test_tensorboard",

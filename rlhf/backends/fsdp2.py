@@ -2,18 +2,18 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rlhf.backends.gather import whole_tensors
+from rlhf.backends.mesh import data_mesh, replica_of, replicas_of
 from rlhf.backends.training import Scheduled, adamw_options, empty_moments
 from rlhf.config import BackendConfig, OptimConfig
 from rlhf.models.log_prob_head import with_log_probs
@@ -25,10 +25,11 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 class Fsdp2Model:
-    """A model whose weights are sharded over all ranks."""
+    """A model whose weights are sharded over all ranks, or, with `backend.dp_replicate`, over those of each replica."""
 
     def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device) -> None:
         self.module: nn.Module = shard(with_log_probs(model, use_liger=config.use_liger), config, device)
+        self._sharding = data_mesh(device, config.dp_replicate).get_all_groups()[-1]
 
     def reshard(self) -> None:
         """Put the shards in the place of gathered weights.
@@ -49,11 +50,11 @@ class Fsdp2Model:
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.full_tensors`."""
-        return whole_tensors(self.model_shards().items())
+        return whole_tensors(self.model_shards().items(), self._sharding)
 
     def model_shards(self) -> Shards:
         """See `TrainState.model_shards`."""
-        return {name: shard_of(tensor) for name, tensor in self.named_state()}
+        return shards_of(self.named_state())
 
 
 class Fsdp2Backend(Fsdp2Model, Scheduled):
@@ -104,28 +105,27 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
     def optimizer_shards(self) -> Shards:
         """See `TrainState.optimizer_shards`."""
         self.reshard()
-        return {
-            f"{name}.{key}": shard_of(value)
+        return shards_of(
+            (f"{name}.{key}", value)
             for name, parameter in self.module.named_parameters()
             for key, value in self.optimizer.state[parameter].items()
-        }
+        )
 
     def after_load(self) -> None:
         """See `TrainState.after_load`. Nothing to do: what was written to is what the module holds."""
 
 
 def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -> PreTrainedModel:
-    """Apply FSDP2 to every decoder layer, to a head with a weight of its own and to the rest, over a one-dimensional
-    mesh of all ranks; the model moves to `device`.
+    """Apply FSDP2 to every decoder layer, to a head with a weight of its own and to the rest, over the mesh of all
+    ranks; the model moves to `device`.
 
     Of what is on the meta device this rank's part gets memory there, without a value.
     """
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy()
     if config.autocast == "bfloat16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
-        "mesh": mesh,
+        "mesh": data_mesh(device, config.dp_replicate),
         "mp_policy": precision,
         "reshard_after_forward": config.reshard_after_forward,
     }
@@ -141,19 +141,32 @@ def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -
     return model
 
 
-def shard_of(tensor: Tensor) -> Shard:
-    """This rank's rows of a tensor as a range of its flattened whole; what is not sharded is owned by rank 0."""
-    if not isinstance(tensor, DTensor):
-        return Shard(tuple(tensor.shape), 0, tensor.detach(), owner=dist.get_rank() == 0)
-    local = tensor.to_local().detach()
-    start, _ = row_range(tuple(tensor.shape), dist.get_rank(), dist.get_world_size())
-    return Shard(tuple(tensor.shape), start, local)
+def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
+    """This rank's rows of each tensor as a range of its flattened whole.
+
+    What is not sharded is owned by rank 0; each replica owns about as many elements of what is replicated.
+    """
+    shards: dict[str, Shard] = {}
+    owned: list[int] = []
+    for name, tensor in tensors:
+        shape = tuple(tensor.shape)
+        if not isinstance(tensor, DTensor):
+            shards[name] = Shard(shape, 0, tensor.detach(), owner=dist.get_rank() == 0)
+            continue
+        mesh = tensor.device_mesh
+        owned = owned or [0] * replicas_of(mesh)
+        owner = owned.index(min(owned))
+        owned[owner] += tensor.numel()
+        start, _ = row_range(shape, mesh.get_local_rank(-1), mesh.size(-1))
+        shards[name] = Shard(shape, start, tensor.to_local().detach(), owner == replica_of(mesh))
+    return shards
 
 
-def row_range(shape: tuple[int, ...], rank: int, world_size: int) -> tuple[int, int]:
-    """Elements of a sharded tensor, flattened, that a rank has: from the first one on, up to the second one.
+def row_range(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, int]:
+    """Elements of a tensor, flattened, that one of the `ranks` it is sharded over has: from the first one on, up to the
+    second one.
 
     fully_shard splits dimension 0 as torch.chunk does: equal parts, the last ones smaller or empty.
     """
-    rows, width = math.ceil(shape[0] / world_size), math.prod(shape[1:])
+    rows, width = math.ceil(shape[0] / ranks), math.prod(shape[1:])
     return min(rank * rows, shape[0]) * width, min((rank + 1) * rows, shape[0]) * width

@@ -15,6 +15,9 @@ class BackendConfig:
     the module's)."""
     reshard_after_forward: bool = setting(True, resume="harmless")
     """Free gathered weights between forward and backward: less memory, more communication."""
+    dp_replicate: int = setting(1, ge=1, resume="harmless")
+    """FSDP2: replicas of each model, each sharded over as many ranks (HSDP). Weights are gathered within a replica and
+    gradients summed over all: more memory, less traffic between machines."""
     zero_stage: int = setting(2, ge=0, le=3, resume="harmless")
     """The state that DeepSpeed spreads over the ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
     offload_optimizer: bool = setting(False, resume="harmless")

@@ -121,6 +121,7 @@ SETTINGS_OF_OTHERS = {
     "data.label_key": "data.answer_key",
     "data.max_samples": "data.train_max_samples",
     "data.prompt_dataset": "data.train_files",
+    "parallelism.data_parallel_replicate_degree": "backend.dp_replicate",
     "ds.adam_offload": "backend.offload_optimizer",
     "ds.attn_implementation": "model.attn_implementation",
     "ds.param_dtype": "backend.autocast",
@@ -213,6 +214,7 @@ NO_ADAPTERS = "No adapters (LoRA) are trained here, only whole models."
 OWN_FUNCTION = "Write 'reward.functions=[FILE.py:NAME]'."
 OWN_RECIPE = "A recipe of your own is DIR/recipes/NAME.yaml, chosen with --config-dir DIR recipes=NAME."
 NOT_NEEDED = "Leave it out: there is no such choice here."
+REPLICAS = "Set backend.dp_replicate, the number of replicas: the ranks divided by verl's fsdp_size."
 BY_TOKENS = "Leave it out: micro-batches are always filled up to actor.ppo_max_token_len_per_gpu tokens."
 NODES = "Ranks on several machines are started with torchrun (docs/fault-tolerance.md); trainer.nproc is of one."
 
@@ -283,6 +285,9 @@ REMARKS = {
     "reward_model.use_dynamic_bsz": BY_TOKENS,
     "rollout.log_prob_use_dynamic_bsz": BY_TOKENS,
     "use_dynamic_batch": BY_TOKENS,
+    "actor.fsdp_config.fsdp_size": REPLICAS,
+    "critic.model.fsdp_config.fsdp_size": REPLICAS,
+    "ref.fsdp_config.fsdp_size": REPLICAS,
     "actor.fsdp_config.param_offload": NOT_NEEDED,
     "ref.fsdp_config.param_offload": NOT_NEEDED,
     "data.return_raw_chat": NOT_NEEDED,

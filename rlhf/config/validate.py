@@ -137,6 +137,12 @@ def _ranks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
             f"half of the ranks ({source}={ranks}) would have nothing to train on: {more}, or take at most "
             f"{2 * mini * n} ranks."
         )
+    replicas = config.backend.dp_replicate
+    if ranks % replicas:
+        yield (
+            f"backend.dp_replicate={replicas} must divide the number of ranks ({source}={ranks}): "
+            f"set backend.dp_replicate={math.gcd(ranks, replicas)}."
+        )
     group = config.rollout.tensor_model_parallel_size
     if config.rollout.name == "vllm" and ranks % group:
         yield (
@@ -252,6 +258,11 @@ def _backend(config: Config) -> Iterator[str]:
             if value != getattr(BackendConfig(), key):
                 yield f"backend.{key}={value}: has effect only with backend=deepspeed (it is {backend.name})."
         return
+    if backend.dp_replicate != 1:
+        yield (
+            f"backend.dp_replicate={backend.dp_replicate}: has effect only with backend=fsdp2 (it is {backend.name}); "
+            "set backend.dp_replicate=1."
+        )
     if backend.offload_optimizer and backend.zero_stage == 0:
         yield "backend.offload_optimizer=true: needs ZeRO; set backend.zero_stage=1, 2 or 3."
     if backend.offload_optimizer and config.trainer.device == "cpu":

@@ -85,6 +85,8 @@ def _candidates(config: Config, plan: Plan) -> Iterator[tuple[str, Any]]:
         yield "rollout.max_num_seqs", rollout.max_num_seqs // 2
     if not config.backend.reshard_after_forward:
         yield "backend.reshard_after_forward", True
+    if config.backend.dp_replicate > 1:
+        yield "backend.dp_replicate", 1
     if config.backend.name == "deepspeed":
         for stage in range(config.backend.zero_stage + 1, 4):
             yield "backend.zero_stage", stage

@@ -55,12 +55,15 @@ def sharded(weights: Shapes, ranks: int) -> int:
 
 def frozen_state(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingState:
     """A model without an optimizer, which is under FSDP2 with either backend."""
+    ranks //= config.dp_replicate
     return TrainingState(4 * sharded(model.weights, ranks), gathered=_gathered(model, config, ranks))
 
 
 def trained_state(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingState:
     """A model in training, with the engine that `config` names."""
-    return _deepspeed(model, config, ranks) if config.name == "deepspeed" else _fsdp2(model, config, ranks)
+    if config.name == "deepspeed":
+        return _deepspeed(model, config, ranks)
+    return _fsdp2(model, config, ranks // config.dp_replicate)
 
 
 def _elements(weights: Shapes) -> int:

@@ -22,6 +22,7 @@ OPTIM = OptimConfig(lr=0.02, eps=1e-2, weight_decay=0.1, lr_scheduler_type="cosi
 ROWS, LENGTH, MICRO_BATCHES = 8, 9, 2
 ENGINES = {
     "fsdp2": BackendConfig(),
+    "hsdp": BackendConfig(dp_replicate=2),
     **{f"zero{stage}": BackendConfig(name="deepspeed", zero_stage=stage) for stage in range(4)},
     "fsdp2-bfloat16": BackendConfig(autocast="bfloat16"),
     **{

@@ -30,6 +30,17 @@ def test_deepspeed_settings_without_deepspeed():
     assert "backend.offload_optimizer=True: has effect only" in refusal(config_of(offload_optimizer=True))
 
 
+def test_replicas():
+    message = refusal(config_of(name="deepspeed", dp_replicate=2))
+    assert "backend.dp_replicate=2: has effect only with backend=fsdp2 (it is deepspeed)" in message
+    config = config_of(dp_replicate=4)
+    config.trainer.nproc = 6
+    assert "backend.dp_replicate=4 must divide the number of ranks (trainer.nproc=6)" in refusal(config)
+    assert "set backend.dp_replicate=2." in refusal(config)
+    config.trainer.nproc = 8
+    validate(config, {}, here=False)
+
+
 def test_stages():
     assert "backend.zero_stage=4" in refusal(config_of(name="deepspeed", zero_stage=4))
     message = refusal(config_of(name="deepspeed", zero_stage=0, offload_optimizer=True))

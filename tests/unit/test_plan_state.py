@@ -92,6 +92,14 @@ def test_a_rank_holds_what_the_plan_says(name, tied, ranks):
         assert local_bytes(moments) == planned.optimizer
 
 
+def test_replicas_are_sharded_over_fewer_ranks():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    architecture = ModelShapes(shapes(model), model.config.to_dict())
+    for planned in (trained_state, frozen_state):
+        assert planned(architecture, BackendConfig(dp_replicate=3), 6) == planned(architecture, BackendConfig(), 2)
+
+
 def test_a_frozen_model_holds_its_weights_alone():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
