@@ -26,7 +26,9 @@ class Remedy:
 
     def __str__(self) -> str:
         value = str(self.value)
-        return f"{self.setting}={value.lower() if isinstance(self.value, bool) else value}"
+        # An engine is a group's entry.
+        setting = "rollout" if self.setting == "rollout.name" else self.setting
+        return f"{setting}={value.lower() if isinstance(self.value, bool) else value}"
 
 
 def remedies(config: Config, models: Models, plan: Plan) -> list[Remedy]:

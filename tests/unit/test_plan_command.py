@@ -183,6 +183,14 @@ def test_a_remedy_saves_what_it_says(seven_b):
     assert remedy.fits == other.fits
 
 
+def test_an_engine_of_ones_own_is_a_remedy_for_long_samples(seven_b, capsys):
+    """The bundled engine has room for all samples that it decodes together, each as long as the longest."""
+    long = ["data.max_response_length=20480", "rollout.max_num_seqs=256", "trainer.nproc=8", "--device-memory=80GB"]
+    found = document(capsys, f"model.path={seven_b}", *long, "data.train_batch_size=512", code=DOES_NOT_FIT)
+    assert found["peak"]["phase"] == "generation"
+    assert found["remedies"][0]["set"] == "rollout=vllm"
+
+
 def test_more_ranks_take_less_of_each(seven_b):
     config = Config()
     config.model.path = seven_b
