@@ -67,8 +67,7 @@ def pack(model: nn.Module) -> None:
     is for `rlhf.models.packing_probe` to find out.
     """
     config = _config(model)
-    if config._attn_implementation != FLASH:
-        config._attn_implementation = BY_SEQUENCE[config._attn_implementation]
+    config._attn_implementation = BY_SEQUENCE.get(config._attn_implementation, config._attn_implementation)
     model.packs = True  # type: ignore[assignment]
 
 

@@ -11,7 +11,7 @@ from rlhf.backends.fsdp2 import shard
 from rlhf.config import BackendConfig
 from rlhf.errors import UserError
 from rlhf.models.loading import without_dropout
-from rlhf.models.packing import is_packed
+from rlhf.models.packing import is_packed, pack
 from rlhf.models.packing_probe import choose_packing, why_not
 from tests.support.numeric_ranks import single_rank
 from tests.support.packed_passes import ARCHITECTURES, tiny_lm
@@ -56,6 +56,9 @@ def test_models_that_keep_sequences_apart_are_packed_for(architecture, attention
     assert torch.equal(torch.get_rng_state(), state)
     assert is_packed(model)
     assert "actor: sequences packed without padding" in caplog.text
+    implementation = model.config._attn_implementation
+    pack(model)  # as often as one likes
+    assert model.config._attn_implementation == implementation
 
 
 def test_a_bfloat16_model_passes():
