@@ -11,7 +11,6 @@ SETTINGS_OF_OTHERS = {
     "actor.fsdp_config.optimizer_offload": "backend.offload_optimizer",
     "actor.fsdp_config.reshard_after_forward": "backend.reshard_after_forward",
     "actor.optim.clip_grad": "actor.grad_clip",
-    "actor.optim.lr_warmup_steps_ratio": "actor.optim.lr_warmup_steps",
     "actor.optim.warmup_style": "actor.optim.lr_scheduler_type",
     "actor.strategy": "backend.name",
     "algorithm.kl_coef": "algorithm.kl_ctrl.kl_coef",
@@ -19,7 +18,6 @@ SETTINGS_OF_OTHERS = {
     "critic.model.path": "critic.path",
     "critic.model.use_remove_padding": "critic.use_remove_padding",
     "custom_reward_function.reward_kwargs": "reward.kwargs",
-    "critic.optim.lr_warmup_steps_ratio": "critic.optim.lr_warmup_steps",
     "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
     "data.filter_overlong_prompts": "data.overlong_prompts",
     "data.seed": "trainer.seed",
@@ -39,6 +37,8 @@ SETTINGS_OF_OTHERS = {
     "rollout.prompt_length": "data.max_prompt_length",
     "rollout.response_length": "data.max_response_length",
     "rollout.val_kwargs.do_sample": "rollout.val_kwargs.temperature",
+    "tracking.wandb.name": "trainer.experiment_name",
+    "tracking.wandb.project": "trainer.project_name",
     "trainer.default_hdfs_dir": "checkpoint.remote",
     "trainer.max_actor_ckpt_to_keep": "checkpoint.max_to_keep",
     "trainer.max_critic_ckpt_to_keep": "checkpoint.max_to_keep",
@@ -86,7 +86,6 @@ SETTINGS_OF_OTHERS = {
     "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "vllm_importance_sampling_cap": "algorithm.rollout_correction.rollout_is_threshold",
     "vllm_tensor_parallel_size": "rollout.tensor_model_parallel_size",
-    "warmup_ratio": "actor.optim.lr_warmup_steps",
     "warmup_steps": "actor.optim.lr_warmup_steps",
     # OpenRLHF
     "actor.dual_clip": "actor.clip_ratio_c",
@@ -142,7 +141,6 @@ SETTINGS_OF_OTHERS = {
     "lambd": "algorithm.lam",
     "logger.wandb.project": "trainer.project_name",
     "logger.wandb.run_name": "trainer.experiment_name",
-    "lr_warmup_ratio": "actor.optim.lr_warmup_steps",
     "max_ckpt_num": "checkpoint.max_to_keep",
     "max_epochs": "actor.ppo_epochs",
     "max_norm": "actor.grad_clip",
@@ -216,6 +214,8 @@ OWN_RECIPE = "A recipe of your own is DIR/recipes/NAME.yaml, chosen with --confi
 NOT_NEEDED = "Leave it out: there is no such choice here."
 REPLICAS = "Set backend.dp_replicate, the number of replicas: the ranks divided by verl's fsdp_size."
 BY_TOKENS = "Leave it out: micro-batches are always filled up to actor.ppo_max_token_len_per_gpu tokens."
+WARMUP = "Set actor.optim.lr_warmup_steps, a number of optimizer steps."
+DTYPES = "Trained weights are float32; backend.autocast=bfloat16 computes in bfloat16, rollout.dtype is the engine's."
 NODES = "Ranks on several machines are started with torchrun (docs/fault-tolerance.md); trainer.nproc is of one."
 
 SAME_COMMAND = "The same command again resumes the run; trainer.resume_from_path starts from another's checkpoint."
@@ -297,6 +297,14 @@ REMARKS = {
     "deepspeed": "Set backend=deepspeed and backend.zero_stage; the trainer writes DeepSpeed's own configuration.",
     "flash_attn": "Set model.attn_implementation=flash_attention_2.",
     "reward_model.enable": "Name reward_model among reward.functions, and set reward_model.path.",
+    "actor.optim.lr_warmup_steps_ratio": WARMUP,
+    "lr_warmup_ratio": WARMUP,
+    "warmup_ratio": WARMUP,
+    "critic.optim.lr_warmup_steps_ratio": "Set critic.optim.lr_warmup_steps, a number of optimizer steps.",
+    "model.dtype": DTYPES,
+    "model.torch_dtype": DTYPES,
+    "torch_dtype": DTYPES,
+    "actor.fsdp_config.model_dtype": DTYPES,
     "apply_chat_template": "Prompts are always rendered with the model's chat template, or model.chat_template.",
     "data.apply_chat_template": "Prompts are always rendered with the model's chat template, or model.chat_template.",
     "resume": SAME_COMMAND,
@@ -325,3 +333,12 @@ VALUES_OF_OTHERS = {
     "reinforce++": "reinforce_plus_plus",
 }
 """Their values, and ours. Where ours is not among the choices, a value like it is not meant either."""
+
+MINUS_ONE = {
+    "trainer.save_freq": "0 is never",
+    "trainer.test_freq": "0 is never",
+    "data.train_max_samples": "null is all",
+    "data.val_max_samples": "null is all",
+    "checkpoint.max_to_keep": "null is all",
+}
+"""Settings whose -1 means none or all in verl, and what says so here."""

@@ -13,6 +13,7 @@ from packaging.version import Version
 from rlhf.config import BackendConfig, Config
 from rlhf.config.algorithm_rules import algorithm_problems
 from rlhf.config.checkpoint_rules import checkpoint_problems
+from rlhf.config.other_names import MINUS_ONE
 from rlhf.config.rollout_rules import missing_engine, rollout_problems
 from rlhf.config.schema import SETTINGS, Setting, meant
 from rlhf.errors import UserError, did_you_mean, nearest
@@ -83,7 +84,8 @@ def _out_of_bounds(setting: Setting, config: Config) -> str | None:
     if rules["choices"] and value not in rules["choices"]:
         return f"{shown}: must be one of {', '.join(rules['choices'])}.{did_you_mean(meant(value, rules['choices']))}"
     if rules["ge"] is not None and value < rules["ge"]:
-        return f"{shown}: must be at least {rules['ge']}."
+        instead = f"; {MINUS_ONE[setting.key]}" if value == -1 and setting.key in MINUS_ONE else ""
+        return f"{shown}: must be at least {rules['ge']}{instead}."
     if rules["gt"] is not None and value <= rules["gt"]:
         return f"{shown}: must be greater than {rules['gt']}."
     if rules["le"] is not None and value > rules["le"]:

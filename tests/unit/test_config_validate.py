@@ -113,6 +113,9 @@ def test_a_run_may_begin_with_a_part_also_of_what_it_does_not_save(tmp_path, loa
 
 REFUSED: list[tuple[dict, str]] = [
     ({"trainer__nproc": 0}, "trainer.nproc=0: must be at least 1."),
+    ({"trainer__save_freq": -1}, "trainer.save_freq=-1: must be at least 0; 0 is never."),
+    ({"data__val_max_samples": -1}, "data.val_max_samples=-1: must be at least 1; null is all."),
+    ({"trainer__save_freq": -2}, "trainer.save_freq=-2: must be at least 0."),
     ({"actor__optim__lr": 0.0}, "actor.optim.lr=0.0: must be greater than 0."),
     ({"actor__optim__lr": float("nan")}, "actor.optim.lr=nan: must be a finite number."),
     ({"trainer__seed": 2**32}, "trainer.seed=4294967296: must be at most 4294967295."),

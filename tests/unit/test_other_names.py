@@ -64,6 +64,7 @@ def test_every_setting_of_a_script_of_verls_has_an_answer(key):
         ("num_generations", "rollout.n"),
         ("pretrain", "model.path"),
         ("ds.zero_stage", "backend.zero_stage"),
+        ("tracking.wandb.project", "trainer.project_name"),
     ],
 )
 def test_a_name_of_another_trainers(typed, ours):
@@ -87,6 +88,18 @@ def test_the_clip_of_both_sides_is_never_the_dual_clip(typed):
 )
 def test_a_number_of_samples_is_not_taken_for_one_of_tokens(typed, ours):
     assert hint(typed) == (f" It counts samples; here a pass takes as many as fit into a number of tokens: set {ours}.")
+
+
+@pytest.mark.parametrize(
+    "typed", ["model.torch_dtype", "actor_rollout_ref.actor.fsdp_config.model_dtype", "torch_dtype"]
+)
+def test_a_data_type_of_the_whole_model_is_told_apart(typed):
+    assert "backend.autocast=bfloat16" in hint(typed)
+    assert "rollout.dtype" in hint(typed)
+
+
+def test_a_share_of_the_steps_is_not_offered_as_their_number():
+    assert hint("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio").endswith("a number of optimizer steps.")
 
 
 def test_a_value_that_is_only_spelled_alike_is_not_offered():
