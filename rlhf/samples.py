@@ -51,7 +51,7 @@ def _chosen(arguments: argparse.Namespace) -> Iterable[tuple[int, ShownSample]]:
     found = list(_matching(files, _steps(files, arguments), arguments))
     if not found:
         raise UserError(
-            f"{arguments.run / SAMPLES} has no such samples. Its steps: {_ranges(files.steps())}; "
+            f"{arguments.run / SAMPLES} has no such samples: there are some of {_ranges(files.steps())}; "
             "trainer.log_rollouts says how many rollouts a step keeps."
         )
     for count, sign in ((arguments.worst, 1), (arguments.best, -1)):

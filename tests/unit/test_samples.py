@@ -74,7 +74,7 @@ def test_what_the_policy_wrote_has_no_effect_on_the_terminal(run, capsys):
     ("arguments", "said"),
     [
         (["--step", "9"], "--step=9: there are samples of steps 1 to 3."),
-        (["--grep", "nowhere"], "has no such samples. Its steps: steps 1 to 3"),
+        (["--grep", "nowhere"], "has no such samples: there are some of steps 1 to 3"),
         (["--split", "validation", "--step", "1"], "has no such samples"),
     ],
 )

@@ -83,7 +83,8 @@ def same_bits_problems(manifest: Manifest, identity: Identity, world_size: int) 
         return []
     lines = []
     if manifest.world_size != world_size:
-        lines.append(f"It was saved by {manifest.world_size} ranks and goes on with {world_size}")
+        writers = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
+        lines.append(f"It was saved by {writers} and goes on with {world_size}")
     elif manifest.threads != identity.threads:
         saved, present = (", ".join(map(str, sorted(set(threads)))) for threads in (manifest.threads, identity.threads))
         lines.append(f"Its ranks had {saved} CPU threads each and go on with {present} (trainer.threads_per_rank)")

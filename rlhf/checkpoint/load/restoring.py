@@ -285,13 +285,8 @@ class _Loading:
             # Promise 7: with the generators all is back that the next step depends on.
             set_rng_state(self._documents[self._rng_file])
             return
-        if not self._manifest.imported:
-            log.warning(
-                "%s was saved by %d ranks and has no RNG state for rank %d; seeded afresh.",
-                self._path,
-                self._manifest.world_size,
-                self._rank,
-            )
+        if self._rank == self._manifest.world_size and not self._manifest.imported:  # the first of them speaks for all
+            log.warning("%s has no RNG state for rank %d and above; seeded afresh.", self._path, self._rank)
         seed_everything(seed + self._manifest.step, self._rank)
 
     @contextmanager
