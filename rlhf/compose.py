@@ -30,6 +30,7 @@ from rlhf.config.other_names import OWN_RECIPE
 from rlhf.config.schema import SECTIONS, SETTINGS, hint, instead, nearest_setting, setting_of
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.library_folder import LibraryFolder
+from rlhf.planning.suited import Machine, suited
 
 GLOBAL_PACKAGE = "# @package _global_"
 
@@ -68,17 +69,20 @@ class Composition:
         return commented_yaml(cast(dict[str, Any], plain))
 
 
-def compose_config(overrides: list[str], library: Library) -> Config:
+def compose_config(overrides: list[str], library: Library, machine: Machine | None = None) -> Config:
     """Schema, groups, recipe, then the command line, in this order; resolved and typed.
+
+    Args:
+        machine: what settings that are null are to suit; None for this one.
 
     Raises:
         UserError: for anything wrong on the command line (all of it at once) or in a file, and for a setting that is
             missing.
     """
-    return composition(overrides, library).resolved()
+    return composition(overrides, library, machine).resolved()
 
 
-def composition(overrides: list[str], library: Library) -> Composition:
+def composition(overrides: list[str], library: Library, machine: Machine | None = None) -> Composition:
     """The same before anything is resolved. Raises UserError likewise."""
     choices, values, problems = [], [], []
     _refuse_spaces(overrides)
@@ -114,6 +118,9 @@ def composition(overrides: list[str], library: Library) -> Composition:
             problems.append(said + f" Write '{key}=[{value}]'." * listed)
     if problems:
         raise UserError("\n".join(problems))
+    with _interpolating():
+        for key, value in suited(lambda key: OmegaConf.select(composed, key), machine or Machine.here()).items():
+            OmegaConf.update(composed, key, value)
     return Composition(composed, values)
 
 
@@ -239,7 +246,10 @@ def _flatten(key: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _compose(choices: list[str], library: Library) -> DictConfig:
-    ConfigStore.instance().store(name="schema", node=Config)
+    schema = OmegaConf.structured(Config)
+    for key in (key for key, setting in SETTINGS.items() if setting.metadata["by_device"]):
+        OmegaConf.update(schema, key, None)
+    ConfigStore.instance().store(name="schema", node=schema)
     OmegaConf.register_new_resolver("rlhf.package", lambda path: str(PACKAGE / path), replace=True)
     LibraryFolder.groups = frozenset(library.groups)
     SourcesRegistry.instance().register(LibraryFolder)

@@ -11,6 +11,7 @@ from rlhf.compose import compose_config
 from rlhf.config.library import Library
 from rlhf.config.redaction import Redaction
 from rlhf.config.validate import validate
+from rlhf.config.vllm_versions import installation_problem
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.planning.byte_sizes import parse_bytes
 from rlhf.planning.check import target_of
@@ -18,6 +19,7 @@ from rlhf.planning.memory_plan import memory_plan
 from rlhf.planning.plan_text import document, page
 from rlhf.planning.remedies import remedies
 from rlhf.planning.run_models import models_of
+from rlhf.planning.suited import Machine
 from rlhf.printable import printable_output
 
 DISK_SPEED = 1_000_000_000
@@ -34,8 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args([*(word for word in words if word not in overrides), *overrides])
     try:
         library = Library.find(arguments.config_dir)
-        config = compose_config(arguments.overrides, library)
-        ranks = arguments.ranks or config.trainer.nproc
+        config = compose_config(arguments.overrides, library, _machine(arguments))
+        ranks = arguments.ranks or config.trainer.ranks
         validate(config, {"RANK": "0", "WORLD_SIZE": str(ranks)}, here=False)
         models = models_of(config, from_config=True)
     except UserError as error:
@@ -50,6 +52,14 @@ def main(argv: list[str] | None = None) -> int:
         text = page(config, models, plan, found, arguments.disk_speed)
     sys.stdout.write(text)
     return EXIT_DONE if plan.fits else DOES_NOT_FIT
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    """What settings that are null suit: another machine has as many GPUs as ranks, and what is installed here."""
+    here = Machine.here()
+    if arguments.device_memory is None:
+        return here
+    return Machine(arguments.ranks or here.gpus or 1, installation_problem())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,9 +10,9 @@ class BackendConfig:
     name: str = setting("fsdp2", choices=("fsdp2", "deepspeed"), resume="harmless")
     """The training engine. State is exact after a change of it; bits of the following steps are equal at an equal one
     only."""
-    autocast: str = setting("none", choices=("none", "bfloat16"))
-    """Precision of the forward and backward pass; weights and optimizer stay float32 (DeepSpeed: master weights beside
-    the module's)."""
+    autocast: str | None = setting("none", choices=("none", "bfloat16"), by_device=True)
+    """Precision of the forward and backward pass; null means bfloat16 on CUDA, none (float32) on a CPU. Weights and
+    optimizer stay float32 (DeepSpeed: master weights beside the module's)."""
     reshard_after_forward: bool = setting(True, resume="harmless")
     """Free gathered weights between forward and backward: less memory, more communication."""
     dp_replicate: int = setting(1, ge=1, resume="harmless")

@@ -110,10 +110,12 @@ def refuse_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> No
     """
     if diff.trajectory and not allow:
         ways = "" if begins else f"; or {NEW_RUN}"
+        by_device = [change.key for change in diff.trajectory if SETTINGS[change.key].metadata["by_device"]]
+        unless = f" What is null suits the device, which may be another now: {', '.join(by_device)}." * bool(by_device)
         raise UserError(
             f"the checkpoint was written with settings that give another run:\n{as_lines(diff.trajectory)}\n"
             "Restore these values to continue that run, or set trainer.allow_config_change=true to continue it with "
-            f"the new ones{ways}."
+            f"the new ones{ways}.{unless}"
         )
 
 

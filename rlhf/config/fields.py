@@ -17,10 +17,15 @@ def setting(
     gt: float | None = None,
     le: float | None = None,
     resume: Resume = "trajectory",
+    by_device: bool = False,
 ) -> Any:
     """A dataclass field with its rules in the metadata; lists and dicts are copied per instance, sections are
-    called."""
-    metadata = {"choices": choices, "ge": ge, "gt": gt, "le": le, "resume": resume}
+    called.
+
+    A `by_device` setting may be null, with which a composition begins: what suits the device (`rlhf.planning.suited`).
+    Its default is for a CPU.
+    """
+    metadata = {"choices": choices, "ge": ge, "gt": gt, "le": le, "resume": resume, "by_device": by_device}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     if callable(default):

@@ -46,9 +46,9 @@ class ServersConfig:
 
 @dataclass
 class RolloutConfig:
-    name: str = setting("embedded", choices=("embedded", "vllm", "vllm_server"))
+    name: str | None = setting("embedded", choices=("embedded", "vllm", "vllm_server"), by_device=True)
     """The engine that generates: `embedded` comes with the trainer, `vllm` shares its devices, `vllm_server` has its
-    own."""
+    own; null means `vllm` on CUDA where it is installed, otherwise `embedded`."""
     n: int = setting(8, ge=1)
     """Samples per prompt: the group of GRPO."""
     temperature: float = setting(1.0, ge=0)
@@ -66,8 +66,8 @@ class RolloutConfig:
     log_prob_max_token_len_per_gpu: int | None = setting(None, ge=1, resume="harmless")
     """Tokens per forward pass on one rank, for the log-probs of the samples before the update; null takes
     `actor.ppo_max_token_len_per_gpu`."""
-    dtype: str = setting("float32", choices=("float32", "bfloat16", "float16"))
-    """Precision of the engine's weights and cache."""
+    dtype: str | None = setting("float32", choices=("float32", "bfloat16", "float16"), by_device=True)
+    """Precision of the engine's weights and cache; null means bfloat16 on CUDA, float32 on a CPU."""
     tensor_model_parallel_size: int = setting(1, ge=1)
     """Devices that one vLLM engine is spread over."""
     gpu_memory_utilization: float = setting(0.5, gt=0, le=1, resume="harmless")
@@ -86,3 +86,9 @@ class RolloutConfig:
     engine_kwargs: EngineKwargsConfig = setting(EngineKwargsConfig)
     servers: ServersConfig = setting(ServersConfig)
     val_kwargs: ValKwargsConfig = setting(ValKwargsConfig)
+
+    @property
+    def engine_dtype(self) -> str:
+        """`dtype` of a composed configuration, in which it is a name."""
+        assert self.dtype is not None
+        return self.dtype

@@ -27,7 +27,9 @@ def settings_page() -> str:
     text = HEADING
     for section, settings in groupby(SETTINGS.values(), key=lambda setting: setting.key.partition(".")[0]):
         text += f"\n## {section}\n\n| Setting | Default | Values | On a resume | |\n|---|---|---|---|---|\n"
-        text += "".join(_row(setting, setting.value(default)) for setting in settings)
+        text += "".join(
+            _row(setting, None if setting.metadata["by_device"] else setting.value(default)) for setting in settings
+        )
     return text
 
 

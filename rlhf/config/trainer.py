@@ -13,9 +13,9 @@ class TrainerConfig:
     """Second folder of the run directory, and wandb's run name."""
     default_local_dir: str = setting("checkpoints", resume="harmless")
     """Folder of the run directories: `<default_local_dir>/<project_name>/<experiment_name>`."""
-    nproc: int = setting(1, ge=1, resume="harmless")
-    """Ranks on this machine. State is exact after a change; bits of the following steps are equal at equal `nproc`
-    only."""
+    nproc: int | None = setting(1, ge=1, resume="harmless", by_device=True)
+    """Ranks on this machine; null means all its GPUs (but those of `rollout=vllm_server`), 1 without. State is exact
+    after a change; bits of the following steps are equal at equal `nproc` only."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), resume="harmless")
     """`auto` takes CUDA when a device is visible."""
     threads_per_rank: int | None = setting(None, ge=1, resume="harmless")
@@ -28,6 +28,9 @@ class TrainerConfig:
     """Every random choice of the run follows from it."""
     deterministic: bool | None = setting(None)
     """Deterministic kernels only; null means true on CPU, false on CUDA."""
+    tf32: bool | None = setting(False, by_device=True)
+    """On CUDA: matrix products of float32, where it stays, in TF32, with 10 bits of its 23 of mantissa; null means true
+    there."""
     total_epochs: int = setting(1, ge=1)
     """Passes over the training prompts, those that dynamic sampling drops included, unless `total_training_steps` is
     set. A longer run changes a decaying LR schedule."""
@@ -86,3 +89,9 @@ class TrainerConfig:
     watchdog_first_timeout_s: float = setting(3600.0, gt=0, resume="harmless")
     """The same for start-up (imports, downloads, loading) and, while it is learned, for a phase that was seen fewer
     than 3 times."""
+
+    @property
+    def ranks(self) -> int:
+        """`nproc` of a composed configuration, in which it is a number."""
+        assert self.nproc is not None
+        return self.nproc

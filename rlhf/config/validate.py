@@ -123,7 +123,7 @@ def number_of_ranks(config: Config, environ: Mapping[str, str] = os.environ) -> 
     """Number of ranks of the run, and the name of what says so."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return int(environ["WORLD_SIZE"]), "WORLD_SIZE of torchrun"
-    return config.trainer.nproc, "trainer.nproc"
+    return config.trainer.ranks, "trainer.nproc"
 
 
 def _ranks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
@@ -252,6 +252,8 @@ def _backend(config: Config) -> Iterator[str]:
             "backend.use_liger=true: Liger's kernel gives no entropy; set actor.calculate_entropy=false and "
             "actor.entropy_coeff=0."
         )
+    if config.trainer.tf32 and config.trainer.device == "cpu":
+        yield "trainer.tf32=true: TF32 is a format of GPUs, but trainer.device=cpu; set it to false."
     if backend.use_liger and config.trainer.device == "cpu":
         yield "backend.use_liger=true: Liger's kernels are for GPUs, but trainer.device=cpu; set it to false."
     if backend.name != "deepspeed":

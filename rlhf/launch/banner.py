@@ -8,8 +8,8 @@ from rlhf.config import Config
 from rlhf.config.validate import number_of_ranks
 from rlhf.models.parameter_count import count_parameters, in_words
 from rlhf.planning.check import plan_of
-from rlhf.planning.devices import lacks_gpu
 from rlhf.planning.plan_text import line
+from rlhf.planning.suited import Machine
 from rlhf.storage.layout import RUN_LOG, scan, step_of
 
 _COUNTED_BYTES = 32 << 20
@@ -96,12 +96,19 @@ def _length(config: Config) -> str:
 
 
 def _device(config: Config) -> str:
-    t = config.trainer
-    device = "CUDA if there is a device" if t.device == "auto" else t.device
-    if t.device == "auto" and lacks_gpu():
-        device = "cpu (no GPU here)"
-    ranks = "1 rank" if t.nproc == 1 else f"{t.nproc} ranks"
-    return f"{device}, {ranks}, backend {config.backend.name}, rollout {config.rollout.name}"
+    """The devices, and what was chosen for them."""
+    t, machine = config.trainer, Machine.here()
+    ranks, device = "1 rank" if t.nproc == 1 else f"{t.nproc} ranks", t.device
+    if not machine.is_cuda(t.device):
+        if t.device == "auto":
+            device = "cpu (no GPU here)"
+        return f"{device}, {ranks}, backend {config.backend.name}, rollout {config.rollout.name}"
+    gpus = "1 GPU here" if machine.gpus == 1 else f"{machine.gpus} GPUs here"
+    precision = "float32" if config.backend.autocast == "none" else str(config.backend.autocast)
+    precision += " and TF32" if t.tf32 else ""
+    vllm = f" ({machine.vllm_problem})" if config.rollout.name == "embedded" and machine.vllm_problem else ""
+    rollout = f"rollout {config.rollout.name} in {config.rollout.dtype}{vllm}"
+    return f"cuda ({gpus}), {ranks}, {precision}, backend {config.backend.name}, {rollout}"
 
 
 def _memory(config: Config) -> Iterator[tuple[str, str]]:

@@ -15,6 +15,7 @@ from rlhf.errors import UserError
 from rlhf.launch.launcher_process import ForkedRanks, LauncherProcess, kill_group
 from rlhf.launch.rank_output import RankOutput
 from rlhf.launch.stop_request import StopRequest
+from rlhf.planning.devices import count_gpus
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked
 from rlhf.ranks.parent import PARENT_PID, SUPERVISOR_PID
 from rlhf.ranks.world import listening_socket, rank_variables
@@ -146,10 +147,10 @@ class RankStarter:
             if ranks is not None or stop.signal_name is not None:
                 return ranks
         log.info("The ranks are started plainly: %s.", self._why_plain)
-        return PlainRanks(command, self._trainer.nproc, self._variables, self._output)
+        return PlainRanks(command, self._trainer.ranks, self._variables, self._output)
 
     def _fork(self, launcher: LauncherProcess, command: Sequence[str], stop: StopRequest) -> ForkedRanks | None:
-        nproc = self._trainer.nproc
+        nproc = self._trainer.ranks
         launcher.ask(Fork(tuple(command), nproc, self._variables))
         end = time.monotonic() + self._trainer.watchdog_first_timeout_s
         while launcher.exit is None and stop.signal_name is None:
@@ -174,15 +175,16 @@ class RankStarter:
         if t.device == "cpu":
             return
         count = self._device_count()
-        if count == 0 and t.device == "auto":
+        if count == 0 and t.device == "auto" and not count_gpus():
             return
-        if count == 0:
+        if count == 0:  # with auto, settings may suit GPUs that the driver has
             raise UserError(
-                "trainer.device=cuda, but no CUDA device is visible. Set trainer.device=cpu, or see `nvidia-smi`."
+                f"trainer.device={t.device}, but no CUDA device is visible. Set trainer.device=cpu, or see "
+                "`nvidia-smi`."
             )
-        if t.nproc > count:
+        if t.ranks > count:
             raise UserError(
-                f"trainer.nproc={t.nproc}, but only {count} CUDA devices are visible, and each rank needs its own. "
+                f"trainer.nproc={t.ranks}, but only {count} CUDA devices are visible, and each rank needs its own. "
                 f"Set trainer.nproc={count} or fewer, or trainer.device=cpu."
             )
 
@@ -239,7 +241,7 @@ def _variables(config: Config) -> dict[str, str]:
     t = config.trainer
     variables = {
         SUPERVISOR_PID: str(os.getpid()),
-        "OMP_NUM_THREADS": str(t.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or max(1, _cores() // t.nproc)),
+        "OMP_NUM_THREADS": str(t.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or max(1, _cores() // t.ranks)),
         # Threads that spin at barriers, libgomp's default, crawl as soon as another process wants their core.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         # numpy's OpenBLAS starts its threads when it is imported, and the launcher must have none.

@@ -205,10 +205,10 @@ def run_attempts(
         if ranks is None:
             _log_idle(stop, next(iter(scan(run_dir)), None))
             return EXIT_REQUEUE
-        attempt = Attempt(ranks, t.nproc, run_dir, stop, t.preempt_grace_s, detector, callbacks).run()
+        attempt = Attempt(ranks, t.ranks, run_dir, stop, t.preempt_grace_s, detector, callbacks).run()
         statuses = read_statuses(run_dir)
         checkpoint = next(iter(scan(run_dir)), None)
-        ending = evidence.classify(attempt, t.nproc, stop.signal_name is not None)
+        ending = evidence.classify(attempt, t.ranks, stop.signal_name is not None)
         starter.say_the_rest(last=ending in (evidence.Ending.USER_ERROR, evidence.Ending.REQUEUE))
         if ending is evidence.Ending.DONE:
             return EXIT_DONE
@@ -222,13 +222,13 @@ def run_attempts(
         decision = policy.crashed(evidence.furthest_step(statuses))
         if isinstance(decision, GiveUp):
             starter.say_the_rest(last=True)
-            log.error("The run ends: %s.\n%s", decision.reason, evidence.report(attempt, t.nproc, statuses, checkpoint))
+            log.error("The run ends: %s.\n%s", decision.reason, evidence.report(attempt, t.ranks, statuses, checkpoint))
             return EXIT_CRASHED
         what = evidence.describe_crash(attempt, statuses)
         log.warning("Crash: %s. Restart %d of %d in %g s.", what, decision.number, t.max_restarts, decision.wait_s)
         cause = evidence.first_cause(attempt, statuses)
         if attempt.hang or (cause is not None and cause in statuses and statuses[cause].error):
-            log.warning("How it happened:\n%s", evidence.report(attempt, t.nproc, statuses, checkpoint))
+            log.warning("How it happened:\n%s", evidence.report(attempt, t.ranks, statuses, checkpoint))
         stop.wait(decision.wait_s)
         if stop.signal_name is not None:
             _log_idle(stop, checkpoint)
@@ -252,7 +252,7 @@ def _log_leaving(
     if unsaved := evidence.unsaved(statuses):
         log.error("%s", unsaved)
         return
-    if all(code in (EXIT_REQUEUE, EXIT_DONE) for code in attempt.exits.values()) and len(attempt.exits) == t.nproc:
+    if all(code in (EXIT_REQUEUE, EXIT_DONE) for code in attempt.exits.values()) and len(attempt.exits) == t.ranks:
         log.info("%s: the ranks saved and left. %s", asked, evidence.next_start(checkpoint))
         return
     if attempt.idle:
@@ -270,5 +270,5 @@ def _log_leaving(
         "Nothing is lost but the work since the last checkpoint.\n%s",
         asked,
         t.preempt_grace_s,
-        evidence.report(attempt, t.nproc, statuses, checkpoint),
+        evidence.report(attempt, t.ranks, statuses, checkpoint),
     )

@@ -2,13 +2,12 @@
 
 import logging
 import os
-from importlib.metadata import PackageNotFoundError, version
 
 from rlhf.config import Config
 from rlhf.config.validate import number_of_ranks
 from rlhf.errors import UserError
 from rlhf.planning.byte_sizes import gib
-from rlhf.planning.devices import gpu_memory, lacks_gpu, machine_memory
+from rlhf.planning.devices import count_gpus, gpu_memory, machine_memory
 from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
 from rlhf.planning.remedies import remedies
 from rlhf.planning.run_models import models_of
@@ -26,20 +25,12 @@ def target_of(config: Config, device_memory: int | None = None, ranks: int | Non
         ranks: of all machines; None for as many as start here, or as torchrun has started.
     """
     here, _ = number_of_ranks(config)
-    ranks, local = ranks or here, int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.nproc))
+    ranks, local = ranks or here, int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.ranks))
     device = config.trainer.device
-    if device == "cuda" or (device == "auto" and (device_memory is not None or _finds_gpu())):
+    if device == "cuda" or (device == "auto" and (device_memory is not None or count_gpus() > 0)):
         return Target(True, ranks, device_memory if device_memory is not None else gpu_memory())
     # The ranks of a machine share its memory.
     return Target(False, ranks, device_memory if device_memory is not None else machine_memory() // local)
-
-
-def _finds_gpu() -> bool:
-    """Whether torch will find a GPU, told without it: a build for CPUs finds none."""
-    try:
-        return not lacks_gpu() and not version("torch").endswith("+cpu")
-    except PackageNotFoundError:
-        return False
 
 
 def plan_of(config: Config) -> tuple[Models, Plan] | None:

@@ -33,7 +33,7 @@ class EngineMemory:
 
 def token_bytes(model: ModelShapes, rollout: RolloutConfig) -> int:
     """Bytes of a token's keys and values in all layers."""
-    return 2 * len(model.layers) * model.key_values * WIDTHS[rollout.dtype]
+    return 2 * len(model.layers) * model.key_values * WIDTHS[rollout.engine_dtype]
 
 
 def engine_memory(
@@ -52,14 +52,14 @@ def engine_memory(
     """
     handed = _hand_over(model, ranks)
     if rollout.name == "embedded":
-        weights = {"engine weights": WIDTHS[rollout.dtype] * model.count}
+        weights = {"engine weights": WIDTHS[rollout.engine_dtype] * model.count}
         moment = _embedded(model, rollout, data, samples, attention)
         return EngineMemory(weights | moment, weights, weights | {"hand-over": handed})
     if rollout.name == "vllm_server":
         handed += 3 * PUSH_BUCKET
         return EngineMemory({}, {}, {"hand-over": handed})
     tensor_parallel = rollout.tensor_model_parallel_size
-    weights_bytes = math.ceil(WIDTHS[rollout.dtype] * model.count / tensor_parallel)
+    weights_bytes = math.ceil(WIDTHS[rollout.engine_dtype] * model.count / tensor_parallel)
     per_token = math.ceil(token_bytes(model, rollout) / tensor_parallel)
     if device_memory is None:
         cache = rollout.max_num_seqs * (data.max_prompt_length + data.max_response_length) * per_token
@@ -86,7 +86,7 @@ def _hand_over(model: ModelShapes, ranks: int) -> int:
 def _embedded(
     model: ModelShapes, rollout: RolloutConfig, data: DataConfig, samples: int, attention: str
 ) -> dict[str, int]:
-    width, prompt, response = WIDTHS[rollout.dtype], data.max_prompt_length, data.max_response_length
+    width, prompt, response = WIDTHS[rollout.engine_dtype], data.max_prompt_length, data.max_response_length
     rows = min(rollout.max_num_seqs, samples)
     per_token = token_bytes(model, rollout)
     columns = cache_columns(prompt, response)

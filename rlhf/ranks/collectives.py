@@ -30,6 +30,7 @@ def start(config: TrainerConfig) -> torch.device:
         torch.cuda.set_device(device)
         # cuBLAS picks its workspace at the first call; without this deterministic mode raises.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     torch.use_deterministic_algorithms(deterministic)
     if config.threads_per_rank is not None:
         torch.set_num_threads(config.threads_per_rank)

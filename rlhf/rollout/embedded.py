@@ -118,7 +118,7 @@ def build_embedded_engine(
         model: the whole policy, before any sharding; it is left as it is. Where its weights are on the meta device, the
             engine has none before the first `update_weights`.
     """
-    dtype = getattr(torch, config.dtype)
+    dtype = getattr(torch, config.engine_dtype)
     # Only weights are converted: buffers such as rotary frequencies lose the far positions in half precision.
     memo: dict[int, Any] = {
         id(p): nn.Parameter(_own(p.detach(), device, dtype), requires_grad=False) for p in model.parameters()

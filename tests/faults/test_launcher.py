@@ -317,6 +317,16 @@ def test_devices_are_counted_by_a_process_of_their_own(config):
             starter.check_devices()
 
 
+def test_gpus_of_the_driver_that_torch_does_not_find_are_told(config, monkeypatch):
+    monkeypatch.setattr(rank_starter, "_COUNT", "print(0)")
+    config.trainer.device, config.trainer.warm_start = "auto", False
+    with RankStarter(config, []) as starter:
+        starter.check_devices()
+        monkeypatch.setattr(rank_starter, "count_gpus", lambda: 1)
+        with pytest.raises(UserError, match=r"trainer\.device=auto, but no CUDA device is visible"):
+            starter.check_devices()
+
+
 def test_which_runs_are_forked_and_what_they_import_before():
     config = Config()
     assert why_plain(config) is None

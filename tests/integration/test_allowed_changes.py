@@ -237,6 +237,7 @@ ENGINE = "builds vLLM, of which a checkpoint holds nothing: tests/integration/te
 SANDBOX = "walls of reward processes, of which a checkpoint holds nothing: tests of the sandbox"
 ELSEWHERE: dict[str, str] = {
     "trainer.deterministic": "set in the process before there is anything to restore: rlhf/ranks/collectives.py",
+    "trainer.tf32": "set there likewise, and of no effect on a CPU",
     "model.trust_remote_code": "decides what is loaded before there is anything to restore",
     "model.attn_implementation": "another kernel for the same numbers, in the model before it is filled",
     "rollout.name": ENGINE,

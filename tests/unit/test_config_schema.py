@@ -26,7 +26,7 @@ def test_value_reads_nested_settings():
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("trainer.nproc", "a whole number"),
+        ("trainer.nproc", "a whole number or null"),
         ("trainer.deterministic", "true or false or null"),
         ("actor.optim.betas", "a list such as [0.9, 0.95]"),
         ("checkpoint.load_contents", "a list such as [a, b] or null"),

@@ -369,7 +369,7 @@ def _cpu_cache_bytes(config: RolloutConfig, hf_config: Any, max_model_len: int) 
     text = hf_config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * heads * width * getattr(torch, config.dtype).itemsize
+    token = 2 * text.num_hidden_layers * heads * width * getattr(torch, config.engine_dtype).itemsize
     blocks = config.max_num_seqs * math.ceil(max_model_len / BLOCK) + 1  # vLLM keeps one for itself
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())

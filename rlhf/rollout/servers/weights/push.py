@@ -47,7 +47,7 @@ class WeightPush:
             device: the leader's, where the weights come from.
             bucket_bytes: weights that are gathered, cast and sent together; it takes a few times that much memory.
         """
-        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._dtype: torch.dtype = getattr(torch, config.engine_dtype)
         self._secret, self._control = secret, ServerControl(secret, config.servers.answer_timeout_s)
         self._bucket_bytes = bucket_bytes
         self._nccl = NcclGroup(device, self._control) if device.type == "cuda" and find_spec("vllm") else None
