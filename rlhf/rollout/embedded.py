@@ -12,6 +12,7 @@ from rlhf.models.config_check import check_positions
 from rlhf.rollout.decoding import Decoding
 from rlhf.rollout.engine import Request, Sample, Weights, places_by_params
 from rlhf.rollout.kv_cache import RowCache
+from rlhf.rollout.weight_digest import WeightCheck, digest, read_digests
 
 
 def check_lengths(model_config: Any, max_prompt: int, max_response: int) -> None:
@@ -49,6 +50,7 @@ class EmbeddedEngine:
         self.tokenizer = tokenizer
         self.max_num_seqs = max_num_seqs
         self.version = 0
+        self._check = WeightCheck()
         self.eos = torch.tensor(eos_token_ids(model, tokenizer), dtype=torch.int64, device=model.device)
 
     @torch.no_grad()
@@ -59,9 +61,10 @@ class EmbeddedEngine:
 
         Raises:
             ValueError: a name that the model lacks, another shape, or names that did not come.
+            WeightsNotHeld: the model does not have the weights afterwards.
         """
         targets = self.model.state_dict(keep_vars=True)
-        updated = set()
+        updated, sent = set(), {}
         for name, tensor in weights():
             if name not in targets:
                 raise ValueError(f"the rollout model has no weight named {name!r}")
@@ -70,9 +73,14 @@ class EmbeddedEngine:
                     f"{name} has shape {list(tensor.shape)}, the rollout model {list(targets[name].shape)}"
                 )
             targets[name].copy_(tensor)
+            sent[name] = digest(tensor, targets[name].dtype).to(self.eos.device)
             updated.add(id(targets[name]))
         if missing := [name for name, target in targets.items() if id(target) not in updated]:
             raise ValueError(f"{len(missing)} weights of the rollout model were not updated: {', '.join(missing[:5])}")
+        model = self.model
+        here = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+        held = read_digests({name: digest(here[name], here[name].dtype) for name in sent})
+        self._check.check(read_digests(sent), [held], f"step {version}")
         self.version = version
 
     @torch.inference_mode()

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from rlhf.config.rollout import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.rollout import EmbeddedEngine, Request, Sample, SamplingParams, build_embedded_engine, check_lengths, decoding
 from rlhf.rollout.kv_cache import RowCache
+from rlhf.rollout.weight_digest import WeightsNotHeld
 from tests.support.sampled import sampled
 
 EOS = 1
@@ -294,6 +296,40 @@ def test_update_weights(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match="shape"):
         engine.update_weights(lambda: [("model.norm.weight", torch.zeros(1))], 4)
     assert engine.version == 3
+
+
+def test_weights_that_the_engine_does_not_hold_after_a_hand_over_are_named(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, other = make_model(FAMILIES["qwen2"]), make_model(FAMILIES["qwen2"], seed=1)
+    engine = build_embedded_engine(policy, tokenizer, RolloutConfig(dtype="bfloat16"))
+    engine.update_weights(policy.named_parameters, 1)
+    targets, norm = engine.model.state_dict(keep_vars=True), engine.model.model.norm.weight
+
+    def told(held: dict[str, torch.Tensor], damaged: int = 0) -> str:
+        """With the weights going to `held` instead of to the engine's own, and bits flipped after the last one."""
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from other.named_parameters()
+            norm.view(torch.int16)[0] ^= damaged
+
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.model, "state_dict", lambda keep_vars: targets | held)
+            with pytest.raises(WeightsNotHeld) as error:
+                engine.update_weights(weights, 2)
+        return str(error.value)
+
+    copies = {id(tensor): tensor.clone() for tensor in targets.values()}
+    moved = [name for name, weight in policy.named_parameters() if not torch.equal(weight, other.get_parameter(name))]
+    everything = told({name: copies[id(tensor)] for name, tensor in targets.items()})
+    assert f"Changed in training, but still the old ones in the engine: {len(moved)} ({moved[0]}, " in everything
+    assert "Neither" not in everything
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert told({name: copies[id(targets[name])]}).endswith(f"still the old ones in the engine: 1 ({name}).")
+    assert told({}, 1).endswith("Neither the old ones nor those that were sent: 1 (model.norm.weight).")
+    assert engine.version == 1
+    engine.update_weights(other.named_parameters, 2)
+    assert engine.version == 2
 
 
 def test_the_engine_owns_a_copy_in_its_dtype(tokenizer: PreTrainedTokenizerFast) -> None:
