@@ -28,6 +28,7 @@ from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import Request, Sample, SamplingParams, build_embedded_engine, eos_token_ids
+from rlhf.rollout.weight_digest import WeightsNotHeld
 from rlhf.storage.scratch import SHARED_MEMORY, Scratch
 from tests.support.launching import TINY_POLICY, question
 from tests.support.numeric_ranks import run_ranks, single_rank
@@ -278,6 +279,79 @@ def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp
     embedded = build_embedded_engine(trained, pair.tokenizer, RolloutConfig())
     expected = sampled(embedded, pair.requests, GREEDY, seed=1, step=2)
     assert [s.token_ids for s in after] == [s.token_ids for s in expected]
+
+
+KEPT = "still the old ones in the engine: "
+OTHER = "Neither the old ones nor those that were sent: "
+DOWN = "model.layers.0.mlp.down_proj.weight"
+QUERY, QKV = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.qkv_proj.weight"
+
+
+def flipped(weight: torch.Tensor) -> torch.Tensor:
+    changed = weight.detach().clone()
+    changed.view(torch.int32).view(-1)[7] ^= 1
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("loaded", "told"),
+    [
+        (lambda old, name, weight: None, KEPT + "[0-9]{2} "),
+        (lambda old, name, weight: None if name == DOWN else weight, rf"{KEPT}1 \({DOWN}\)\.$"),
+        (lambda old, name, weight: old[name] if name == QUERY else weight, rf"{OTHER}1 \({QKV}\)\.$"),
+        (lambda old, name, weight: flipped(weight) if name == QUERY else weight, rf"{OTHER}1 \({QKV}\)\.$"),
+    ],
+    ids=["nothing", "one not", "part of a fused one not", "a bit"],
+)
+def test_weights_that_vllm_does_not_hold_after_a_hand_over_are_named(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, loaded: Any, told: str
+):
+    old, trained = dict(pair.model.named_parameters()), shaken(copy.deepcopy(pair.model), 0.4)
+    model = pair.vllm._model()
+    every, load = {name for name, _ in model.named_parameters()}, type(model).load_weights
+
+    def lies(model: Any, weights: Any) -> set[str]:
+        taken = ((name, loaded(old, name, weight)) for name, weight in weights)
+        load(model, ((name, weight) for name, weight in taken if weight is not None))
+        return every
+
+    pair.vllm.update_weights(pair.model.named_parameters, 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model), "load_weights", lies)
+        with pytest.raises(WeightsNotHeld, match=told):
+            pair.vllm.update_weights(trained.named_parameters, 4)
+    pair.vllm.update_weights(trained.named_parameters, 4)
+    pair.vllm.update_weights(pair.model.named_parameters, 3)
+
+
+def test_a_head_that_computes_with_old_weights_is_found(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    from rlhf.rollout.vllm import colocated
+
+    if not pair.model.config.tie_word_embeddings:
+        pytest.skip("vLLM itself sees to heads of their own")
+    pair.vllm.update_weights(pair.model.named_parameters, 3)
+    trained = shaken(copy.deepcopy(pair.model), 0.4)
+    with monkeypatch.context() as patched:
+        patched.setattr(colocated, "repack_heads", lambda model: None)
+        with pytest.raises(WeightsNotHeld, match=r"1 \(model\.embed_tokens\.weight\)"):
+            pair.vllm.update_weights(trained.named_parameters, 4)
+    pair.vllm.update_weights(pair.model.named_parameters, 3)
+
+
+def test_weights_that_changed_in_a_sleep_are_found_before_generation(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """As if the engine had been in its first level of sleep, which a CPU does not have."""
+    norm = pair.vllm._model().model.norm.weight
+    pair.vllm.update_weights(pair.model.named_parameters, 3)
+    before = pair.sampled(GREEDY)
+    with monkeypatch.context() as patched:
+        patched.setattr(pair.vllm, "_wake", lambda *parts: pair.vllm._asleep.clear())
+        pair.vllm._asleep = {"weights", "kv_cache"}
+        assert pair.sampled(GREEDY) == before
+        pair.vllm._asleep = {"weights", "kv_cache"}
+        norm.data.view(torch.int32)[0] ^= 1
+        with pytest.raises(WeightsNotHeld, match=r"\(step 3\).*1 \(model\.norm\.weight\)"):
+            pair.sampled(GREEDY)
+    pair.vllm.update_weights(pair.model.named_parameters, 3)
 
 
 def test_structure_arguments_of_vllm_and_weights_that_do_not_fit(rank: None):

@@ -14,6 +14,7 @@ from urllib.error import HTTPError
 
 import pytest
 import torch
+from safetensors.torch import save as save_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rlhf.config import RolloutConfig
@@ -253,6 +254,53 @@ def test_after_an_update_that_broke_off_the_next_one_is_whole(
 
     assert weight_push.send([url, nobody], old.named_parameters(), "whole")[url] is None
     assert server.greedy() == (embedded(old), {"whole"})
+
+
+NORM, DOWN = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
+
+
+def flipped(weight: torch.Tensor) -> torch.Tensor:
+    changed = weight.clone()
+    changed.view(torch.int32).view(-1)[3] ^= 1
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("arriving", "told"),
+    [
+        (lambda old, name, weight: None, "still the old ones in the engine: "),
+        (lambda old, name, weight: None if name == DOWN else weight, f"still the old ones in the engine: 1 ({DOWN})"),
+        (lambda old, name, weight: flipped(weight) if name == NORM else weight, f"those that were sent: 1 ({NORM})"),
+    ],
+    ids=["nothing", "one not", "a bit"],
+)
+def test_a_server_that_does_not_hold_what_it_was_sent_serves_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch, arriving: Any, told: str
+):
+    """What it takes over is something else than what the digests are of."""
+    server.wait()
+    url, old, new = server.process.url, policy(), policy(changed=True)
+    weight_push = WeightPush(settings(), CPU, SECRET, bucket_bytes=SMALL_BUCKETS)
+    assert weight_push.send([url], old.named_parameters(), "old") == {url: None}
+    held = {name: weight.detach() for name, weight in old.named_parameters()}
+
+    def save_others(bucket: dict[str, torch.Tensor]) -> bytes:
+        taken = {name: arriving(held, name, weight) for name, weight in bucket.items()}
+        return save_tensors({name: weight for name, weight in taken.items() if weight is not None})
+
+    with monkeypatch.context() as patched:
+        patched.setattr(push_module, "save", save_others)
+        reason = str(weight_push.send([url], new.named_parameters(), "new")[url])
+    assert "/finish_weight_update was refused with 500" in reason
+    assert "The rollout engine does not hold the weights that it was sent (new)." in reason
+    assert told in reason
+    asked = server.request("/inference/v1/generate", b'{"token_ids": [5], "sampling_params": {"max_tokens": 1}}')
+    with pytest.raises(TimeoutError):
+        urllib.request.urlopen(asked, timeout=0.5)
+    with urllib.request.urlopen(server.request("/weight_info"), timeout=ANSWER_S) as response:
+        assert json.load(response) == {"weight_version": "old"}
+    assert weight_push.send([url], new.named_parameters(), "new") == {url: None}
+    assert server.greedy() == (embedded(new), {"new"})
 
 
 def test_an_error_of_the_weights_themselves_propagates(server: Server):

@@ -24,8 +24,10 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.engine import Request, Sample, Weights, places_by_params
 from rlhf.rollout.exchange import gather_requests
 from rlhf.rollout.vllm.heads import repack_heads
+from rlhf.rollout.vllm.held_weights import held_digests, record_packing, weight_check
 from rlhf.rollout.vllm.process_state import ProcessState
 from rlhf.rollout.vllm.requests import request_seed, sampling_kwargs
+from rlhf.rollout.weight_digest import WeightCheck, digest, read_digests
 from rlhf.storage.files import remove_file, write_folder
 from rlhf.storage.scratch import SHARED_MEMORY, Scratch, name_shared_memory
 
@@ -82,6 +84,8 @@ class VllmEngine:
         self._sleep_level = sleep_level
         self._scratch = scratch
         self._asleep: set[str] = set()
+        self._check_weights: WeightCheck | None = None
+        self._sent: dict[str, Tensor] = {}
 
     def update_weights(self, weights: Weights, version: int) -> None:
         """Load every weight in place, one after the other; names and shapes are those of the Hugging Face model.
@@ -89,6 +93,7 @@ class VllmEngine:
         Raises:
             ValueError: a name or a shape that the model does not have, or names that did not come. The engine is of no
             use then.
+            WeightsNotHeld: vLLM does not have the weights afterwards.
         """
         with self._process_state.entered(), torch.no_grad():
             self._wake("weights")
@@ -99,6 +104,7 @@ class VllmEngine:
                 # The other ranks are still gathering them.
                 for _ in stream:
                     pass
+            self._verify(version)
             self._llm.reset_prefix_cache()
         self.version = version
 
@@ -108,13 +114,17 @@ class VllmEngine:
         Raises:
             ValueError: an empty prompt.
             UserError: prompt and response are longer than the engine was started for.
+            WeightsNotHeld: the weights are not those of the last update any more after a sleep.
         """
         ranks = gather_requests(requests, self._group, self._group, self._coordinator)
         together = [request for rank in ranks for request in rank]
         self._check(together)
         outputs: dict[int, Any] = {}
         with self._process_state.entered():
+            restored = "weights" in self._asleep
             self._wake(*PARTS)
+            if restored:
+                self._verify(self.version)
             for places in places_by_params(together).values():
                 outputs |= zip(places, self._outputs([together[i] for i in places], seed, step), strict=True)
         first = sum(len(rank) for rank in ranks[: self._group.index(self._coordinator.rank)])
@@ -146,8 +156,23 @@ class VllmEngine:
             self._llm.wake_up(tags=list(parts))
             self._asleep -= set(parts)
 
-    def _load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+    def _model(self) -> Any:
         (model,) = self._llm.apply_model(lambda model: model)
+        return model
+
+    def _verify(self, version: int) -> None:
+        model = self._model()
+        if self._check_weights is None:
+            self._check_weights = weight_check(model, exact=self._llm.model_config.quantization is None)
+        held = [held_digests(model, self._llm.model_config.dtype)]
+        if len(self._group) > 1:
+            ranks = self._coordinator.gather(held[0])
+            held = [ranks[rank] for rank in self._group]
+        self._check_weights.check(read_digests(self._sent), held, f"step {version}")
+
+    def _load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        model = self._model()
+        record_packing(model, self._llm.model_config.dtype)
         expected = {name for name, _ in model.named_parameters()}
         load = model.load_weights
         loaded: set[str] = set()
@@ -170,6 +195,7 @@ class VllmEngine:
     def _checked(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         names = {name: tied for tied in self._shapes for name in tied}
         missing = set(self._shapes)
+        self._sent = {}
         for name, tensor in stream:
             if name not in names:
                 raise ValueError(f"the model in vLLM has no weight named {name!r}")
@@ -177,6 +203,7 @@ class VllmEngine:
             if tensor.shape != shape:
                 raise ValueError(f"{name} has shape {list(tensor.shape)}, the model in vLLM {list(shape)}")
             missing.discard(names[name])
+            self._sent[name] = digest(tensor, self._llm.model_config.dtype)
             yield name, tensor
         if missing:
             shown = ", ".join(sorted(tied[0] for tied in missing)[:5])

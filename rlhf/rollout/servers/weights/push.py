@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -16,6 +16,7 @@ from rlhf.rollout.servers.control import CallFailed, ServerControl, in_parallel
 from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.weights.nccl import NcclGroup
 from rlhf.rollout.servers.weights.pull import Lender, address_towards
+from rlhf.rollout.weight_digest import digest, read_digests
 
 BUCKET_BYTES = 256 << 20
 
@@ -62,8 +63,8 @@ class WeightPush:
             label: what the servers call these weights from now on, in vLLM's words the weight version.
 
         Returns:
-            For each URL None, or why that server does not have the weights. It generates nothing then until a later
-            call has succeeded.
+            For each URL None, or why that server does not have the weights; one reason is that what it holds has other
+            digests than what was sent. It generates nothing then until a later call has succeeded.
         """
         failed: dict[str, str] = {}
         left = iter(tensors)
@@ -72,9 +73,12 @@ class WeightPush:
             with ExitStack() as stack:
                 route = self._route([url for url in urls if url not in failed])
                 stack.callback(route.close)
+                sent: dict[str, Tensor] = {}
                 for bucket in buckets(left, self._dtype, route.device, self._bucket_bytes):
+                    sent |= {name: digest(tensor, self._dtype) for name, tensor in bucket.items()}
                     failed |= route.send(bucket, [url for url in urls if url not in failed])
-            failed |= in_parallel(lambda url: self._end(url, label), [url for url in urls if url not in failed])
+            about = {"digests": read_digests(sent), "dtype": str(self._dtype).removeprefix("torch."), "label": label}
+            failed |= in_parallel(lambda url: self._end(url, about), [url for url in urls if url not in failed])
             if self._nccl is not None:
                 self._nccl.label = label
         finally:
@@ -94,9 +98,11 @@ class WeightPush:
                 post(url, "/update_weights", {"update_info": {"broke": "off"}})
             post(url, "/start_weight_update")
 
-    def _end(self, url: str, label: str) -> None:
+    def _end(self, url: str, about: dict[str, Any]) -> None:
         post = self._control.post
-        post(url, "/finish_weight_update", {"weight_version": label})
+        # Its workers compare what they hold with this at the end.
+        post(url, "/update_weights", {"update_info": about})
+        post(url, "/finish_weight_update", {"weight_version": about["label"]})
         post(url, "/reset_prefix_cache")
         post(url, "/resume")
 

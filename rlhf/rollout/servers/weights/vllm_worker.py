@@ -1,10 +1,12 @@
-"""Worker's side of a weight push, inside a vLLM server: takes over weights from HTTP or NCCL."""
+"""Worker's side of a weight push, inside a vLLM server: takes over weights from HTTP or NCCL, and verifies them."""
 
 import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load
+from vllm.distributed import get_tp_group
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -13,10 +15,15 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from rlhf.rollout.servers.secret import environment_secret
 from rlhf.rollout.servers.weights.pull import fetch
 from rlhf.rollout.vllm.heads import repack_heads
+from rlhf.rollout.vllm.held_weights import held_digests, record_packing, weight_check
+from rlhf.rollout.weight_digest import Digest, WeightCheck
 
 
 class ReceivingEngine(NCCLWeightTransferEngine):
     """vLLM's NCCL engine that can also fetch a bucket from a URL, and start anew after an update that broke off."""
+
+    _check: WeightCheck | None = None
+    _sent: dict[str, Any] | None = None
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Join the trainer's NCCL group; a group from before is left, whatever its state."""
@@ -31,10 +38,18 @@ class ReceivingEngine(NCCLWeightTransferEngine):
             info.load_numel = 0
         if half_loaded:
             finalize_layerwise_reload(self.model, self.model_config)
+        self._sent = None
+        record_packing(self.model, self.model_config.dtype)
         super().start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one bucket: {url, size, xxh3_128, timeout_s} is fetched, anything else is for NCCL."""
+        """Load one bucket: {url, size, xxh3_128, timeout_s} is fetched, anything else is for NCCL.
+
+        After the last one comes {digests, dtype, label}: the digests of all that was sent.
+        """
+        if "digests" in update_info:
+            self._sent = update_info
+            return
         if "url" not in update_info:
             super().update_weights(update_info)
             return
@@ -45,6 +60,31 @@ class ReceivingEngine(NCCLWeightTransferEngine):
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """All weights are there: put the model together."""
+        """All weights are there: put the model together, and compare it with what was sent.
+
+        Raises:
+            WeightsNotHeld: they differ.
+            ValueError: the trainer sends another precision than the server holds, or no digests.
+        """
         super().finish_weight_update()
         repack_heads(self.model)
+        if self._check is None:
+            self._check = weight_check(self.model, exact=self.model_config.quantization is None)
+        if self._sent is None:
+            raise ValueError("The trainer did not say what the digests of its weights are.")
+        dtype = getattr(torch, self._sent["dtype"])
+        if dtype != self.model_config.dtype:
+            raise ValueError(
+                f"The weights are {dtype}, and this server was started for {self.model_config.dtype}: give it --dtype "
+                "as in rollout.dtype."
+            )
+        sent = {name: (first, second) for name, (first, second) in self._sent["digests"].items()}
+        self._check.check(sent, self._of_group(held_digests(self.model, dtype)), self._sent["label"])
+
+    def _of_group(self, held: dict[str, Digest]) -> list[dict[str, Digest]]:
+        """What each device of this server holds."""
+        group = get_tp_group()
+        ranks = [held] * group.world_size
+        if group.world_size > 1:
+            dist.all_gather_object(ranks, held, group=group.cpu_group)
+        return ranks

@@ -1,0 +1,67 @@
+"""Digests of the weights that a vLLM model holds on this device, by vLLM's own names."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.rollout.weight_digest import Digest, WeightCheck, digest, read_digests
+
+_PACKED = "_rlhf_packed_digest"
+
+
+def weight_check(model: nn.Module, *, exact: bool) -> WeightCheck:
+    """The check of what `model` holds against Hugging Face weights; `exact`: it is not quantized."""
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+
+    def renamed(name: str) -> str:
+        return (mapper.map_name(name) if mapper is not None else None) or name
+
+    return WeightCheck(getattr(model, "packed_modules_mapping", None), renamed, exact=exact)
+
+
+def record_packing(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have linear layers and heads on a CPU keep the digest, in `dtype`, of each weight that they pack from now on.
+
+    vLLM computes with the packed copy there, which cannot be read, and of a linear layer it keeps nothing else.
+    """
+    for module in model.modules():
+        method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
+        if method is None or not isinstance(weight, Tensor) or weight.device.type != "cpu" or hasattr(module, _PACKED):
+            continue
+        setattr(module, _PACKED, None)
+        method.process_weights_after_loading = _recording(method.process_weights_after_loading, dtype)
+
+
+def _recording(process: Any, dtype: torch.dtype) -> Any:
+    def record(layer: Any) -> None:
+        setattr(layer, _PACKED, digest(_counted(layer, layer.weight), dtype))
+        process(layer)
+
+    return record
+
+
+def held_digests(model: nn.Module, dtype: torch.dtype) -> dict[str, Digest]:
+    """The digest in `dtype` of each parameter, or of this device's part of it.
+
+    Key and value heads that several devices have are counted on the first of them.
+    """
+    found: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            # A tied weight has one of its names.
+            name = names.setdefault(id(parameter), f"{path}.{own}" if path else own)
+            packed = getattr(module, _PACKED, None) if own == "weight" else None
+            if parameter.numel() and name not in found:
+                found[name] = digest(_counted(module, parameter), dtype)
+            if packed is not None and not (name in found and torch.equal(found[name], packed)):
+                found[name] = packed  # this is what the layer computes with
+    return read_digests(found)
+
+
+def _counted(module: Any, parameter: Tensor) -> Tensor:
+    replicas = getattr(module, "num_kv_head_replicas", 1)
+    if replicas == 1 or module.tp_rank % replicas == 0:
+        return parameter
+    return parameter[: module.num_heads * module.head_size]
