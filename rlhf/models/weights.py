@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf.errors import UserError
+from rlhf.models.fused_experts import FilePart, fuse_experts
 from rlhf.models.model_files import ModelFiles, on_every_rank
 from rlhf.models.skeleton import skeleton
 from rlhf.ranks.coordinator import Coordinator
@@ -40,9 +41,9 @@ class Loaded:
     whole and there is nothing to fill.
     """
 
-    def __init__(self, model: PreTrainedModel, names: Mapping[str, str], reader: "ModelReader") -> None:
+    def __init__(self, model: PreTrainedModel, parts: Mapping[str, Sequence[FilePart]], reader: "ModelReader") -> None:
         self.model = model
-        self._names, self._reader = names, reader
+        self._parts, self._reader = parts, reader
 
     def fill(self, shards: Shards) -> None:
         """Put the weights into `shards`, every rank's part of the model. Collective.
@@ -57,13 +58,13 @@ class Loaded:
     def _fill(self, shards: Shards) -> None:
         with contextlib.suppress(ReaderFailed):
             for name, shard in shards.items():
-                if name not in self._names:  # a new head
-                    continue
                 stop, local = shard.start + shard.local.numel(), shard.local.view(-1)
-                for start, chunk in self._reader.chunks(self._names[name], shard.start, stop):
-                    low, high = max(start, shard.start), min(start + chunk.numel(), stop)
-                    if low < high:
-                        local[low - shard.start : high - shard.start].copy_(chunk[low - start : high - start])
+                for part in self._parts.get(name, ()):  # a new head has none
+                    for start, chunk in self._reader.chunks(part.name, shard.start - part.start, stop - part.start):
+                        begin = part.start + start
+                        low, high = max(begin, shard.start), min(begin + chunk.numel(), stop)
+                        if low < high:
+                            local[low - shard.start : high - shard.start].copy_(chunk[low - begin : high - begin])
 
 
 class ModelReader:
@@ -82,7 +83,7 @@ class ModelReader:
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """The elements [start, stop) of a flattened tensor, or more, in chunks with the place of each; in the files'
-        precision.
+        precision. The range may exceed the tensor.
 
         A chunk is good until the next one.
 
@@ -92,7 +93,9 @@ class ModelReader:
         rows, width = math.prod(tensor.shape[:1]), math.prod(tensor.shape[1:])
         if rows * width == 0:
             return
-        first, last = (start // width, -(-stop // width)) if self._files.reader is None else (0, rows)
+        first, last = (
+            (max(0, start // width), min(rows, -(-stop // width))) if self._files.reader is None else (0, rows)
+        )
         step = max(1, BUCKET_BYTES // (width * DTYPES[tensor.dtype].itemsize))
         for low in range(first, last, step):
             high = min(low + step, last)
@@ -151,9 +154,11 @@ def load(
     plain = files.headers is not None and not any(getattr(hf_config, name, None) for name in NOT_PLAIN)
     if plain:
         generator = torch.get_rng_state()
-        found = on_every_rank(lambda: skeleton(load_from, files.headers or {}), coordinator)
+        headers, fused = fuse_experts(files.headers or {}, hf_config)
+        found = on_every_rank(lambda: skeleton(load_from, headers), coordinator)
         if found is not None:
-            return Loaded(*found, reader)
+            model, names = found
+            return Loaded(model, {own: fused.get(name) or [FilePart(name, 0)] for own, name in names.items()}, reader)
         torch.set_rng_state(generator)  # a new head is drawn once
     if files.reader is None:
         return Loaded(on_every_rank(lambda: load_from(None), coordinator), {}, reader)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from rlhf.backends import build_backend
 from rlhf.backends.fsdp2 import Fsdp2Model
@@ -44,7 +44,9 @@ MODELS = {  # what is in the folder, how it is loaded, and whether its weights c
     "critic": (CRITIC, True),
     "older_critic": (CRITIC, True),
     "judge": (JUDGE, True),
-    "experts": (POLICY, False),
+    "experts": (POLICY, True),
+    "experts_in_parts": (POLICY, True),
+    "critic_of_experts": (CRITIC, True),
     "both_of_a_tie": (POLICY, False),
 }
 BUCKET = 1 << 16
@@ -66,7 +68,12 @@ def nodes(tmp_path_factory) -> Path:
     causal_lm("llama", store / "critic")
     classifier("gpt2", store / "older_critic")
     classifier("llama", store / "judge")
-    mixtral(store / "experts")
+    mixture(MixtralConfig, store / "experts", num_local_experts=4)
+    # More than ten: in the order of numbers, not of letters.
+    few = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    for name in ("experts_in_parts", "critic_of_experts"):
+        mixture(Qwen3MoeConfig, store / name, **few).save_pretrained(store / name, max_shard_size="20KB")
+        (store / name / "model.safetensors").unlink()
     causal_lm("qwen2", store / "both_of_a_tie")
     file = store / "both_of_a_tie" / "model.safetensors"
     tensors = load_file(file)
@@ -88,12 +95,15 @@ def renamed(architecture: str, folder: Path) -> None:
     save_file(short, folder / "model.safetensors", {"format": "pt"})
 
 
-def mixtral(folder: Path) -> None:
+def mixture(kind: type[PretrainedConfig], folder: Path, **experts: int) -> PreTrainedModel:
     """A mixture of experts: one tensor per expert in the file, one for all in the model."""
     causal_lm("llama", folder)  # for the tokenizer
     settings = json.loads((folder / "config.json").read_text())
     kept = {key: value for key, value in settings.items() if key not in ("architectures", "model_type", "mlp_bias")}
-    AutoModelForCausalLM.from_config(MixtralConfig(**kept, num_local_experts=4)).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(kind(**kept, **experts))
+    model.save_pretrained(folder)
+    assert any(".experts.3." in name for name in load_file(folder / "model.safetensors"))
+    return model
 
 
 def find(path: str, mode: str, coordinator: Coordinator, scratch: Path) -> ModelFiles:

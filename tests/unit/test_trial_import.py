@@ -1,6 +1,9 @@
 """Files of the user's that cannot be imported, told by a process of its own before the ranks import them."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -18,6 +21,9 @@ FILES = {
     "raises.py": "def f(solution_str): ...\nraise RuntimeError('on import')\n",
     "leaves.py": "import os\nprint('last words', flush=True)\nos._exit(7)\ndef f(solution_str): ...\n",
     "value.py": "f = 3\n",
+    "starts.py": "import subprocess\n"
+    "left = subprocess.Popen(['sleep', '30'], start_new_session=True)\n"
+    "open('left', 'w').write(str(left.pid))\nraise RuntimeError('on import')\ndef f(solution_str): ...\n",
     "waits.py": "import time\ntime.sleep(600)\ndef f(solution_str): ...\n",
 }
 SAID = {
@@ -92,3 +98,28 @@ def test_nothing_of_the_users_starts_nothing():
     ours = RewardConfig(functions=["exact_match"])
     with trial_import([]), trial_start(ours), trial_start(None), pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+def test_what_a_file_has_left_behind_holds_nothing_up(folder):
+    start = time.monotonic()
+    with pytest.raises(UserError, match="on import"), as_estimator("starts.py"):
+        pass
+    assert time.monotonic() - start < 20
+    os.kill(int((folder / "left").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends it")
+def test_an_import_ends_with_the_process_that_wanted_it(folder):
+    body = "open(f'/proc/self/task/{os.getpid()}/children').read()"
+    code = (
+        "import os, time; from rlhf.trial_import import trial_import\n"
+        f"with trial_import([('s', 'waits.py:f')]): print({body}, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    left, end = Path(f"/proc/{child}"), time.monotonic() + 20
+    while left.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left.exists()

@@ -1,0 +1,75 @@
+"""Experts that the model has in one tensor and the files in one tensor each: where each lies in the whole."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from transformers import PretrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from rlhf.models.model_files import FileTensor
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A tensor of the files as elements [start, start + its size) of a flattened weight."""
+
+    name: str
+    start: int
+
+
+def fuse_experts(
+    headers: Mapping[str, FileTensor], hf_config: PretrainedConfig
+) -> tuple[dict[str, FileTensor], dict[str, list[FilePart]]]:
+    """`headers` with one tensor, under the model's name, in the place of those that the library would fuse for
+    `hf_config`, and the parts of each.
+
+    These are the fusions that leave every tensor of the files in one piece: experts stacked ([E, rows, columns]), and
+    stacks put under each other (gate and up: [E, 2 * rows, columns]). Others stay as they lie in the files.
+    """
+    mapping = get_checkpoint_conversion_mapping(hf_config.model_type) or []
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    groups: dict[str, dict[str, list[str]]] = {}
+    for name in sorted(headers, key=dot_natural_key):  # the library's order
+        fused, pattern = rename_source_key(name, renamings, converters)
+        if pattern is not None and _stacks(by_pattern[pattern]):
+            patterns = by_pattern[pattern].source_patterns
+            groups.setdefault(fused, {pattern: [] for pattern in patterns})[pattern].append(name)
+    kept, parts = dict(headers), dict[str, list[FilePart]]()
+    for fused, stacks in groups.items():
+        experts = list(zip(*stacks.values(), strict=False))
+        tensors = [headers[name] for names in stacks.values() for name in names]
+        if len(experts) * len(stacks) != len(tensors) or not _alike(tensors):
+            continue
+        heights = [headers[name].shape[0] for name in experts[0]]
+        if any([headers[name].shape[0] for name in expert] != heights for expert in experts):
+            continue
+        start, parts[fused] = 0, []
+        for name in (name for expert in experts for name in expert):
+            parts[fused].append(FilePart(name, start))
+            start += math.prod(headers[name].shape)
+            del kept[name]
+        kept[fused] = replace(tensors[0], shape=(len(experts), sum(heights), *tensors[0].shape[1:]))
+    return kept, parts
+
+
+def _stacks(converter: WeightConverter) -> bool:
+    """Whether the library only stacks the tensors, and puts the stacks under each other."""
+    steps = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
+    several = len(converter.source_patterns) > 1
+    return steps == [(MergeModulelist, 0), *([(Concatenate, 1)] if several else [])]
+
+
+def _alike(tensors: list[FileTensor]) -> bool:
+    """Whether the tensors are matrices of one type and width."""
+    return all(len(t.shape) == 2 for t in tensors) and len({(t.dtype, t.shape[1:]) for t in tensors}) == 1
