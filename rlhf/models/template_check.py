@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from rlhf.errors import UserError
 
 _DEFAULT = "default"
 """Name of the template that prompts without tools are rendered with."""
+DEADLINE_S = 60.0
+"""Seconds for the rendering of one prompt."""
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
@@ -20,7 +23,7 @@ def check_template(name: str, template: str | None) -> None:
     folder = Path(name).expanduser()
     if template is not None:
         path = Path(template).expanduser()
-        check_syntax(f"model.chat_template={template}", path.read_text(encoding="utf-8-sig"))
+        check_syntax(f"model.chat_template={template}", _read(path))
     elif folder.is_dir():
         found = list(_templates(folder))
         for where, _, text in found:
@@ -44,7 +47,7 @@ def check_rendering(
     """
     folder = Path(name).expanduser()
     if template is not None:
-        said, text = f"model.chat_template={template}", Path(template).expanduser().read_text(encoding="utf-8-sig")
+        said, text = f"model.chat_template={template}", _read(Path(template).expanduser())
     else:
         found = next((each for each in _templates(folder) if each[1] == _DEFAULT), None)
         if found is None:
@@ -57,10 +60,37 @@ def check_rendering(
                 "no such variable. Remove it, or correct the name."
             )
     given = _special_tokens(folder) | dict(variables)
-    try:
-        _environment().from_string(text).render(messages=messages, add_generation_prompt=True, **given)
-    except Exception:  # whatever a template does; what follows is slower, and is what the ranks do
-        _render(said, text, where, messages, given)
+
+    def render() -> None:
+        try:
+            _environment().from_string(text).render(messages=messages, add_generation_prompt=True, **given)
+        except Exception:  # whatever a template does; what follows is slower, and is what the ranks do
+            _render(said, text, where, messages, given)
+
+    if not _ends(render):
+        raise UserError(
+            f"{where}: the chat template ({said}) has not rendered the prompt after {DEADLINE_S:g} s. Correct its "
+            "loops, or set model.chat_template to another template."
+        )
+
+
+def _ends(work: Callable[[], None]) -> bool:
+    """Whether `work` ends by its deadline; raises what it raises."""
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            raised.append(error)
+
+    # No pool of threads: the end of the process would wait for it.
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    if raised:
+        raise raised[0]
+    return not thread.is_alive()
 
 
 def _render(said: str, text: str, where: str, messages: Sequence[Mapping[str, str]], given: Mapping[str, Any]) -> None:
@@ -93,11 +123,18 @@ def _special_tokens(folder: Path) -> dict[str, str]:
         try:
             named = json.loads((folder / file).read_text(encoding="utf-8"))
             found = {key: named.get(key) for key in _SPECIAL_TOKENS}
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, RecursionError):
             continue  # told when it is read
         found = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
         tokens |= {key: value for key, value in found.items() if isinstance(value, str)}
     return tokens
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a valid chat template: not UTF-8 ({error.reason}). Convert the file.") from error
 
 
 def check_syntax(where: str, text: str) -> None:
@@ -111,6 +148,8 @@ def check_syntax(where: str, text: str) -> None:
         raise UserError(
             f"{where}, line {error.lineno}: not a valid chat template: {str(error.message).rstrip('.')}."
         ) from error
+    except RecursionError as error:
+        raise UserError(f"{where}: not a valid chat template: nested too deeply.") from error
     if all(name.name != "messages" for name in tree.find_all(nodes.Name)):
         raise UserError(f"{where}: not a chat template: it never mentions `messages`, so no prompt would be in it.")
 
@@ -145,13 +184,13 @@ def _environment() -> Any:
 def _templates(folder: Path) -> Iterator[tuple[str, str, str]]:
     """All chat templates in `folder`: the file that has it, its name, its text; of one name the first counts."""
     if (path := folder / "chat_template.jinja").is_file():
-        yield path.name, _DEFAULT, path.read_text(encoding="utf-8")
+        yield path.name, _DEFAULT, _read(path)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        yield path.name, path.stem, path.read_text(encoding="utf-8")
+        yield path.name, path.stem, _read(path)
     for file, name in (("tokenizer_config.json", _DEFAULT), ("chat_template.json", "processor")):
         try:
             template = json.loads((folder / file).read_text(encoding="utf-8")).get("chat_template")
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, RecursionError):
             continue  # told when it is read
         if isinstance(template, str):
             yield file, name, template

@@ -129,3 +129,34 @@ def test_every_template_of_a_file_is_checked(folder):
     named = [{"name": "default", "template": "{% if messages %}"}, {"name": "rag", "template": "{{ messages }}"}]
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": named}))
     assert "tokenizer_config.json, line 1: not a valid chat template" in refused(check_template, str(folder), None)
+
+
+# Some seconds, which are endless here.
+ENDLESS = "{{ messages }}{% for i in range(3000) %}{% for j in range(3000) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_does_not_end_is_refused(folder, monkeypatch):
+    monkeypatch.setattr("rlhf.models.template_check.DEADLINE_S", 0.3)
+    (folder / "chat_template.jinja").write_text(ENDLESS)
+    said = refused(check_rendering, str(folder), None, "a.jsonl line 1", ASKING, {})
+    assert said.startswith("a.jsonl line 1: the chat template (model.path=")
+    assert "has not rendered the prompt after 0.3 s." in said
+
+
+@pytest.mark.parametrize("part", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 3000])
+def test_a_template_that_is_nested_without_end_is_refused(folder, part):
+    (folder / "chat_template.jinja").write_text("{{ messages }}" + part)
+    assert refused(check_template, str(folder), None).endswith("not a valid chat template: nested too deeply.")
+
+
+def test_a_template_in_another_encoding_is_refused(folder):
+    for path, given in (("own.jinja", str(folder / "own.jinja")), ("chat_template.jinja", None)):
+        (folder / path).write_bytes("{{ messages }} é".encode("latin1"))
+        said = refused(check_template, str(folder), given)
+        assert said.startswith(f"{folder / path}: not a valid chat template: not UTF-8")
+
+
+def test_a_tokenizers_file_that_is_nested_without_end_is_told_elsewhere(folder):
+    (folder / "tokenizer_config.json").write_text("[" * 100_000)
+    check_template(str(folder), None)
+    check_rendering(str(folder), None, "a.jsonl line 1", ASKING, {})
