@@ -65,7 +65,7 @@ def _read_config(name: str) -> dict[str, Any] | None:
     """config.json of the folder `name`; None for a Hub name, and where it is told elsewhere that it cannot be read."""
     try:
         found = json.loads((Path(name).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

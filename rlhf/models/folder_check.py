@@ -24,7 +24,7 @@ def check_folder(setting: str, name: str, *, tokenizer: bool = True, weights: bo
     said = f"{setting}={name}"
     try:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{said}: config.json is not JSON: {error}. Copy or fetch it again.") from error
     except OSError:
         pass  # told where it is read

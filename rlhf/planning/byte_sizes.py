@@ -8,7 +8,7 @@ BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 def parse_bytes(text: str) -> int:
     """Bytes of `80GB`, `79.2GiB`, `512M` or a plain number. Raises ValueError for anything else, and for nothing."""
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", text, flags=re.I)
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d*)?)\s*([KMGT]?)(i?)B?\s*", text, flags=re.I)
     if found is None or (found[3] and not found[2]):
         raise ValueError(f"{text} is no size such as 80GB or 79.2GiB")
     unit = found[2].upper()

@@ -138,7 +138,13 @@ class ModelShapes:
         return replace(self, weights=body | {VALUE_HEAD: (1, self.hidden), "score.bias": (1,)})
 
     def _size(self, *names: str) -> int | None:
-        return next((int(self.config[name]) for name in names if self.config.get(name)), None)
+        """The first of these settings that says one; the largest of a list, which has one for each layer."""
+        for name in names:
+            given = self.config.get(name)
+            sizes = [size for size in (given if isinstance(given, list) else [given]) if isinstance(size, int)]
+            if (largest := max(sizes, default=0)) > 0:
+                return largest
+        return None
 
 
 def is_head(name: str) -> bool:
@@ -166,5 +172,5 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return dict(config) | dict(config.get("text_config") or {})
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None

@@ -132,12 +132,18 @@ def test_a_page_for_people(seven_b, capsys):
         assert expected in said
 
 
-@pytest.mark.parametrize("size", ["80", "many", "0GB", "GB", "-1GB"])
+@pytest.mark.parametrize("size", ["80", "many", "0GB", "GB", "-1GB", "1.2.3GB", "9" * 400])
 def test_a_size_that_is_none(size, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--device-memory", size, "--ranks", "none"])
     assert ended.value.code == EXIT_USER_ERROR
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["many", "1.2.3GB", ".", "9" * 400, "1e30", "nan"])
+def test_a_text_that_is_no_size(text):
+    with pytest.raises(ValueError, match="is no size such as"):
+        parse_bytes(text)
 
 
 def test_sizes():

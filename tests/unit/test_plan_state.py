@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,13 @@ from rlhf.algorithms import token_log_probs
 from rlhf.backends import deepspeed, gather
 from rlhf.backends.fsdp2 import Fsdp2Backend, shard
 from rlhf.config import BackendConfig, OptimConfig
+from rlhf.errors import UserError
+from rlhf.models.config_check import check_policy
+from rlhf.models.folder_check import check_folder
 from rlhf.models.loading import ModelSource, load_model_config, load_value_model
 from rlhf.planning import activations, rollout_memory, training_state
 from rlhf.planning.meta_shapes import of_config
-from rlhf.planning.model_shapes import HEAD, ROOT, ModelShapes, of_files
+from rlhf.planning.model_shapes import HEAD, ROOT, ModelShapes, of_files, read_config
 from rlhf.planning.training_state import frozen_state, sharded, trained_state
 from rlhf.rollout import decoding
 from rlhf.rollout.servers.weights import push
@@ -160,6 +164,26 @@ def test_a_tied_head_that_the_files_have_as_well_counts_once(tmp_path: Path):
     found = of_files(str(tmp_path))
     assert found is not None
     assert found.count == sum(p.numel() for p in model.parameters()) - model.lm_head.weight.numel()
+
+
+@pytest.mark.parametrize(
+    ("given", "inner"), [([9, 11, 9], 11), ([], 28), ("wide", 28), ({"a": 1}, 28), (math.inf, 28), (-3, 28), (12, 12)]
+)
+def test_a_size_may_be_a_list_and_what_is_none_is_left_out(tmp_path: Path, given: Any, inner: int):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "a", "hidden_size": 7, "intermediate_size": given}))
+    header = b'{"x.layers.0.w": {"shape": [2, 7]}, "e": {"shape": [5, 7]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    found = of_files(str(tmp_path))
+    assert found is not None
+    assert found.inner == inner
+
+
+def test_a_config_that_is_nested_without_end_is_none(tmp_path: Path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert read_config(tmp_path) is None
+    with pytest.raises(UserError, match=r"config\.json is not JSON: maximum recursion depth"):
+        check_folder("model.path", str(tmp_path))
+    check_policy(str(tmp_path), trust_remote_code=False, max_prompt=1, max_response=1)
 
 
 def test_a_multimodal_file_is_read_by_its_text_part(tmp_path: Path):
