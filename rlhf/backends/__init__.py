@@ -43,10 +43,10 @@ def build_backend(
 ) -> TrainingBackend:
     """`model` in training, in the engine that `config.name` names. Collective.
 
-    Parameters on the meta device get memory, of which DeepSpeed needs the whole at first; the caller fills
-    `model_shards` and calls `after_load`.
+    Of parameters on the meta device a rank's part gets memory, below stage 3 of DeepSpeed the whole at first; the
+    caller fills `model_shards` and calls `after_load`.
     """
-    if config.name == "deepspeed":
+    if config.name == "deepspeed" and config.zero_stage < 3:
         materialise(model)
     kind = DeepSpeedBackend if config.name == "deepspeed" else Fsdp2Backend
     return kind(

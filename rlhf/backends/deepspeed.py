@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf.backends.gather import whole_tensors
 from rlhf.backends.training import Scheduled, adamw_options
-from rlhf.backends.zero import ZeroState
+from rlhf.backends.zero import ZeroState, partition
 from rlhf.config import BackendConfig, OptimConfig
 from rlhf.errors import UserError
 from rlhf.models.log_prob_head import with_log_probs
@@ -51,14 +51,16 @@ class DeepSpeedBackend(Scheduled):
         exact: dict[str, Tensor] = {}
         # DeepSpeed would make the master weights from what its cast leaves of the model's.
         if config.autocast == "bfloat16":
-            exact = {name: parameter.data for name, parameter in model.named_parameters()}
+            exact = {name: p.data for name, p in model.named_parameters() if not p.is_meta}
+        settings = _settings(config, grad_clip, sum(parameter.numel() for parameter in model.parameters()))
+        if config.zero_stage == 3:
+            dtype = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
+            partition(model, deepspeed.zero.Init(nn.Module(), config_dict_or_path=settings, dtype=dtype), device, dtype)
         optimizer: torch.optim.AdamW
         if config.zero_stage == 0:
             optimizer = ClippedAdamW(model.parameters(), grad_clip, **adamw_options(optim))
         else:
             optimizer = torch.optim.AdamW(model.parameters(), **adamw_options(optim))
-        numel = sum(parameter.numel() for parameter in model.parameters())
-        settings = _settings(config, grad_clip, numel)
         with contextlib.redirect_stdout(io.StringIO()):  # it prints how much memory is in use
             self._engine, *_ = deepspeed.initialize(
                 model=with_log_probs(model, use_liger=config.use_liger).train(), optimizer=optimizer, config=settings
@@ -70,6 +72,8 @@ class DeepSpeedBackend(Scheduled):
         self._state = ZeroState(self._engine, optimizer)
         if exact:
             for name, shard in self._state.weights():
+                if name not in exact:
+                    continue
                 shard.local.copy_(exact[name].view(-1)[shard.start : shard.start + shard.local.numel()])
             self._state.refresh()
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlhf.backends.training import MOMENTS, empty_moments
+from rlhf.models.skeleton import replace_parameters
 from rlhf.storage.shards import Shard
 
 
@@ -97,6 +99,26 @@ class ZeroState:
             if zero.cpu_offload:
                 zero._offload_accumulated_param_ids.clear()
                 zero.reset_cpu_buffers()
+
+
+def partition(model: PreTrainedModel, init: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Cut every parameter into the ranks' parts for ZeRO 3, one at a time: no rank has more than one of them whole.
+    Collective.
+
+    What is on the meta device gets no value. `init`: a `deepspeed.zero.Init`, which an engine would let begin with the
+    whole model on `device`.
+    """
+
+    def parted(_: str, parameter: nn.Parameter) -> nn.Parameter:
+        whole = torch.empty_like(parameter, device=device, dtype=dtype) if parameter.is_meta else parameter.data
+        result = nn.Parameter(whole.to(device, dtype), parameter.requires_grad)
+        init._convert_to_zero_parameters([result])
+        return result
+
+    replace_parameters(model, parted)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 def _ranges(engine: Any, optimizer: torch.optim.Optimizer, stage: int) -> Iterator[tuple[str, Range]]:

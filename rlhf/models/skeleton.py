@@ -46,7 +46,7 @@ def skeleton(
             return parameter
         return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
 
-    _replace(model, on_meta)
+    replace_parameters(model, on_meta)
     for name in buffers.keys() & names.keys():
         module, _, own = name.rpartition(".")
         setattr(model.get_submodule(module), own, torch.empty(buffers[name].shape, dtype=buffers[name].dtype))
@@ -55,7 +55,11 @@ def skeleton(
 
 def materialise(model: PreTrainedModel) -> None:
     """Give parameters that are on the meta device memory on the CPU, without a value."""
-    _replace(model, lambda _, p: nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad) if p.is_meta else p)
+
+    def filled(_: str, p: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad) if p.is_meta else p
+
+    replace_parameters(model, filled)
 
 
 def stand_ins(headers: Mapping[str, FileTensor]) -> dict[str, Tensor]:
@@ -88,7 +92,7 @@ def _tied_in_name_only(model: PreTrainedModel) -> bool:
     return any(named.get(a) is not named.get(b) for a, b in pairs)
 
 
-def _replace(model: PreTrainedModel, new: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+def replace_parameters(model: PreTrainedModel, new: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
     """Put `new(name, parameter)` in the place of every parameter; what was one parameter stays one."""
     replaced = {id(p): (p, new(name, p)) for name, p in model.named_parameters()}
     for module in model.modules():

@@ -35,7 +35,7 @@ class TrainingState:
     stepped: int = 0
     """Temporaries of the optimizer's step."""
     loaded: int = 0
-    """Whole weights while the engine is made."""
+    """Whole weights while the engine is made, of which ZeRO 3 has one tensor at a time."""
     standing: int = 0
     """Buffers that stay for good, gradients among them."""
     host: int = 0
@@ -115,6 +115,7 @@ def _deepspeed(model: ModelShapes, config: BackendConfig, ranks: int) -> Trainin
     gradients = {0: width * count, 1: 4 * count}.get(stage, 4 * share)
     bucket = 4 * min(LARGEST_BUCKET, count) if stage > 1 else 0
     live = width * min(LIVE_PARAMETERS, count) if stage == 3 else 0
+    whole = 0 if stage == 3 else 4 * count
     head = (4 + width) * math.prod(model.head)
     on_host = config.offload_optimizer
     # From its start on ZeRO 3 has a buffer of all gradients and the bucket; the others make them in each backward pass.
@@ -131,8 +132,8 @@ def _deepspeed(model: ModelShapes, config: BackendConfig, ranks: int) -> Trainin
         layer=reduced + width * max(map(_elements, model.layers), default=0),
         root=reduced + width * _elements(model.units[ROOT]),
         stepped=0 if on_host else 4 * share,
-        loaded=4 * count,
+        loaded=whole,
         standing=standing,
         host=optimizer + gradients if on_host else 0,
-        host_loaded=4 * count,
+        host_loaded=whole,
     )

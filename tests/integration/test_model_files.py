@@ -1,6 +1,5 @@
 """A model's files on every node or on one of them. Two ranks in two working directories are two nodes."""
 
-import gc
 import json
 import os
 import socket
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from rlhf.backends import build_backend
@@ -29,6 +27,7 @@ from rlhf.models.skeleton import skeleton
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.storage.shards import Shards
+from tests.support.allocations import peak_of
 from tests.support.checkpoints import equal_bits, files_of, run_ranks
 from tests.support.engines import CPU, ENGINES, NEEDS_DEEPSPEED, OPTIM, gathered
 from tests.support.launching import DEADLINE_S, ROOT, ranks, records, saved_steps, small
@@ -220,22 +219,6 @@ def test_deepspeed_takes_weights_that_were_sent(nodes):
     for found in run_ranks(2, zero_bits, nodes, deadline_s=300, join=nodes / "join-zero"):
         assert found.keys() == {kind for kind in ENGINES if kind.startswith("zero")}
         assert all(found.values()), found
-
-
-def peak_of(action: Callable[[], Any], mapped: int) -> int:
-    """The most bytes that `action` had allocated on the CPU at a time, but for the mapping of a file of `mapped`
-    bytes."""
-    gc.collect()  # what earlier actions left in cycles would be freed, and counted, in between
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        kept = action()
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events = [event for event in events if abs(event.nbytes()) != mapped]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    del kept
-    return peak
 
 
 def memory(rank: int, folder: Path) -> dict[str, tuple[int, int]]:

@@ -1,0 +1,57 @@
+"""ZeRO 3 is made of a model on the meta device without more than one weight whole on a rank."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlhf.backends import build_backend
+from rlhf.backends import deepspeed as deepspeed_backend
+from rlhf.backends.zero import partition
+from rlhf.models.skeleton import replace_parameters
+from tests.support.allocations import peak_of
+from tests.support.checkpoints import run_ranks
+from tests.support.engines import CPU, ENGINES, NEEDS_DEEPSPEED, OPTIM
+from tests.support.tiny_models import tiny_config
+
+pytestmark = NEEDS_DEEPSPEED
+
+BUCKET = 1 << 14
+
+
+def on_meta() -> PreTrainedModel:
+    """A model of several layers as a skeleton is: parameters on the meta device, buffers in place."""
+    config = tiny_config("llama", hidden_size=128, intermediate_size=512, num_hidden_layers=6)
+    model = AutoModelForCausalLM.from_config(config)
+    replace_parameters(model, lambda _, p: nn.Parameter(torch.empty_like(p, device="meta")))
+    return model
+
+
+def peaks(rank: int) -> dict[str, Any]:
+    """Bytes at a time while weights are cut, and while an engine is made."""
+    deepspeed_backend.LARGEST_BUCKET = BUCKET
+    library = deepspeed_backend.import_deepspeed(CPU)
+    model, other, config = on_meta(), on_meta(), ENGINES["zero3-bfloat16"]
+    sizes = [p.numel() for p in model.parameters()]
+    settings = deepspeed_backend._settings(ENGINES["zero3"], 1.0, sum(sizes))
+    init = library.zero.Init(nn.Module(), config_dict_or_path=settings, dtype=torch.float32)
+    options: dict[str, Any] = {"grad_clip": 1.0, "total_optimizer_steps": 5, "hf_files": {}}
+    kept = []
+
+    def cut() -> None:
+        partition(model, init, CPU, torch.float32)
+
+    def make() -> None:
+        kept.append(build_backend(other, config, OPTIM, CPU, **options))
+
+    return {"cut": peak_of(cut), "made": peak_of(make), "weights": sum(sizes), "largest": max(sizes)}
+
+
+def test_no_rank_has_the_whole_model_at_a_time(tmp_path):
+    for found in run_ranks(2, peaks, deadline_s=120, join=tmp_path / "join"):
+        weights, largest = found["weights"], found["largest"]
+        assert 4 * weights / 2 <= found["cut"] < 4 * weights / 2 + 4 * 4 * largest
+        # Half of the weights in bfloat16, the masters, two moments and the gradients in float32.
+        resident = (2 + 4 + 8 + 4) * weights / 2
+        assert resident <= found["made"] < resident + 0.4 * 4 * weights
