@@ -3,9 +3,11 @@
 Nothing heavy is imported before the configuration is known to be right.
 """
 
+from rlhf.ranks.open_files import open_closed_streams
 from rlhf.ranks.stop import leave_while_idle
 
 if __name__ == "__main__":
+    open_closed_streams()
     # Until the supervisor or the rank handles the signals; before the slow imports.
     leave_while_idle()
 

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from rlhf.errors import EXIT_USER_ERROR
+
 COMMANDS = {
     "trainer": "from rlhf.train import main; main(['--cfg'])",
     "server": "from rlhf.rollout.servers.__main__ import main; main()",
@@ -24,3 +26,9 @@ def test_a_command_may_open_as_many_files_as_it_is_allowed_to(command):
     program = [sys.executable, "-c", START.format(command=command)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-2:] == ["own (4096, 4096) child 4096", ""]
+
+
+def test_a_start_with_closed_streams_has_streams():
+    command = [sys.executable, "-m", "rlhf.train", "trainer.nprocs=8"]
+    done = subprocess.run(["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *command], check=False)
+    assert done.returncode == EXIT_USER_ERROR
