@@ -1,11 +1,6 @@
 """Plan of a run on a CPU against the memory that a real rank takes: 28M parameters, two steps and their saves."""
 
-import json
-import os
-import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +8,8 @@ import torch
 from rlhf.compose import compose_config
 from rlhf.config.library import Library
 from rlhf.planning.check import plan_of
-from tests.support.launching import DEADLINE_S, write_sums
+from tests.support.launching import write_sums
+from tests.support.measured_memory import measured
 from tests.support.tiny_models import causal_lm
 
 SIZES = {
@@ -41,31 +37,6 @@ SETTINGS = (
     "actor.ppo_max_token_len_per_gpu=512",
     "actor.use_kl_loss=true",
 )
-
-
-def measured(folder: Path, overrides: list[str]) -> dict[str, int]:
-    """Highest resident bytes of a rank by phase, of a run that goes to its end; `base` before its models."""
-    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    listener = {
-        "RLHF_EVENT_LISTENER": "tests.support.measured_memory:seen",
-        "MEASURED_MEMORY": str(folder / "measured.jsonl"),
-        "MASTER_PORT": port,
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf.train", *overrides],
-        env=os.environ | ranks | listener,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    highest: dict[str, int] = {}
-    for line in (folder / "measured.jsonl").read_text().splitlines():
-        phase, size = json.loads(line)
-        highest[phase] = max(size, highest.get(phase, 0))
-    return highest
 
 
 @pytest.mark.slow

@@ -1,29 +1,69 @@
-"""Highest resident memory of a rank in each phase of its steps, as an event listener of a run on Linux.
+"""Highest memory of a rank in each phase of its steps, on Linux or on a GPU, by an event listener of a run.
 
 A rank with `RLHF_EVENT_LISTENER=tests.support.measured_memory:seen` writes a line of JSON to the file that
-`$MEASURED_MEMORY` names: the phase and the bytes, `base` before any model is loaded.
+`$MEASURED_MEMORY` names: the phase and the bytes, `base` before any model is loaded. With `MEASURED_DEVICE=cuda` they
+are those that torch has allocated on its GPU, else its resident ones.
 """
 
 import json
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from rlhf.events import follow
 from rlhf.ranks.phase_clock import PhaseClock
+from tests.support.launching import DEADLINE_S
 
 FILE = Path(os.environ.get("MEASURED_MEMORY", "/dev/null"))
+ON_GPU = os.environ.get("MEASURED_DEVICE") == "cuda"
+
+
+def measured(folder: Path, overrides: list[str], device: str = "cpu") -> dict[str, int]:
+    """Highest bytes of a rank by phase, resident or those that torch has allocated on a GPU, of a run that goes to its
+    end; `base` before its models."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    listener = {
+        "RLHF_EVENT_LISTENER": "tests.support.measured_memory:seen",
+        "MEASURED_MEMORY": str(folder / "measured.jsonl"),
+        "MEASURED_DEVICE": device,
+        "MASTER_PORT": port,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf.train", *overrides],
+        env=os.environ | ranks | listener,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    highest: dict[str, int] = {}
+    for line in (folder / "measured.jsonl").read_text().splitlines():
+        phase, size = json.loads(line)
+        highest[phase] = max(size, highest.get(phase, 0))
+    return highest
 
 
 def highest() -> int:
-    """Bytes of this process's highest resident set since `begin_anew`."""
+    """Bytes of this process's highest resident set, or of its tensors on a GPU, since `begin_anew`."""
+    if ON_GPU:
+        return torch.cuda.max_memory_allocated()
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def begin_anew() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def note(phase: str) -> None:

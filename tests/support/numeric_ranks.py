@@ -31,10 +31,10 @@ def _rank(rank: int, world_size: int, function: Callable[[], Any], folder: str) 
 
 
 @contextmanager
-def single_rank() -> Iterator[None]:
+def single_rank(backend: str = "gloo") -> Iterator[None]:
     """This process as the only rank."""
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
             yield
         finally:

@@ -90,8 +90,8 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 def loss_and_gradients(model: nn.Module, micro_batches: list[Batch]) -> dict[str, Tensor]:
     """The loss, as "", and every gradient, summed over micro-batches and ranks."""
-    dtype = next(model.parameters()).dtype
-    loss = torch.zeros((), dtype=dtype)
+    first = next(model.parameters())
+    dtype, loss = first.dtype, torch.zeros((), dtype=first.dtype, device=first.device)
     for micro in micro_batches:
         with Exact() if dtype == torch.float64 else nullcontext():
             share = loss_of(model, micro)

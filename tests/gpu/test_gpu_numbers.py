@@ -1,0 +1,81 @@
+"""Packing and the log-prob head on a device against plain results in float64 on the CPU."""
+
+from dataclasses import fields
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rlhf.algorithms.token_log_probs import token_log_probs
+from rlhf.batch import Batch
+from rlhf.models.packing import pack
+from tests.support.gpus import DEVICES
+from tests.support.packed_passes import ARCHITECTURES, loss_and_gradients, skewed_batch, tiny_lm
+from tests.support.tiny_models import tiny_config
+
+TOKENS, HIDDEN, VOCAB = 700, 64, 5000
+TEMPERATURE = 0.7
+
+
+def on_device(batch: Batch, device: str) -> Batch:
+    values = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+    return Batch(**{name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()})
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """The losses as a share of the loss, the gradients as shares of the norm of all gradients."""
+    assert found.keys() == expected.keys()
+    loss, norm = expected[""], torch.stack([value.norm() for name, value in expected.items() if name]).norm()
+    for name, value in expected.items():
+        difference = (found[name].to(value) - value).abs().max()
+        assert float(difference / (norm if name else loss.abs())) <= tolerance, name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3_text"])
+def test_packed_by_sdpa_equals_padded_on_the_cpu(device, architecture):
+    assert architecture in ARCHITECTURES
+    expected = loss_and_gradients(tiny_lm(architecture), [skewed_batch()])
+    model = tiny_lm(architecture, torch.float32).to(device)
+    pack(model)
+    assert_near(loss_and_gradients(model, [on_device(skewed_batch(), device)]), expected, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(find_spec("flash_attn") is None, reason="needs flash-attn")
+def test_packed_by_flash_attention_equals_padded():
+    def results(*, packed: bool, attention: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = tiny_config("qwen2", **sizes)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to("cuda", dtype).train()
+        if packed:
+            pack(model)
+        return loss_and_gradients(model, [on_device(skewed_batch(), "cuda")])
+
+    exact = results(packed=False, attention="sdpa", dtype=torch.float32)
+    for packed in (True, False):
+        found = results(packed=packed, attention="flash_attention_2", dtype=torch.bfloat16)
+        assert_near(found, exact, 5e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_log_probs_from_hidden_states_equal_the_plain_formula(device):
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, HIDDEN, generator=generator) / 4 for n in (TOKENS, VOCAB))
+    labels = torch.randint(VOCAB, (TOKENS,), generator=generator)
+    weights = torch.linspace(-1, 2, TOKENS)
+    exact = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
+    every = torch.log_softmax(exact[0] @ exact[1].T / TEMPERATURE, dim=-1)
+    expected = every.gather(1, labels[:, None])[:, 0], -(every.exp() * every).sum(dim=-1)
+    wanted = torch.autograd.grad((expected[0] * weights).sum(), exact)
+    mine = [tensor.to(device).requires_grad_() for tensor in (hidden, weight)]
+    found = token_log_probs(mine[0], labels.to(device), TEMPERATURE, weight=mine[1], with_entropy=True)
+    gradients = torch.autograd.grad((found[0] * weights.to(device)).sum(), mine)
+    for value, plain in zip((*found, *gradients), (*expected, *wanted), strict=True):
+        assert value is not None
+        assert value.device.type == device
+        torch.testing.assert_close(value.double().cpu(), plain, rtol=1e-5, atol=1e-5)
