@@ -17,8 +17,9 @@ from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import TEMPORARY, step_dir
 from tests.support.checkpoints import PlainRole, make_checkpointer
+from tests.support.forked_start import train_forked
 from tests.support.interrupter import at
-from tests.support.launching import small, train, write_sums
+from tests.support.launching import small, write_sums
 from tests.support.saving_behind import DEADLINE_S, Run, on_ranks, published, saving_behind
 from tests.support.sections import prepare
 from tests.support.thread_ranks import in_front, run_thread_ranks, subscribe
@@ -67,7 +68,7 @@ def test_a_failed_save_ends_the_attempt_steps_before_the_next_one(tmp_path):
     hit = tmp_path / "hit"
     settings = ["trainer.total_training_steps=20", "trainer.save_freq=10", "checkpoint.async_save=true"]
     arguments = [*small(tmp_path, "run", write_sums(tmp_path / "sums.jsonl")), *settings]
-    end = train(arguments, at("commit.file_write", 1, "raise", once=hit))
+    end = train_forked(arguments, at("commit.file_write", 1, "raise", once=hit))
     assert end.code == EXIT_DONE, end.output
     assert hit.exists()
     crash = re.search(r"Crash: rank 0: exit code 1, at step (\d+)", end.output)

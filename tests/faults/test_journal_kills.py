@@ -8,8 +8,9 @@ import pytest
 
 from rlhf.experience.journal import FOLDER
 from tests.support.compare_runs import differences
+from tests.support.forked_start import train_forked
 from tests.support.interrupter import at
-from tests.support.launching import STEPS, ranks, records, small, train
+from tests.support.launching import STEPS, ranks, records, small
 from tests.support.undisturbed import EXPORT
 
 JOURNAL = "checkpoint.journal=true"
@@ -47,7 +48,7 @@ def test_a_kill_costs_no_samples_and_no_bit(name, undisturbed, sums, tmp_path: P
 def test_two_ranks_that_are_killed_before_their_first_checkpoint_repeat_no_rollout(undisturbed, sums, tmp_path: Path):
     arguments = small(tmp_path, "killed", sums, JOURNAL, EXPORT, "trainer.nproc=2", "trainer.restart_backoff_s=0")
     environment = at("update.mid", 4, "SIGKILL", rank=1, once=tmp_path / "hit")
-    end = train(arguments, environment)
+    end = train_forked(arguments, environment)
     assert end.code == 0, end.output
     assert (tmp_path / "hit").exists()
     assert_nothing_was_lost(tmp_path / "rlhf" / "killed", undisturbed.run_dir(2), {1, 2})

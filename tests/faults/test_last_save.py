@@ -9,8 +9,9 @@ import pytest
 from rlhf.config import Config
 from rlhf.errors import EXIT_REQUEUE, EXIT_USER_ERROR, Preempted, Unsaved, UserError
 from rlhf.storage.disk_errors import SaveFailed
+from tests.support.forked_start import train_forked
 from tests.support.interrupter import at
-from tests.support.launching import small, train, write_sums
+from tests.support.launching import small, write_sums
 from tests.support.saving_behind import Run, published, saving_behind
 from tests.support.small_disks import small_disk
 from tests.support.thread_ranks import messages, run_thread_ranks, subscribe
@@ -104,7 +105,7 @@ def test_a_run_on_a_full_disk_is_not_done(tmp_path, asked):
     with small_disk(tmp_path / "disk", 2) as disk:
         settings = ["trainer.total_training_steps=3", "trainer.save_freq=1", "checkpoint.on_save_error=continue"]
         interrupt = at("update.before", 2, "SIGTERM") if asked else {}
-        ended = train([*small(disk, "run", sums), *settings], interrupt)
+        ended = train_forked([*small(disk, "run", sums), *settings], interrupt)
         assert not list(Path(disk).rglob("global_step_*"))
     assert ended.code == EXIT_USER_ERROR, ended.output
     assert "Training goes on (checkpoint.on_save_error=continue)." in ended.output
@@ -124,7 +125,7 @@ def test_a_finished_run_without_its_copies_is_to_be_started_again(tmp_path):
             f"The training is finished and saved in {tmp_path / 'rlhf/run'}, but checkpoint.remote=file://{remote} "
             "lacks global_step_2. The same command goes on with copying."
         )
-        first, again = train(command), train(command)
+        first, again = train_forked(command), train_forked(command)
     assert first.code == again.code == EXIT_REQUEUE, first.output + again.output
     assert lacking in first.output
     assert lacking in again.output

@@ -8,8 +8,9 @@ import pytest
 
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE
 from tests.support.compare_runs import differences
+from tests.support.forked_start import train_forked
 from tests.support.interrupter import at
-from tests.support.launching import Ended, copy_run, ranks, saved_steps, small, train
+from tests.support.launching import Ended, copy_run, ranks, saved_steps, small
 from tests.support.undisturbed import EXPORT, Undisturbed
 
 
@@ -37,7 +38,7 @@ def story(tmp_path_factory, launches: ThreadPoolExecutor, undisturbed: Undisturb
     def tell() -> Story:
         ends, newest = [], []
         for environment in requests:
-            ends.append(train(command, environment))
+            ends.append(train_forked(command, environment))
             newest.append(saved_steps(run_dir)[0])
         return Story(run_dir, ends, newest)
 

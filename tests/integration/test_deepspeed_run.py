@@ -10,6 +10,7 @@ from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.events import LISTENER_VARIABLE
 from tests.support.compare_runs import differences
 from tests.support.engines import NEEDS_DEEPSPEED
+from tests.support.forked_start import train_forked
 from tests.support.killer import PLAN_VARIABLE
 from tests.support.launching import copy_run, records, saved_steps, small, train, write_sums
 
@@ -29,7 +30,7 @@ def test_a_killed_rank_changes_nothing(tmp_path, nproc, stage, autocast, algorit
     sums = write_sums(tmp_path / "sums.jsonl")
     engine = ["backend=deepspeed", f"backend.zero_stage={stage}", f"backend.autocast={autocast}"]
     settings = [f"trainer.nproc={nproc}", *engine, *algorithm]
-    calm = train(small(tmp_path, "calm", sums, *settings))
+    calm = train_forked(small(tmp_path, "calm", sums, *settings))
     assert calm.code == 0, calm.output
 
     plan = tmp_path / "plan" / "kills.json"
@@ -49,11 +50,11 @@ def test_a_run_goes_on_in_another_engine(tmp_path):
     """The last of seven steps under FSDP2 on one rank instead of ZeRO 2 on two: almost the metrics of the run that
     never changed."""
     sums = write_sums(tmp_path / "sums.jsonl")
-    whole = train(small(tmp_path, "whole", sums, "backend=deepspeed", "trainer.nproc=2"))
+    whole = train_forked(small(tmp_path, "whole", sums, "backend=deepspeed", "trainer.nproc=2"))
     assert whole.code == 0, whole.output
     runs = [run_dir(tmp_path, name) for name in ("whole", "changed")]
     copy_run(*runs, last_step=6)
-    changed = train(small(tmp_path, "changed", sums))
+    changed = train_forked(small(tmp_path, "changed", sums))
     assert changed.code == 0, changed.output
     assert [saved_steps(run)[0] for run in runs] == [7, 7]
     assert [read_manifest(run / "global_step_7").backend for run in runs] == ["deepspeed", "fsdp2"]

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
 from rlhf.storage.layout import POINTER
 from tests.support.compare_runs import history
+from tests.support.forked_start import train_forked
 from tests.support.launching import STEPS, Ended, question, ranks, records, saved_steps, small, train
 from tests.support.undisturbed import EXPORT, Undisturbed
 
@@ -66,7 +67,7 @@ def ends(launches: ThreadPoolExecutor, undisturbed: Undisturbed, folder: Path, s
     """Starts from the command line that may run side by side; each in a run directory of its name."""
 
     def start(name: str, *overrides: str, data: Path = sums) -> Future[Ended]:
-        return launches.submit(train, small(folder, name, data, *overrides))
+        return launches.submit(train_forked, small(folder, name, data, *overrides))
 
     again = [*small(undisturbed.folder, "undisturbed_1", sums), EXPORT]
     return {

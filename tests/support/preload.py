@@ -9,6 +9,7 @@ forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(
     [
         "rlhf.train",
+        "rlhf.launch.supervisor",
         "rlhf.worker",
         "tests.support.checkpoints",
         # Imported late, as not every rank needs them: the command line, data in files, procedural data, the report.

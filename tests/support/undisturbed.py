@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import Ended, small, train
+from tests.support.forked_start import train_forked
+from tests.support.launching import Ended, small
 
 EXPORT = "checkpoint.contents=[model,optimizer,extra,hf_model]"
 
@@ -44,7 +45,7 @@ class Undisturbed:
         """How the run on `nproc` ranks ended."""
         name = f"undisturbed_{nproc}"
         command = [*small(self.folder, name, self._sums), f"trainer.nproc={nproc}", EXPORT]
-        return once(self.folder, name, lambda: train(command))
+        return once(self.folder, name, lambda: train_forked(command))
 
     def run_dir(self, nproc: int) -> Path:
         """The directory of the finished run on `nproc` ranks."""

@@ -1,0 +1,138 @@
+"""Starts of training under its supervisor that pay for no imports: the supervisor is forked from the tests' server, and
+the launcher from the supervisor."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from rlhf.launch import launcher_process
+from rlhf.launch.rank_output import RankOutput
+from rlhf.ranks import launcher
+from rlhf.ranks.stop import STOP_SIGNALS, leave_while_idle
+from tests.support.launching import DEADLINE_S, ROOT, Ended
+from tests.support.preload import forkserver
+
+_POLL_S = 0.01
+
+
+def train_forked(arguments: Sequence[str], environment: dict[str, str] | None = None) -> Ended:
+    """What `train` does, seven CPU-seconds cheaper. For tests that are not about how processes start."""
+    with tempfile.NamedTemporaryFile("r") as said:
+        variables = {**os.environ, **(environment or {})}
+        process = forkserver.Process(target=_supervisor, args=(list(arguments), variables, said.name))
+        process.start()
+        process.join(DEADLINE_S)
+        code = process.exitcode
+        if code is None:
+            process.kill()
+            process.join()
+        output = said.read()
+    assert code is not None, f"the run hangs:\n{output}"
+    return Ended(code, output)
+
+
+def _supervisor(arguments: list[str], environment: dict[str, str], said: str) -> NoReturn:
+    leave_while_idle()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    _redirect(0, os.open(os.devnull, os.O_RDONLY))
+    fd = os.open(said, os.O_WRONLY | os.O_APPEND)
+    _redirect(1, fd)
+    _redirect(2, fd)
+    launcher_process.start_launcher = _Starts(launcher_process.start_launcher)
+    from rlhf.train import main
+
+    code = main(arguments)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+class _Starts:
+    """In place of `start_launcher`: forks the first launcher. One that follows it is `started` as ever, since by then
+    this process holds locks that a fork must not hold."""
+
+    def __init__(self, started: Any) -> None:
+        self._started = started
+        self._first = True
+
+    def __call__(self, fd: int, modules: Sequence[str], variables: Mapping[str, str], output: RankOutput | None) -> Any:
+        first, self._first = self._first, False
+        if not first:
+            return self._started(fd, modules, variables, output)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            # There is one more thread, which writes what a run says; no launcher and no rank has use for it.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            _launcher(fd, modules, variables, output)
+        return _Child(pid)
+
+
+def _launcher(fd: int, modules: Sequence[str], variables: Mapping[str, str], output: RankOutput | None) -> NoReturn:
+    """The launcher, and each rank that it forks, as far as it does not end by itself."""
+    code = 1
+    try:
+        os.setsid()
+        os.environ.update(variables)
+        if output is not None:
+            os.environ.update(output.variables)
+            _redirect(1, output.stdout)
+            _redirect(2, output.stderr)
+        signal.set_wakeup_fd(-1)
+        for number in (*STOP_SIGNALS, signal.SIGCHLD):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        logging.getLogger().handlers.clear()
+        launcher.main(fd, modules)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _redirect(number: int, fd: int | None) -> None:
+    if fd is not None:
+        os.dup2(fd, number)
+
+
+class _Child:
+    """A forked process with the methods of `subprocess.Popen` that a supervisor calls."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def kill(self) -> None:
+        if self._code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+            elif end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired("the launcher", timeout or 0.0)
+            else:
+                time.sleep(_POLL_S)
+        return self._code
