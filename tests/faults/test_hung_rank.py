@@ -11,8 +11,9 @@ import pytest
 from rlhf.config import Config
 from rlhf.errors import EXIT_DONE
 from tests.support.compare_runs import differences
+from tests.support.forked_start import train_forked
 from tests.support.hanger import hangs
-from tests.support.launching import Ended, saved_steps, small, train
+from tests.support.launching import Ended, saved_steps, small
 from tests.support.rank_scripts import supervised
 from tests.support.undisturbed import EXPORT, Undisturbed
 
@@ -37,7 +38,7 @@ class Story:
 def story(tmp_path_factory, launches: ThreadPoolExecutor, undisturbed: Undisturbed, sums: Path) -> Story:
     folder = tmp_path_factory.mktemp("hung")
     command = [*small(folder, "hung", sums), *SETTINGS, EXPORT]
-    end = launches.submit(train, command, hangs(folder, *PLAN)).result()
+    end = launches.submit(train_forked, command, hangs(folder, *PLAN)).result()
     assert sorted(path.name for path in folder.glob("hung_*")) == [f"hung_{i}" for i in range(len(PLAN))], end.output
     return Story(folder / "rlhf" / "hung", end, end.output.split("Crash: ")[1:])
 
@@ -86,7 +87,7 @@ def test_slow_phases_within_the_deadline_raise_no_alarm(tmp_path, sums):
     slow = hangs(tmp_path, ("evaluation.after", 1, 1, "pause"), ("rollout.after", 1, 0, "pause"))
     problems = ("reward=reasoning_gym", "data.train_files=null", "data.reasoning_gym.val_size=8")
     command = [*small(tmp_path, "slow", sums), *SETTINGS, *problems, "data.reasoning_gym.train_size=30"]
-    end = train([*command, "trainer.total_training_steps=1", "actor.optim.lr_warmup_steps=0"], slow)
+    end = train_forked([*command, "trainer.total_training_steps=1", "actor.optim.lr_warmup_steps=0"], slow)
     assert end.code == EXIT_DONE, end.output
     assert len(list(tmp_path.glob("hung_*"))) == 2, end.output
     assert "Crash" not in end.output

@@ -15,7 +15,8 @@ from rlhf.errors import UserError
 from rlhf.storage.layout import HISTORY, MANIFEST, PIN, RUN_FILE, scan, step_dir
 from tests.support.checkpoints import PlainReference, PlainRole, equal_bits, files_of, make_checkpointer, resume
 from tests.support.compare_runs import differences
-from tests.support.launching import flip_a_byte, small, train
+from tests.support.forked_start import train_forked
+from tests.support.launching import flip_a_byte, small
 from tests.support.remotes import (
     DEADLINE_S,
     WEATHER,
@@ -318,7 +319,7 @@ def test_from_the_command_line_onto_an_empty_disk(tmp_path, sums, undisturbed):
     there = tmp_path / "remote/rlhf/far"
 
     def start(disk: str, environment: dict[str, str] | None = None):
-        return train([*small(tmp_path / disk, "far", sums), *settings, EXPORT], environment)
+        return train_forked([*small(tmp_path / disk, "far", sums), *settings, EXPORT], environment)
 
     killed = start("first", kill_once_copied(there / "global_step_3", "metrics.before", 5))
     assert killed.code == -9, killed.output
