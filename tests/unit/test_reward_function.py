@@ -206,7 +206,7 @@ def test_reward_process_imports_no_torch():
         ("{}/reward.py:score", "Did you mean rewards.py"),
         ("{}/rewards.py:scor", "Did you mean score"),
         ("{}/broken.py:score", "cannot be read as Python"),
-        ("{}/rewards.py:blind", "takes none of solution_str, solution_strs, completions, completion_ids"),
+        ("{}/rewards.py:blind", "takes none of solution_str, "),
         ("{}/rewards.py:by_position", "takes solution_str by position only"),
     ],
 )
