@@ -30,7 +30,7 @@ def leave_while_idle() -> None:
 def _leave(number: int, frame: FrameType | None) -> None:
     # Over the terminal's own ^C. No stream of Python's: the signal may have come in the middle of a write.
     start = "\r\x1b[K" if os.isatty(2) else ""
-    line = f"{start}{signal.Signals(number).name} {IDLE}. The same command goes on from there.\n"
+    line = f"{start}{signal.Signals(number).name} {IDLE}. The same command starts it again.\n"
     with suppress(OSError):  # a terminal that has hung up
         waits = select.poll()
         waits.register(2, select.POLLOUT)

@@ -274,7 +274,7 @@ def test_the_first_second(tmp_path, columns):
     terminal.process.sendintr()
     assert terminal.end() == EXIT_REQUEUE
     assert_in_order(terminal)
-    said = "SIGINT while no rank was training. The same command goes on from there."
+    said = "SIGINT while no rank was training. The same command starts it again."
     assert "".join(terminal.lines).count("SIGINT") == 1
     assert "".join(terminal.lines).endswith(said)
     assert not (tmp_path / "rlhf" / "first" / RUN_LOG).exists()
