@@ -12,6 +12,7 @@ import pytest
 
 from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.remote import retries
+from rlhf.checkpoint.remote.lease import release_held
 from rlhf.checkpoint.verbs import remote_runs
 from rlhf.config.resolved import to_yaml
 from rlhf.storage.layout import step_dir
@@ -152,6 +153,7 @@ def harm(remote: str, name: str, change) -> None:
 
 def test_a_remote_folder_is_looked_at_without_a_disk(remote, command):
     command("inspect", remote)  # what an import writes, it has written
+    release_held()  # leases of other tests, which a thread renews
     written = []
     sys.addaudithook(lambda event, arguments: _note(written, event, arguments))
     _note.on = True
