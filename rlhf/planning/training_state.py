@@ -40,7 +40,6 @@ class TrainingState:
     """Buffers that stay for good, gradients among them."""
     host: int = 0
     """Kept on the host in the device's place."""
-    host_loaded: int = 0
 
 
 def compute_width(config: BackendConfig) -> int:
@@ -135,5 +134,4 @@ def _deepspeed(model: ModelShapes, config: BackendConfig, ranks: int) -> Trainin
         loaded=whole,
         standing=standing,
         host=optimizer + gradients if on_host else 0,
-        host_loaded=whole,
     )

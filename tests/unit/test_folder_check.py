@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import rlhf
-from rlhf.errors import UserError
 from rlhf.models.folder_check import check_folder
 from rlhf.models.template_check import check_template
+from tests.support.refusals import refused
 
 TINY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
 
@@ -19,12 +19,6 @@ TINY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
 @pytest.fixture
 def folder(tmp_path) -> Path:
     return shutil.copytree(TINY, tmp_path / "model")
-
-
-def refused(check, *arguments) -> str:
-    with pytest.raises(UserError) as refusal:
-        check(*arguments)
-    return str(refusal.value)
 
 
 def test_a_whole_folder_and_a_name_of_the_hub_pass(folder):

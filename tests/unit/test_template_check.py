@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import rlhf
-from rlhf.errors import UserError
 from rlhf.models.template_check import check_rendering, check_syntax, check_template
+from tests.support.refusals import refused
 
 TINY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
 ASKING = [{"role": "user", "content": "1 + 1"}]
@@ -17,12 +17,6 @@ ASKING = [{"role": "user", "content": "1 + 1"}]
 @pytest.fixture
 def folder(tmp_path) -> Path:
     return shutil.copytree(TINY, tmp_path / "model")
-
-
-def refused(check, *arguments) -> str:
-    with pytest.raises(UserError) as refusal:
-        check(*arguments)
-    return str(refusal.value)
 
 
 @pytest.mark.parametrize("text", ["", "Answer with a number."])
