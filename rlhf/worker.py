@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -37,7 +37,7 @@ from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.ranks.lock import hold_rank_lock, run_lock_together
-from rlhf.ranks.logs import configure_logging
+from rlhf.ranks.logs import configure_logging, write_whole_lines
 from rlhf.ranks.progress_pipe import NoProgress, ProgressPipe, ShowsProgress
 from rlhf.ranks.status import STACKS_SIGNAL, StatusWriter
 from rlhf.storage.disk_errors import is_unfixable
@@ -98,8 +98,6 @@ def main(run_dir: Path) -> int:
     """A rank under our supervisor, which holds the run lock and has written the resolved configuration."""
 
     def work(evidence: _Evidence) -> None:
-        # Lines of the user's functions are to come when they are printed, and not to be lost with this process.
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         shown = ProgressPipe.of_environment()
         shown.phase(rank(), 0, "starting the ranks", 0, 0)
         status = evidence.begin(run_dir)
@@ -108,6 +106,8 @@ def main(run_dir: Path) -> int:
         device = collectives.start(config.trainer)
         run(config, device, _coordinator(config), status, shown)
 
+    # Lines of the user's functions are to come when they are printed, and not to be lost with this process.
+    write_whole_lines()
     configure_logging(rank())
     return _guarded(work)
 
@@ -209,5 +209,7 @@ def _guarded(work: Callable[[_Evidence], None]) -> int:
 if __name__ == "__main__":
     code = main(Path(sys.argv[1]))
     logging.shutdown()
+    with suppress(OSError, ValueError):  # nobody may read it any more
+        sys.stdout.flush()
     # Not sys.exit: after an error the process group's threads may wait for peers that are gone.
     os._exit(code)

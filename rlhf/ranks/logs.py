@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,3 +56,10 @@ def configure_logging(rank: int | None = None, handler: logging.Handler | None =
         if rank:
             of_transformers.disable_progress_bar()
     os.environ.setdefault(_VERBOSITY, "error")  # for processes that this one starts
+
+
+def write_whole_lines() -> None:
+    """What this process prints leaves it at the end of each line, in one piece: several processes write into one pipe,
+    and with PYTHONUNBUFFERED=1 `print` would write the end of a line by itself, after which another's line may come."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf.errors import UserError
+from rlhf.ranks.logs import write_whole_lines
 from rlhf.reward import verifiers
 from rlhf.reward.calls import FunctionCall
 from rlhf.reward.confinement import Confinement, CpuTime, confine
@@ -82,7 +83,7 @@ def _take_pipes() -> tuple[Any, int]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    write_whole_lines()
     return requests, replies
 
 

@@ -179,8 +179,8 @@ def test_a_crash_and_ctrl_c_twice_leave_lines_whole(config, start, columns):
 if number == 1:
     print("to \\x1b[31mstdout\\x1b[0m \\x1b]0;title\\x07", flush=True)
     print("50%\\r100%\\nhalf a line", file=sys.stderr, end="", flush=True)
+    peers_passed("printed")
     if rank == 1:
-        time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
 while True:
     time.sleep(1)

@@ -16,10 +16,12 @@ from pathlib import Path
 from rlhf.ranks.parent import die_with_parent
 die_with_parent()
 from rlhf.ranks.lock import hold_rank_lock
+from rlhf.ranks.logs import write_whole_lines
 from rlhf.ranks.stop import PreemptionFlag
 from rlhf.ranks.status import StatusWriter
 rank, run_dir = int(os.environ["RANK"]), Path(sys.argv[1])
 supervisor = int(os.environ["RLHF_SUPERVISOR_PID"])
+write_whole_lines()
 hold_rank_lock(run_dir)
 status = StatusWriter(run_dir, rank)
 flag = PreemptionFlag()
@@ -34,6 +36,11 @@ def block():
 def peers_started():
     world = int(os.environ["WORLD_SIZE"])
     while len({line.split()[0] for line in (run_dir / "starts").read_text().splitlines()}) < world:
+        time.sleep(0.01)
+
+def peers_passed(mark):
+    (run_dir / f"{mark}_{number}_{rank}").touch()
+    while len(list(run_dir.glob(f"{mark}_{number}_*"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)
 
 def peers_ended():

@@ -1,5 +1,6 @@
 """Log of a rank: the libraries' chatter and progress bars are off though the rank has imported them before."""
 
+import io
 import logging
 import os
 import subprocess
@@ -8,8 +9,9 @@ import warnings
 
 import pytest
 
+from rlhf import worker
 from rlhf.config import Config
-from rlhf.errors import UserError
+from rlhf.errors import EXIT_CRASHED, UserError
 from rlhf.launch.rank_starter import RankStarter
 from rlhf.ranks.logs import configure_logging, logging_put_back
 
@@ -69,3 +71,28 @@ threading.Thread(target=start).start()
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert "signal.signal(signal.SIGCHLD, signal.SIG_DFL) in its main thread" in ran.stdout
+
+
+def _of_unbuffered_python(file: io.FileIO) -> io.TextIOWrapper:
+    """stdout or stderr as PYTHONUNBUFFERED=1 has it."""
+    return io.TextIOWrapper(file, write_through=True)
+
+
+def test_a_rank_prints_each_line_in_one_piece(tmp_path, monkeypatch):
+    """Ranks share a pipe: an end of a line that is written by itself comes after another rank's line."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    reader, writer = os.pipe2(os.O_DIRECT)  # one read takes what one write has written
+    with open(reader, "rb", buffering=0) as read, open(writer, "wb", buffering=0) as pipe:  # noqa: PTH123
+        streams = {name: _of_unbuffered_python(pipe) for name in ("stdout", "stderr")}
+        with monkeypatch.context() as patch, logging_put_back():
+            for name, stream in streams.items():
+                patch.setattr(sys, name, stream)
+            assert worker.main(tmp_path) == EXIT_CRASHED, "there is no resolved configuration"
+            for stream in streams.values():
+                print("one line", file=stream)
+        for stream in streams.values():
+            stream.detach()
+        os.write(writer, b"end")
+        pieces = list(iter(lambda: read.read(1 << 16), b"end"))
+    assert pieces[-2:] == [b"one line\n"] * 2
