@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from rlhf.storage.shards import Shards
@@ -35,5 +36,8 @@ class TrainingBackend(Model, TrainState, Protocol):
     def zero_grad(self) -> None:
         """Forget the accumulated gradient."""
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight and persistent buffer, whole, on this rank's device. Collective."""
+    def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every weight and persistent buffer, whole, on this rank's device. Collective.
+
+        Weights are the float32 ones, cast to `dtype` if it is given (the same on every rank); buffers are as they are.
+        """

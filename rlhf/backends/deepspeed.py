@@ -67,8 +67,10 @@ class DeepSpeedBackend(Scheduled):
             )
         self.module: nn.Module = self._engine
         super().__init__(optimizer, optim, total_optimizer_steps, hf_files)
-        # Whether every rank has the module's weights whole, and exact.
-        self._whole = config.zero_stage < 3 and config.autocast == "none"
+        # The type in which every rank has the module's weights whole: the master weights, cast.
+        self._whole: torch.dtype | None = None
+        if config.zero_stage < 3:
+            self._whole = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
         self._state = ZeroState(self._engine, optimizer)
         if exact:
             for name, shard in self._state.weights():
@@ -114,12 +116,14 @@ class DeepSpeedBackend(Scheduled):
         self._state.refresh()
 
     @torch.no_grad()
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainingBackend.full_tensors`. The float32 master weights."""
-        if self._whole:
-            yield from ((name, parameter.detach()) for name, parameter in self._engine.module.named_parameters())
+    def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainingBackend.full_tensors`. The float32 master weights, or, where that is `dtype`, what the module
+        has of them."""
+        dtype = dtype or torch.float32
+        if self._whole in (torch.float32, dtype):
+            yield from ((name, weight.detach().to(dtype)) for name, weight in self._engine.module.named_parameters())
         else:
-            yield from whole_tensors(self._state.weights())
+            yield from whole_tensors(self._state.weights(), dtype=dtype, device=self._engine.device)
         yield from ((name, buffer.detach()) for name, buffer in self._persistent_buffers())
 
     def _persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:

@@ -45,12 +45,18 @@ class Fsdp2Model:
         """Parameters (tied ones once) and persistent buffers, by name, in a fixed order, each as this rank holds it."""
         self.reshard()
         yield from self.module.named_parameters()
-        persistent = self.module.state_dict().keys()
-        yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in persistent)
+        yield from self._persistent_buffers()
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.full_tensors`."""
-        return whole_tensors(self.model_shards().items(), self._sharding)
+        self.reshard()
+        weights = shards_of(self.module.named_parameters())
+        yield from whole_tensors(weights.items(), self._sharding, dtype=dtype)
+        yield from ((name, buffer.detach()) for name, buffer in self._persistent_buffers())
+
+    def _persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        persistent = self.module.state_dict().keys()
+        return ((name, buffer) for name, buffer in self.module.named_buffers() if name in persistent)
 
     def model_shards(self) -> Shards:
         """See `TrainState.model_shards`."""

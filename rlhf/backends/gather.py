@@ -16,67 +16,93 @@ caches they leave."""
 
 @torch.no_grad()
 def whole_tensors(
-    shards: Iterable[tuple[str, Shard]], group: dist.ProcessGroup | None = None
+    shards: Iterable[tuple[str, Shard]],
+    group: dist.ProcessGroup | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by name, whole, on the device of its shards, to the bit. Collective: the ranks of `group`, by
-    default all, iterate together, to the end.
+    """Every tensor by name, whole, to the bit. Collective: the ranks of `group`, by default all, iterate together, to
+    the end.
 
-    What every rank holds whole already is not copied.
+    What every rank holds whole already is not copied, unless it is cast or moved.
 
     Args:
         shards: of every tensor this rank's range; the same names in the same order on every rank, each tensor covered
             by the ranks of `group`.
+        dtype: of floating-point tensors, which are cast before they are sent; the same on every rank. None leaves them
+            as they are.
+        device: where they are sent from and come to; None means that of the shards.
     """
     named = list(shards)
-    held = _held([shard for _, shard in named], group)
+    held = _held([shard for _, shard in named], group, device)
+
+    def as_sent(shard: Shard) -> Tensor:
+        return shard.local.detach().to(device, cast_type(shard.local, dtype))
+
+    def gathered(bucket: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+        # Copies are made bucket by bucket: all of them at once would be a second model.
+        parts = [(named[i][0], named[i][1].shape, as_sent(named[i][1]).reshape(-1)) for i in bucket]
+        return _gathered(parts, [held[i] for i in bucket], group)
+
     bucket: list[int] = []
     size = 0
     for i, (_, shard) in enumerate(named):
         whole = math.prod(shard.shape)
+        width = cast_type(shard.local, dtype).itemsize
         if all(numel == whole for _, numel in held[i]):
-            yield from _gathered([named[j] for j in bucket], [held[j] for j in bucket], group)
+            yield from gathered(bucket)
             bucket, size = [], 0
-            yield named[i][0], shard.local.detach().view(shard.shape)
+            yield named[i][0], as_sent(shard).view(shard.shape)
             continue
-        if bucket and size + whole * shard.local.element_size() > BUCKET_BYTES:
-            yield from _gathered([named[j] for j in bucket], [held[j] for j in bucket], group)
+        if bucket and size + whole * width > BUCKET_BYTES:
+            yield from gathered(bucket)
             bucket, size = [], 0
         bucket.append(i)
-        size += whole * shard.local.element_size()
-    yield from _gathered([named[j] for j in bucket], [held[j] for j in bucket], group)
+        size += whole * width
+    yield from gathered(bucket)
 
 
-def _held(shards: Sequence[Shard], group: dist.ProcessGroup | None) -> list[list[tuple[int, int]]]:
+def cast_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """`dtype` for a floating-point tensor, where it is not None; otherwise the tensor's own."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _held(
+    shards: Sequence[Shard], group: dist.ProcessGroup | None, device: torch.device | None
+) -> list[list[tuple[int, int]]]:
     """Of each tensor the range (start, number of elements) that each rank holds."""
     if not shards:
         return []
-    own = torch.tensor([(shard.start, shard.local.numel()) for shard in shards], device=shards[0].local.device)
+    ranges = [(shard.start, shard.local.numel()) for shard in shards]
+    own = torch.tensor(ranges, device=device or shards[0].local.device)
     every = own.new_empty(dist.get_world_size(group), *own.shape)
     dist.all_gather(list(every), own, group=group)
     return [[(start, numel) for start, numel in of_ranks] for of_ranks in every.transpose(0, 1).tolist()]
 
 
 def _gathered(
-    bucket: Sequence[tuple[str, Shard]],
+    bucket: Sequence[tuple[str, tuple[int, ...], Tensor]],
     held: Sequence[Sequence[tuple[int, int]]],
     group: dist.ProcessGroup | None,
 ) -> Iterator[tuple[str, Tensor]]:
+    """The whole of each of `bucket`: name, shape and this rank's part, flat."""
     if not bucket:
         return
-    locals_ = [shard.local.detach().reshape(-1) for _, shard in bucket]
+    parts = [part for _, _, part in bucket]
     ranks = range(dist.get_world_size(group))
-    sizes = [sum(held[i][rank][1] * part.element_size() for i, part in enumerate(locals_)) for rank in ranks]
+    sizes = [sum(held[i][rank][1] * part.element_size() for i, part in enumerate(parts)) for rank in ranks]
     # Ranks hold more or less of a bucket; the call wants as many bytes of each.
-    sent = torch.empty(max(sizes), dtype=torch.uint8, device=locals_[0].device)
-    torch.cat([part.view(torch.uint8) for part in locals_], out=sent[: sizes[dist.get_rank(group)]])
+    sent = torch.empty(max(sizes), dtype=torch.uint8, device=parts[0].device)
+    torch.cat([part.view(torch.uint8) for part in parts], out=sent[: sizes[dist.get_rank(group)]])
     received = sent.new_empty(len(ranks), len(sent))
     dist.all_gather(list(received), sent, group=group)
     offsets = [0] * len(ranks)
-    for i, (name, shard) in enumerate(bucket):
-        whole = torch.empty(math.prod(shard.shape), dtype=shard.local.dtype, device=shard.local.device)
+    for i, (name, shape, part) in enumerate(bucket):
+        whole = torch.empty(math.prod(shape), dtype=part.dtype, device=part.device)
         content, width = whole.view(torch.uint8), whole.element_size()
         for rank, (start, numel) in enumerate(held[i]):
-            part = received[rank, offsets[rank] : offsets[rank] + numel * width]
-            content[start * width : (start + numel) * width].copy_(part)
+            piece = received[rank, offsets[rank] : offsets[rank] + numel * width]
+            content[start * width : (start + numel) * width].copy_(piece)
             offsets[rank] += numel * width
-        yield name, whole.view(shard.shape)
+        yield name, whole.view(shape)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 from rlhf.backends.base import TrainingBackend
@@ -64,7 +65,8 @@ class PolicySampler:
     def _hand_over(self, version: int) -> None:
         started = time.monotonic()
         if version != self._version:
-            self.engine.update_weights(self.actor.full_tensors, version)
+            # Cast before they are gathered: a bfloat16 engine makes that half the bytes.
+            self.engine.update_weights(partial(self.actor.full_tensors, self.engine.dtype), version)
             self._version = version
         self.sync_seconds += time.monotonic() - started
 

@@ -50,7 +50,7 @@ def engine_memory(
     Args:
         device_memory: bytes of a GPU; None on a CPU, or where it is not known.
     """
-    handed = _hand_over(model, ranks)
+    handed = _hand_over(model, WIDTHS[rollout.engine_dtype], ranks)
     if rollout.name == "embedded":
         weights = {"engine weights": WIDTHS[rollout.engine_dtype] * model.count}
         moment = _embedded(model, rollout, data, samples, attention)
@@ -76,11 +76,13 @@ def engine_memory(
     )
 
 
-def _hand_over(model: ModelShapes, ranks: int) -> int:
-    """Bytes sent, bytes received and the whole tensor, float32; one rank hands on what it has."""
+def _hand_over(model: ModelShapes, width: int, ranks: int) -> int:
+    """Bytes sent, bytes received and the whole tensor, in the engine's precision of `width` bytes; one rank casts what
+    it has, or hands it on."""
+    largest = width * max(map(math.prod, model.weights.values()), default=0)
     if ranks == 1:
-        return 0
-    return 3 * max(GATHER_BUCKET, 4 * max(map(math.prod, model.weights.values()), default=0))
+        return largest if width < 4 else 0
+    return 3 * max(GATHER_BUCKET, largest)
 
 
 def _embedded(

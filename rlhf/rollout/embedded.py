@@ -53,6 +53,11 @@ class EmbeddedEngine:
         self._check = WeightCheck()
         self.eos = torch.tensor(eos_token_ids(model, tokenizer), dtype=torch.int64, device=model.device)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `RolloutEngine.dtype`."""
+        return next(self.model.parameters()).dtype
+
     @torch.no_grad()
     def update_weights(self, weights: Weights, version: int) -> None:
         """Copy every parameter and persistent buffer in place, converting precision and device.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
@@ -79,6 +80,10 @@ def places_by_params(requests: Sequence[Request]) -> dict[SamplingParams, list[i
 
 class RolloutEngine(Protocol):
     """Turns prompts into samples with the weights it was last given. All calls are collective."""
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        """Precision of the weights that it takes, on every rank alike; wider ones would be cast."""
 
     def update_weights(self, weights: Weights, version: int) -> None:
         """Take over the policy's weights; `version` is the step they belong to.

@@ -210,6 +210,7 @@ def whole_tensors(backend: TrainingBackend) -> dict[str, Any]:
     backend.after_load()
     return {
         "full": {name: tensor.clone() for name, tensor in backend.full_tensors()},
+        "cast": {name: tensor.clone() for name, tensor in backend.full_tensors(torch.bfloat16)},
         "shards": gathered(backend.model_shards()),
     }
 
@@ -222,6 +223,13 @@ def test_full_tensors_are_the_float32_weights_bit_for_bit(found, kind):
     assert list(run["full"]) == list(found["fsdp2"]["whole_tensors"]["full"])
     assert all(tensor.dtype == torch.float32 for tensor in run["full"].values())
     assert all(torch.signbit(tensor.view(-1)[0]) for tensor in run["full"].values())
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_full_tensors_in_the_engines_type_are_those_cast(found, kind):
+    """At ZeRO below 3 in bfloat16 they are the module's own, which no rank has to gather."""
+    run = found[kind]["whole_tensors"]
+    assert equal_bits(run["cast"], {name: tensor.to(torch.bfloat16) for name, tensor in run["full"].items()})
 
 
 def followed(backend: TrainingBackend, kind: str) -> dict[str, Tensor]:

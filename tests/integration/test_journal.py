@@ -37,7 +37,7 @@ class Counted:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.generated = self.updates = 0
+        self.generated, self.updates, self.dtype = 0, 0, engine.dtype
 
     def update_weights(self, weights: Weights, version: int) -> None:
         self.updates += 1

@@ -17,7 +17,7 @@ class BackgroundThread:
     """
 
     def __init__(self, engine: EmbeddedEngine) -> None:
-        self._engine, self._pool = engine, ThreadPoolExecutor(1)
+        self._engine, self._pool, self.dtype = engine, ThreadPoolExecutor(1), engine.dtype
         self._running: Future[list[list[Sample]]] | None = None
         self.gate, self.loses, self.begun = Event(), False, 0
         self.gate.set()

@@ -82,9 +82,9 @@ class DriftingPolicy:
     def __init__(self, driver: DriverState) -> None:
         self._driver = driver
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tiny()[0].named_parameters():
-            yield name, tensor.detach() * (1 - 0.02 * self._driver.step)
+            yield name, (tensor.detach() * (1 - 0.02 * self._driver.step)).to(dtype)
 
 
 def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Collector:

@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import pytest
+import torch
 from torch import Tensor
 
 from rlhf.config.rollout import ServersConfig
@@ -115,7 +116,7 @@ def generate(rank: int) -> tuple[bool, list[int]]:
         fleet = Fleet(settings, {}, Ask([1], {}, VOCAB), Secret("own", "RUN/secret"), capacity=4)
         for close in (server.server_close, server.shutdown, fleet.close):
             resources.callback(close)
-    engine = ServerEngine(coordinator, fleet, server, resources)  # type: ignore[arg-type]
+    engine = ServerEngine(coordinator, fleet, server, resources, torch.float32)  # type: ignore[arg-type]
     try:
         engine.wait_until_ready()
         engine.update_weights(lambda: [], 5)

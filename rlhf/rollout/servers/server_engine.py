@@ -36,8 +36,15 @@ class ServerEngine:
     """A `BackgroundEngine`. `fleet` and `weight_push` are the leader's, None on other ranks; it closes `resources`."""
 
     def __init__(
-        self, coordinator: Coordinator, fleet: Fleet | None, weight_push: WeightPush | None, resources: ExitStack
+        self,
+        coordinator: Coordinator,
+        fleet: Fleet | None,
+        weight_push: WeightPush | None,
+        resources: ExitStack,
+        dtype: torch.dtype,
     ) -> None:
+        self.dtype = dtype
+        """See `RolloutEngine.dtype`."""
         self._coordinator, self._fleet, self._weight_push, self._resources = coordinator, fleet, weight_push, resources
         self._weights: Weights | None = None
         self._version, self._pushes = 0, 0
@@ -198,7 +205,7 @@ def build_server_engine(
 
         coordinator.on_leader(start)
         fleet, weight_push = of_leader[0] if of_leader else (None, None)
-        engine = ServerEngine(coordinator, fleet, weight_push, resources)
+        engine = ServerEngine(coordinator, fleet, weight_push, resources, getattr(torch, config.engine_dtype))
         engine.wait_until_ready()
     except BaseException:
         resources.close()

@@ -87,6 +87,11 @@ class VllmEngine:
         self._check_weights: WeightCheck | None = None
         self._sent: dict[str, Tensor] = {}
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `RolloutEngine.dtype`."""
+        return self._llm.model_config.dtype
+
     def update_weights(self, weights: Weights, version: int) -> None:
         """Load every weight in place, one after the other; names and shapes are those of the Hugging Face model.
 
@@ -164,7 +169,7 @@ class VllmEngine:
         model = self._model()
         if self._check_weights is None:
             self._check_weights = weight_check(model, exact=self._llm.model_config.quantization is None)
-        held = [held_digests(model, self._llm.model_config.dtype)]
+        held = [held_digests(model, self.dtype)]
         if len(self._group) > 1:
             ranks = self._coordinator.gather(held[0])
             held = [ranks[rank] for rank in self._group]
@@ -172,7 +177,7 @@ class VllmEngine:
 
     def _load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         model = self._model()
-        record_packing(model, self._llm.model_config.dtype)
+        record_packing(model, self.dtype)
         expected = {name for name, _ in model.named_parameters()}
         load = model.load_weights
         loaded: set[str] = set()
@@ -203,7 +208,7 @@ class VllmEngine:
             if tensor.shape != shape:
                 raise ValueError(f"{name} has shape {list(tensor.shape)}, the model in vLLM {list(shape)}")
             missing.discard(names[name])
-            self._sent[name] = digest(tensor, self._llm.model_config.dtype)
+            self._sent[name] = digest(tensor, self.dtype)
             yield name, tensor
         if missing:
             shown = ", ".join(sorted(tied[0] for tied in missing)[:5])
