@@ -59,7 +59,7 @@ def configure_logging(rank: int | None = None, handler: logging.Handler | None =
 
 
 def write_whole_lines() -> None:
-    """What this process prints leaves it at the end of each line, in one piece: several processes write into one pipe,
-    and with PYTHONUNBUFFERED=1 `print` would write the end of a line by itself, after which another's line may come."""
+    """Let stdout and stderr leave this process line by line, each line in one piece: several processes write into one
+    pipe, and with PYTHONUNBUFFERED=1 `print` would write the end of a line by itself, after which others may come."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
