@@ -51,7 +51,7 @@ class Run:
     accuracy: dict[int, float]
     """Held-out accuracy by step, from 0."""
     clipped: float
-    """Mean share of tokens whose loss the clip changed."""
+    """Mean share of tokens whose loss the clip changed; of SAPO, which has none, the share that its gate took off."""
     explained: float | None
     """Explained variance of the returns: the mean over the best quarter of the steps in a row, since it falls again
     when all is solved; None without a critic. One that says the same of every response has at most 0 in each step."""
@@ -59,13 +59,15 @@ class Run:
     @classmethod
     def of(cls, records: Sequence[dict]) -> "Run":
         """From the metric records of its steps."""
-        steps = [record for record in records if "actor/pg_clipfrac" in record]
+        steps = [record for record in records if "actor/pg_loss" in record]
         variances = [r["critic/explained_variance"] for r in steps if "critic/explained_variance" in r]
         width = max(1, len(variances) // 4)
         windows = [variances[start : start + width] for start in range(len(variances) - width + 1)]
         return cls(
             {record["step"]: record["val/accuracy"] for record in records if "val/accuracy" in record},
-            statistics.fmean(record["actor/pg_clipfrac"] for record in steps),
+            statistics.fmean(
+                r["actor/pg_clipfrac"] if "actor/pg_clipfrac" in r else 1 - r["actor/sapo_weight"] for r in steps
+            ),
             max(map(statistics.fmean, windows)) if variances else None,
         )
 

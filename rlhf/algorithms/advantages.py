@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import comb
 from typing import NamedTuple
 
 import torch
@@ -132,6 +133,38 @@ def remax(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     togo = backward_sum(rewards, torch.ones_like(rewards))
     advantages = masked(togo - inputs.baselines.double()[:, None], inputs.mask)
     return Estimate(advantages.to(inputs.token_rewards.dtype))
+
+
+def pass_at_k(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
+    """How much better the best of k responses to the prompt is with this one among them: (m_i - m) / (s + 1e-6).
+
+    Over all ways to take k of the n responses, m and s are mean and standard deviation of the largest score, and m_i is
+    the mean over those ways that take response i. `norm_adv_by_std_in_grpo=false` leaves the division out. With
+    scores of 0 and 1, m is the unbiased pass@k of the group.
+
+    Source: Pass@k Training (arXiv 2508.10751), the analytical derivation of section 2, which is for scores of 0 and 1;
+    Pass@K Policy Optimization (arXiv 2505.15201) for the largest of any scores.
+    """
+    n, k = inputs.group_size, config.pass_at_k
+    scores, order = inputs.scores.view(-1, n).sort(dim=1, stable=True)
+    # Less the best, so that a group in which nothing can be better is exactly 0, rounding included.
+    scores = scores - scores[:, -1:]
+    # Share of the ways in which the j-th lowest score is the largest: of all of them, and of those that take the i-th.
+    of_all = scores.new_tensor([comb(j, k - 1) / comb(n, k) for j in range(n)])
+    with_each = scores.new_tensor([[_largest_with(i, j, k) / comb(n - 1, k - 1) for j in range(n)] for i in range(n)])
+    means = (scores * of_all).sum(dim=1, keepdim=True)
+    advantages = scores @ with_each.T - means
+    if config.norm_adv_by_std_in_grpo:
+        deviations = ((scores - means).square() * of_all).sum(dim=1, keepdim=True).sqrt()
+        advantages = advantages / (deviations + GROUP_EPSILON)
+    return Estimate(_on_tokens(advantages.gather(1, order.argsort(dim=1)), inputs))
+
+
+def _largest_with(i: int, j: int, k: int) -> int:
+    """In how many ways to take k responses, the i-th lowest among them, the j-th lowest is the largest; from 0."""
+    if i == j:
+        return comb(j, k - 1)
+    return comb(j - 1, k - 2) if i < j and k > 1 else 0
 
 
 def _decays(mask: Tensor, per_token: float) -> Tensor:

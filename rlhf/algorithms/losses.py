@@ -81,6 +81,22 @@ def cispo(
     return PolicyLoss(losses, {"pg_clipfrac": masked((weights != ratio).to(ratio.dtype), mask)})
 
 
+def sapo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig) -> PolicyLoss:
+    """The surrogate with a soft gate in the clip's place: -A * 4 / tau * sigmoid(tau * (r - 1)), tau `tau_pos` for
+    A > 0 and `tau_neg` else.
+
+    The gradient is that of -A * r times 4 p (1 - p), p the sigmoid: 1 at r = 1, less the further r is from there, and
+    never 0. Arguments as in `vanilla`. One figure: that weight, `sapo_weight`.
+
+    Source: SAPO (arXiv 2511.20347) section 3.
+    """
+    ratio, advantages = _ratio(log_probs, old_log_probs, mask), masked(advantages, mask)
+    temperatures = torch.where(advantages > 0, config.tau_pos, config.tau_neg)
+    gates = torch.sigmoid(temperatures * (ratio - 1))
+    weights = 4 * gates.detach() * (1 - gates.detach())
+    return PolicyLoss(-advantages * gates * 4 / temperatures, {"sapo_weight": masked(weights, mask)})
+
+
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
     """0.5 * max((v - R)^2, (clamp(v, v_old - cliprange, v_old + cliprange) - R)^2), token by token: there is no mask.
 

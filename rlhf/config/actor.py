@@ -13,7 +13,7 @@ KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
 @dataclass
 class PolicyLossConfig:
     loss_mode: str = setting("vanilla")
-    """The policy loss: `vanilla` (PPO's clip), `gspo`, `cispo`, or `path/to/file.py:function`."""
+    """The policy loss: `vanilla` (PPO's clip), `gspo`, `cispo`, `sapo`, or `path/to/file.py:function`."""
 
 
 @dataclass
@@ -35,6 +35,11 @@ class ActorConfig:
     """Upper side of the clip: a ratio counts as at most 1 plus this."""
     clip_ratio_c: float = setting(3.0, gt=1)
     """Dual clip: for negative advantages the loss is at most this times the advantage's size (`vanilla` only)."""
+    tau_pos: float = setting(1.0, gt=0)
+    """SAPO's temperature for positive advantages: the higher, the less a token counts whose ratio is not near 1 (`sapo`
+    only)."""
+    tau_neg: float = setting(1.05, gt=0)
+    """SAPO's temperature for the other advantages (`sapo` only)."""
     loss_agg_mode: str = setting("token-mean", choices=LOSS_AGG_MODES)
     """Aggregation of token losses to one number; always over all ranks and micro-batches."""
     loss_scale_factor: int | None = setting(None, ge=1)

@@ -54,6 +54,8 @@ class AlgorithmConfig:
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = setting(True)
     """Divide group advantages by the group's standard deviation; false is Dr.GRPO."""
+    pass_at_k: int = setting(2, ge=1)
+    """Responses of which one has to be good, for the estimator `pass_at_k`; fewer than `rollout.n`."""
     use_kl_in_reward: bool = setting(False)
     """Subtract the KL to the reference policy from the reward of each token."""
     kl_penalty: str = setting("k1", choices=KL_KINDS)

@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from rlhf.config import Config
-from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES, Estimator
-from rlhf.config.schema import meant
+from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES, SETTINGS_OF_ONE, Estimator
+from rlhf.config.schema import SETTINGS, meant
 from rlhf.errors import UserError, did_you_mean
 from rlhf.user_functions import check_positional
 
@@ -55,9 +55,21 @@ def algorithm_problems(config: Config) -> Iterator[str]:
         ("actor.policy_loss.loss_mode", config.actor.policy_loss.loss_mode, POLICY_LOSSES, POLICY_LOSS_TAKES),
     )
     yield from (problem for name in names if (problem := _wrong_name(*name)))
+    yield from _idle(config)
     yield from _samples(config)
     yield from _critic(config)
     yield from _reference(config)
+
+
+def _idle(config: Config) -> Iterator[str]:
+    """Settings of an estimator or a policy loss that are not the run's; a function of the user's may read any."""
+    chosen = (("algorithm.adv_estimator", ESTIMATORS), ("actor.policy_loss.loss_mode", POLICY_LOSSES))
+    for key, known in chosen:
+        name = SETTINGS[key].value(config)
+        for setting, owner in SETTINGS_OF_ONE.items():
+            value, default = (SETTINGS[setting].value(each) for each in (config, Config()))
+            if name in known and owner in known and name != owner and value != default:
+                yield f"{setting}={value}: has effect only with {key}={owner} (it is {name}); set {setting}={default}."
 
 
 def _wrong_name(setting: str, name: str, known: Collection[str], takes: tuple[str, ...]) -> str | None:
@@ -82,6 +94,11 @@ def _samples(config: Config) -> Iterator[str]:
     estimator = _estimator(config)
     if estimator.group and rollout.n < 2:
         yield f"rollout.n={rollout.n}: {name} compares the samples of one prompt; set rollout.n to 2 or more."
+    if name == "pass_at_k" and 1 < rollout.n <= config.algorithm.pass_at_k:
+        yield (
+            f"algorithm.pass_at_k={config.algorithm.pass_at_k}: must be less than rollout.n={rollout.n}, or the best "
+            f"of them is always the same; set algorithm.pass_at_k={max(rollout.n // 2, 1)}, or a larger rollout.n."
+        )
     if estimator.greedy_baseline and rollout.top_k == 1:
         yield (
             f"rollout.top_k=1: {name} compares samples with the greedy response, and these would equal it; "

@@ -29,9 +29,17 @@ ESTIMATORS = {
     "reinforce_plus_plus": Estimator(),
     "reinforce_plus_plus_baseline": Estimator(group=True),
     "remax": Estimator(greedy_baseline=True),
+    "pass_at_k": Estimator(group=True),
 }
-POLICY_LOSSES = ("vanilla", "gspo", "cispo")
+POLICY_LOSSES = ("vanilla", "gspo", "cispo", "sapo")
 """The functions of these names in `rlhf.algorithms.losses`."""
+
+SETTINGS_OF_ONE = {
+    "algorithm.pass_at_k": "pass_at_k",
+    "actor.tau_pos": "sapo",
+    "actor.tau_neg": "sapo",
+}
+"""Settings that one estimator or policy loss alone reads."""
 
 COMMON: dict[str, Any] = {
     "algorithm.gamma": 1.0,
@@ -106,4 +114,6 @@ ALGORITHMS = {
         others={"actor.clip_ratio_low": 0.0003, "actor.clip_ratio_high": 0.0004},
     ),
     "cispo": Algorithm("grpo", loss_mode="cispo", others={"actor.clip_ratio_low": 1.0}),
+    "sapo": Algorithm("grpo", loss_mode="sapo", loss_agg_mode="seq-mean-token-mean"),
+    "pass_at_k": Algorithm("pass_at_k"),
 }

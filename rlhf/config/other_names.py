@@ -78,6 +78,8 @@ SETTINGS_OF_OTHERS = {
     "reward_funcs": "reward.functions",
     "reward_weights": "reward.weights",
     "run_name": "trainer.experiment_name",
+    "sapo_temperature_neg": "actor.tau_neg",
+    "sapo_temperature_pos": "actor.tau_pos",
     "save_steps": "trainer.save_freq",
     "save_total_limit": "checkpoint.max_to_keep",
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",

@@ -13,6 +13,8 @@ from rlhf.reward import check_reward
 from tests.support.launching import TINY_POLICY, ranks, records
 
 LIBRARY = Library.find(None)
+SAME_BUT_FOR_A_FUNCTION = {"sapo", "pass_at_k"}
+"""As `grpo` but for one pure function, of which tests/numerics knows all."""
 RECIPES, ALGORITHMS = LIBRARY.entries("recipes"), LIBRARY.entries("algorithm")
 
 
@@ -42,7 +44,10 @@ def two_steps(folder: Path, sums: Path, *overrides: str) -> list[dict]:
     return steps
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SAME_BUT_FOR_A_FUNCTION else name for name in ALGORITHMS],
+)
 def test_an_algorithm_trains_two_steps(name, tmp_path, sums):
     steps = two_steps(tmp_path, sums, f"algorithm={name}")
     config = compose_config([f"algorithm={name}"], LIBRARY)

@@ -98,6 +98,8 @@ SCENARIOS: dict[str, list[str]] = {
     "refused": [*FILES, "guards.max_loss=1e-9"],
     "fixed length": [*FILES, "actor.loss_agg_mode=seq-mean-token-sum-norm"],
     "styled": [*FILES, "model.chat_template={folder}/styled.jinja"],
+    "pass at k": [*FILES, "algorithm.adv_estimator=pass_at_k"],
+    "sapo": [*FILES, "actor.policy_loss.loss_mode=sapo"],
     "corrected": [*FILES, "algorithm.rollout_correction.rollout_is=token"],
 }
 
@@ -229,6 +231,8 @@ CASES: dict[str, Case] = {
     **of("refused", "guards.action=stop", "guards.max_events=1"),
     **of("fixed length", "actor.loss_scale_factor=3"),
     **of("styled", "data.apply_chat_template_kwargs={{short: true}}"),
+    **of("pass at k", "algorithm.pass_at_k=3"),
+    **of("sapo", "actor.tau_pos=9", "actor.tau_neg=9"),
     **of("corrected", "algorithm.rollout_correction.rollout_is_threshold=0.5"),
     "algorithm.rollout_correction.rollout_is": Case("algorithm.rollout_correction.rollout_is=token"),
     "guards.max_reward_drop": Case("guards.max_reward_drop=1e-9", beside="reward.weights=[0.01]"),

@@ -78,6 +78,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
         "algorithm.filter_groups.enable=true",
         "algorithm.filter_groups.metric=seq_reward",
         "algorithm.filter_groups.on_limit=fill",
+        "actor.policy_loss.loss_mode=sapo",
     )
     end = ranks(folder / "log", small(folder, "ppo", sums, *every, *ppo), nproc=2)
     assert end.code == 0, end.output

@@ -1,8 +1,10 @@
 """Every estimator against loops over floats, at any mask, padding, float type and number of ranks."""
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import comb
 
 import pytest
 import torch
@@ -152,6 +154,37 @@ def test_grpo_of_equal_rewards_is_exactly_zero(score, norm_by_std):
     for group_size in (2, 3, 7, 8, 16):
         inputs = EstimatorInput(torch.full((2 * group_size, 1), score), torch.ones(2 * group_size, 1), group_size)
         assert not estimate("grpo", inputs, config).advantages.any()
+
+
+@pytest.mark.parametrize("norm_by_std", [True, False])
+@pytest.mark.parametrize(("group_size", "k"), [(2, 1), (5, 1), (5, 2), (6, 3), (5, 4), (5, 5)])
+def test_pass_at_k_equals_the_mean_over_all_ways_to_take_k(group_size, k, norm_by_std):
+    config, rng = AlgorithmConfig(pass_at_k=k, norm_adv_by_std_in_grpo=norm_by_std), random.Random(0)
+    found = set()
+    for case in cases(group_size):
+        # A third of the scores are the same, since ties are the rule with verifiers.
+        case.rewards = [[rng.choice([value, 0.5, 0.5]) for value in row] for row in case.rewards]
+        ours = estimate("pass_at_k", case.inputs(), config).advantages
+        rows = reference.by_group(
+            case.rewards, case.mask, group_size, lambda group: reference.pass_at_k(group, k, norm_by_std)
+        )
+        close(ours, reference.on_tokens(rows, case.mask), tolerance=1e-6 if norm_by_std else 1e-10)
+        found |= set(ours.sign().flatten().tolist())
+    assert found == ({0.0} if group_size == k else {-1.0, 0.0, 1.0})
+
+
+@pytest.mark.parametrize(("right", "k"), [(1, 2), (3, 4), (5, 3), (8, 2), (0, 3), (7, 2)])
+def test_pass_at_k_of_right_and_wrong_answers_is_the_closed_form_of_the_paper(right, k):
+    n = 8
+    scores = torch.tensor([[1.0]] * right + [[0.0]] * (n - right), dtype=torch.float64)
+    ours = estimate("pass_at_k", EstimatorInput(scores, torch.ones(n, 1), n), AlgorithmConfig(pass_at_k=k)).advantages
+    mean = 1 - comb(n - right, k) / comb(n, k)
+    deviation = math.sqrt(mean * (1 - mean)) + 1e-6
+    of_right = (1 - mean) / deviation
+    of_wrong = (1 - mean - comb(n - right - 1, k - 1) / comb(n - 1, k - 1)) / deviation if right < n else 0.0
+    close(ours, [[of_right]] * right + [[of_wrong]] * (n - right), tolerance=1e-12)
+    if right == 0 or n - right < k:
+        assert not ours.any(), "exactly, or the division would blow up the rounding"
 
 
 def test_a_group_of_one_keeps_its_score():

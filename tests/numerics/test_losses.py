@@ -16,6 +16,7 @@ from tests.support.tables import MODES, Rows, close, random_mask, random_table, 
 
 CASES = 20
 FIGURES = {"vanilla": ["pg_clipfrac", "pg_clipfrac_lower"], "gspo": ["pg_clipfrac"], "cispo": ["pg_clipfrac"]}
+FIGURES |= {"sapo": ["sapo_weight"]}
 CLIPS = [(0.2, 0.2, 3.0), (0.2, 0.28, 1.2), (0.05, 0.5, 1.5), (0.0, 0.0, 3.0)]
 
 
@@ -35,6 +36,9 @@ def expected_tokens(
         x, stopped, o, a = (reference.tokens_of(values, row[-1]) for values in row[:-1])
         if name == "gspo":
             result.append(reference.gspo(x, stopped, o, a, low, high))
+        elif name == "sapo":
+            taus = config.tau_pos, config.tau_neg
+            result.append([reference.sapo(*token, *taus) for token in zip(x, o, a, strict=True)])
         elif name == "cispo":
             result.append([reference.cispo(*token, low, high) for token in zip(x, stopped, o, a, strict=True)])
         else:
@@ -55,7 +59,7 @@ def value_of(function: Callable[[Rows], list[list[list[float]]]], mask: Rows, mo
 @pytest.mark.parametrize("name", FIGURES)
 def test_policy_loss_and_its_gradient(name, clip, mode):
     rng = random.Random(0)
-    config = ActorConfig(clip_ratio_low=clip[0], clip_ratio_high=clip[1], clip_ratio_c=clip[2])
+    config = ActorConfig(clip_ratio_low=clip[0], clip_ratio_high=clip[1], clip_ratio_c=clip[2], tau_neg=clip[2])
     changed: dict[str, set[bool]] = {figure: set() for figure in FIGURES[name]}
     for _ in range(CASES):
         rows, columns = rng.randint(1, 4), rng.randint(1, 6)
@@ -81,7 +85,7 @@ def test_policy_loss_and_its_gradient(name, clip, mode):
             assert not ours_of_it.requires_grad
             close(ours_of_it, part(every, index, mask))
             changed[figure] |= {advantages[i][j] > 0 for i, j in ours_of_it.nonzero().tolist()}
-    assert changed["pg_clipfrac"] == {True, False}, "clipping must have happened for both signs of the advantage"
+    assert changed[FIGURES[name][0]] == {True, False}, "clipping must have happened for both signs of the advantage"
     if name == "vanilla":
         assert changed["pg_clipfrac_lower"] == {False}, "and dual clip for negative advantages only"
 
@@ -97,7 +101,10 @@ def test_the_first_step_on_a_batch_is_the_policy_gradient(name):
         result, figures = policy_loss(name, x, x.detach(), advantages, mask, config)
         (gradient,) = torch.autograd.grad(result.sum(), x)
         close(gradient, -advantages * mask)
-        assert not any(figure.any() for figure in figures.values())
+        if name == "sapo":
+            assert torch.equal(figures["sapo_weight"], mask.double())
+        else:
+            assert not any(figure.any() for figure in figures.values())
 
 
 @pytest.mark.parametrize("advantage", [1.5, -1.5])

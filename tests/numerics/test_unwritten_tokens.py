@@ -106,7 +106,7 @@ def test_an_update_learns_nothing_of_them(role, mode):
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_advantages_are_of_what_the_policy_wrote(name, kl_in_reward):
     batches = whole_batch(), disturbed(whole_batch())
-    config = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.8, use_kl_in_reward=kl_in_reward)
+    config = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.8, pass_at_k=1, use_kl_in_reward=kl_in_reward)
     with single_rank():
         expected, found = (Advantages(config, GROUP).fill(batch, guards()) for batch in batches)
     assert found == expected

@@ -4,6 +4,7 @@ held against.
 Tables are lists of rows. Tokens outside a mask are dropped first, so that nothing here can depend on them.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -81,6 +82,18 @@ def less_group_mean(of_group: Sequence[float]) -> list[float]:
     return [s - mean(of_group) for s in of_group] if len(of_group) > 1 else list(of_group)
 
 
+def pass_at_k(of_group: Sequence[float], k: int, norm_by_std: bool) -> list[float]:
+    """Every way to take k: the mean of the best where the response is taken, less the mean over all ways."""
+    ways = list(itertools.combinations(range(len(of_group)), k))
+    best = [max(of_group[i] for i in way) for way in ways]
+    deviation = math.sqrt(mean([(value - mean(best)) ** 2 for value in best]))
+    return [
+        (mean([value for way, value in zip(ways, best, strict=True) if i in way]) - mean(best))
+        / (deviation + 1e-6 if norm_by_std else 1)
+        for i in range(len(of_group))
+    ]
+
+
 def by_group(
     rewards: Table, mask: Table, group_size: int, function: Callable[[Sequence[float]], list[float]]
 ) -> list[list[float]]:
@@ -132,6 +145,18 @@ def cispo(log_prob: float, now: float, old: float, advantage: float, low: float,
     ratio = math.exp(clip(now - old, -20, 20))
     weight = clip(ratio, 1 - low, 1 + high)
     return [-weight * advantage * log_prob, float(weight != ratio)]
+
+
+def sapo(log_prob: float, old: float, advantage: float, tau_pos: float, tau_neg: float) -> list[float]:
+    """The loss, and the gate's slope at the ratio by that at 1."""
+    ratio, tau = math.exp(clip(log_prob - old, -20, 20)), tau_pos if advantage > 0 else tau_neg
+
+    def gate(x: float) -> float:
+        exponent = -tau * (x - 1)
+        return 4 / tau / (1 + math.exp(exponent)) if exponent < 700 else 0.0
+
+    p = gate(ratio) * tau / 4
+    return [-advantage * gate(ratio), 4 * p * (1 - p)]
 
 
 def value_loss(value: float, old: float, target: float, cliprange: float) -> list[float]:

@@ -122,7 +122,7 @@ REFUSED: list[tuple[dict, str]] = [
     (
         {"algorithm__adv_estimator": "grop"},
         "algorithm.adv_estimator=grop: must be one of gae, grpo, rloo, reinforce_plus_plus, "
-        "reinforce_plus_plus_baseline, remax, "
+        "reinforce_plus_plus_baseline, remax, pass_at_k, "
         "or path/to/file.py:function. Did you mean grpo?",
     ),
     (
@@ -132,8 +132,8 @@ REFUSED: list[tuple[dict, str]] = [
     ({"actor__policy_loss__loss_mode": "dapo"}, "dapo is a whole algorithm; write algorithm=dapo."),
     (
         {"actor__policy_loss__loss_mode": "gpso"},
-        "actor.policy_loss.loss_mode=gpso: must be one of vanilla, gspo, cispo, or path/to/file.py:function. Did you "
-        "mean gspo?",
+        "actor.policy_loss.loss_mode=gpso: must be one of vanilla, gspo, cispo, sapo, or path/to/file.py:function. "
+        "Did you mean gspo?",
     ),
     ({"algorithm__adv_estimator": "nowhere.py:f"}, "algorithm.adv_estimator=nowhere.py:f: no file "),
     ({"rollout__n": 1}, "rollout.n=1: grpo compares the samples of one prompt; set rollout.n to 2 or more."),
@@ -146,6 +146,17 @@ REFUSED: list[tuple[dict, str]] = [
     ({"algorithm__adv_estimator": "gae", "critic__enable": False}, "critic.enable=false: gae needs values"),
     ({"critic__enable": True}, "critic.enable=true: grpo gives no returns to fit a critic to"),
     ({"trainer__critic_warmup": 2}, "trainer.critic_warmup=2: grpo trains no critic; set trainer.critic_warmup=0."),
+    (
+        {"actor__tau_neg": 2.0},
+        "actor.tau_neg=2.0: has effect only with actor.policy_loss.loss_mode=sapo (it is vanilla); set "
+        "actor.tau_neg=1.05.",
+    ),
+    ({"algorithm__pass_at_k": 4}, "algorithm.pass_at_k=4: has effect only with algorithm.adv_estimator=pass_at_k"),
+    (
+        {"algorithm__adv_estimator": "pass_at_k", "rollout__n": 4, "algorithm__pass_at_k": 4},
+        "algorithm.pass_at_k=4: must be less than rollout.n=4, or the best of them is always the same; set "
+        "algorithm.pass_at_k=2, or a larger rollout.n.",
+    ),
     ({"ref__update_freq": 10}, "ref.update_freq=10: no KL compares the policy with a reference"),
 ]
 

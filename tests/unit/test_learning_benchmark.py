@@ -9,7 +9,7 @@ from rlhf.config.validate import validate
 
 def records(last: float, clipped: float = 0.01, explained: float | None = 0.2) -> list[dict]:
     """Four steps, with evaluations before and after."""
-    steps = [{"step": step, "actor/pg_clipfrac": clipped} for step in range(1, 5)]
+    steps = [{"step": step, "actor/pg_loss": 0.0, "actor/pg_clipfrac": clipped} for step in range(1, 5)]
     if explained is not None:
         for record, value in zip(steps, (-3.0, -3.0, explained, explained), strict=True):
             record["critic/explained_variance"] = value
