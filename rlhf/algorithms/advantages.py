@@ -136,7 +136,7 @@ def remax(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 
 
 def pass_at_k(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
-    """How much better the best of k responses to the prompt is with this one among them: (m_i - m) / (s + 1e-6).
+    """Advantage of a response for the best of k to its prompt: (m_i - m) / (s + 1e-6).
 
     Over all ways to take k of the n responses, m and s are mean and standard deviation of the largest score, and m_i is
     the mean over those ways that take response i. `norm_adv_by_std_in_grpo=false` leaves the division out. With
