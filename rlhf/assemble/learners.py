@@ -9,7 +9,7 @@ from rlhf.assemble.found_models import Found, FoundModels
 from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
-from rlhf.config import ActorConfig, BackendConfig, Config, CriticConfig
+from rlhf.config import ActorConfig, BackendConfig, Config, CriticConfig, FrozenFsdpConfig
 from rlhf.learning.actor import Actor
 from rlhf.learning.critic import Critic
 from rlhf.learning.reference import Reference
@@ -19,6 +19,7 @@ from rlhf.models.flops import UpdateFlops, peak_flops
 from rlhf.models.log_prob_probe import check_log_probs
 from rlhf.models.packing import is_packed, pack
 from rlhf.models.packing_probe import choose_packing
+from rlhf.models.skeleton import hold_in
 from rlhf.models.weights import Loaded
 from rlhf.ranks.coordinator import Coordinator
 
@@ -57,7 +58,7 @@ def build_learners(
     reference = None
     if config.needs_reference:
         start = models.policy.load(loading.load_model, coordinator, device)
-        model = frozen(start, config.backend, device)
+        model = frozen(start, config.backend, config.ref.fsdp_config, device)
         check_log_probs(model.module, device)
         reference = Reference(model, temperature, budgets.reference, config.ref)
 
@@ -90,8 +91,9 @@ def build_learners(
     return Learners(actor, critic, reference, utilization)
 
 
-def frozen(loaded: Loaded, config: BackendConfig, device: torch.device) -> Fsdp2Model:
+def frozen(loaded: Loaded, config: BackendConfig, kept: FrozenFsdpConfig, device: torch.device) -> Fsdp2Model:
     """A model without an optimizer, spread over the ranks with its weights. Collective."""
+    hold_in(loaded.model, getattr(torch, kept.model_dtype))
     model = Fsdp2Model(loaded.model.requires_grad_(False).eval(), config, device)
     loaded.fill(model.model_shards())
     return model

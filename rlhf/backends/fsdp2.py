@@ -130,6 +130,8 @@ def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -
     precision = MixedPrecisionPolicy()
     if config.autocast == "bfloat16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    elif any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+        precision = MixedPrecisionPolicy(param_dtype=torch.float32)  # kept narrower than they compute
     options: dict[str, Any] = {
         "mesh": data_mesh(device, config.dp_replicate),
         "mp_policy": precision,

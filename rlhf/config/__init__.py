@@ -9,6 +9,7 @@ from rlhf.config.backend import BackendConfig
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.critic import CriticConfig
 from rlhf.config.data import DataConfig, ReasoningGymConfig
+from rlhf.config.fsdp import FrozenFsdpConfig
 from rlhf.config.guards import GuardsConfig
 from rlhf.config.model import ModelConfig
 from rlhf.config.optim import OptimConfig
@@ -87,6 +88,7 @@ __all__ = [
     "DataConfig",
     "EngineKwargsConfig",
     "FilterGroupsConfig",
+    "FrozenFsdpConfig",
     "GuardsConfig",
     "KlCtrlConfig",
     "ModelConfig",

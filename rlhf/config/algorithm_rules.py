@@ -123,3 +123,9 @@ def _reference(config: Config) -> Iterator[str]:
             "ref.update_freq=null, "
             "or actor.use_kl_loss=true or algorithm.use_kl_in_reward=true with a coefficient above 0."
         )
+    if config.ref.update_freq is not None and config.ref.fsdp_config.model_dtype != "float32":
+        yield (
+            f"ref.fsdp_config.model_dtype={config.ref.fsdp_config.model_dtype}: a reference that moves "
+            f"(ref.update_freq={config.ref.update_freq}) is an average in float32, whose small steps "
+            "would be rounded away; set ref.fsdp_config.model_dtype=float32, or ref.update_freq=null."
+        )

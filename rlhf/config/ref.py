@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rlhf.config.fields import setting
+from rlhf.config.fsdp import FrozenFsdpConfig
 
 
 @dataclass
@@ -15,3 +16,4 @@ class RefConfig:
     """Steps between updates of the reference towards the actor; null keeps it at the starting weights."""
     alpha: float = setting(0.6, gt=0, le=1)
     """Share of the actor in an update: ref = alpha * actor + (1 - alpha) * ref."""
+    fsdp_config: FrozenFsdpConfig = setting(FrozenFsdpConfig)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rlhf.config.fields import setting
+from rlhf.config.fsdp import FrozenFsdpConfig
 
 
 @dataclass
@@ -20,3 +21,4 @@ class RewardModelConfig:
     """Chats in one row without padding, as the actor's sequences."""
     max_length: int = setting(4096, ge=1)
     """Tokens of prompt and response that it reads; of longer texts the end."""
+    fsdp_config: FrozenFsdpConfig = setting(FrozenFsdpConfig)

@@ -41,9 +41,12 @@ def _model(config: Config) -> str:
     if config.reward_model.path is not None:
         models.append((config.reward_model.path, config.reward_model.revision, "reward model "))
     told = []
+    kept = [("reference", config.ref.fsdp_config)] if config.needs_reference else []
+    kept += [("reward model", config.reward_model.fsdp_config)] if config.reward_model.path is not None else []
     for path, revision, role in models:
         count = count_parameters(path, revision)
         told.append(f"{role}{_near(path)}" + (f" ({in_words(count)} parameters)" if count is not None else ""))
+    told += [f"{role} kept in {c.model_dtype}" for role, c in kept if c.model_dtype != "float32"]
     return ", ".join(told)
 
 

@@ -53,6 +53,21 @@ def skeleton(
     return model, names
 
 
+def hold_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast the floating-point parameters of `model`, which may be on the meta device, to `dtype`.
+
+    Buffers stay as they are, and so do weights that the architecture wants in float32 beside `dtype`.
+    """
+    kept = model._get_dtype_plan(dtype)
+
+    def cast(name: str, p: nn.Parameter) -> nn.Parameter:
+        if not p.is_floating_point() or any(part in name for part in kept):
+            return p
+        return nn.Parameter(p.detach().to(dtype), p.requires_grad)
+
+    replace_parameters(model, cast)
+
+
 def materialise(model: PreTrainedModel) -> None:
     """Give parameters that are on the meta device memory on the CPU, without a value."""
 

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 from rlhf.config import CheckpointConfig
 from rlhf.planning.model_shapes import ModelShapes
-from rlhf.planning.training_state import MOMENTS, sharded
-
-TYPES = {"float32": 4, "bfloat16": 2, "float16": 2, None: 4}
+from rlhf.planning.training_state import MOMENTS, WIDTHS, sharded
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ def checkpoint_size(
             parts[f"{role}/optimizer"] = 4 * MOMENTS * model.count
             copied += MOMENTS * shards
         if "hf_model" in contents:
-            parts[f"{role}/huggingface"] = TYPES[config.hf_dtype] * model.count
+            parts[f"{role}/huggingface"] = WIDTHS[config.hf_dtype or "float32"] * model.count
         copied += shards if contents & {"model", "hf_model"} else 0
     if reference is not None and contents & {"model", "hf_model"}:
         parts["ref"] = 4 * reference.count

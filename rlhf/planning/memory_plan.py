@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhf.config import Config
+from rlhf.config import Config, FrozenFsdpConfig
 from rlhf.config.algorithm_rules import needs_critic
 from rlhf.planning.activations import PACKED, PassCost, chunk_bytes, pass_cost
 from rlhf.planning.checkpoint_size import CheckpointSize, checkpoint_size
@@ -145,13 +145,15 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
     def trained(role: str, model: ModelShapes) -> _Pass:
         return _Pass(role, model, trained_state(model, config.backend, ranks), device)
 
-    def frozen(role: str, model: ModelShapes) -> _Pass:
-        return _Pass(role, model, frozen_state(model, config.backend, ranks), device)
+    def frozen(role: str, model: ModelShapes, kept: FrozenFsdpConfig) -> _Pass:
+        return _Pass(role, model, frozen_state(model, config.backend, kept, ranks), device)
 
     actor = trained("actor", models.policy)
     critic = trained("critic", models.critic) if models.critic is not None and needs_critic(config) else None
-    reference = frozen("reference", models.policy) if config.needs_reference else None
-    reward = frozen("reward model", models.reward_model) if models.reward_model is not None else None
+    reference = frozen("reference", models.policy, config.ref.fsdp_config) if config.needs_reference else None
+    reward = None
+    if models.reward_model is not None:
+        reward = frozen("reward model", models.reward_model, config.reward_model.fsdp_config)
     engine = engine_memory(
         models.policy,
         config.rollout,

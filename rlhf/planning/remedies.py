@@ -60,6 +60,10 @@ def _candidates(config: Config, plan: Plan) -> Iterator[tuple[str, Any]]:
         yield "backend.autocast", "bfloat16"
     if rollout.dtype == "float32" and cuda:
         yield "rollout.dtype", "bfloat16"
+    if config.needs_reference and config.ref.fsdp_config.model_dtype == "float32":
+        yield "ref.fsdp_config.model_dtype", "bfloat16"
+    if config.reward_model.path is not None and config.reward_model.fsdp_config.model_dtype == "float32":
+        yield "reward_model.fsdp_config.model_dtype", "bfloat16"
     if not config.model.enable_gradient_checkpointing:
         yield "model.enable_gradient_checkpointing", True
     if config.model.attn_implementation == "eager":

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from rlhf.config import DataConfig, RolloutConfig
 from rlhf.planning.activations import pass_cost
 from rlhf.planning.model_shapes import ModelShapes
+from rlhf.planning.training_state import WIDTHS
 
-WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 PREFILL_TOKENS = 16384
 """Tokens of a prefill; the constant of `rlhf.rollout.decoding`."""
 ASLEEP = 1 << 30

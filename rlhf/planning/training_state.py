@@ -3,9 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from rlhf.config import BackendConfig
+from rlhf.config import BackendConfig, FrozenFsdpConfig
 from rlhf.planning.model_shapes import ROOT, ModelShapes, Shapes
 
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a value."""
 MOMENTS = 2
 """AdamW's tensors per weight."""
 LARGEST_BUCKET = 500_000_000
@@ -52,10 +54,11 @@ def sharded(weights: Shapes, ranks: int) -> int:
     return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) if shape else 1 for shape in weights.values())
 
 
-def frozen_state(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingState:
+def frozen_state(model: ModelShapes, config: BackendConfig, kept: FrozenFsdpConfig, ranks: int) -> TrainingState:
     """A model without an optimizer, which is under FSDP2 with either backend."""
     ranks //= config.dp_replicate
-    return TrainingState(4 * sharded(model.weights, ranks), gathered=_gathered(model, config, ranks))
+    width = WIDTHS[kept.model_dtype]
+    return TrainingState(width * sharded(model.weights, ranks), gathered=_gathered(model, config, ranks))
 
 
 def trained_state(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingState:

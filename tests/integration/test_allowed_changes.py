@@ -175,6 +175,7 @@ CASES: dict[str, Case] = {
         "guards.max_loss=1e-9",
         "guards.max_kl=1e-12",
         "backend.autocast=bfloat16",
+        "ref.fsdp_config.model_dtype=bfloat16",
     ),
     **of("epochs", "trainer.total_epochs=2"),
     **of(
@@ -254,6 +255,7 @@ ELSEWHERE: dict[str, str] = {
     "reward.writable": SANDBOX,
     "reward.memory_gb": SANDBOX,
     "reward_model.max_length": "in a model that no checkpoint holds: tests/integration/test_reward_model.py",
+    "reward_model.fsdp_config.model_dtype": "in that model, too: tests/numerics/test_reference.py",
 }
 ENDS_THE_RUN = {"reward.on_error", "guards.action", "guards.max_events", "algorithm.filter_groups.on_limit"}
 REWARDS = """

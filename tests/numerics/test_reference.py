@@ -1,14 +1,24 @@
 """The reference policy: frozen, or an average of the actor that moves on its cadence and is whole under sharded
 parameters."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf.assemble.learners import frozen as frozen_model
 from rlhf.backends.fsdp2 import Fsdp2Backend, Fsdp2Model
-from rlhf.config import BackendConfig, OptimConfig, RefConfig
+from rlhf.config import BackendConfig, FrozenFsdpConfig, OptimConfig, RefConfig
 from rlhf.learning.reference import Reference
+from rlhf.models.loading import ModelSource
+from rlhf.models.model_files import ModelFiles
+from rlhf.models.skeleton import hold_in
+from rlhf.models.weights import Loaded, ModelReader
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
+from tests.support.checkpoints import equal_bits
 from tests.support.numeric_ranks import run_ranks
 from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2
 
@@ -87,3 +97,39 @@ def test_without_a_cadence_it_stays_at_the_start():
     assert at == [0, 0]
     for name, parameter in tiny_qwen2(seed=100).named_parameters():
         assert torch.equal(weights[name], parameter)
+
+
+def kept_narrow() -> list[tuple[str, bool, bool]]:
+    """For either precision of the pass: whether all weights lie in bfloat16, buffers as they were; and whether the
+    log-probs are those of the same weights in float32."""
+    batch = random_batch(seed=3, samples=4)
+    held = as_held(batch, ranks=dist.get_world_size())
+    reader = ModelReader(
+        ModelFiles(ModelSource("model.path", ""), Path(), None, None, ""), Coordinator(GlooTransport()), CPU
+    )
+    found = []
+    for autocast in ("none", "bfloat16"):
+        config, log_probs, models = BackendConfig(autocast=autocast), [], []
+        for dtype in ("float32", "bfloat16"):
+            rounded = tiny_qwen2(seed=100).bfloat16().float()
+            models.append(frozen_model(Loaded(rounded, {}, reader), config, FrozenFsdpConfig(dtype), CPU))
+            log_probs.append(Reference(models[-1], 1.0, 40, RefConfig()).all_log_probs(batch, held))
+        narrow = all(shard.local.dtype == torch.bfloat16 for shard in models[1].model_shards().values())
+        buffers = equal_bits(*(dict(model.module.named_buffers()) for model in models))
+        found.append((autocast, narrow and buffers, torch.equal(*log_probs)))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_kept_in_bfloat16_it_computes_as_in_float32_with_the_same_weights(world_size):
+    for found in run_ranks(world_size, kept_narrow):
+        assert found == [("none", True, True), ("bfloat16", True, True)]
+
+
+def test_weights_that_the_architecture_wants_in_float32_stay_so():
+    model = tiny_qwen2()
+    model._keep_in_fp32_modules_strict = {"input_layernorm"}
+    hold_in(model, torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if "input_layernorm" in name else torch.bfloat16), name
+    assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -158,6 +158,10 @@ REFUSED: list[tuple[dict, str]] = [
         "algorithm.pass_at_k=2, or a larger rollout.n.",
     ),
     ({"ref__update_freq": 10}, "ref.update_freq=10: no KL compares the policy with a reference"),
+    (
+        {"actor__use_kl_loss": True, "ref__update_freq": 3, "ref__fsdp_config__model_dtype": "bfloat16"},
+        "ref.fsdp_config.model_dtype=bfloat16: a reference that moves",
+    ),
 ]
 
 

@@ -39,6 +39,12 @@ def test_a_new_run(config):
     assert shown["log"] == "runs/rlhf/default/run.log"
 
 
+def test_a_model_that_is_kept_narrow_is_told(config):
+    config.actor.use_kl_loss, config.actor.kl_loss_coef = True, 0.1
+    config.ref.fsdp_config.model_dtype = "bfloat16"
+    assert rows(config)["model"].endswith(", reference kept in bfloat16")
+
+
 def test_ranks_without_samples_are_told(config, monkeypatch):
     config.actor.ppo_mini_batch_size, config.rollout.n, config.trainer.nproc = 4, 8, 32
     assert "idle" not in rows(config)

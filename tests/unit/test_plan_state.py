@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rlhf.algorithms import token_log_probs
 from rlhf.backends import deepspeed, gather
 from rlhf.backends.fsdp2 import Fsdp2Backend, shard
-from rlhf.config import BackendConfig, OptimConfig
+from rlhf.config import BackendConfig, FrozenFsdpConfig, OptimConfig
 from rlhf.errors import UserError
 from rlhf.models.config_check import check_policy
 from rlhf.models.folder_check import check_folder
 from rlhf.models.loading import ModelSource, load_model_config, load_value_model
+from rlhf.models.skeleton import hold_in
 from rlhf.planning import activations, rollout_memory, training_state
 from rlhf.planning.meta_shapes import of_config
 from rlhf.planning.model_shapes import HEAD, ROOT, ModelShapes, of_files, read_config
@@ -100,14 +102,19 @@ def test_replicas_are_sharded_over_fewer_ranks():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     architecture = ModelShapes(shapes(model), model.config.to_dict())
-    for planned in (trained_state, frozen_state):
-        assert planned(architecture, BackendConfig(dp_replicate=3), 6) == planned(architecture, BackendConfig(), 2)
+    frozen = partial(frozen_state, kept=FrozenFsdpConfig())
+    for planned in (trained_state, frozen):
+        replicas, plain = BackendConfig(dp_replicate=3), BackendConfig()
+        assert planned(architecture, replicas, ranks=6) == planned(architecture, plain, ranks=2)
 
 
-def test_a_frozen_model_holds_its_weights_alone():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_frozen_model_holds_its_weights_alone(dtype):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
-    planned = frozen_state(ModelShapes(shapes(model), model.config.to_dict()), BackendConfig(), 2)
+    architecture = ModelShapes(shapes(model), model.config.to_dict())
+    planned = frozen_state(architecture, BackendConfig(), FrozenFsdpConfig(dtype), 2)
+    hold_in(model, getattr(torch, dtype))
     with one_of(2):
         assert local_bytes(shard(model, BackendConfig(), torch.device("cpu")).parameters()) == planned.weights
     assert planned.optimizer == planned.gradients == 0
