@@ -120,10 +120,21 @@ def training_params(rollout: RolloutConfig, data: DataConfig) -> SamplingParams:
         data.max_response_length,
         tuple(rollout.stop),
         rollout.ignore_eos,
+        rollout.min_p,
+        rollout.repetition_penalty,
     )
 
 
 def evaluation_params(rollout: RolloutConfig, data: DataConfig) -> SamplingParams:
     """Sampling parameters of the responses to held-out prompts."""
     val = rollout.val_kwargs
-    return SamplingParams(val.n, val.temperature, val.top_p, val.top_k, data.max_response_length, tuple(rollout.stop))
+    return SamplingParams(
+        val.n,
+        val.temperature,
+        val.top_p,
+        val.top_k,
+        data.max_response_length,
+        tuple(rollout.stop),
+        min_p=val.min_p,
+        repetition_penalty=val.repetition_penalty,
+    )

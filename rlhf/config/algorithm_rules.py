@@ -99,11 +99,12 @@ def _samples(config: Config) -> Iterator[str]:
             f"algorithm.pass_at_k={config.algorithm.pass_at_k}: must be less than rollout.n={rollout.n}, or the best "
             f"of them is always the same; set algorithm.pass_at_k={max(rollout.n // 2, 1)}, or a larger rollout.n."
         )
-    if estimator.greedy_baseline and rollout.top_k == 1:
-        yield (
-            f"rollout.top_k=1: {name} compares samples with the greedy response, and these would equal it; "
-            "set rollout.top_k=-1."
-        )
+    for key, value, remedy in (("top_k", 1, -1), ("min_p", 1, 0)):
+        if estimator.greedy_baseline and getattr(rollout, key) == value:
+            yield (
+                f"rollout.{key}={value}: {name} compares samples with the greedy response, and these would equal it; "
+                f"set rollout.{key}={remedy}."
+            )
 
 
 def _critic(config: Config) -> Iterator[str]:

@@ -61,6 +61,8 @@ def rollout_problems(config: Config) -> Iterator[str]:
         )
     if r.n > 1 and r.top_k == 1:
         yield f"rollout.top_k=1: the {r.n} samples of a prompt (rollout.n) would be equal; set rollout.top_k=-1."
+    if r.n > 1 and r.min_p == 1:
+        yield f"rollout.min_p=1: the {r.n} samples of a prompt (rollout.n) would be equal; set rollout.min_p=0."
     if "" in r.stop:
         yield f"rollout.stop={r.stop}: an empty stop string would end every sample at once."
     if r.name == "embedded":

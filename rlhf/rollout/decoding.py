@@ -53,6 +53,8 @@ class Decoding:
         self.admitted = self.prefilled = self.prefilled_from = 0
         self.tokens = torch.zeros(self.total, params.max_tokens, dtype=torch.int64, device=self.device)
         self.log_probs = torch.zeros(self.total, params.max_tokens, dtype=torch.float32, device=self.device)
+        # Tokens of each row's prompt and response so far, [rows, vocab] bool; without a repetition penalty nobody asks.
+        self.seen: Tensor | None = None
         self.counts = np.zeros(self.total, dtype=np.int64)
         self.stopped = np.zeros(self.total, dtype=bool)
 
@@ -129,7 +131,19 @@ class Decoding:
         if last == self.total:
             del self.ready, self.ready_logits
         self._rows_changed()
+        if self.params.repetition_penalty != 1:
+            self._see_prompts(rows, prompts, logits.shape[-1])
         return logits
+
+    def _see_prompts(self, rows: slice, prompts: np.ndarray, vocab: int) -> None:
+        """Note for each of the `rows` the tokens of its prompt, whose place in the requests is in `prompts`."""
+        if self.seen is None:
+            self.seen = torch.zeros(self.max_rows, vocab, dtype=torch.bool, device=self.device)
+        self.seen[rows] = False
+        ids = [self.requests[prompt].token_ids for prompt in prompts]
+        owners = np.repeat(np.arange(rows.start, rows.stop), self.lengths[prompts])
+        places = np.stack([owners, np.concatenate(ids)])
+        self.seen[tuple(torch.as_tensor(places, device=self.device))] = True
 
     def _decode(self) -> Tensor:
         """Feed every row its last token; returns the logits [rows, vocab] of the next one."""
@@ -147,7 +161,10 @@ class Decoding:
         """Draw and record the next token of the rows from `first` on; finished ones leave."""
         state = self.state[:, first : self.cache.span.rows]
         position = self.time - state[BIRTH]
-        tokens, log_probs = sample(logits, fold(state[KEY], position), self.params)
+        seen = None if self.seen is None else self.seen[first : self.cache.span.rows]
+        tokens, log_probs = sample(logits, fold(state[KEY], position), self.params, seen)
+        if seen is not None:
+            seen[torch.arange(len(tokens), device=self.device), tokens] = True
         state[TOKEN] = tokens
         self.tokens[state[SAMPLE], position] = tokens
         self.log_probs[state[SAMPLE], position] = log_probs
@@ -193,6 +210,8 @@ class Decoding:
         self.host[:, target] = self.host[:, source]
         places = torch.as_tensor(np.stack([source, target]), device=self.device)
         self.state[:, places[1]] = self.state[:, places[0]]
+        if self.seen is not None:
+            self.seen[places[1]] = self.seen[places[0]]
         self.cache.move(places[0], places[1], keep)
         self._rows_changed()
 

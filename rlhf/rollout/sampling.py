@@ -87,32 +87,58 @@ def _likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return logits[:, :k], candidates[:, :k]
 
 
-def sample(logits: Tensor, keys: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """`logits` [rows, vocab] whose tokens in `seen` [rows, vocab] bool are divided by `penalty` where they are positive
+    and multiplied where not.
+
+    Source: Keskar et al., "CTRL" (arXiv 1909.05858), section 4.1; for negative logits as transformers and vLLM do.
+    """
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def _unlikely(logits: Tensor, min_p: float) -> Tensor:
+    """Which of `logits` [rows, vocab] have less than `min_p` times the probability of the likeliest; bool.
+
+    Source: Nguyen et al., "Turning Up the Heat: Min-p Sampling" (arXiv 2407.01082).
+    """
+    probs = logits.softmax(dim=-1)
+    return probs < probs.amax(dim=-1, keepdim=True) * min_p
+
+
+def sample(logits: Tensor, keys: Tensor, params: SamplingParams, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draw one token for each row.
 
     Args:
         logits: [rows, vocab], any float type.
         keys: [rows] int64, the row keys folded with the position in the response.
-        params: temperature 0 takes the likeliest token (the first of equal ones). `top_k` is applied before `top_p`,
-            which keeps the smallest set of the remaining tokens with at least that probability; equal logits rank by
-            token id.
+        params: temperature 0 takes the likeliest token (the first of equal ones). The order is vLLM's: the repetition
+            penalty, the temperature, `min_p`, `top_k`, and last `top_p`, which keeps the smallest set of the remaining
+            tokens with at least that probability; equal logits rank by token id.
+        seen: [rows, vocab] bool, the tokens of the prompt and of the response so far; with a repetition penalty only.
 
     Returns:
-        tokens [rows] int64 and their log-probs [rows] float32 under the distribution drawn from: after temperature,
-        top-k, top-p and renormalisation. Greedy tokens carry the log-prob of the plain softmax at temperature 1.
+        tokens [rows] int64 and their log-probs [rows] float32 under the distribution drawn from, after all of these and
+        renormalisation. Greedy tokens carry the log-prob of the plain softmax at temperature 1 (after the penalty).
     """
     logits = logits.float()
     vocab = logits.shape[-1]
+    if seen is not None:
+        logits = penalised(logits, seen, params.repetition_penalty)
     if params.temperature == 0:
         tokens = logits.argmax(dim=-1, keepdim=True)
         return tokens[:, 0], (logits.gather(1, tokens)[:, 0] - logits.logsumexp(dim=-1))
     if params.temperature != 1:
         logits = logits / params.temperature
+    unlikely = _unlikely(logits, params.min_p) if params.min_p > 0 else None
     top_k = params.top_k if 0 < params.top_k < vocab else vocab
     if top_k == vocab and params.top_p >= 1:
         candidates = torch.arange(vocab, device=logits.device)[None]
+        if unlikely is not None:
+            logits = logits.masked_fill(unlikely, -torch.inf)
     else:
         logits, candidates = _likeliest(logits, top_k)
+        if unlikely is not None:
+            logits = logits.masked_fill(unlikely.gather(1, candidates), -torch.inf)
         if params.top_p < 1:
             # In integers: exact in any order of summation, and deterministic mode has no cumsum of floats on CUDA.
             probs = (logits.double().softmax(dim=-1) * 2.0**52).long()

@@ -17,11 +17,15 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    LogitsProcessorList,
     MambaConfig,
+    MinPLogitsWarper,
     MistralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
 )
 
 from rlhf import events
@@ -126,6 +130,54 @@ def test_greedy_equals_transformers_generate(family: str, tokenizer: PreTrainedT
         assert sample.finish_reason == ("stop" if expected[-1] == EOS else "length")
         reference = reference_log_probs(model, request, sample)
         torch.testing.assert_close(torch.tensor(sample.log_probs), reference, rtol=1e-5, atol=1e-5)
+
+
+def penalised_log_probs(model: Any, request: Request, sample: Sample, params: SamplingParams) -> list[float]:
+    """The log-probs of a response token by token, each by a forward pass and transformers' processors."""
+    warpers = [RepetitionPenaltyLogitsProcessor(params.repetition_penalty)]
+    if params.temperature:
+        warpers += [TemperatureLogitsWarper(params.temperature), MinPLogitsWarper(params.min_p)]
+    found = []
+    for position, token in enumerate(sample.token_ids):
+        ids = torch.tensor([request.token_ids + sample.token_ids[:position]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[:, -1]
+        found.append(LogitsProcessorList(warpers)(ids, logits).log_softmax(-1)[0, token].item())
+    return found
+
+
+def test_a_repetition_penalty_is_that_of_transformers_generate(tokenizer: PreTrainedTokenizerFast) -> None:
+    model, requests = make_model(FAMILIES["llama"]), prompts(7)
+    # Three places for seven requests: rows move, and later ones take the places of others.
+    engine = EmbeddedEngine(model, tokenizer, 3)
+    params = SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.5)
+    greedy = sampled(engine, requests, params, seed=0, step=0)
+    for request, sample in zip(requests, greedy, strict=True):
+        ids = torch.tensor([request.token_ids])
+        expected = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=20,
+            pad_token_id=0,
+            repetition_penalty=1.5,
+        )
+        assert sample.token_ids == expected[0, ids.shape[1] :].tolist()
+        assert sample.log_probs == pytest.approx(penalised_log_probs(model, request, sample, params), abs=1e-5)
+    plain = sampled(engine, requests, dataclasses.replace(params, repetition_penalty=1.0), seed=0, step=0)
+    assert [s.token_ids for s in plain] != [s.token_ids for s in greedy]
+
+
+def test_a_penalty_follows_its_sample_whatever_the_batch(tokenizer: PreTrainedTokenizerFast) -> None:
+    model, requests = make_model(FAMILIES["llama"]), prompts(5, longest=20)
+    params = SamplingParams(n=3, max_tokens=40, temperature=1.3, min_p=0.05, repetition_penalty=1.3)
+    whole = sampled(EmbeddedEngine(model, tokenizer, 256), requests, params, seed=1, step=2)
+    assert {s.finish_reason for s in whole} == {"stop", "length"}
+    for width in (1, 4):
+        assert_same(whole, sampled(EmbeddedEngine(model, tokenizer, width), requests, params, seed=1, step=2))
+    for i, sample in enumerate(whole[:6]):
+        expected = penalised_log_probs(model, requests[i // 3], sample, params)
+        assert sample.log_probs == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

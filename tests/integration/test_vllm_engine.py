@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from rlhf import events
 from rlhf.backends import build_backend
@@ -143,7 +143,12 @@ def pair(request: pytest.FixtureRequest, rank: None) -> Iterator[Pair]:
 def log_probs(model: Any, prompt: list[int], response: list[int], params: SamplingParams) -> torch.Tensor:
     """Of each token of `response`, by transformers, under the distribution that `params` (without top_p) makes."""
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    for position, row in enumerate(logits):
+        history = torch.tensor([prompt + response[:position]])
+        logits[position] = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(history, row[None])[0]
     logits = logits / (params.temperature or 1.0)
+    if params.min_p > 0:
+        logits = MinPLogitsWarper(params.min_p)(None, logits)
     if params.top_k > 0:
         logits = logits.masked_fill(logits < logits.topk(params.top_k).values[:, -1:], -torch.inf)
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
@@ -165,7 +170,16 @@ def test_greedy_is_what_the_embedded_engine_says(pair: Pair):
         np.testing.assert_allclose(theirs.log_probs, ours.log_probs, atol=1e-4)
 
 
-@pytest.mark.parametrize("params", [RANDOM, replace(RANDOM, temperature=0.7, top_k=5)], ids=["plain", "top-k"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        RANDOM,
+        replace(RANDOM, temperature=0.7, top_k=5),
+        replace(RANDOM, min_p=0.1, repetition_penalty=1.4),
+        replace(GREEDY, repetition_penalty=1.4),
+    ],
+    ids=["plain", "top-k", "min-p and penalty", "greedy with penalty"],
+)
 def test_log_probs_are_those_of_what_was_sampled_from(pair: Pair, params: SamplingParams):
     prompts = {r.uid: r.token_ids for r in pair.requests}
     worst = 0.0

@@ -136,6 +136,9 @@ REFUSED: list[tuple[dict, str]] = [
     ),
     ({"rollout__temperature": 1e-40}, "rollout.temperature=1e-40: samples would be greedy"),
     ({"rollout__top_k": 1}, "rollout.top_k=1: the 8 samples"),
+    ({"rollout__min_p": 1.0}, "rollout.min_p=1: the 8 samples"),
+    ({"rollout__min_p": 1.5}, "rollout.min_p=1.5: must be at most 1."),
+    ({"rollout__repetition_penalty": 0.0}, "rollout.repetition_penalty=0.0: must be greater than 0."),
     ({"rollout__stop": [""]}, "rollout.stop=['']: an empty stop string"),
     (
         {"rollout__enforce_eager": True},

@@ -24,6 +24,7 @@ PARAMS = [
     SamplingParams(n=2, top_p=1 / 3, stop=("\n", "ä")),
     SamplingParams(n=1, temperature=0, max_tokens=9),
     SamplingParams(n=3, top_k=4, ignore_eos=True),
+    SamplingParams(min_p=0.1, repetition_penalty=1.1),
 ]
 
 

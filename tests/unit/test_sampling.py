@@ -5,6 +5,14 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from rlhf.rollout import sampling
 from rlhf.rollout.engine import SamplingParams
@@ -39,9 +47,10 @@ def splitmix_reference(seed: int, step: int, uid: int, number: int, position: in
 
 
 def allowed_reference(logits: Tensor, params: SamplingParams) -> dict[int, float]:
-    """Token -> probability after temperature, top-k and top-p, by plain Python."""
+    """Token -> probability after temperature, min-p, top-k and top-p, by plain Python."""
     scaled = [x / params.temperature for x in logits.tolist()]
     ranked = sorted(range(len(scaled)), key=lambda t: (-scaled[t], t))
+    ranked = [t for t in ranked if math.exp(scaled[t] - scaled[ranked[0]]) >= params.min_p]
     if params.top_k > 0:
         ranked = ranked[: params.top_k]
     weights = [math.exp(scaled[t] - scaled[ranked[0]]) for t in ranked]
@@ -126,6 +135,8 @@ def test_noise_does_not_depend_on_the_batch() -> None:
         SamplingParams(top_k=4),
         SamplingParams(top_p=0.8),
         SamplingParams(temperature=2.0, top_k=6, top_p=0.7),
+        SamplingParams(min_p=0.2),
+        SamplingParams(temperature=2.0, min_p=0.4, top_k=6, top_p=0.7),
     ],
 )
 def test_frequencies_and_log_probs_are_those_of_the_distribution(params: SamplingParams) -> None:
@@ -161,6 +172,7 @@ def test_top_k_and_top_p_keep_exactly_the_reference_set() -> None:
             temperature=[0.7, 1.0, 1.3][trial % 3],
             top_k=[-1, 0, 1, 3, 8, 50][trial % 6],
             top_p=[1.0, 0.9, 0.31, 1e-6][trial % 4],
+            min_p=[0.0, 0.05, 0.3, 0.0, 1.0][trial % 5],
         )
         tokens, log_probs = draw(logits, 4000, params, seed=trial)
         allowed = allowed_reference(logits, params)
@@ -168,6 +180,42 @@ def test_top_k_and_top_p_keep_exactly_the_reference_set() -> None:
         assert {t for t, p in allowed.items() if p > 0.01} <= set(tokens.tolist())
         expected = torch.tensor([allowed[t] for t in tokens.tolist()]).log()
         torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["min-p, top-k", "min-p, top-p"])
+def test_the_distribution_is_that_of_transformers_processors_in_vllms_order(order: str) -> None:
+    """vLLM: the penalty, the temperature, min-p, top-k, top-p (vllm/v1/sample/sampler.py)."""
+    rows, vocab = 600, 80
+    generator = torch.Generator().manual_seed(11)
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    history = torch.randint(vocab, (rows, 30), generator=generator)
+    seen = torch.zeros(rows, vocab, dtype=torch.bool).scatter(1, history, True)
+    last = {"top_k": 12} if order == "min-p, top-k" else {"top_p": 0.6}
+    params = SamplingParams(temperature=1.4, min_p=0.03, repetition_penalty=1.7, **last)
+    processors = LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
+            TemperatureLogitsWarper(params.temperature),
+            MinPLogitsWarper(params.min_p),
+            TopKLogitsWarper(params.top_k) if params.top_k > 0 else TopPLogitsWarper(params.top_p),
+        ]
+    )
+    expected = processors(history, logits.clone()).log_softmax(-1)
+    drawn = [sample(logits, keys_of(seed, 0, rows), params, seen) for seed in range(10)]
+    for tokens, log_probs in drawn:
+        torch.testing.assert_close(log_probs, expected.gather(1, tokens[:, None])[:, 0], rtol=0, atol=2e-6)
+    kept = torch.zeros(rows, vocab).scatter(1, torch.stack([tokens for tokens, _ in drawn], 1), 1)
+    assert (kept > 0).sum() > 2 * rows, "more than the likeliest are drawn"
+    plain = sample(logits, keys_of(0, 0, rows), SamplingParams(temperature=1.4, **last))
+    assert not torch.equal(plain[0], drawn[0][0])
+
+
+def test_a_greedy_token_is_that_after_the_penalty_with_its_log_prob() -> None:
+    logits, seen = torch.tensor([[3.0, 2.0, -1.0], [-1.0, -1.1, -9.0]]), torch.tensor([[True, False, False]] * 2)
+    tokens, log_probs = sample(logits, keys_of(0, 0, 2), SamplingParams(temperature=0, repetition_penalty=2.0), seen)
+    assert tokens.tolist() == [1, 1]
+    changed = torch.tensor([[1.5, 2.0, -1.0], [-2.0, -1.1, -9.0]])
+    torch.testing.assert_close(log_probs, changed.log_softmax(-1)[:, 1])
 
 
 def awkward_logits(kind: str, rows: int, vocab: int) -> Tensor:

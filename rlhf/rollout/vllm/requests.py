@@ -28,6 +28,8 @@ def sampling_kwargs(
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
         "max_tokens": params.max_tokens,
         "seed": request_seed,
         "logprobs": 0,  # of the sampled token alone
