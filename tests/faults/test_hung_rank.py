@@ -117,9 +117,9 @@ import torch, torch.distributed as dist
 from rlhf.config import TrainerConfig
 from rlhf.ranks import collectives
 collectives.start(TrainerConfig(device="cpu"))
-status.event(5, "step.begin")
 dist.barrier()
 (run_dir / "hung").touch()
+status.event(5, "step.begin")
 if rank == 1:
     hanger.wait_for_nobody()
 status.event(5, "rollout.before")

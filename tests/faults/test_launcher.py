@@ -28,7 +28,7 @@ from tests.support.undisturbed import EXPORT
 
 UNSAFE = {
     "a_thread": (
-        "import threading, time\nthreading.Thread(target=time.sleep, args=[60], daemon=True).start()",
+        "import threading, time\nthreading.Thread(target=time.sleep, args=[600], daemon=True).start()",
         r"2 threads run in it \(",
     ),
     "a_group": (
@@ -90,7 +90,7 @@ def test_a_thread_is_seen_at_the_fork_and_not_only_at_the_import(supervised, tmp
     """The first attempt is forked; the thread that comes later makes the second one plain."""
     (tmp_path / "late.py").write_text(
         "import os, signal, threading, time\n"
-        "sleep = lambda *_: threading.Thread(target=time.sleep, args=[60], daemon=True).start()\n"
+        "sleep = lambda *_: threading.Thread(target=time.sleep, args=[600], daemon=True).start()\n"
         "signal.signal(signal.SIGUSR2, sleep)\n"
     )
     code = supervised(
@@ -99,7 +99,8 @@ peers_started()
 if number == 1:
     assert os.getppid() != supervisor
     rank == 0 and os.kill(os.getppid(), signal.SIGUSR2)
-    time.sleep(1)
+    while len(os.listdir(f"/proc/{os.getppid()}/task")) < 2:
+        time.sleep(0.01)
     sys.exit(1)
 assert os.getppid() == supervisor
 """,

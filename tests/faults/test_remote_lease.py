@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ from tests.support.remotes import DEADLINE_S, complete_steps, copy_all, make_run
 from tests.support.sections import prepare, remote_copies, remote_store
 
 EXPIRY_S = 0.6
+LONG_S = 60.0
+"""In its place where a living machine renews: it must not look dead because this process was kept waiting."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,15 +61,26 @@ def machine(name: str, store: RemoteStore, tmp_path: Path, leases: list[Lease]) 
     return leases[-1]
 
 
+def holds(lease: Lease) -> bool:
+    try:
+        lease.confirm()
+    except UserError:
+        return False
+    return True
+
+
 def die(lease: Lease) -> None:
-    """Renew no more, and give nothing back."""
+    """Renew no more, and give nothing back; also not by a renewal that was under way."""
     lease._stop.set()
-    time.sleep(0.15)  # a renewal that was under way
+    for thread in threading.enumerate():
+        if getattr(thread, "_target", None) == lease._keep:
+            thread.join(DEADLINE_S)
 
 
-def test_a_second_machine_is_refused_and_told_who_is_there(store, tmp_path, leases):
+def test_a_second_machine_is_refused_and_told_who_is_there(store, tmp_path, leases, monkeypatch):
     first, second = (machine(name, store, tmp_path, leases) for name in ("alpha", "beta"))
     first.take()
+    monkeypatch.setattr(lease_module, "EXPIRY_S", LONG_S)
     with pytest.raises(UserError, match=rf"is in use by alpha \({tmp_path}/alpha, process {os.getpid()}\)"):
         second.take()
     time.sleep(2 * EXPIRY_S)
@@ -83,7 +97,7 @@ def test_the_lease_of_a_dead_machine_ends_by_itself(store, tmp_path, leases):
     die(first)
     started = time.monotonic()
     second.take()
-    assert EXPIRY_S <= time.monotonic() - started < EXPIRY_S + 10
+    assert EXPIRY_S <= time.monotonic() - started < LONG_S
     # It was only cut off, and is back.
     with pytest.raises(UserError, match="is in use by beta"):
         first.confirm()
@@ -92,7 +106,7 @@ def test_the_lease_of_a_dead_machine_ends_by_itself(store, tmp_path, leases):
 
 
 def test_who_leaves_in_order_keeps_nobody_waiting(store, tmp_path, leases, monkeypatch):
-    monkeypatch.setattr(lease_module, "EXPIRY_S", 60.0)
+    monkeypatch.setattr(lease_module, "EXPIRY_S", LONG_S)
     first, second = (machine(name, store, tmp_path, leases) for name in ("alpha", "beta"))
     first.take()
     first.release()
@@ -101,7 +115,7 @@ def test_who_leaves_in_order_keeps_nobody_waiting(store, tmp_path, leases, monke
 
 
 def test_a_dead_process_of_this_machine_keeps_nobody_waiting(store, tmp_path, leases, monkeypatch):
-    monkeypatch.setattr(lease_module, "EXPIRY_S", 60.0)
+    monkeypatch.setattr(lease_module, "EXPIRY_S", LONG_S)
     first, second = (machine(name, store, tmp_path, leases) for name in ("alpha", "beta"))
     first.take()
     die(first)
@@ -155,32 +169,33 @@ def test_a_holder_killed_while_it_renewed_leaves_it_to_the_run(store, tmp_path, 
 def test_one_of_many_at_the_same_time_gets_it(store, tmp_path, leases, monkeypatch):
     monkeypatch.setattr(lease_module, "SETTLE_S", 1.0)
     racing = [machine(f"host-{number}", store, tmp_path, leases) for number in range(8)]
-    outcomes: list[str] = []
+    holding: list[Lease] = []
     together = threading.Barrier(len(racing))
 
     def race(lease: Lease) -> None:
         together.wait(DEADLINE_S)
-        try:
+        with suppress(UserError):
             lease.take()
-            outcomes.append("holds")
-        except UserError:
-            outcomes.append("refused")
+            holding.append(lease)
 
     for over in ("nobody's", "a dead one's"):
-        outcomes.clear()
+        holding.clear()
         threads = [threading.Thread(target=race, args=(lease,)) for lease in racing]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(DEADLINE_S)
-        assert sorted(outcomes) == ["holds"] + ["refused"] * 7, over
+        # Of two that took it further apart than SETTLE_S, the first finds out when it looks next.
+        assert [holds(lease) for lease in holding].count(True) == 1, over
+        assert len(holding) < len(racing), over
         for lease in racing:
             lease.release()
         racing = [machine(f"next-{number}", store, tmp_path, leases) for number in range(8)]
         store.write(LEASE, [b'{"host": "dead"'])  # torn by a kill
 
 
-def test_a_start_on_another_machine_is_refused_before_it_fetches(tmp_path, leases):
+def test_a_start_on_another_machine_is_refused_before_it_fetches(tmp_path, leases, monkeypatch):
+    monkeypatch.setattr(lease_module, "EXPIRY_S", LONG_S)
     config = make_run(tmp_path / "a", 2, remote=f"file://{tmp_path}/remote")
     assert copy_all(config) == []
     holder = machine("alpha", remote_store(config), tmp_path, leases)

@@ -141,12 +141,13 @@ def test_all_calls_and_all_errors(start: Start, domains):
 def lose_rank_1(rank: int, how: str) -> tuple[list[Any], float]:
     """Rank 1 dies, or does not answer, before each kind of call; what rank 0 gets to know, and the seconds until
     then."""
-    coordinator = make_coordinator().another(timedelta(seconds=60 if how == "dies" else 1.0))
-    assert coordinator.gather(rank) == [0, 1]
+    patient = make_coordinator()
+    coordinator = patient.another(timedelta(seconds=60 if how == "dies" else 2.0))
+    assert patient.gather(rank) == [0, 1]
     if rank == 1:
         if how == "dies":
             die()
-        time.sleep(2.5)
+        patient.gather("has heard")
         return [], 0.0
     started = time.monotonic()
     block = torch.empty(3)
@@ -163,7 +164,10 @@ def lose_rank_1(rank: int, how: str) -> tuple[list[Any], float]:
         with pytest.raises(LostPeer) as lost:
             call()
         caught.append(str(lost.value).partition(":")[0])
-    return caught, time.monotonic() - started
+    seconds = time.monotonic() - started
+    if how != "dies":
+        patient.gather("heard")
+    return caught, seconds
 
 
 @pytest.mark.parametrize("how", ["dies", "does not answer"])
@@ -173,9 +177,9 @@ def test_a_lost_rank(start: Start, how):
     assert len(told) == (6 if how == "dies" else 1)
     if how == "dies":
         assert other == "died"
-        assert seconds < 30
+        assert seconds < 50
     else:
-        assert 0.9 < seconds < 30
+        assert 1.9 < seconds < 50
 
 
 def fail_on_rank_1(rank: int) -> None:

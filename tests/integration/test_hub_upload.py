@@ -181,7 +181,7 @@ def test_a_hub_that_is_not_there(server, monkeypatch):
 def test_a_hub_that_says_nothing(server, monkeypatch):
     monkeypatch.setattr(hub, "SILENCE_S", 0.2)
     over = threading.Event()
-    server.before = lambda number, request: over.wait(20) and None
+    server.before = lambda number, request: over.wait(120) and None
     try:
         assert "timed out" in refused(server, REPOSITORY)
     finally:

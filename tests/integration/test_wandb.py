@@ -31,7 +31,7 @@ def launch(
     run_dir: Path, mode: str, *arguments: str, url: str = "http://127.0.0.1:9", key: str | None = "a" * 40
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.support.tracking_run", str(run_dir), "wandb", mode, *arguments]
-    return subprocess.run(command, env=environment(run_dir, url, key), capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment(run_dir, url, key), capture_output=True, text=True, timeout=300)
 
 
 def nested(item: dict, name: str) -> dict:
@@ -132,7 +132,7 @@ def test_a_failed_start_is_one_error_and_training_goes_on(tmp_path: Path, troubl
     began = time.monotonic()
     end = launch(run_dir, "online", "none", "5", key=None if trouble == "no login" else "a" * 40)
     assert end.returncode == 0
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 90
     assert [record["step"] for record in History(run_dir / "metrics.jsonl").records()] == list(range(6))
     lines = [line for line in end.stderr.splitlines() if "training goes on" in line]
     assert len(lines) == 1
@@ -146,7 +146,7 @@ def test_uploads_that_hang_do_not_hold_the_exit(tmp_path: Path) -> None:
         began = time.monotonic()
         end = launch(tmp_path / "run", "online", "none", "5", url=f"http://127.0.0.1:{server.server_port}")
         assert end.returncode == 0
-        assert 2 <= time.monotonic() - began < 30
+        assert 2 <= time.monotonic() - began < 90
         assert "wandb failed to finish" in end.stderr
 
 

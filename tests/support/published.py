@@ -62,7 +62,7 @@ def steps(run_dir: Path) -> list[int | None]:
     return [step_of(path) for path in scan(run_dir)][::-1]
 
 
-def eventually(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
+def eventually(condition: Callable[[], bool], deadline_s: float = 120.0) -> None:
     """Wait for what another thread does; fails after `deadline_s`."""
     end = time.monotonic() + deadline_s
     while not condition():

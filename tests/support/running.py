@@ -16,7 +16,7 @@ def running(text: str) -> list[str]:
 
 
 def wait_until_gone(text: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while running(text) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not running(text)

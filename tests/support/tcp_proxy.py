@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 GARBAGE = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 13\r\n\r\n{"choices": 7'
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Proxy:

@@ -288,7 +288,7 @@ def check_hub_names(home: Path, *names: str) -> list[str]:
 def test_unreachable_hub_name_fails_fast(tmp_path):
     started = time.monotonic()
     (answer,) = check_hub_names(tmp_path, "some-org/some_set:main@train")
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
     for part in (
         "data.train_files=some-org/some_set:main@train",
         "no such local file",

@@ -1,7 +1,7 @@
 import os
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,13 +12,14 @@ from rlhf.ranks import lock
 from rlhf.ranks.lock import run_lock, run_lock_together, wait_for_ranks
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
+# Ends with its input.
 RANK = """
-import sys, time
+import sys
 from pathlib import Path
 from rlhf.ranks.lock import hold_rank_lock
 hold_rank_lock(Path(sys.argv[1]))
 print("held", flush=True)
-time.sleep(float(sys.argv[2]))
+sys.stdin.read()
 """
 
 
@@ -93,12 +94,13 @@ def test_a_launch_holds_the_directory_until_its_last_rank_leaves(tmp_path, last)
 def rank(tmp_path):
     processes = []
 
-    def start(seconds: float) -> None:
+    def start() -> subprocess.Popen:
         process = subprocess.Popen(
-            [sys.executable, "-c", RANK, tmp_path, str(seconds)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", RANK, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         processes.append(process)
         assert process.stdout.readline() == "held\n"
+        return process
 
     yield start
     for process in processes:
@@ -107,14 +109,17 @@ def rank(tmp_path):
 
 
 def test_start_waits_for_every_rank_of_a_predecessor(tmp_path, rank):
-    rank(0.4)
-    rank(0.8)
-    start = time.monotonic()
-    wait_for_ranks(tmp_path)
-    assert time.monotonic() - start > 0.5
+    first, second = rank(), rank()
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(wait_for_ranks, tmp_path)
+        first.communicate()
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        second.communicate()
+        waiting.result(60)
 
 
 def test_ranks_that_stay_are_an_error_after_the_deadline(tmp_path, rank):
-    rank(30)
+    rank()
     with pytest.raises(UserError, match=f"{tmp_path}.*still alive after 0.2 s"):
         wait_for_ranks(tmp_path, deadline_s=0.2)

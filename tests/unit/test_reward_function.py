@@ -5,13 +5,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from rlhf.config import RewardConfig, RewardModelConfig
 from rlhf.errors import UserError
 from rlhf.reward import RewardError, RewardItem, build_reward, check_reward
+from tests.support.published import eventually
 from tests.support.running import running, wait_until_gone
 
 FUNCTION = "def score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -75,7 +75,7 @@ def test_what_the_function_started_is_killed_with_it(reward_of):
 
 
 def test_start_up_does_not_count_against_the_deadline(reward_of):
-    reward = reward_of("return 1.0", head="import time\ntime.sleep(0.8)\n", timeout_s=0.4, num_workers=1)
+    reward = reward_of("return 1.0", head="import time\ntime.sleep(2.5)\n", timeout_s=2.0, num_workers=1)
     assert reward.score(items("x"))[0].timeouts == 0
 
 
@@ -161,13 +161,9 @@ def test_close_ends_a_process_in_the_middle_of_a_sample(reward_of, tmp_path):
 
     thread = threading.Thread(target=run)
     thread.start()
-    deadline = time.monotonic() + 20
-    while not begun.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    started = time.monotonic()
+    eventually(begun.exists)
     reward.close()
-    thread.join(10)
-    assert time.monotonic() - started < 5
+    thread.join(120)
     assert len(errors) == 1
     wait_until_gone(f"{tmp_path}/my_reward.py")
 
@@ -183,9 +179,7 @@ def test_a_busy_process_dies_with_a_killed_parent(tmp_path):
         "r.score([RewardItem('s', 'r', 'g', {}, [])])\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
-    deadline = time.monotonic() + 20
-    while not begun.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    eventually(begun.exists)
     assert running(f"{tmp_path}/my_reward.py")
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()

@@ -68,7 +68,7 @@ class Model:
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         self.called_in.append(threading.current_thread())
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while self.waits_for and not self.waits_for.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not self.waits_for or self.waits_for.exists(), "the functions must work meanwhile"

@@ -133,7 +133,7 @@ with RunOutput(sys.argv[2], Redaction({})) as output:
         os.close(pipe[0])
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         assert path.read_text() == "first\nsecond\nthird\n"
 
 

@@ -23,7 +23,7 @@ print(flag.requested)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_rank_notes_the_request_and_lives_on(number):
-    result = subprocess.run([sys.executable, "-c", RANK, str(int(number))], capture_output=True, text=True, timeout=30)
+    result = subprocess.run([sys.executable, "-c", RANK, str(int(number))], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
 
 
@@ -32,7 +32,7 @@ def test_a_signal_that_nohup_ignores_stays_ignored():
         ["sh", "-c", f"trap '' HUP; exec {sys.executable} -c '{RANK}' {int(signal.SIGHUP)}"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
     assert (result.returncode, result.stdout) == (0, "False\n"), result.stderr
 
@@ -81,7 +81,7 @@ def test_waiting_ends_with_a_signal():
     with StopRequest() as stop:
         start = time.monotonic()
         stop.wait(0.2)
-        assert 0.2 <= time.monotonic() - start < 30
+        assert 0.2 <= time.monotonic() - start < 120
         os.kill(os.getpid(), signal.SIGUSR1)
         stop.wait(600)
         assert time.monotonic() - start < 60

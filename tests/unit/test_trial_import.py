@@ -85,7 +85,7 @@ def test_an_error_of_the_body_waits_for_no_import(folder, trial):
     start, before = time.monotonic(), children()
     with pytest.raises(ValueError, match="of the body"), trial("waits.py"):
         raise ValueError("of the body")
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 120
     assert children() == before
 
 
@@ -110,7 +110,7 @@ def test_what_a_file_has_left_behind_holds_nothing_up(folder):
     start = time.monotonic()
     with pytest.raises(UserError, match="on import"), as_estimator("starts.py"):
         pass
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 120
     os.kill(int((folder / "left").read_text()), signal.SIGKILL)
 
 
@@ -125,7 +125,7 @@ def test_an_import_ends_with_the_process_that_wanted_it(folder):
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
-    left, end = Path(f"/proc/{child}"), time.monotonic() + 20
+    left, end = Path(f"/proc/{child}"), time.monotonic() + 120
     while left.exists() and time.monotonic() < end:
         time.sleep(0.05)
     assert not left.exists()
