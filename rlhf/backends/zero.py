@@ -40,8 +40,8 @@ class ZeroState:
         self._ranges = dict(_ranges(engine, optimizer, self._stage))
         # At stage 0 every rank has everything.
         self._owner = self._stage > 0 or dist.get_rank() == 0
-        flats = {id(held.flat): held.flat for held in self._ranges.values()}.values()
-        for flat in flats:
+        self._flats = {id(held.flat): held.flat for held in self._ranges.values()}
+        for flat in self._flats.values():
             optimizer.state[flat] = empty_moments(flat)
         # The parameters of a flat tensor have one step count between them, a checkpoint has one for each.
         self._steps = {name: torch.zeros(()) for name in self._ranges}
@@ -60,8 +60,10 @@ class ZeroState:
 
     def stepped(self) -> None:
         """Read the step counts anew."""
+        # Once for each flat tensor: on a GPU the count lies there.
+        counts = {key: float(self._optimizer.state[flat]["step"]) for key, flat in self._flats.items()}
         for name, held in self._ranges.items():
-            self._steps[name].copy_(self._optimizer.state[held.flat]["step"])
+            self._steps[name].fill_(counts[id(held.flat)])
 
     @torch.no_grad()
     def refresh(self) -> None:

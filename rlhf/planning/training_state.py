@@ -35,7 +35,7 @@ class TrainingState:
     root: int = 0
     """Weights and gradients of the embedding with the buffers that they are reduced in, after the layers."""
     stepped: int = 0
-    """Temporaries of the optimizer's step."""
+    """Temporaries of the optimizer's step: DeepSpeed's; the fused AdamW has none."""
     loaded: int = 0
     """Whole weights while the engine is made, of which ZeRO 3 has one tensor at a time."""
     standing: int = 0
@@ -91,7 +91,6 @@ def _fsdp2(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingSta
     shards, gathered = sharded(model.weights, ranks), _gathered(model, config, ranks)
     head = math.prod(model.head)
     own = head if model.has_own_head else 0
-    shard = max((sharded({name: shape}, ranks) for name, shape in model.weights.items()), default=0)
     return TrainingState(
         4 * shards,
         4 * MOMENTS * shards,
@@ -103,7 +102,6 @@ def _fsdp2(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingSta
         head_left=4 * own or width * head,
         layer=(8 + width) * layer + 4 * math.ceil(layer / ranks),
         root=(4 + 2 * width) * root + 4 * math.ceil(root / ranks),
-        stepped=8 * shard,
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
@@ -85,7 +86,8 @@ def life_of_two_engines(kind: str, folder: Path) -> dict[str, Any]:
     saver = make_checkpointer(config, through, 2)
     saver.save(2)
     said["saved"] = look_at(through)
-    train(other, 7, 8)  # so that it is never at the position of what it loads
+    train(other, 7)  # so that it is never at the position of what it loads
+    said["kernels"] = kernels_of_step(other, 8)
     saver.finish()
     said["loaded"] = {"+".join(items): load_only(items, other, config) for items in LOADED}
 
@@ -113,6 +115,33 @@ def test_a_resumed_run_has_the_same_bits(found, kind):
     assert equal_bits(run["resumed"], run["saved"])
     assert not equal_bits(run["ends"][0]["logits"], run["saved"]["logits"])
     assert equal_bits(run["ends"][0], run["ends"][1])
+
+
+def kernels_of_step(backend: TrainingBackend, step: int) -> list[str]:
+    """What torch was asked for while the optimizer stepped, clipping included, without repetitions."""
+    accumulate(backend, step)
+    with CalledOperators() as called:
+        backend.optimizer_step()
+    return sorted(called.names)
+
+
+class CalledOperators(TorchDispatchMode):
+    """Names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_adamw_steps_in_one_fused_call(found, kind):
+    kernels = found[kind]["kernels"]
+    assert "_fused_adamw_" in kernels
+    assert not {"addcdiv_", "_foreach_addcdiv_", "lerp_", "_foreach_lerp_"} & set(kernels)
 
 
 def throw_away(backend: TrainingBackend) -> None:

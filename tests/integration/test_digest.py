@@ -21,8 +21,8 @@ from tests.support.launching import ranks
 # 3.
 KNOWN: dict[tuple[str, str, str], dict[str, str]] = {
     ("2.13.0+cpu", "GenuineIntel", "AVX512"): {
-        "model": "c2f952deaba33aafacb956d550b63902ab7b599b75f2bbb54b0db228da97cf67",
-        "optimizer": "068675b0346dbfd61e437b340a3bcfc35036ce580ac2d7ad872b6a27b56acd01",
+        "model": "5340aeac4d4d34db1f89e1827183ddc8656bb51c5f3bbc3a4049f59a088bb67f",
+        "optimizer": "2de9b6ac78a14f75c88574d2c9b1c529f9a7c1f81d1784c3a201199fd7017685",
         "driver_state": "88717713f2f347b62f761248fc2aace99526ad5cc7ad21bfabd4ded380efb69d",
     },
 }
