@@ -43,9 +43,16 @@ class Batch:
     """[N, R] float32 by the training engine before the first update; None when the update itself is the first look."""
     ref_log_probs: Tensor | None = None
     """[N, R] float32."""
+    loss_mask: Tensor | None = None
+    """[N, R] float32, 1 on those tokens of the mask that the policy's loss counts; None counts all."""
     staleness: Tensor | None = None
     """[N] int64: steps between the policy that sampled and the one before the update; None when that is 0 for every
     sample on every rank."""
+
+    @property
+    def counted(self) -> Tensor:
+        """[N, R] float32, 1 on the tokens that the loss counts."""
+        return self.response_mask if self.loss_mask is None else self.loss_mask
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

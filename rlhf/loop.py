@@ -135,7 +135,7 @@ def estimate(c: Components, home: Batch, work: SharedWork) -> dict[str, float]:
     if c.reference is not None:
         with c.clock.phase("ref"):
             batch.ref_log_probs = c.reference.all_log_probs(batch, work.spread)
-    if c.actor.moves_within_batch or c.advantages.uses_kl:
+    if c.actor.needs_old_log_probs or c.advantages.uses_kl:
         with c.clock.phase("old_log_prob"):
             batch.old_log_probs = c.actor.all_log_probs(batch, work.spread)
     if c.critic is not None:

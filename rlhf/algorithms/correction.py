@@ -1,4 +1,6 @@
-"""Importance weights for samples of an engine whose policy is not quite the one in training."""
+"""Importance weights and masks for samples of an engine whose policy is not quite the one in training."""
+
+import math
 
 import torch
 from torch import Tensor
@@ -10,9 +12,16 @@ LOG_RATIO_BOUND = 20.0
 
 @torch.no_grad()
 def rollout_is_weights(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, level: str, threshold: float
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    level: str,
+    threshold: float,
+    lower: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Truncated importance weights min(exp(old - rollout), threshold) for the policy loss; no gradient.
+
+    With `lower`, those below it and above `threshold` are 0 instead: masked on both sides.
 
     Args:
         old_log_probs: [N, R] by the training engine, before the update.
@@ -21,16 +30,57 @@ def rollout_is_weights(
         level: `token`, each by itself; or `sequence`, the product over the response, the same on all its tokens. The
             logarithm is kept within +-20.
         threshold: the largest weight.
+        lower: the smallest weight; None truncates.
 
     Returns:
-        The weights, and which were truncated as 0 or 1; both [N, R] and 0 outside the mask.
+        The weights, and which were truncated or masked as 0 or 1; both [N, R] and 0 outside the mask.
 
     Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025) for tokens; Liu
-    et al., "When Speed Kills Stability" (2025) for sequences.
+    et al., "When Speed Kills Stability" (2025) for sequences; IcePop, in Ring-1T (arXiv 2510.18855), for both sides.
     """
     log_ratios = masked(old_log_probs - rollout_log_probs, mask)
     if level == "sequence":
         log_ratios = log_ratios.sum(dim=1, keepdim=True).expand_as(mask)
     ratios = torch.exp(torch.clamp(log_ratios, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
-    truncated = (ratios > threshold).to(ratios.dtype)
-    return masked(ratios.clamp(max=threshold), mask), masked(truncated, mask)
+    outside = ratios > threshold if lower is None else (ratios > threshold) | (ratios < lower)
+    weights = ratios.clamp(max=threshold) if lower is None else torch.where(outside, 0.0, ratios)
+    return masked(weights, mask), masked(outside.to(ratios.dtype), mask)
+
+
+@torch.no_grad()
+def accepted(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, kind: str, threshold: float, lower: float | None
+) -> Tensor:
+    """Tokens on which the trainer's policy is near enough to the rollout engine's: rejection sampling by a divergence.
+
+    With d = old - rollout, within +-20, the divergence of a token is `k1`: d; `k2`: d^2 / 2; `k3`: exp(d) - 1 - d.
+
+    Args:
+        old_log_probs, rollout_log_probs, mask: [N, R] each, as in `rollout_is_weights`.
+        kind: `token_k1` for each token by itself; `seq_sum_k1`, `seq_mean_k1` or `seq_max_k1` for whole responses by
+            the sum, mean or largest of their tokens' divergences; and so for k2 and k3. The mean of k1 is the logarithm
+            of the geometric mean of the ratios.
+        threshold: largest divergence of k2 and k3; of k1 the largest ratio, exp(d).
+        lower: the smallest ratio of k1; None is 1 / threshold.
+
+    Returns:
+        [N, R] in the type of the mask: 1 on the tokens to train on, 0 outside the mask.
+
+    Source: Liu et al., "When Speed Kills Stability" (2025), as in verl's rollout correction.
+    """
+    level, divergence = kind.rsplit("_", 1)
+    d = torch.clamp(masked(old_log_probs - rollout_log_probs, mask), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    values = {"k1": d, "k2": d.square() / 2, "k3": torch.exp(d) - 1 - d}[divergence]
+    if level == "seq_max":
+        # A divergence other than k1 is never below 0, which is what it is outside the mask.
+        values = values.amax(dim=1, keepdim=True) if values.shape[1] else values
+    elif level != "token":
+        values = values.sum(dim=1, keepdim=True)
+        if level == "seq_mean":
+            values = values / mask.bool().sum(dim=1, keepdim=True).clamp(min=1)
+    if divergence == "k1":
+        least = math.log(1 / threshold if lower is None else lower)
+        near = (values >= least) & (values <= math.log(threshold))
+    else:
+        near = values <= threshold
+    return masked(near.to(mask.dtype).expand_as(mask), mask).to(mask.dtype)

@@ -5,6 +5,13 @@ from dataclasses import dataclass
 from rlhf.config.actor import KL_KINDS
 from rlhf.config.fields import setting
 
+ROLLOUT_RS = (
+    *(f"token_{divergence}" for divergence in ("k1", "k2", "k3")),
+    *(f"seq_{of_all}_{divergence}" for of_all in ("sum", "mean") for divergence in ("k1", "k2", "k3")),
+    *(f"seq_max_{divergence}" for divergence in ("k2", "k3")),
+)
+"""Ways to measure how far apart the policies of trainer and rollout engine are on a token or a response."""
+
 
 @dataclass
 class KlCtrlConfig:
@@ -42,6 +49,17 @@ class RolloutCorrectionConfig:
     null weighs only samples that are older than the policy, by `token`."""
     rollout_is_threshold: float = setting(2.0, gt=0)
     """Largest weight."""
+    rollout_is_threshold_lower: float | None = setting(None, gt=0)
+    """Smallest weight: one below it, or above `rollout_is_threshold`, becomes 0 (IcePop's masking on both sides; in
+    verl the threshold `0.5_5.0`). null truncates."""
+    rollout_rs: str | None = setting(None, choices=ROLLOUT_RS)
+    """Rejection: leave tokens, or whole responses (`seq_`), out of the policy's loss where the trainer's policy is too
+    far from the rollout engine's, by a divergence of each token and its sum, mean or largest over a response. Needs one
+    more forward pass where the batch is one optimizer step."""
+    rollout_rs_threshold: float | None = setting(None, gt=0)
+    """Largest divergence; for `k1` the largest ratio of the probabilities."""
+    rollout_rs_threshold_lower: float | None = setting(None, gt=0)
+    """Smallest ratio, for `k1`; null means 1 / `rollout_rs_threshold`."""
 
 
 @dataclass

@@ -89,6 +89,47 @@ def _wrong_name(setting: str, name: str, known: Collection[str], takes: tuple[st
     )
 
 
+def correction_problems(config: Config) -> Iterator[str]:
+    """Bounds of the correction for the rollout engine's policy that are missing, crossed or of no effect; one line
+    each."""
+    c, section = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    lower, upper, least, kind = (
+        c.rollout_is_threshold_lower,
+        c.rollout_is_threshold,
+        c.rollout_rs_threshold_lower,
+        c.rollout_rs,
+    )
+    if lower is not None and c.rollout_is is None:
+        yield (
+            f"{section}.rollout_is_threshold_lower={lower}: has effect only with {section}.rollout_is; "
+            "set rollout_is=token."
+        )
+    elif lower is not None and lower >= upper:
+        yield (
+            f"{section}.rollout_is_threshold_lower={lower}: must be less than {section}.rollout_is_threshold={upper}."
+        )
+    if kind is None:
+        for key in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
+            if (value := getattr(c, key)) is not None:
+                yield f"{section}.{key}={value}: has effect only with {section}.rollout_rs; set rollout_rs=token_k1."
+        return
+    if c.rollout_rs_threshold is None:
+        usual = 2.0 if kind.endswith("k1") else 0.1
+        yield f"{section}.rollout_rs={kind}: needs a bound; set {section}.rollout_rs_threshold, e.g. to {usual}."
+    elif kind.endswith("k1"):
+        smallest = 1 / c.rollout_rs_threshold if least is None else least
+        if smallest >= c.rollout_rs_threshold:
+            yield (
+                f"{section}.rollout_rs_threshold={c.rollout_rs_threshold}: is the largest ratio of {kind}, and must be "
+                f"more than the smallest, {smallest:g} ({section}.rollout_rs_threshold_lower={least})."
+            )
+    if least is not None and not kind.endswith("k1"):
+        yield (
+            f"{section}.rollout_rs_threshold_lower={least}: is the smallest ratio of a k1, and has no effect with "
+            f"rollout_rs={kind}; set it to null."
+        )
+
+
 def _samples(config: Config) -> Iterator[str]:
     name, rollout = config.algorithm.adv_estimator, config.rollout
     estimator = _estimator(config)

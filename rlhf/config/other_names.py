@@ -87,6 +87,9 @@ SETTINGS_OF_OTHERS = {
     "use_vllm": "rollout",
     "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "vllm_importance_sampling_cap": "algorithm.rollout_correction.rollout_is_threshold",
+    "vllm_importance_sampling_clip_max": "algorithm.rollout_correction.rollout_is_threshold",
+    "vllm_importance_sampling_clip_min": "algorithm.rollout_correction.rollout_is_threshold_lower",
+    "vllm_importance_sampling_mode": "algorithm.rollout_correction.rollout_is",
     "vllm_tensor_parallel_size": "rollout.tensor_model_parallel_size",
     "warmup_steps": "actor.optim.lr_warmup_steps",
     # OpenRLHF

@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from rlhf.config import BackendConfig, Config
-from rlhf.config.algorithm_rules import algorithm_problems
+from rlhf.config.algorithm_rules import algorithm_problems, correction_problems
 from rlhf.config.checkpoint_rules import checkpoint_problems
 from rlhf.config.other_names import MINUS_ONE
 from rlhf.config.rollout_rules import missing_engine, rollout_problems
@@ -56,6 +56,7 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: b
             _optimizers,
             _losses,
             _kl,
+            correction_problems,
             rollout_problems,
             _filter_groups,
             algorithm_problems,

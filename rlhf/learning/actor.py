@@ -1,10 +1,12 @@
 """Actor: the policy in training."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from rlhf.algorithms.aggregation import loss_sum
-from rlhf.algorithms.correction import rollout_is_weights
+from rlhf.algorithms.correction import accepted, rollout_is_weights
 from rlhf.algorithms.kl import kl_estimate
 from rlhf.algorithms.lookup import load_policy_loss
 from rlhf.algorithms.statistics import masked
@@ -15,6 +17,7 @@ from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
 from rlhf.learning.spread import Spread
 from rlhf.learning.update import Counts, Figures, Passes, Share, update
+from rlhf.ranks.collectives import all_sum
 
 
 class Actor(Policy):
@@ -42,32 +45,35 @@ class Actor(Policy):
         self.backend, self._config, self._correction, self._scale = backend, config, correction, scale
         self._policy_loss = load_policy_loss(config.policy_loss.loss_mode)
         self._passes = Passes(config.ppo_epochs, config.ppo_max_token_len_per_gpu, config.loss_agg_mode)
-        # With one optimizer step per batch the update's own pass sees the policy that the old log-probs are of.
-        self.moves_within_batch = config.ppo_epochs * mini_batches > 1
+        # With one optimizer step per batch the update's own pass sees the policy that the old log-probs are of; but
+        # which tokens it counts must be known before.
+        self.needs_old_log_probs = config.ppo_epochs * mini_batches > 1 or correction.rollout_rs is not None
 
     def update(self, batch: Batch, spread: Spread, guards: Guards) -> Figures:
         """The optimizer steps on a step's samples, of which `batch` is this rank's part; returns `actor/...` and
         `rollout/...` figures. Collective.
 
-        Needs `advantages`, `ref_log_probs` when there is a reference, and `old_log_probs` when the policy moves within
-        the batch.
+        Needs `advantages`, `ref_log_probs` when there is a reference, and `old_log_probs` if `needs_old_log_probs`.
         """
-        figures = update(self.backend, batch, spread, self._passes, self._share_of, guards, "actor")
+        rejected: Figures = {}
+        if self._correction.rollout_rs is not None and guards.refused is None:
+            batch, rejected = self._reject(batch, self._correction.rollout_rs)
+        figures = rejected | update(self.backend, batch, spread, self._passes, self._share_of, guards, "actor")
         return {name if "/" in name else f"actor/{name}": value for name, value in figures.items()}
 
     def _share_of(self, micro: Batch, counts: Counts) -> Share:
         assert micro.advantages is not None
-        config, mask = self._config, micro.response_mask
+        config, mask, counted = self._config, micro.response_mask, micro.counted
 
         def aggregate(values: Tensor) -> Tensor:
-            return loss_sum(values, mask, config.loss_agg_mode, self._scale) / counts.loss
+            return loss_sum(values, counted, config.loss_agg_mode, self._scale) / counts.loss
 
         def token_mean(values: Tensor) -> Tensor:
             return loss_sum(values.detach(), mask, "token-mean") / counts.tokens
 
         log_probs, entropy = self.log_probs(micro, with_entropy=config.needs_entropy)
         old = micro.old_log_probs if micro.old_log_probs is not None else log_probs.detach()
-        losses, figures = self._policy_loss(log_probs, old, micro.advantages, mask, config)
+        losses, figures = self._policy_loss(log_probs, old, micro.advantages, counted, config)
         if self._correction.rollout_is is not None or micro.staleness is not None:
             weights, truncated = self._importance_weights(micro, old)
             losses = losses * weights
@@ -95,6 +101,25 @@ class Actor(Policy):
         largest = mismatch.max() if mismatch.numel() else mismatch.new_zeros(())
         return Share(loss, sums, {"rollout/logprob_diff_max": largest})
 
+    def _reject(self, batch: Batch, kind: str) -> tuple[Batch, Figures]:
+        """The batch with a loss mask that leaves out what is too far from the rollout engine's policy.
+
+        And the shares of all ranks' tokens that it leaves out, and of responses that it leaves out some of.
+        """
+        assert batch.old_log_probs is not None
+        bounds = self._correction.rollout_rs_threshold, self._correction.rollout_rs_threshold_lower
+        assert bounds[0] is not None
+        mask = batch.response_mask
+        kept = accepted(batch.old_log_probs, batch.rollout_log_probs, mask, kind, bounds[0], bounds[1])
+        left_out = masked(1 - kept, mask)
+        shares = [left_out.sum(), mask.sum(), (left_out.sum(dim=1) > 0).sum(), (mask.sum(dim=1) > 0).sum()]
+        tokens, of_tokens, responses, of_responses = all_sum(torch.stack(shares).double()).tolist()
+        figures = {
+            "rollout/rs_masked": tokens / max(of_tokens, 1.0),
+            "rollout/rs_seq_masked": responses / max(of_responses, 1.0),
+        }
+        return replace(batch, loss_mask=kept), figures
+
     def _importance_weights(self, micro: Batch, old: Tensor) -> tuple[Tensor, Tensor]:
         """Weights of the losses and which are truncated, [N, R]: of every sample if the settings ask for it, else of
         those that are older than the policy.
@@ -103,8 +128,9 @@ class Actor(Policy):
         policy that sampled to that one: the decoupled objective of Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv
         2505.24298).
         """
-        mask, level, threshold = micro.response_mask, self._correction.rollout_is, self._correction.rollout_is_threshold
-        weights, truncated = rollout_is_weights(old, micro.rollout_log_probs, mask, level or "token", threshold)
+        mask, correction, level = micro.response_mask, self._correction, self._correction.rollout_is
+        bounds = correction.rollout_is_threshold, correction.rollout_is_threshold_lower
+        weights, truncated = rollout_is_weights(old, micro.rollout_log_probs, mask, level or "token", *bounds)
         if level is None:
             assert micro.staleness is not None
             older = (micro.staleness > 0)[:, None]

@@ -100,8 +100,9 @@ def _accumulate(
 ) -> Figures:
     """The gradient of one mini-batch, whose micro-batches have the rows of `plan`, and its figures over all ranks;
     `tell` is called after each micro-batch."""
-    mask = batch.response_mask[[row for rows in plan for row in rows]]
-    counts = all_sum(torch.stack([loss_count(mask, passes.loss_agg_mode), mask.sum()]).double()).clamp(min=1).tolist()
+    mine = [row for rows in plan for row in rows]
+    shares = [loss_count(batch.counted[mine], passes.loss_agg_mode), batch.response_mask[mine].sum()]
+    counts = all_sum(torch.stack(shares).double()).clamp(min=1).tolist()
     sums: dict[str, Tensor] = {}
     largest: dict[str, Tensor] = {}
     for rows in plan:

@@ -101,6 +101,12 @@ SCENARIOS: dict[str, list[str]] = {
     "pass at k": [*FILES, "algorithm.adv_estimator=pass_at_k"],
     "sapo": [*FILES, "actor.policy_loss.loss_mode=sapo"],
     "corrected": [*FILES, "algorithm.rollout_correction.rollout_is=token"],
+    "rejecting": [
+        *FILES,
+        "rollout.dtype=bfloat16",
+        "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=1.001",
+    ],
 }
 
 
@@ -236,7 +242,17 @@ CASES: dict[str, Case] = {
     **of("styled", "data.apply_chat_template_kwargs={{short: true}}"),
     **of("pass at k", "algorithm.pass_at_k=3"),
     **of("sapo", "actor.tau_pos=9", "actor.tau_neg=9"),
-    **of("corrected", "algorithm.rollout_correction.rollout_is_threshold=0.5"),
+    **of(
+        "corrected",
+        "algorithm.rollout_correction.rollout_is_threshold=0.5",
+        "algorithm.rollout_correction.rollout_is_threshold_lower=1.0",
+    ),
+    **of(
+        "rejecting",
+        "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=1.01",
+        "algorithm.rollout_correction.rollout_rs_threshold_lower=0.5",
+    ),
     "algorithm.rollout_correction.rollout_is": Case("algorithm.rollout_correction.rollout_is=token"),
     "guards.max_reward_drop": Case("guards.max_reward_drop=1e-9", beside="reward.weights=[0.01]"),
 }

@@ -65,6 +65,8 @@ def runs(tmp_path_factory) -> dict[str, Path]:
         "reward.overlong_buffer.enable=true",
         "reward.overlong_buffer.len=2",
         "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=2",
     )
     ppo = (
         "algorithm=ppo",

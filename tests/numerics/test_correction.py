@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from rlhf.algorithms.correction import rollout_is_weights
+from rlhf.algorithms.correction import accepted, rollout_is_weights
 from rlhf.algorithms.shaping import overlong_penalty
+from rlhf.config.algorithm import ROLLOUT_RS
 from tests.support import float_reference as reference
 from tests.support.tables import close, random_mask, random_table, tensor
 
@@ -14,7 +15,8 @@ from tests.support.tables import close, random_mask, random_table, tensor
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
 @pytest.mark.parametrize("threshold", [0.5, 2.0, 1e9])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_weights(level, threshold, scale):
+@pytest.mark.parametrize("lower", [None, 0.4])
+def test_weights(lower, level, threshold, scale):
     rng = random.Random(3)
     seen = set()
     for _ in range(25):
@@ -22,8 +24,8 @@ def test_weights(level, threshold, scale):
         rollout, mask = random_table(rng, rows, columns, 1.0), random_mask(rng, rows, columns)
         old = [[r + rng.gauss(0, scale) for r in row] for row in rollout]
         x = tensor(old, mask).requires_grad_()
-        ours = rollout_is_weights(x, tensor(rollout, mask), torch.tensor(mask), level, threshold)
-        expected = reference.is_weights(old, rollout, mask, level, threshold)
+        ours = rollout_is_weights(x, tensor(rollout, mask), torch.tensor(mask), level, threshold, lower)
+        expected = reference.is_weights(old, rollout, mask, level, threshold, lower)
         for index, table in enumerate(ours):
             assert not table.requires_grad
             assert not table[torch.tensor(mask) == 0].any()
@@ -31,7 +33,33 @@ def test_weights(level, threshold, scale):
             close(table, reference.on_tokens(rows_of_it, mask))
         seen |= {value for row in expected for _, value in row}
     if scale == 1.0:
-        assert seen == ({0.0} if threshold == 1e9 else {0.0, 1.0})
+        assert seen == ({0.0} if threshold == 1e9 and lower is None else {0.0, 1.0})
+
+
+@pytest.mark.parametrize(("threshold", "lower"), [(2.0, None), (1.3, 0.4), (0.2, 0.1), (1e80, None)])
+@pytest.mark.parametrize("kind", ROLLOUT_RS)
+def test_tokens_and_responses_that_are_left_out(kind, threshold, lower):
+    rng = random.Random(5)
+    seen = set()
+    for _ in range(40):
+        rows, columns = rng.randint(1, 5), rng.randint(1, 8)
+        rollout, mask = random_table(rng, rows, columns, 1.0), random_mask(rng, rows, columns)
+        scale = rng.choice([0.1, 1.0, 9.0])
+        old = [[r + rng.gauss(0, scale) for r in row] for row in rollout]
+        m = torch.tensor(mask)
+        ours = accepted(tensor(old, mask), tensor(rollout, mask), m, kind, threshold, lower)
+        assert ours.dtype == m.dtype
+        expected = reference.accepted(old, rollout, mask, kind, threshold, lower)
+        close(ours, reference.on_tokens(expected, mask))
+        seen |= {kept for row in expected for kept in row}
+    assert seen == ({1.0} if threshold == 1e80 else {0.0, 1.0})
+
+
+@pytest.mark.parametrize("kind", ROLLOUT_RS)
+def test_equal_engines_leave_nothing_out(kind):
+    log_probs, mask = torch.randn(3, 5), torch.ones(3, 5)
+    assert torch.equal(accepted(log_probs, log_probs, mask, kind, 1.001, None), mask)
+    assert accepted(log_probs[:, :0], log_probs[:, :0], mask[:, :0], kind, 1.001, None).shape == (3, 0)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

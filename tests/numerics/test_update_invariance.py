@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.numeric_ranks import run_ranks
-from tests.support.plain_update import Plain, plain_actor, plain_critic
+from tests.support.plain_update import Plain, log_softmax_of, near_tokens, plain_actor, plain_critic, written
 from tests.support.tiny_updates import tiny_value_model
 from tests.support.update_cases import (
     ACTOR_CASES,
@@ -18,6 +18,7 @@ from tests.support.update_cases import (
     OLDER_CASES,
     OPTIM,
     PROMPTS,
+    REJECTING_CASES,
     TOTAL_STEPS,
     batch_of,
     run_update,
@@ -96,6 +97,18 @@ def plain() -> dict[str, Plain]:
     assert metrics["seq-mean-token-mean_k2_entropy"]["grad_norm"] < 100
     for case in ("seq-mean-token-sum_k1_token_correction", "cispo_sequence_correction_norm"):
         assert 0.1 < metrics[case]["rollout/is_truncated"] < 0.9
+    assert 0.1 < metrics["icepop_rejected_tokens_one_look"]["rollout/is_truncated"] < 0.9
+    for case in REJECTING_CASES:
+        config, batch = CASES[case][1].algorithm.rollout_correction, batch_of(case)
+        policy = start_policies(case)[0].double()
+        old = [log_softmax_of(policy, batch, s)[0] for s in range(len(batch))]
+        kept = [near_tokens(batch, s, old[s], config) for s in range(len(batch))]
+        tokens = int(batch.response_mask.sum())
+        assert 0.1 < sum(map(len, kept)) / tokens < 0.9
+        # What is left out of the loss is a figure of the update.
+        found[case].metrics["rollout/rs_masked"] = 1 - sum(map(len, kept)) / tokens
+        left_out = sum(kept[s] != written(batch, s) for s in range(len(batch)))
+        found[case].metrics["rollout/rs_seq_masked"] = left_out / len(batch)
     for case in OLDER_CASES:
         assert metrics[case]["rollout/is_truncated"] > 0.01
     assert 0.1 < metrics["critic_clipped_values"]["vf_clipfrac"] < 0.9

@@ -176,14 +176,41 @@ def kl(log_prob: float, ref: float, kind: str) -> float:
     return clip(math.exp(x) - x - 1, -10, 10)
 
 
-def is_weights(old: Table, rollout: Table, mask: Table, level: str, threshold: float) -> list[list[list[float]]]:
-    """Weight and truncation of the tokens in the mask, row by row."""
+def is_weights(
+    old: Table, rollout: Table, mask: Table, level: str, threshold: float, lower: float | None
+) -> list[list[list[float]]]:
+    """Weight and truncation, or masking with a lower bound, of the tokens in the mask, row by row."""
     result = []
     for o, r, m in zip(old, rollout, mask, strict=True):
         ratios = [math.exp(clip(d, -20, 20)) for d in differences(o, r, m)]
         if level == "sequence":
             ratios = [math.exp(clip(sum(differences(o, r, m)), -20, 20))] * len(ratios)
-        result.append([[min(ratio, threshold), float(ratio > threshold)] for ratio in ratios])
+        if lower is None:
+            result.append([[min(ratio, threshold), float(ratio > threshold)] for ratio in ratios])
+        else:
+            inside = [lower <= ratio <= threshold for ratio in ratios]
+            result.append([[ratio * kept, float(not kept)] for ratio, kept in zip(ratios, inside, strict=True)])
+    return result
+
+
+def accepted(
+    old: Table, rollout: Table, mask: Table, kind: str, threshold: float, lower: float | None
+) -> list[list[float]]:
+    """Whether each token in the mask is trained on, row by row."""
+    result = []
+    for o, r, m in zip(old, rollout, mask, strict=True):
+        of_row = []
+        for d in differences(o, r, m):
+            d = clip(d, -20, 20)
+            of_row.append({"k1": d, "k2": 0.5 * d * d, "k3": math.exp(d) - d - 1}[kind[-2:]])
+        if kind.startswith("seq") and of_row:
+            whole = {"sum": sum(of_row), "mean": mean(of_row), "max": max(of_row)}[kind.split("_")[1]]
+            of_row = [whole] * len(of_row)
+        if kind.endswith("k1"):
+            bounds = 1 / threshold if lower is None else lower, threshold
+            result.append([float(bounds[0] <= math.exp(value) <= bounds[1]) for value in of_row])
+        else:
+            result.append([float(value <= threshold) for value in of_row])
     return result
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.batch import Batch
-from rlhf.config import ActorConfig, Config, CriticConfig
+from rlhf.config import ActorConfig, Config, CriticConfig, RolloutCorrectionConfig
 
 Rows = list[list[Tensor]]
 MiniLoss = Callable[[nn.Module, range, dict[str, float]], Tensor]
@@ -133,10 +133,13 @@ def actor_loss(
     actor, correction = config.actor, config.algorithm.rollout_correction
     weighs = correction.rollout_is is not None or batch.staleness is not None
     tokens = Tokens()
+    counted = {s: near_tokens(batch, s, old[s], correction) for s in mini}
     for s in mini:
         log_probs, entropies = log_softmax_of(policy, batch, s)
-        tokens.add_row("pg", "kl_loss", "entropy", "kl", "ref_kl", "difference", "engine_kl", "weight", "truncated")
-        sequence = torch.stack([log_probs[t] - old[s][t] for t in written(batch, s)]).mean()
+        tokens.add_row(
+            "pg", "kl_loss", "bonus", "entropy", "kl", "ref_kl", "difference", "engine_kl", "weight", "truncated"
+        )
+        sequence = torch.stack([log_probs[t] - old[s][t] for t in counted[s] or written(batch, s)]).mean()
         engine = {t: float(old[s][t] - batch.rollout_log_probs[s, t]) for t in written(batch, s)}
         for t in written(batch, s):
             log_prob = log_probs[t]
@@ -146,13 +149,18 @@ def actor_loss(
                 if correction.rollout_is is None and not batch.staleness[s]:
                     log_weight = 0.0
                 weight = min(math.exp(log_weight), correction.rollout_is_threshold)
-                tokens.add(weight=weight, truncated=float(math.exp(log_weight) > weight))
+                if correction.rollout_is_threshold_lower is not None:
+                    lowest = correction.rollout_is_threshold_lower
+                    weight = math.exp(log_weight) if lowest <= math.exp(log_weight) == weight else 0.0
+                tokens.add(weight=weight, truncated=float(math.exp(log_weight) != weight))
                 loss = loss * weight
-            tokens.add(pg=loss, kl_loss=kl(log_prob - ref[s][t], actor.kl_loss_type), entropy=entropies[t])
+            tokens.add(entropy=entropies[t])
+            if t in counted[s]:
+                tokens.add(pg=loss, kl_loss=kl(log_prob - ref[s][t], actor.kl_loss_type), bonus=entropies[t])
             tokens.add(kl=kl(old[s][t] - log_prob, "k3"), ref_kl=kl(log_prob - ref[s][t], "k3"))
             tokens.add(difference=abs(engine[t]), engine_kl=kl(torch.tensor(-engine[t], dtype=torch.float64), "k3"))
     pg_loss = aggregate(tokens.rows["pg"], actor.loss_agg_mode, config)
-    loss = pg_loss - actor.entropy_coeff * aggregate(tokens.rows["entropy"], actor.loss_agg_mode, config)
+    loss = pg_loss - actor.entropy_coeff * aggregate(tokens.rows["bonus"], actor.loss_agg_mode, config)
     metrics["pg_loss"] += float(pg_loss.detach())
     if actor.use_kl_loss:
         kl_loss = aggregate(tokens.rows["kl_loss"], actor.loss_agg_mode, config)
@@ -169,12 +177,34 @@ def actor_loss(
     return loss
 
 
+def near_tokens(batch: Batch, sample: int, old: Tensor, correction: RolloutCorrectionConfig) -> list[int]:
+    """Places in the response that the loss counts: where the engine's policy is near enough to that before the
+    update."""
+    places, kind = written(batch, sample), correction.rollout_rs
+    if kind is None:
+        return places
+    divergences = []
+    for t in places:
+        d = float(old[t].detach() - batch.rollout_log_probs[sample, t])
+        divergences.append({"k1": d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[kind[-2:]])
+    upper, lower = correction.rollout_rs_threshold or 0.0, -math.inf
+    if kind.endswith("k1"):
+        upper, lower = math.log(upper), math.log(correction.rollout_rs_threshold_lower or 1 / upper)
+    if kind.startswith("token"):
+        return [t for t, d in zip(places, divergences, strict=True) if lower <= d <= upper]
+    whole = {"sum": sum(divergences), "mean": sum(divergences) / len(places), "max": max(divergences)}
+    return places if lower <= whole[kind.split("_")[1]] <= upper else []
+
+
 def token_loss(log_prob: Tensor, old: Tensor, sequence: Tensor, advantage: float, config: ActorConfig) -> Tensor:
     """PPO's (with the dual clip), GSPO's and CISPO's; `sequence` is the mean log-ratio of the row."""
     low, high = 1 - config.clip_ratio_low, 1 + config.clip_ratio_high
     ratio = torch.exp(log_prob - old)
     if config.policy_loss.loss_mode == "cispo":
         return -ratio.detach().clamp(low, high) * advantage * log_prob
+    if config.policy_loss.loss_mode == "sapo":
+        tau = config.tau_pos if advantage > 0 else config.tau_neg
+        return -advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
     if config.policy_loss.loss_mode == "gspo":
         ratio = torch.exp(sequence)
         # What GSPO differentiates when the advantage varies by token: the row's ratio, by the token's own log-prob.
@@ -221,6 +251,7 @@ def aggregate(rows: Rows, mode: str, config: Config) -> Tensor:
     if mode == "token-mean":
         return torch.stack([value for row in rows for value in row]).mean()
     fixed = config.actor.loss_scale_factor or config.data.max_response_length
+    rows = [row for row in rows if row]
     divisor = {"seq-mean-token-mean": None, "seq-mean-token-sum": 1, "seq-mean-token-sum-norm": fixed}[mode]
     return torch.stack([torch.stack(row).sum() / (divisor or len(row)) for row in rows]).mean()
 

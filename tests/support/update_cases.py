@@ -45,10 +45,13 @@ OPTIM = OptimConfig(
 )
 
 
-def actor_case(correction: str | None = None, loss_mode: str = "vanilla", **settings: Any) -> Config:
+def actor_case(
+    correction: str | None = None, loss_mode: str = "vanilla", rejection: dict[str, Any] | None = None, **settings: Any
+) -> Config:
+    corrected = RolloutCorrectionConfig(correction, rollout_is_threshold=1.5, **rejection or {})
     return Config(
         actor=ActorConfig(policy_loss=PolicyLossConfig(loss_mode), **settings),
-        algorithm=AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(correction, rollout_is_threshold=1.5)),
+        algorithm=AlgorithmConfig(rollout_correction=corrected),
     )
 
 
@@ -113,6 +116,33 @@ ACTOR_CASES: dict[str, tuple[int, Config]] = {
         ),
     ),
 }
+REJECTING_CASES: dict[str, tuple[int, Config]] = {
+    "sapo_rejected_responses": (
+        2,
+        actor_case(
+            loss_mode="sapo",
+            rejection={"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.2},
+            ppo_epochs=2,
+            loss_agg_mode="seq-mean-token-mean",
+            tau_neg=3.0,
+            use_kl_loss=True,
+            kl_loss_coef=0.3,
+            grad_clip=0.2,
+        ),
+    ),
+    "icepop_rejected_tokens_one_look": (
+        1,
+        actor_case(
+            "token",
+            rejection={
+                "rollout_is_threshold_lower": 0.7,
+                "rollout_rs": "token_k3",
+                "rollout_rs_threshold": 0.3,
+            },
+            entropy_coeff=0.1,
+        ),
+    ),
+}
 # Without a correction for every sample, those that are older than the policy are weighed.
 OLDER_CASES: dict[str, tuple[int, Config]] = {
     "older_samples": (2, actor_case(ppo_epochs=2, clip_ratio_high=0.28)),
@@ -122,7 +152,7 @@ OLDER_CASES: dict[str, tuple[int, Config]] = {
 OWN_HEAD_CASES: dict[str, tuple[int, Config]] = {
     "head_of_its_own_soft_capped": (2, actor_case(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.1)),
 }
-ACTOR_CASES |= OLDER_CASES | OWN_HEAD_CASES
+ACTOR_CASES |= REJECTING_CASES | OLDER_CASES | OWN_HEAD_CASES
 CRITIC_CASES: dict[str, tuple[int, Config]] = {
     "critic_clipped_values": (
         2,
@@ -136,6 +166,7 @@ OBSERVING_CASES = {
     "gspo_straight_through",
     "cispo_sequence_correction_norm",
     "older_samples_one_look",
+    "icepop_rejected_tokens_one_look",
     "critic_seq-mean-token-mean",
 }
 
@@ -252,7 +283,7 @@ def run_update(
                 pack(start.module)
             reference = Policy(start, 1.0, budget)
             batch.ref_log_probs = reference.all_log_probs(batch, held)
-        if role.moves_within_batch:
+        if role.needs_old_log_probs:
             batch.old_log_probs = role.all_log_probs(batch, held)
     else:
         model = engine(tiny_value_model(), config.critic, backend)

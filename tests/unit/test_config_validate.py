@@ -12,6 +12,7 @@ from tests.support.configurations import make, problems
 SERVED: dict[str, Any] = {"rollout__name": "vllm_server", "rollout__servers__urls": ["http://node7:8000"]}
 
 
+CORRECTION = "algorithm__rollout_correction__"
 ACCEPTED: dict[str, dict] = {
     "defaults": {},
     "several optimizer steps": {"actor__ppo_mini_batch_size": 16},
@@ -69,6 +70,13 @@ ACCEPTED: dict[str, dict] = {
     "a buffer that is off": {"reward__overlong_buffer__len": 1000},
     "KL in reward and loss": {"actor__use_kl_loss": True, "algorithm__use_kl_in_reward": True},
     "an adaptive coefficient": {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"},
+    "rejection": {
+        CORRECTION + "rollout_is": "token",
+        CORRECTION + "rollout_is_threshold_lower": 0.5,
+        CORRECTION + "rollout_rs": "seq_mean_k1",
+        CORRECTION + "rollout_rs_threshold": 1.001,
+        CORRECTION + "rollout_rs_threshold_lower": 0.99,
+    },
     "dynamic sampling": {"algorithm__filter_groups__enable": True, "data__gen_batch_size": 7},
     "rollback": {"guards__action": "rollback"},
     "rollback with an export": {
@@ -164,6 +172,35 @@ REFUSED: list[tuple[dict, str]] = [
             "algorithm__filter_groups__max_staleness": 0,
         },
         "algorithm.filter_groups.max_staleness=0: with rollout.async_steps=1 what is generated ahead is one step old",
+    ),
+    (
+        {CORRECTION + "rollout_is_threshold_lower": 0.5},
+        "algorithm.rollout_correction.rollout_is_threshold_lower=0.5: has effect only with "
+        "algorithm.rollout_correction.rollout_is; set rollout_is=token.",
+    ),
+    (
+        {CORRECTION + "rollout_is": "token", CORRECTION + "rollout_is_threshold_lower": 3.0},
+        "rollout_is_threshold_lower=3.0: must be less than algorithm.rollout_correction.rollout_is_threshold=2.0.",
+    ),
+    (
+        {CORRECTION + "rollout_rs_threshold": 2.0},
+        "rollout_rs_threshold=2.0: has effect only with algorithm.rollout_corr",
+    ),
+    (
+        {CORRECTION + "rollout_rs": "seq_max_k3"},
+        "rollout_rs=seq_max_k3: needs a bound; set algorithm.rollout_correction.",
+    ),
+    (
+        {CORRECTION + "rollout_rs": "token_k1", CORRECTION + "rollout_rs_threshold": 0.5},
+        "rollout_rs_threshold=0.5: is the largest ratio of token_k1, and must be more than the smallest, 2 ",
+    ),
+    (
+        {
+            CORRECTION + "rollout_rs": "token_k3",
+            CORRECTION + "rollout_rs_threshold": 0.5,
+            CORRECTION + "rollout_rs_threshold_lower": 0.4,
+        },
+        "rollout_rs_threshold_lower=0.4: is the smallest ratio of a k1, and has no effect with rollout_rs=token_k3",
     ),
     (
         SERVED | {"rollout__async_steps": 1},
