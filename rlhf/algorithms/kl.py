@@ -29,6 +29,25 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     return _ESTIMATORS[kind](difference)
 
 
+def corrected_kl(log_probs: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+    """KL(policy || reference) from tokens that an older policy sampled: the estimate of `kl_estimate` times the ratio
+    r = exp(log_probs - old_log_probs), with the logarithm within +-20.
+
+    For `k1`, `k3` and `abs` the gradient goes through the ratio, too: of r * k3 it is r * d for each token, which is
+    that of the KL. For `k2` and those with `+`, whose gradient is that of the KL already, the ratio is a constant. So
+    the expectation of the gradient is the KL's for all but `abs`.
+
+    Args:
+        log_probs, old_log_probs, ref_log_probs: one shape, [N, R]; the gradient goes through the first.
+        kind: as in `kl_estimate`.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556) equation 7, for k3.
+    """
+    ratio = torch.exp(torch.clamp(log_probs - old_log_probs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    constant = kind == "k2" or kind in _STRAIGHT_THROUGH
+    return (ratio.detach() if constant else ratio) * kl_estimate(log_probs, ref_log_probs, kind)
+
+
 def adapted_coefficient(coef: float, kl: float, samples: int, target: float, horizon: int) -> float:
     """The next coefficient of the KL in the reward: coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon).
 

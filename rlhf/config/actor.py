@@ -50,6 +50,9 @@ class ActorConfig:
     """Weight of that KL."""
     kl_loss_type: str = setting("k3", choices=KL_KINDS)
     """Estimator of that KL; verl's `low_var_kl` is `k3`."""
+    use_bias_correction_kl: bool = setting(False)
+    """Weigh that KL with the ratio of new to old probability, and with the weights of `rollout_correction` if there are
+    any: without it the gradient of `k1` and `k3` is not that of the KL, and the samples are of an older policy."""
     entropy_coeff: float = setting(0.0, ge=0)
     """Weight of the entropy bonus."""
     calculate_entropy: bool = setting(True, resume="harmless")

@@ -84,6 +84,8 @@ SETTINGS_OF_OTHERS = {
     "save_total_limit": "checkpoint.max_to_keep",
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
     "sync_ref_model": "ref.update_freq",
+    "use_bias_correction_kl": "actor.use_bias_correction_kl",
+    "use_unbiased_kl": "actor.use_bias_correction_kl",
     "use_vllm": "rollout",
     "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "vllm_importance_sampling_cap": "algorithm.rollout_correction.rollout_is_threshold",

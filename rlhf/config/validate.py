@@ -195,7 +195,12 @@ def _losses(config: Config) -> Iterator[str]:
 
 
 def _kl(config: Config) -> Iterator[str]:
-    control = config.algorithm.kl_ctrl
+    control, actor = config.algorithm.kl_ctrl, config.actor
+    if actor.use_bias_correction_kl and not actor.kl_in_loss:
+        yield (
+            "actor.use_bias_correction_kl=true: has effect only with a KL in the loss; set actor.use_kl_loss=true and "
+            "actor.kl_loss_coef above 0."
+        )
     if control.type != "adaptive":
         return
     if not config.algorithm.use_kl_in_reward:

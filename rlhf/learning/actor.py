@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlhf.algorithms.aggregation import loss_sum
 from rlhf.algorithms.correction import accepted, rollout_is_weights
-from rlhf.algorithms.kl import kl_estimate
+from rlhf.algorithms.kl import corrected_kl, kl_estimate
 from rlhf.algorithms.lookup import load_policy_loss
 from rlhf.algorithms.statistics import masked
 from rlhf.backends.base import TrainingBackend
@@ -74,6 +74,7 @@ class Actor(Policy):
         log_probs, entropy = self.log_probs(micro, with_entropy=config.needs_entropy)
         old = micro.old_log_probs if micro.old_log_probs is not None else log_probs.detach()
         losses, figures = self._policy_loss(log_probs, old, micro.advantages, counted, config)
+        weights: Tensor | None = None
         if self._correction.rollout_is is not None or micro.staleness is not None:
             weights, truncated = self._importance_weights(micro, old)
             losses = losses * weights
@@ -82,7 +83,7 @@ class Actor(Policy):
         loss, terms = pg_loss, {"pg_loss": pg_loss}
         if config.kl_in_loss:
             assert micro.ref_log_probs is not None
-            terms["kl_loss"] = aggregate(kl_estimate(log_probs, micro.ref_log_probs, config.kl_loss_type))
+            terms["kl_loss"] = aggregate(self._kl_to_reference(log_probs, old, micro.ref_log_probs, weights))
             loss = loss + config.kl_loss_coef * terms["kl_loss"]
         figures = figures | {"kl": kl_estimate(old, log_probs, "k3")}
         if entropy is not None:
@@ -100,6 +101,13 @@ class Actor(Policy):
         # A micro-batch of empty responses has no largest.
         largest = mismatch.max() if mismatch.numel() else mismatch.new_zeros(())
         return Share(loss, sums, {"rollout/logprob_diff_max": largest})
+
+    def _kl_to_reference(self, log_probs: Tensor, old: Tensor, ref: Tensor, weights: Tensor | None) -> Tensor:
+        """The KL in the loss, [N, R]; `weights` lead from the policy that sampled to the `old` one."""
+        if not self._config.use_bias_correction_kl:
+            return kl_estimate(log_probs, ref, self._config.kl_loss_type)
+        kl = corrected_kl(log_probs, old, ref, self._config.kl_loss_type)
+        return kl if weights is None else weights * kl
 
     def _reject(self, batch: Batch, kind: str) -> tuple[Batch, Figures]:
         """The batch with a loss mask that leaves out what is too far from the rollout engine's policy.

@@ -171,6 +171,7 @@ CASES: dict[str, Case] = {
         "actor.use_kl_loss=false",
         "actor.kl_loss_coef=0.5",
         "actor.kl_loss_type=k1",
+        "actor.use_bias_correction_kl=true",
         "actor.entropy_coeff=0.2",
         "actor.grad_clip=1e-3",
         "actor.optim.lr=1e-3",

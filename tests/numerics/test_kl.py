@@ -1,11 +1,12 @@
 """KL estimators, values and gradients, against loops over floats; and the coefficient that adapts."""
 
+import math
 import random
 
 import pytest
 import torch
 
-from rlhf.algorithms.kl import adapted_coefficient, kl_estimate
+from rlhf.algorithms.kl import adapted_coefficient, corrected_kl, kl_estimate
 from rlhf.config.actor import KL_KINDS
 from tests.support import float_reference as reference
 from tests.support.tables import close, random_table, slopes, tensor
@@ -47,6 +48,48 @@ def test_expectations_under_the_policy():
     for kind in ("k2", "k1+", "k3+", "abs+"):
         estimate = (log_probs.exp().detach() * kl_estimate(log_probs, ref_log_probs, kind)).sum()
         close(torch.autograd.grad(estimate, logits, retain_graph=True)[0], gradient)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KL_KINDS if not kind.startswith("abs")])
+def test_corrected_expectations_under_an_older_policy(kind):
+    """Over all tokens that an older policy may sample: the gradient of the KL, and but for k2 its value."""
+    torch.manual_seed(1)
+    logits, ref, old = torch.rand(3, 9, dtype=torch.float64).requires_grad_().unbind()
+    log_probs, ref_log_probs, old_log_probs = (x.log_softmax(0) for x in (logits, ref.detach(), old.detach() * 2))
+    exact = (log_probs.exp() * (log_probs - ref_log_probs)).sum()
+    (gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    estimate = (old_log_probs.exp() * corrected_kl(log_probs, old_log_probs, ref_log_probs, kind)).sum()
+    close(torch.autograd.grad(estimate, logits, retain_graph=True)[0], gradient, tolerance=1e-10)
+    if kind != "k2":
+        close(estimate.detach(), exact.detach(), tolerance=1e-10)
+    biased = (old_log_probs.exp() * kl_estimate(log_probs, ref_log_probs, kind)).sum()
+    assert (torch.autograd.grad(biased, logits, retain_graph=True)[0] - gradient).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+@pytest.mark.parametrize("scale", [0.1, 1.0])
+def test_corrected_value_and_gradient(kind, scale):
+    """The gradient is that of ratio and estimate, or of the estimate alone where it is the KL's already."""
+    rng = random.Random(2)
+    for _ in range(10):
+        shape = rng.randint(1, 3), rng.randint(1, 4), scale
+        new, old, ref = (random_table(rng, *shape) for _ in range(3))
+        x, constant = tensor(new).requires_grad_(), kind == "k2" or kind.endswith("+")
+        ours = corrected_kl(x, tensor(old), tensor(ref), kind)
+        ours.sum().backward()
+
+        def table(at, of, old=old, ref=ref, new=[list(row) for row in new], constant=constant):  # noqa: B006
+            return [
+                [
+                    math.exp((m if constant else n) - o) * reference.kl(n, r, of)
+                    for n, m, o, r in zip(*rows, strict=True)
+                ]
+                for rows in zip(at, new, old, ref, strict=True)
+            ]
+
+        close(ours.detach(), table(new, kind.removesuffix("+")))
+        of_gradient = "k2" if constant else kind
+        close(x.grad, slopes(lambda at, table=table, of=of_gradient: sum(map(sum, table(at, of))), new))
 
 
 @pytest.mark.parametrize("kind", ["k4", "k2+", ""])

@@ -156,7 +156,12 @@ def actor_loss(
                 loss = loss * weight
             tokens.add(entropy=entropies[t])
             if t in counted[s]:
-                tokens.add(pg=loss, kl_loss=kl(log_prob - ref[s][t], actor.kl_loss_type), bonus=entropies[t])
+                to_ref = kl(log_prob - ref[s][t], actor.kl_loss_type)
+                if actor.use_bias_correction_kl:
+                    # Of a policy that sampled the token otherwise; k3 is the kind of which the paper speaks.
+                    assert actor.kl_loss_type == "k3"
+                    to_ref = to_ref * torch.exp(log_prob - old[s][t]) * (weight if weighs else 1.0)
+                tokens.add(pg=loss, kl_loss=to_ref, bonus=entropies[t])
             tokens.add(kl=kl(old[s][t] - log_prob, "k3"), ref_kl=kl(log_prob - ref[s][t], "k3"))
             tokens.add(difference=abs(engine[t]), engine_kl=kl(torch.tensor(-engine[t], dtype=torch.float64), "k3"))
     pg_loss = aggregate(tokens.rows["pg"], actor.loss_agg_mode, config)

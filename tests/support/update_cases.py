@@ -120,6 +120,7 @@ REJECTING_CASES: dict[str, tuple[int, Config]] = {
     "sapo_rejected_responses": (
         2,
         actor_case(
+            "token",
             loss_mode="sapo",
             rejection={"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.2},
             ppo_epochs=2,
@@ -127,6 +128,7 @@ REJECTING_CASES: dict[str, tuple[int, Config]] = {
             tau_neg=3.0,
             use_kl_loss=True,
             kl_loss_coef=0.3,
+            use_bias_correction_kl=True,
             grad_clip=0.2,
         ),
     ),

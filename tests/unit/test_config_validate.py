@@ -202,6 +202,7 @@ REFUSED: list[tuple[dict, str]] = [
         },
         "rollout_rs_threshold_lower=0.4: is the smallest ratio of a k1, and has no effect with rollout_rs=token_k3",
     ),
+    ({"actor__use_bias_correction_kl": True}, "actor.use_bias_correction_kl=true: has effect only with a KL in the"),
     (
         SERVED | {"rollout__async_steps": 1},
         "algorithm.rollout_correction.rollout_is=null: with rollout.async_steps=1 samples are by an older policy than "
