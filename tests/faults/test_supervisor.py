@@ -190,7 +190,7 @@ def test_signal_to_the_supervisor_saves_and_requeues(config, supervised, caplog)
     caplog.set_level(logging.INFO, "rlhf")
     code = supervised("""
 status.event(3, "rollout.before")
-peers_started()
+peers_passed("training")
 if rank == 0:
     os.kill(supervisor, signal.SIGTERM)
 while not flag.requested:
@@ -238,7 +238,7 @@ def test_grace_runs_out(config, supervised, caplog):
     config.trainer.preempt_grace_s = 1.0
     code = supervised("""
 status.event(3, "rollout.before")
-peers_started()
+peers_passed("training")
 if rank == 0:
     (run_dir / "asked").touch()
     os.kill(supervisor, signal.SIGTERM)
@@ -256,7 +256,7 @@ block()
 def test_a_second_sigterm_kills_at_once(config, supervised):
     code = supervised("""
 status.event(3, "rollout.before")
-peers_started()
+peers_passed("training")
 if rank == 0:
     os.kill(supervisor, signal.SIGTERM)
     while not flag.requested:  # not before the supervisor has heard the first
