@@ -2,18 +2,15 @@
 
 import json
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError
+from rlhf.models.template_trial import environment, problem_of
 
 _DEFAULT = "default"
 """Name of the template that prompts without tools are rendered with."""
-DEADLINE_S = 60.0
-"""Seconds for the rendering of one prompt."""
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
@@ -61,59 +58,10 @@ def check_rendering(
             )
     given = _special_tokens(folder) | dict(variables)
 
-    def render() -> None:
-        try:
-            _environment().from_string(text).render(messages=messages, add_generation_prompt=True, **given)
-        except Exception:  # whatever a template does; what follows is slower, and is what the ranks do
-            _render(said, text, where, messages, given)
-
-    if not _ends(render):
+    if problem := problem_of(text, messages, given):
         raise UserError(
-            f"{where}: the chat template ({said}) has not rendered the prompt after {DEADLINE_S:g} s. Correct its "
-            "loops, or set model.chat_template to another template."
+            f"{where}: the chat template ({said}) {problem}, or set model.chat_template to another template."
         )
-
-
-def _ends(work: Callable[[], None]) -> bool:
-    """Whether `work` ends by its deadline; raises what it raises."""
-    raised: list[Exception] = []
-
-    def run() -> None:
-        try:
-            work()
-        except Exception as error:
-            raised.append(error)
-
-    # No pool of threads: the end of the process would wait for it.
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(DEADLINE_S)
-    if raised:
-        raise raised[0]
-    return not thread.is_alive()
-
-
-def _render(said: str, text: str, where: str, messages: Sequence[Mapping[str, str]], given: Mapping[str, Any]) -> None:
-    """As transformers does it; takes a second for the import, but no torch."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        render_jinja_template(
-            [[dict(message) for message in messages]], chat_template=text, add_generation_prompt=True, **given
-        )
-    except Exception as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise UserError(
-            f"{where}: the chat template ({said}) refuses the prompt (roles: {roles}): {_told(error)}. Correct the "
-            "prompt, or set model.chat_template to another template."
-        ) from error
-
-
-def _told(error: Exception) -> str:
-    import jinja2
-
-    text = str(error).rstrip(".")
-    return text if type(error) is jinja2.TemplateError else f"{type(error).__name__}: {text}"
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
@@ -143,7 +91,7 @@ def check_syntax(where: str, text: str) -> None:
     from jinja2 import nodes
 
     try:
-        tree = _environment().parse(text)
+        tree = environment().parse(text)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
             f"{where}, line {error.lineno}: not a valid chat template: {str(error.message).rstrip('.')}."
@@ -152,33 +100,6 @@ def check_syntax(where: str, text: str) -> None:
         raise UserError(f"{where}: not a valid chat template: nested too deeply.") from error
     if all(name.name != "messages" for name in tree.find_all(nodes.Name)):
         raise UserError(f"{where}: not a chat template: it never mentions `messages`, so no prompt would be in it.")
-
-
-def _environment() -> Any:
-    """The syntax and the functions that transformers' templates have, nearly."""
-    import jinja2
-    import jinja2.ext
-    from jinja2 import nodes
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class GenerationTag(jinja2.ext.Extension):
-        """The tag of transformers' around the assistant's turns."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
-    )
-    made.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return made
 
 
 def _templates(folder: Path) -> Iterator[tuple[str, str, str]]:

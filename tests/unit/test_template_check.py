@@ -130,11 +130,20 @@ ENDLESS = "{{ messages }}{% for i in range(3000) %}{% for j in range(3000) %}{% 
 
 
 def test_a_template_that_does_not_end_is_refused(folder, monkeypatch):
-    monkeypatch.setattr("rlhf.models.template_check.DEADLINE_S", 0.01)
+    monkeypatch.setattr("rlhf.models.template_trial.DEADLINE_S", 0.01)
     (folder / "chat_template.jinja").write_text(ENDLESS)
     said = refused(check_rendering, str(folder), None, "a.jsonl line 1", ASKING, {})
     assert said.startswith("a.jsonl line 1: the chat template (model.path=")
     assert "has not rendered the prompt after 0.01 s." in said
+
+
+@pytest.mark.parametrize("text", ["{{ 'a' * 10**10 }}", "{{ '%10000000000d' % 1 }}"], ids=["constant", "width"])
+def test_a_template_without_bounds_is_refused(folder, text):
+    """It took the memory of the machine."""
+    (folder / "chat_template.jinja").write_text(f"{{{{ messages }}}}{text}")
+    said = refused(check_rendering, str(folder), None, "a.jsonl line 1", ASKING, {})
+    assert said.startswith("a.jsonl line 1: the chat template (model.path=")
+    assert "needs more than 2 GiB of memory for the prompt. Correct it, or set model.chat_template" in said
 
 
 @pytest.mark.parametrize("part", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 3000])

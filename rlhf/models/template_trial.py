@@ -1,0 +1,114 @@
+"""Rendering of one prompt by a chat template in a process of its own, which bounds its time and its memory.
+
+`python -m rlhf.models.template_trial` reads the template, the messages and the variables as JSON, and writes what is
+wrong with them, if anything is.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+from rlhf.ranks.parent import PARENT_PID, die_with_parent
+
+DEADLINE_S = 60.0
+"""Seconds for the rendering of one prompt."""
+MOST_BYTES = 2 << 30
+"""Memory for it, with that of the interpreter."""
+_LAST_WORDS = 2000
+
+
+def problem_of(template: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str | None:
+    """The rest of a sentence on the template, when it does not render the messages: the reason, and a remedy beside
+    another template. None when it does."""
+    question = json.dumps([template, [dict(message) for message in messages], dict(variables)])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            env=os.environ | {PARENT_PID: str(os.getpid()), "OPENBLAS_NUM_THREADS": "1"},
+            input=question.encode(),
+            capture_output=True,
+            timeout=DEADLINE_S,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        return f"has not rendered the prompt after {DEADLINE_S:g} s. Correct its loops"
+    if done.returncode:
+        words = done.stderr.decode(errors="replace")[-_LAST_WORDS:].strip()
+        return f"has ended the process that renders the prompt with exit code {done.returncode} ({words}). Correct it"
+    return done.stdout.decode() or None
+
+
+def environment() -> Any:
+    """The syntax and the functions that transformers' templates have, nearly."""
+    import jinja2
+    import jinja2.ext
+    from jinja2 import nodes
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTag(jinja2.ext.Extension):
+        """The tag of transformers' around the assistant's turns."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
+    made.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return made
+
+
+def main() -> None:
+    """Answer the question on stdin."""
+    die_with_parent()  # a loop may never end
+    template, messages, variables = json.load(sys.stdin)
+    with suppress(ValueError, OSError):  # a lower limit of the user's holds as well
+        resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    told = _problem(template, messages, variables)
+    sys.stdout.buffer.write(told.encode(errors="backslashreplace"))
+
+
+def _problem(template: str, messages: list[dict[str, str]], variables: dict[str, Any]) -> str:
+    try:
+        environment().from_string(template).render(messages=messages, add_generation_prompt=True, **variables)
+    except MemoryError:
+        return f"needs more than {MOST_BYTES >> 30} GiB of memory for the prompt. Correct it"
+    except Exception:  # whatever a template does; what follows is slower, and is what the ranks do
+        return _problem_of_transformers(template, messages, variables)
+    return ""
+
+
+def _problem_of_transformers(template: str, messages: list[dict[str, str]], variables: dict[str, Any]) -> str:
+    """As the ranks render it; takes a second for the import, but no torch."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **variables)
+    except Exception as error:
+        roles = ", ".join(message["role"] for message in messages)
+        return f"refuses the prompt (roles: {roles}): {_told(error)}. Correct the prompt"
+    return ""
+
+
+def _told(error: Exception) -> str:
+    import jinja2
+
+    text = str(error).rstrip(".")
+    return text if type(error) is jinja2.TemplateError else f"{type(error).__name__}: {text}"
+
+
+if __name__ == "__main__":
+    main()
