@@ -45,6 +45,8 @@ class Batch:
     """[N, R] float32."""
     loss_mask: Tensor | None = None
     """[N, R] float32, 1 on those tokens of the mask that the policy's loss counts; None counts all."""
+    truncated: Tensor | None = None
+    """[N] bool: responses that the limit of tokens has cut off. Only the estimator asks."""
     staleness: Tensor | None = None
     """[N] int64: steps between the policy that sampled and the one before the update; None when that is 0 for every
     sample on every rank."""

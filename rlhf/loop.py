@@ -144,7 +144,7 @@ def estimate(c: Components, home: Batch, work: SharedWork) -> dict[str, float]:
     with c.clock.phase("adv"):
         work.bring_home(home, *c.advantages.reads)
         figures = c.advantages.fill(home, c.guards)
-        work.take_along(home, "advantages", "returns")
+        work.take_along(home, *c.advantages.writes)
     return figures
 
 

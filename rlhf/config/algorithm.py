@@ -74,6 +74,9 @@ class AlgorithmConfig:
     """Divide group advantages by the group's standard deviation; false is Dr.GRPO."""
     pass_at_k: int = setting(2, ge=1)
     """Responses of which one has to be good, for the estimator `pass_at_k`; fewer than `rollout.n`."""
+    mask_truncated_responses: bool = setting(False)
+    """Train on no token of a response that `data.max_response_length` has cut off (DAPO's overlong filtering); its
+    reward still counts in what others are compared with."""
     use_kl_in_reward: bool = setting(False)
     """Subtract the KL to the reference policy from the reward of each token."""
     kl_penalty: str = setting("k1", choices=KL_KINDS)

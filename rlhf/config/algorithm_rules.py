@@ -57,6 +57,11 @@ def algorithm_problems(config: Config) -> Iterator[str]:
     yield from (problem for name in names if (problem := _wrong_name(*name)))
     yield from _idle(config)
     yield from _samples(config)
+    if config.algorithm.mask_truncated_responses and config.rollout.ignore_eos:
+        yield (
+            "algorithm.mask_truncated_responses=true: with rollout.ignore_eos=true nearly every response ends at the "
+            "limit, and there would be nothing to train on; set rollout.ignore_eos=false."
+        )
     yield from _critic(config)
     yield from _reference(config)
 

@@ -35,6 +35,7 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
         rollout_log_probs=_padded(log_probs, torch.float32).to(device),
         scores=tensor([score for group in groups for score in group.scores], torch.float32),
         baselines=None if None in baselines else tensor(baselines, torch.float32),
+        truncated=tensor([sample.finish_reason == "length" for _, sample in rows], torch.bool),
         staleness=tensor([version - sample.version for _, sample in rows], torch.int64),
     )
 

@@ -27,11 +27,15 @@ class Advantages:
         """Whether `fill` needs `old_log_probs` and `ref_log_probs`."""
         self.reads = ("values", "old_log_probs", "ref_log_probs") if self.uses_kl else ("values",)
         """Per-token fields of a batch that `fill` reads; without a critic there are no values."""
+        masks = config.mask_truncated_responses
+        self.writes = ("advantages", "returns", "response_mask") if masks else ("advantages", "returns")
+        """Per-token fields of a batch that `fill` sets for the update."""
 
     def fill(self, batch: Batch, guards: Guards) -> dict[str, float]:
         """Set `token_rewards`, `advantages` and `returns` of `batch`; returns figures over all ranks. Collective.
 
-        Needs `values` with a critic, `baselines` for ReMax.
+        Needs `values` with a critic, `baselines` for ReMax. Truncated responses that are to be masked leave the mask
+        after the estimator has seen them: their scores count in the statistics of their group and of the batch.
         """
         figures = {}
         mask = batch.response_mask
@@ -40,7 +44,9 @@ class Advantages:
             figures = self._subtract_kl(batch, mask, guards)
         inputs = EstimatorInput(batch.token_rewards, mask, self._group_size, batch.values, batch.baselines, all_sum)
         batch.advantages, batch.returns = self._estimator(inputs, self._config)
-        return figures | _advantage_figures(batch.advantages, mask)
+        if self._config.mask_truncated_responses:
+            figures |= _mask_truncated(batch)
+        return figures | _advantage_figures(batch.advantages, batch.response_mask)
 
     def _subtract_kl(self, batch: Batch, mask: Tensor, guards: Guards) -> dict[str, float]:
         assert batch.token_rewards is not None
@@ -69,6 +75,24 @@ class Advantages:
         control = self._config.kl_ctrl
         if control.type == "adaptive" and control.kl_coef == state["started_at"]:
             self.kl_coef = state["kl_coef"]
+
+
+def _mask_truncated(batch: Batch) -> dict[str, float]:
+    """Take truncated responses out of the mask, the advantages and the returns of `batch`; the share of them over all
+    ranks.
+
+    Source: DAPO (arXiv 2503.14476) section 3.4, overlong filtering; TRL's `mask_truncated_completions`.
+    """
+    assert batch.truncated is not None
+    assert batch.advantages is not None
+    cut = batch.truncated[:, None]
+    batch.response_mask = batch.response_mask.masked_fill(cut, 0.0)
+    batch.advantages = batch.advantages.masked_fill(cut, 0.0)
+    if batch.returns is not None:
+        batch.returns = batch.returns.masked_fill(cut, 0.0)
+    counts = torch.stack([cut.sum(), torch.tensor(len(cut), device=cut.device)])
+    masked_out, samples = all_sum(counts.double()).tolist()
+    return {"advantages/truncated_masked": masked_out / max(samples, 1.0)}
 
 
 def _advantage_figures(advantages: Tensor, mask: Tensor) -> dict[str, float]:

@@ -161,6 +161,7 @@ CASES: dict[str, Case] = {
         "reward.weights=[2.0]",
         "algorithm.adv_estimator=rloo",
         "algorithm.norm_adv_by_std_in_grpo=false",
+        "algorithm.mask_truncated_responses=true",
         "actor.ppo_mini_batch_size=8",
         "actor.ppo_epochs=1",
         "actor.policy_loss.loss_mode=gspo",

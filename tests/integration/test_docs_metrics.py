@@ -73,6 +73,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
         "actor.use_kl_loss=false",
         f"reward.functions=[exact_match,{function}:judged]",
         "checkpoint.journal=true",
+        "algorithm.mask_truncated_responses=true",
         f"checkpoint.remote=file://{folder / 'remote'}",
     )
     dynamic = (

@@ -35,6 +35,7 @@ CASES: dict[str, tuple[int, AlgorithmConfig]] = {
         AlgorithmConfig("gae", 0.9, 0.8, use_kl_in_reward=True, kl_ctrl=ADAPTIVE),
     ),
     "groups": (10, AlgorithmConfig("grpo")),
+    "truncated responses leave": (10, AlgorithmConfig("gae", 0.9, 0.8, mask_truncated_responses=True)),
 }
 
 
@@ -42,6 +43,8 @@ def home_of(prompts: int, coordinator: Coordinator) -> tuple[Batch, list[int]]:
     """What this rank generated: with several ranks the first has nothing."""
     whole = with_observations(random_batch(seed=6, samples=prompts * GROUP, response=(1, 20)))
     whole = replace(whole, advantages=None, returns=None, scores=torch.arange(prompts * GROUP) % 3 / 2)
+    # Single samples, and all of the last prompt.
+    whole.truncated = (torch.arange(prompts * GROUP) % 5 == 1) | (torch.arange(prompts * GROUP) >= prompts * GROUP - 2)
     makers = list(range(1, coordinator.world_size)) or [0]
     mine = [group for group in range(prompts) if makers[group * len(makers) // prompts] == coordinator.rank]
     rows = [group * GROUP + sample for group in mine for sample in range(GROUP)]
@@ -85,7 +88,15 @@ def one_step(prompts: int, algorithm: AlgorithmConfig) -> dict[str, Any]:
     by_sample = zip(uids, home.advantages, home.response_mask, strict=True)
     advantages = {(uid, row % GROUP): a[m.bool()].tolist() for row, (uid, a, m) in enumerate(by_sample)}
     idle = any(not held for of_ranks in work.spread.lengths for held in of_ranks)
-    return {"figures": figures, "weights": weights, "advantages": advantages, "rows": len(work.batch), "idle": idle}
+    tokens = [int(batch.response_mask.sum()) for batch in (home, work.batch)]
+    return {
+        "figures": figures,
+        "weights": weights,
+        "advantages": advantages,
+        "rows": len(work.batch),
+        "idle": idle,
+        "tokens": tokens,
+    }
 
 
 def every_case() -> dict[str, Any]:
@@ -102,6 +113,9 @@ def test_a_step_is_the_same_on_any_number_of_ranks(ranks, case):
     [alone], several = ([rank[case] for rank in ranks[size]] for size in (1, RANKS))
     rows = [rank["rows"] for rank in several]
     assert sum(rows) == alone["rows"]
+    for of_ranks in ([alone], several):
+        at_home, at_work = (sum(rank["tokens"][i] for rank in of_ranks) for i in (0, 1))
+        assert at_home == at_work == alone["tokens"][0], "what leaves the mask leaves it where it is trained on"
     assert several[0]["idle"] == (case == "fewer samples in a mini-batch than ranks")
     assert not several[0]["advantages"], "the first rank generated nothing"
     advantages = {sample: values for rank in several for sample, values in rank["advantages"].items()}

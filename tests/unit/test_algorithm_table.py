@@ -143,6 +143,11 @@ REFUSED: list[tuple[dict, str]] = [
         "rollout.n=1: reinforce_plus_plus_baseline compares",
     ),
     ({"algorithm__adv_estimator": "remax", "rollout__top_k": 1}, "rollout.top_k=1: remax compares"),
+    ({"algorithm__adv_estimator": "remax", "rollout__min_p": 1.0}, "rollout.min_p=1: remax compares"),
+    (
+        {"algorithm__mask_truncated_responses": True, "rollout__ignore_eos": True},
+        "algorithm.mask_truncated_responses=true: with rollout.ignore_eos=true",
+    ),
     ({"algorithm__adv_estimator": "gae", "critic__enable": False}, "critic.enable=false: gae needs values"),
     ({"critic__enable": True}, "critic.enable=true: grpo gives no returns to fit a critic to"),
     ({"trainer__critic_warmup": 2}, "trainer.critic_warmup=2: grpo trains no critic; set trainer.critic_warmup=0."),

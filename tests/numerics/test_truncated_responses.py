@@ -1,0 +1,103 @@
+"""Truncated responses that are masked: estimators see them, and the update is that of a batch without them."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf.batch import Batch
+from rlhf.config import ActorConfig, AlgorithmConfig, BackendConfig, CriticConfig, GuardsConfig
+from rlhf.config.actor import LOSS_AGG_MODES
+from rlhf.config.algorithm import RolloutCorrectionConfig
+from rlhf.config.algorithm_table import ESTIMATORS
+from rlhf.experience.collate import collate
+from rlhf.experience.groups import Group
+from rlhf.learning.actor import Actor
+from rlhf.learning.credit import Advantages
+from rlhf.learning.critic import Critic
+from rlhf.learning.guards import Guards
+from rlhf.reward import RewardResult
+from rlhf.rollout import Sample
+from tests.support.numeric_ranks import single_rank
+from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2, tiny_value_model
+from tests.support.update_cases import OPTIM, engine
+
+GROUP, SAMPLES = 3, 12
+CUT = torch.arange(SAMPLES) % GROUP == 1
+"""One of each group, so that each mini-batch keeps equally many."""
+
+
+def batch() -> Batch:
+    made = random_batch(seed=9, samples=SAMPLES, response=(2, 9))
+    figures = {"values": made.rollout_log_probs / 3, "baselines": made.scores / 2, "old_log_probs": None}
+    return replace(made, scores=torch.arange(SAMPLES) % 5 / 2, truncated=CUT, **figures)
+
+
+def guards() -> Guards:
+    judge = Guards(GuardsConfig())
+    judge.begin(1, 0.0)
+    return judge
+
+
+def filled(name: str, mask: bool) -> tuple[Batch, dict[str, float]]:
+    made = batch()
+    config = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.8, pass_at_k=1, mask_truncated_responses=mask)
+    with single_rank():
+        return made, Advantages(config, GROUP).fill(made, guards())
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_their_rewards_count_and_their_advantages_leave(name: str) -> None:
+    (masked, figures), (whole, plain) = filled(name, True), filled(name, False)
+    assert figures.pop("advantages/truncated_masked") == CUT.sum() / SAMPLES
+    assert "advantages/truncated_masked" not in plain
+    assert masked.advantages is not None
+    assert whole.advantages is not None
+    assert torch.equal(masked.advantages[~CUT], whole.advantages[~CUT])
+    assert whole.advantages[CUT].any()
+    assert not masked.advantages[CUT].any()
+    assert not masked.response_mask[CUT].any()
+    assert torch.equal(masked.response_mask[~CUT], whole.response_mask[~CUT])
+    kept = masked.advantages[masked.response_mask.bool()]
+    assert figures["advantages/mean"] == pytest.approx(kept.mean().item(), abs=1e-6)
+    assert figures["advantages/max"] == pytest.approx(kept.max().item())
+
+
+@functools.cache
+def trained(role: str, mode: str, absent: bool) -> dict[str, Any]:
+    """Weights and figures after two epochs over two mini-batches, of a batch with the masked responses or without."""
+    made, _ = filled("gae", True)
+    if absent:
+        made = made.select(torch.nonzero(~CUT)[:, 0])
+    settings: dict[str, Any] = {"ppo_max_token_len_per_gpu": 60, "loss_agg_mode": mode, "optim": OPTIM, "ppo_epochs": 2}
+    trained: Actor | Critic
+    with single_rank():
+        if role == "critic":
+            critic = CriticConfig(**settings)
+            trained = Critic(
+                engine(tiny_value_model(), critic, BackendConfig()), critic, scale=9, budget=60, forward_budget=60
+            )
+        else:
+            actor, correction = ActorConfig(**settings, entropy_coeff=0.1), RolloutCorrectionConfig("sequence")
+            backend = engine(tiny_qwen2(), actor, BackendConfig())
+            trained = Actor(backend, actor, correction, temperature=1.0, scale=9, mini_batches=2, log_prob_budget=60)
+            made.old_log_probs = made.rollout_log_probs
+        figures = trained.update(made, as_held(made, 2), guards())
+        return {name: tensor.clone() for name, tensor in trained.backend.full_tensors()} | figures
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_the_update_is_that_of_a_batch_without_them(role: str, mode: str) -> None:
+    torch.testing.assert_close(trained(role, mode, False), trained(role, mode, True), rtol=1e-5, atol=1e-6)
+
+
+def test_truncated_is_what_the_limit_cut_off() -> None:
+    """One that ends with its last token at the limit is whole."""
+    samples = [Sample(7, 0, [3, 4, 1], [-1.0] * 3, "stop"), Sample(7, 1, [3, 4, 5], [-1.0] * 3, "length")]
+    group = Group(7, [2, 2], samples, [RewardResult(1.0, {"f": 1.0}), RewardResult(0.0, {"f": 0.0})], [0.0, 0.0], None)
+    made = collate([group], 0, 0, torch.device("cpu"))
+    assert made.truncated is not None
+    assert made.truncated.tolist() == [False, True]
