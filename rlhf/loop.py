@@ -8,7 +8,8 @@ It reads like the algorithm. Left out on purpose, because each is the business o
   were generated (`home`), the models' passes and the updates where the work is (`work`);
 - dynamic sampling, prompts carried over, generation a step ahead, the journal: in `collector.collect`;
 - epochs, mini-batches, micro-batches, the optimizer and the guards before each of its steps: in the two `update`s;
-- ranks and devices: every call is collective and gives the same figures on every rank;
+- ranks and devices: every call is collective and gives the same figures on every rank; what a phase needs of a model
+  is on the device in its `on_device`, and may be in the host's memory otherwise;
 - crashes: they end the process, and the supervisor starts it again from the newest checkpoint.
 """
 
@@ -133,13 +134,13 @@ def estimate(c: Components, home: Batch, work: SharedWork) -> dict[str, float]:
     Collective."""
     batch = work.batch
     if c.reference is not None:
-        with c.clock.phase("ref"):
+        with c.clock.phase("ref"), c.reference.on_device():
             batch.ref_log_probs = c.reference.all_log_probs(batch, work.spread)
     if c.actor.needs_old_log_probs or c.advantages.uses_kl:
-        with c.clock.phase("old_log_prob"):
+        with c.clock.phase("old_log_prob"), c.actor.on_device():
             batch.old_log_probs = c.actor.all_log_probs(batch, work.spread)
     if c.critic is not None:
-        with c.clock.phase("values"):
+        with c.clock.phase("values"), c.critic.on_device():
             batch.values = c.critic.all_values(batch, work.spread)
     with c.clock.phase("adv"):
         work.bring_home(home, *c.advantages.reads)
@@ -152,10 +153,10 @@ def update(c: Components, work: SharedWork, step: int) -> dict[str, float]:
     """Train the critic and the actor on the `work`; returns figures. Collective."""
     metrics: dict[str, float] = {}
     if c.critic is not None:
-        with c.clock.phase("update_critic"):
+        with c.clock.phase("update_critic"), c.critic.on_device():
             metrics |= c.critic.update(work.batch, work.spread, c.guards)
     if step > c.critic_warmup:
-        with c.clock.phase("update_actor"):
+        with c.clock.phase("update_actor"), c.actor.on_device():
             metrics |= c.actor.update(work.batch, work.spread, c.guards)
     return metrics
 

@@ -59,7 +59,8 @@ def build_learners(
     if config.needs_reference:
         start = models.policy.load(loading.load_model, coordinator, device)
         model = frozen(start, config.backend, config.ref.fsdp_config, device)
-        check_log_probs(model.module, device)
+        with model.on_device():
+            check_log_probs(model.module, device)
         reference = Reference(model, temperature, budgets.reference, config.ref)
 
     dtype = torch.bfloat16 if config.backend.autocast == "bfloat16" else torch.float32
@@ -70,7 +71,8 @@ def build_learners(
     scale = config.actor.loss_scale_factor or config.data.max_response_length
     actor_steps = max(1, total_steps - config.trainer.critic_warmup) * mini_batches
     backend = _trained(config, config.actor, models.policy, policy, actor_steps, device)
-    check_log_probs(backend.module, device)
+    with backend.on_device():
+        check_log_probs(backend.module, device)
     actor = Actor(
         backend,
         config.actor,
@@ -94,7 +96,8 @@ def build_learners(
 def frozen(loaded: Loaded, config: BackendConfig, kept: FrozenFsdpConfig, device: torch.device) -> Fsdp2Model:
     """A model without an optimizer, spread over the ranks with its weights. Collective."""
     hold_in(loaded.model, getattr(torch, kept.model_dtype))
-    model = Fsdp2Model(loaded.model.requires_grad_(False).eval(), config, device)
+    plain = loaded.model.requires_grad_(False).eval()
+    model = Fsdp2Model(plain, config, device, param_offload=kept.param_offload)
     loaded.fill(model.model_shards())
     return model
 
@@ -122,9 +125,11 @@ def _trained(
         grad_clip=section.grad_clip,
         total_optimizer_steps=steps_per_pass * section.ppo_epochs,
         hf_files=loading.hf_files(model.config, found.tokenizer, generation),
+        offload=section.fsdp_config,
     )
     loaded.fill(backend.model_shards())
     backend.after_load()
     who = "actor" if isinstance(section, ActorConfig) else "critic"
-    choose_packing(backend.module, section.use_remove_padding, f"{who}.use_remove_padding")
+    with backend.on_device():
+        choose_packing(backend.module, section.use_remove_padding, f"{who}.use_remove_padding")
     return backend

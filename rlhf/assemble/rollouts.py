@@ -34,9 +34,12 @@ def build_reward(config: Config, models: FoundModels, coordinator: Coordinator, 
     if found is None:
         return reward_of(config.reward)
     loaded = found.load(loading.load_reward_model, coordinator, device)
-    module: Any = frozen(loaded, config.backend, config.reward_model.fsdp_config, device).module
-    choose_packing(module, config.reward_model.use_remove_padding, "reward_model.use_remove_padding")
-    return reward_of(config.reward, RewardModel(module, found.tokenizer, config.reward_model, device))
+    model = frozen(loaded, config.backend, config.reward_model.fsdp_config, device)
+    with model.on_device():
+        choose_packing(model.module, config.reward_model.use_remove_padding, "reward_model.use_remove_padding")
+    module: Any = model.module
+    scorer = RewardModel(module, found.tokenizer, config.reward_model, device, model.on_device)
+    return reward_of(config.reward, scorer)
 
 
 def build_engine(

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.deepspeed import DeepSpeedBackend, import_deepspeed
 from rlhf.backends.fsdp2 import Fsdp2Backend
-from rlhf.config import BackendConfig, OptimConfig
+from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from rlhf.errors import UserError
 from rlhf.models.skeleton import materialise
 
@@ -40,8 +40,10 @@ def build_backend(
     grad_clip: float,
     total_optimizer_steps: int,
     hf_files: Mapping[str, bytes],
+    offload: TrainedFsdpConfig | None = None,
 ) -> TrainingBackend:
-    """`model` in training, in the engine that `config.name` names. Collective.
+    """`model` in training, in the engine that `config.name` names; with `offload` in the host's memory between its
+    phases. Collective.
 
     Of parameters on the meta device a rank's part gets memory, below stage 3 of DeepSpeed the whole at first; the
     caller fills `model_shards` and calls `after_load`.
@@ -57,4 +59,5 @@ def build_backend(
         grad_clip=grad_clip,
         total_optimizer_steps=total_optimizer_steps,
         hf_files=hf_files,
+        offload=offload,
     )

@@ -1,6 +1,7 @@
 """Contract of a training engine with learners, rollouts and checkpoints."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -14,10 +15,14 @@ class Model(Protocol):
     """A model spread over all ranks, without an optimizer, such as the reference policy's."""
 
     module: nn.Module
-    """The module to call; collective: every rank calls it as often."""
+    """The module to call, inside `on_device`; collective: every rank calls it as often."""
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """A block in which the module can be called. Outside, weights that `param_offload` is set for are in the host's
+        memory."""
 
     def model_shards(self) -> Shards:
-        """Live views of this rank's weights and persistent buffers."""
+        """Live views of this rank's weights and persistent buffers, good until `on_device` begins or ends."""
 
 
 class TrainingBackend(Model, TrainState, Protocol):
@@ -27,8 +32,8 @@ class TrainingBackend(Model, TrainState, Protocol):
         """Add the gradient of `loss`, the sum over all ranks of their losses, to the accumulated one. Collective."""
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, advance the schedule, clear gradients. Returns `grad_norm` (over all ranks, before clipping) and
-        the `lr` used.
+        """Clip, step, advance the schedule, clear gradients; inside `on_device`. Returns `grad_norm` (over all ranks,
+        before clipping) and the `lr` used.
 
         A gradient whose norm is not finite is cleared and nothing else happens: the caller looks at `grad_norm`.
         """
@@ -37,7 +42,8 @@ class TrainingBackend(Model, TrainState, Protocol):
         """Forget the accumulated gradient."""
 
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every weight and persistent buffer, whole, on this rank's device. Collective.
+        """Every weight and persistent buffer, whole, on this rank's device. Collective; `on_device` or not.
 
         Weights are the float32 ones, cast to `dtype` if it is given (the same on every rank); buffers are as they are.
+        A tensor is good until `on_device` begins or ends.
         """

@@ -8,6 +8,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from rlhf.backends.gather import whole_tensors
 from rlhf.backends.training import Scheduled, adamw_options
 from rlhf.backends.zero import ZeroState, partition
-from rlhf.config import BackendConfig, OptimConfig
+from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from rlhf.errors import UserError
 from rlhf.models.log_prob_head import with_log_probs
 from rlhf.storage.shards import Shard, Shards
@@ -46,6 +47,7 @@ class DeepSpeedBackend(Scheduled):
         grad_clip: float,
         total_optimizer_steps: int,
         hf_files: Mapping[str, bytes],
+        offload: TrainedFsdpConfig | None = None,
     ) -> None:
         deepspeed = import_deepspeed(device)
         exact: dict[str, Tensor] = {}
@@ -71,13 +73,18 @@ class DeepSpeedBackend(Scheduled):
         self._whole: torch.dtype | None = None
         if config.zero_stage < 3:
             self._whole = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
-        self._state = ZeroState(self._engine, optimizer)
+        self._state = ZeroState(self._engine, optimizer, offload or TrainedFsdpConfig())
         if exact:
             for name, shard in self._state.weights():
                 if name not in exact:
                     continue
                 shard.local.copy_(exact[name].view(-1)[shard.start : shard.start + shard.local.numel()])
             self._state.refresh()
+        self._state.leave()
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """See `Model.on_device`."""
+        return self._state.for_passes()
 
     def backward(self, loss: Tensor) -> None:
         """See `TrainingBackend.backward`. DeepSpeed averages gradients over the ranks; the caller's loss is a share of
@@ -90,7 +97,8 @@ class DeepSpeedBackend(Scheduled):
         clipped = self.optimizer if isinstance(self.optimizer, ClippedAdamW) else None
         if clipped is not None:
             clipped.grad_norm = math.inf
-        self._engine.step()
+        with self._state.for_step():
+            self._engine.step()
         norm = float(self._engine.get_global_grad_norm() if clipped is None else clipped.grad_norm)
         if math.isfinite(norm):
             self.scheduler.step()
@@ -113,17 +121,18 @@ class DeepSpeedBackend(Scheduled):
 
     def after_load(self) -> None:
         """See `TrainState.after_load`. The module's weights are made from the master weights."""
-        self._state.refresh()
+        with self._state.for_weights():
+            self._state.refresh()
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.full_tensors`. The float32 master weights, or, where that is `dtype`, what the module
         has of them."""
-        dtype = dtype or torch.float32
+        dtype, device = dtype or torch.float32, self._engine.device
         if self._whole in (torch.float32, dtype):
-            yield from ((name, weight.detach().to(dtype)) for name, weight in self._engine.module.named_parameters())
+            yield from ((name, weight.to(device, dtype)) for name, weight in self._state.module_weights())
         else:
-            yield from whole_tensors(self._state.weights(), dtype=dtype, device=self._engine.device)
+            yield from whole_tensors(self._state.weights(), dtype=dtype, device=device)
         yield from ((name, buffer.detach()) for name, buffer in self._persistent_buffers())
 
     def _persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from transformers import PreTrainedModel
 
 from rlhf.backends.gather import whole_tensors
 from rlhf.backends.mesh import data_mesh, replica_of, replicas_of
-from rlhf.backends.training import Scheduled, adamw_options, empty_moments
-from rlhf.config import BackendConfig, OptimConfig
+from rlhf.backends.offload import Offload
+from rlhf.backends.training import MOMENTS, Scheduled, adamw_options, empty_moments
+from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from rlhf.models.log_prob_head import with_log_probs
 from rlhf.storage.shards import Shard, Shards
 
@@ -27,9 +29,23 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 class Fsdp2Model:
     """A model whose weights are sharded over all ranks, or, with `backend.dp_replicate`, over those of each replica."""
 
-    def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: BackendConfig, device: torch.device, *, param_offload: bool = False
+    ) -> None:
         self.module: nn.Module = shard(with_log_probs(model, use_liger=config.use_liger), config, device)
         self._sharding = data_mesh(device, config.dp_replicate).get_all_groups()[-1]
+        self._device = device
+        self._weights = Offload(self._local_weights if param_offload else None, "param_offload")
+        self._weights.watch(self.module)
+        self._weights.leave()
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """See `Model.on_device`."""
+        return self._weights.on_device()
+
+    def _local_weights(self) -> Iterator[Tensor]:
+        self.reshard()
+        return map(local_part, self.module.parameters())
 
     def reshard(self) -> None:
         """Put the shards in the place of gathered weights.
@@ -50,8 +66,8 @@ class Fsdp2Model:
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.full_tensors`."""
         self.reshard()
-        weights = shards_of(self.module.named_parameters())
-        yield from whole_tensors(weights.items(), self._sharding, dtype=dtype)
+        weights = self._weights.shards(shards_of(self.module.named_parameters()))
+        yield from whole_tensors(weights.items(), self._sharding, dtype=dtype, device=self._device)
         yield from ((name, buffer.detach()) for name, buffer in self._persistent_buffers())
 
     def _persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -60,7 +76,7 @@ class Fsdp2Model:
 
     def model_shards(self) -> Shards:
         """See `TrainState.model_shards`."""
-        return shards_of(self.named_state())
+        return self._weights.shards(shards_of(self.named_state()))
 
 
 class Fsdp2Backend(Fsdp2Model, Scheduled):
@@ -76,8 +92,10 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
         grad_clip: float,
         total_optimizer_steps: int,
         hf_files: Mapping[str, bytes],
+        offload: TrainedFsdpConfig | None = None,
     ) -> None:
-        Fsdp2Model.__init__(self, model, config, device)
+        offload = offload or TrainedFsdpConfig()
+        Fsdp2Model.__init__(self, model, config, device, param_offload=offload.param_offload)
         # Without gradients no recomputation happens, so train mode costs the log-prob passes nothing; dropout is off
         # (models/loading.py).
         self.module.train()
@@ -86,6 +104,11 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
         self._grad_clip = grad_clip
         for parameter in self.module.parameters():
             optimizer.state[parameter] = empty_moments(parameter)
+        self._moments = Offload(self._local_moments if offload.optimizer_offload else None, "optimizer_offload")
+        self._moments.leave()
+
+    def _local_moments(self) -> Iterator[Tensor]:
+        return (local_part(state[moment]) for state in self.optimizer.state.values() for moment in MOMENTS)
 
     def backward(self, loss: Tensor) -> None:
         """See `TrainingBackend.backward`. FSDP averages gradients over the ranks; the caller's loss is a share of a
@@ -99,7 +122,8 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
         lr = self.scheduler.get_last_lr()[0]
         # Clipping has made every gradient NaN then; a step would ruin the weights, and a save would make that last.
         if torch.isfinite(norm):
-            self.optimizer.step()
+            with self._moments.on_device():
+                self.optimizer.step()
             self.scheduler.step()
         self.zero_grad()
         return {"grad_norm": float(norm), "lr": float(lr)}
@@ -111,11 +135,12 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
     def optimizer_shards(self) -> Shards:
         """See `TrainState.optimizer_shards`."""
         self.reshard()
-        return shards_of(
+        moments = shards_of(
             (f"{name}.{key}", value)
             for name, parameter in self.module.named_parameters()
             for key, value in self.optimizer.state[parameter].items()
         )
+        return self._moments.shards(moments)
 
     def after_load(self) -> None:
         """See `TrainState.after_load`. Nothing to do: what was written to is what the module holds."""
@@ -149,6 +174,11 @@ def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -
     return model
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, or the whole of another one."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
     """This rank's rows of each tensor as a range of its flattened whole.
 
@@ -159,14 +189,14 @@ def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
     for name, tensor in tensors:
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
-            shards[name] = Shard(shape, 0, tensor.detach(), owner=dist.get_rank() == 0)
+            shards[name] = Shard(shape, 0, local_part(tensor), owner=dist.get_rank() == 0)
             continue
         mesh = tensor.device_mesh
         owned = owned or [0] * replicas_of(mesh)
         owner = owned.index(min(owned))
         owned[owner] += tensor.numel()
         start, _ = row_range(shape, mesh.get_local_rank(-1), mesh.size(-1))
-        shards[name] = Shard(shape, start, tensor.to_local().detach(), owner == replica_of(mesh))
+        shards[name] = Shard(shape, start, local_part(tensor), owner == replica_of(mesh))
     return shards
 
 

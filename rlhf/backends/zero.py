@@ -1,7 +1,8 @@
-"""DeepSpeed's float32 weights, moments and gradients at each ZeRO stage. All knowledge of its insides is here."""
+"""DeepSpeed's weights, moments and gradients at each ZeRO stage. All knowledge of its insides is here."""
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf.backends.offload import Offload
 from rlhf.backends.training import MOMENTS, empty_moments
+from rlhf.config import TrainedFsdpConfig
 from rlhf.models.skeleton import replace_parameters
 from rlhf.storage.shards import Shard
 
@@ -34,7 +37,7 @@ class Range:
 class ZeroState:
     """The state of an engine with one parameter group under a plain `torch.optim.AdamW`, as named ranges."""
 
-    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, offload: TrainedFsdpConfig) -> None:
         self._engine, self._optimizer = engine, optimizer
         self._stage: int = engine.zero_optimization_stage()
         self._ranges = dict(_ranges(engine, optimizer, self._stage))
@@ -45,18 +48,76 @@ class ZeroState:
             optimizer.state[flat] = empty_moments(flat)
         # The parameters of a flat tensor have one step count between them, a checkpoint has one for each.
         self._steps = {name: torch.zeros(()) for name in self._ranges}
+        idle = offload.optimizer_offload
+        self._in_passes = Offload(self._pass_tensors if offload.param_offload else None, "param_offload")
+        self._in_passes.watch(engine)
+        self._masters = Offload(self._master_tensors if idle else None, "optimizer_offload")
+        self._moments = Offload(self._moment_tensors if idle else None, "optimizer_offload")
+
+    def for_passes(self) -> AbstractContextManager[None]:
+        """The module's weights are on the device in the block, and what their gradients are summed and sent in."""
+        return self._in_passes.on_device()
+
+    @contextmanager
+    def for_weights(self) -> Iterator[None]:
+        """The float32 weights are on the device in the block, whatever holds them."""
+        with self._in_passes.on_device(), self._masters.on_device():
+            yield
+
+    @contextmanager
+    def for_step(self) -> Iterator[None]:
+        """All that an optimizer step works with is on the device in the block."""
+        with self.for_weights(), self._moments.on_device():
+            yield
+
+    def leave(self) -> None:
+        """Move to the host what is not in use."""
+        for offload in (self._in_passes, self._masters, self._moments):
+            offload.leave()
+
+    def _pass_tensors(self) -> Iterator[Tensor]:
+        zero = self._engine.optimizer
+        if self._stage == 3:
+            zero._partition_all_parameters()  # those that are whole, too
+            yield zero.grad_partitions_flat_buffer
+            yield from (bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None)
+        yield from getattr(zero, "fp32_groups_gradients_flat", ())  # of BF16_Optimizer
+        yield from self._module_tensors()
+
+    def _module_tensors(self) -> Iterator[Any]:
+        for parameter in self._engine.module.parameters():
+            yield parameter.ds_tensor if self._stage == 3 else parameter.detach()
+
+    def _master_tensors(self) -> Iterator[Tensor]:
+        """Float32 weights beside those of the module."""
+        own = {tensor.untyped_storage()._cdata for tensor in self._module_tensors()}
+        flats = (held.flat.detach() for held in self._ranges.values())
+        return (flat for flat in flats if flat.untyped_storage()._cdata not in own)
+
+    def _moment_tensors(self) -> Iterator[Tensor]:
+        return (self._optimizer.state[held.flat][moment] for held in self._ranges.values() for moment in MOMENTS)
+
+    def _held(self, tensor: Tensor) -> Tensor:
+        for offload in (self._in_passes, self._masters, self._moments):
+            tensor = offload.held(tensor)
+        return tensor
+
+    def module_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The module's weights, whole below stage 3, where they are."""
+        return ((name, self._held(weight.detach())) for name, weight in self._engine.module.named_parameters())
 
     def weights(self) -> Iterator[tuple[str, Shard]]:
         """Views of the float32 weights."""
         for name, held in self._ranges.items():
-            yield name, held.shard(held.flat, owner=self._owner)
+            yield name, held.shard(self._held(held.flat), owner=self._owner)
 
     def moments(self) -> Iterator[tuple[str, Shard]]:
         """Views of the moments, and the step counts."""
         for name, held in self._ranges.items():
             yield f"{name}.step", Shard((), 0, self._steps[name], owner=dist.get_rank() == 0)
             for moment in MOMENTS:
-                yield f"{name}.{moment}", held.shard(self._optimizer.state[held.flat][moment], owner=self._owner)
+                flat = self._held(self._optimizer.state[held.flat][moment])
+                yield f"{name}.{moment}", held.shard(flat, owner=self._owner)
 
     def stepped(self) -> None:
         """Read the step counts anew."""

@@ -9,7 +9,7 @@ from rlhf.config.backend import BackendConfig
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.critic import CriticConfig
 from rlhf.config.data import DataConfig, ReasoningGymConfig
-from rlhf.config.fsdp import FrozenFsdpConfig
+from rlhf.config.fsdp import FrozenFsdpConfig, TrainedFsdpConfig
 from rlhf.config.guards import GuardsConfig
 from rlhf.config.model import ModelConfig
 from rlhf.config.optim import OptimConfig
@@ -103,6 +103,7 @@ __all__ = [
     "RolloutCorrectionConfig",
     "ServersConfig",
     "TrackingConfig",
+    "TrainedFsdpConfig",
     "TrainerConfig",
     "ValKwargsConfig",
     "WandbConfig",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rlhf.config.fields import setting
+from rlhf.config.fsdp import TrainedFsdpConfig
 from rlhf.config.optim import OptimConfig
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
@@ -61,6 +62,7 @@ class ActorConfig:
     grad_clip: float = setting(1.0, gt=0)
     """Largest norm of the gradient over all ranks."""
     optim: OptimConfig = setting(OptimConfig)
+    fsdp_config: TrainedFsdpConfig = setting(TrainedFsdpConfig)
 
     @property
     def needs_entropy(self) -> bool:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from rlhf.config.actor import LOSS_AGG_MODES
 from rlhf.config.fields import setting
+from rlhf.config.fsdp import TrainedFsdpConfig
 from rlhf.config.optim import OptimConfig
 
 
@@ -29,3 +30,4 @@ class CriticConfig:
     grad_clip: float = setting(1.0, gt=0)
     """Largest norm of the gradient over all ranks."""
     optim: OptimConfig = setting(lambda: OptimConfig(lr=1e-5))
+    fsdp_config: TrainedFsdpConfig = setting(TrainedFsdpConfig)

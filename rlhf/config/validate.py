@@ -275,6 +275,12 @@ def _backend(config: Config) -> Iterator[str]:
         )
     if backend.offload_optimizer and backend.zero_stage == 0:
         yield "backend.offload_optimizer=true: needs ZeRO; set backend.zero_stage=1, 2 or 3."
+    for role, section in (("actor", config.actor), ("critic", config.critic)):
+        if backend.offload_optimizer and section.fsdp_config.optimizer_offload:
+            yield (
+                f"{role}.fsdp_config.optimizer_offload=true: backend.offload_optimizer=true has the optimizer in the "
+                "host's memory for good; set one of the two to false."
+            )
     if backend.offload_optimizer and config.trainer.device == "cpu":
         yield (
             "backend.offload_optimizer=true: moves optimizer state from a GPU to the CPU, but trainer.device=cpu; "

@@ -1,5 +1,7 @@
 """Critic: the value function in training."""
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +35,10 @@ class Critic:
     ) -> None:
         self.backend, self._config, self._scale, self._forward_budget = backend, config, scale, forward_budget
         self._passes = Passes(config.ppo_epochs, budget, config.loss_agg_mode)
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """See `Model.on_device`; it must be entered for every pass."""
+        return self.backend.on_device()
 
     @torch.no_grad()
     def all_values(self, batch: Batch, spread: Spread) -> Tensor:

@@ -1,5 +1,7 @@
 """Log-probs of responses under a causal LM, the actor's and the reference's alike."""
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,10 @@ class Policy:
 
     def __init__(self, model: Model, temperature: float, budget: int) -> None:
         self._model, self._temperature, self._budget = model, temperature, budget
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """See `Model.on_device`; it must be entered for every pass."""
+        return self._model.on_device()
 
     def log_probs(self, batch: Batch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probs (and entropies) of the response tokens, [N, R] float32, with gradients when enabled. Collective."""

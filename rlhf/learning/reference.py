@@ -38,14 +38,15 @@ class Reference(Policy):
         if self._config.update_freq is None or step % self._config.update_freq:
             return
         announce("reference.update")
-        shards = self.shards()
-        for name, whole in actor.full_tensors():
-            shard = shards[name]
-            mine = whole.reshape(-1)[shard.start : shard.start + shard.local.numel()].view(shard.local.shape)
-            if mine.is_floating_point():
-                shard.local.lerp_(mine.to(shard.local.dtype), self._config.alpha)
-            else:
-                shard.local.copy_(mine)
+        with self.on_device():
+            shards = self.shards()
+            for name, whole in actor.full_tensors():
+                shard = shards[name]
+                mine = whole.reshape(-1)[shard.start : shard.start + shard.local.numel()].view(shard.local.shape)
+                if mine.is_floating_point():
+                    shard.local.lerp_(mine.to(shard.local.dtype), self._config.alpha)
+                else:
+                    shard.local.copy_(mine)
         self.updated_at = step
 
     def state_dict(self) -> dict[str, Any]:

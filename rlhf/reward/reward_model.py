@@ -1,7 +1,8 @@
 """Reward model: a sequence classifier as a reward. Imports torch, so only a rank imports it, not `rlhf.reward`."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import jinja2
 import torch
@@ -23,6 +24,7 @@ class RewardModel:
         module: from `load_reward_model`, on `device`.
         tokenizer: the reward model's own. It renders the chat by its template; without one, the texts are joined.
         config: `max_length` tokens are read, at most what the model and its tokenizer allow; of longer chats the end.
+        on_device: the engine's block in which `module` can be called.
     """
 
     def __init__(
@@ -31,8 +33,10 @@ class RewardModel:
         tokenizer: PreTrainedTokenizerBase,
         config: RewardModelConfig,
         device: torch.device,
+        on_device: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._module, self._tokenizer, self._config, self._device = module, tokenizer, config, device
+        self._on_device = on_device
         self._hf_config = module.config.get_text_config()
         positions = getattr(self._hf_config, "max_position_embeddings", None) or config.max_length
         self._max_length = min(config.max_length, positions, tokenizer.model_max_length)
@@ -47,10 +51,11 @@ class RewardModel:
         # A sharded forward pass is collective: who has fewer micro-batches joins in the others' with one of one token.
         most = int(all_max(torch.tensor(len(batches), device=self._device)))
         scores: dict[int, float] = {}
-        for batch in batches:
-            scores.update(zip(batch, self._forward([sequences[i] for i in batch]), strict=True))
-        for _ in range(most - len(batches)):
-            self._forward([[0]])
+        with self._on_device():
+            for batch in batches:
+                scores.update(zip(batch, self._forward([sequences[i] for i in batch]), strict=True))
+            for _ in range(most - len(batches)):
+                self._forward([[0]])
         return [Score(scores[i]) for i in range(len(items))]
 
     def _micro_batches(self, lengths: list[int]) -> list[list[int]]:

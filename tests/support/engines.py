@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
-from rlhf.config import BackendConfig, OptimConfig
+from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from rlhf.storage.shards import Shards
 from tests.support.tiny_updates import VOCAB, tiny_qwen2
 
@@ -32,7 +32,9 @@ ENGINES = {
 }
 
 
-def make_engine(kind: str, seed: int = 0, grad_clip: float = 0.5) -> TrainingBackend:
+def make_engine(
+    kind: str, seed: int = 0, grad_clip: float = 0.5, offload: TrainedFsdpConfig | None = None
+) -> TrainingBackend:
     """A tiny Qwen2 in the engine that `ENGINES` calls `kind`; its gradients are large enough to be clipped."""
     return build_backend(
         tiny_qwen2(seed),
@@ -42,6 +44,7 @@ def make_engine(kind: str, seed: int = 0, grad_clip: float = 0.5) -> TrainingBac
         grad_clip=grad_clip,
         total_optimizer_steps=20,
         hf_files={"config.json": b"{}"},
+        offload=offload,
     )
 
 

@@ -86,3 +86,11 @@ def test_liger_needs_a_gpu_and_no_entropy(monkeypatch):
             assert f"{problem}; run `pip install 'rlhf[liger]'`" in refusal(config)
     with pytest.raises(UserError, match=r"backend\.use_liger=true: .* this run has none"):
         check_backend(config.backend, torch.device("cpu"))
+
+
+def test_two_ways_to_offload_an_optimizer():
+    config = config_of(name="deepspeed", offload_optimizer=True)
+    config.critic.fsdp_config.optimizer_offload = True
+    message = refusal(config)
+    assert "critic.fsdp_config.optimizer_offload=true: backend.offload_optimizer=true has the optimizer in" in message
+    assert "actor.fsdp_config" not in message

@@ -1,0 +1,165 @@
+"""Weights and moments that leave the device between phases: the same bits in every engine, through saves and a
+roll-back, and nothing is left behind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.backends.base import TrainingBackend
+from rlhf.backends.fsdp2 import Fsdp2Backend, Fsdp2Model
+from rlhf.backends.offload import Offload
+from rlhf.config import Config, RefConfig, TrainedFsdpConfig
+from rlhf.errors import UserError
+from rlhf.learning.reference import Reference
+from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
+from tests.support.engines import CPU, ENGINES, NEEDS_DEEPSPEED, make_engine, state_of, tokens, train
+from tests.support.tiny_updates import tiny_qwen2
+
+KINDS = ("fsdp2", "zero2", "zero3")
+MORE_KINDS = ("fsdp2-bfloat16", "zero0-bfloat16", "zero1", "zero1-bfloat16", "zero2-bfloat16", "zero3-bfloat16")
+DEADLINE_S = 300
+
+
+def test_a_storage_moves_once_whatever_is_a_view_of_it():
+    flat = torch.arange(24.0)
+    tied, rows, other = torch.nn.Parameter(flat[3:9]), flat.view(4, 6)[:, 1:3], torch.ones(3, dtype=torch.bfloat16)
+    before = [tensor.clone() for tensor in (tied, rows, other)]
+    offload = Offload(lambda: [tied, rows, other, flat[:0]], "param_offload")
+    offload.leave()
+    assert [flat.untyped_storage().nbytes(), other.untyped_storage().nbytes()] == [0, 0]
+    held = [offload.held(tensor) for tensor in (tied, rows, other)]
+    assert all(torch.equal(*pair) for pair in zip(held, before, strict=True))
+    offload.held(flat)[4] = 40.0
+    with offload.on_device():
+        with offload.on_device():
+            assert tied.tolist() == [3, 40, 5, 6, 7, 8]
+        assert rows.tolist() == [[1, 2], [7, 8], [13, 14], [19, 20]]
+        assert offload.held(rows) is rows
+    assert flat.untyped_storage().nbytes() == 0
+
+
+def test_an_error_leaves_nothing_half_moved():
+    weight, error = torch.ones(8), RuntimeError("out of memory")
+    offload = Offload(lambda: [weight], "param_offload")
+    offload.leave()
+    with pytest.raises(RuntimeError) as raised, offload.on_device():
+        raise error
+    assert raised.value is error
+    assert weight.tolist() == [1] * 8
+    with offload.on_device():
+        weight += 1
+    assert offload.held(weight).tolist() == [2] * 8
+
+
+def test_a_host_without_memory_is_the_users_to_mend(monkeypatch):
+    weight = torch.ones(8)
+
+    def full(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:117]")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(UserError, match=r"optimizer_offload=true: the host has no memory .*Set it to false"):
+        Offload(lambda: [weight], "optimizer_offload").leave()
+    assert weight.tolist() == [1] * 8
+
+
+def on_device(backend: TrainingBackend) -> dict[str, int]:
+    """Bytes of this rank's weights and moments that are on the device."""
+    if isinstance(backend, Fsdp2Backend):
+        weights = [*backend._local_weights()]
+        moments = [*backend._local_moments()]
+    else:
+        state: Any = backend._state  # type: ignore[attr-defined]
+        weights = [*state._pass_tensors()]
+        moments = [*state._moment_tensors(), *state._master_tensors()]
+    storages = {"weights": weights, "optimizer": moments}
+    return {
+        name: sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+        for name, tensors in storages.items()
+    }
+
+
+def config_of(folder: Path, kind: str) -> Config:
+    config = make_config(folder)
+    config.backend = ENGINES[kind]
+    config.checkpoint.contents = ["model", "optimizer", "extra", "hf_model"]
+    config.checkpoint.async_save = True
+    return config
+
+
+def one_life(kind: str, offload: TrainedFsdpConfig, folder: Path) -> dict[str, Any]:
+    """Two steps, a save that is written behind the third, the way back to it, and two steps more; what is seen on the
+    way, and what of it differs by the setting."""
+    backend, other = make_engine(kind, seed=1, offload=offload), make_engine(kind, seed=2, offload=offload)
+    config, seen, left = config_of(folder, kind), [], [on_device(backend)]
+
+    def phase(*steps: int) -> None:
+        with backend.on_device():
+            before = on_device(backend)
+            seen.append(train(backend, *steps))
+            left.append(before | {"optimizer": on_device(backend)["optimizer"]})
+        left.append(on_device(backend))
+        seen.append({name: tensor.clone() for name, tensor in backend.full_tensors()})
+
+    phase(0, 1)
+    saver = make_checkpointer(config, backend, 2)
+    saver.save(2)
+    seen.append(state_of(backend))
+    phase(2)
+    saver.finish()
+    assert saver.resume()
+    seen.append(state_of(backend))
+    assert resume(config, other) == 2
+    seen.append(state_of(other))
+    phase(2, 3)
+    seen.append({name: tensor.clone() for name, tensor in backend.full_tensors(torch.bfloat16)})
+    frozen = Fsdp2Model(tiny_qwen2(3).requires_grad_(False), ENGINES[kind], CPU, param_offload=offload.param_offload)
+    average = Reference(frozen, 1.0, 64, RefConfig(update_freq=1, alpha=0.3))
+    average.maybe_update(backend, 1)
+    left.append({"reference": sum(t.untyped_storage().nbytes() for t in frozen._local_weights())})
+    seen.append({name: tensor.clone() for name, tensor in frozen.full_tensors()})
+    said = ""
+    try:
+        backend.module(input_ids=tokens(0), use_cache=False)
+    except RuntimeError as error:
+        said = str(error)
+    return {"seen": seen, "left": left, "said": said}
+
+
+def lives(rank: int, kinds: tuple[str, ...], settings: list[TrainedFsdpConfig], folder: str) -> dict[str, Any]:
+    torch.use_deterministic_algorithms(True)  # it also fills fresh memory with NaN
+    return {
+        kind: [one_life(kind, offload, Path(folder, kind, str(i))) for i, offload in enumerate(settings)]
+        for kind in kinds
+    }
+
+
+@NEEDS_DEEPSPEED
+@pytest.mark.parametrize(
+    ("ranks", "kinds"), [(2, KINDS), pytest.param(1, KINDS + MORE_KINDS, marks=pytest.mark.slow)], ids=["2", "1"]
+)
+def test_the_same_bits_and_nothing_left_on_the_device(ranks, kinds, tmp_path):
+    settings = [TrainedFsdpConfig(), TrainedFsdpConfig(param_offload=True, optimizer_offload=True)]
+    for found in run_ranks(ranks, lives, kinds, settings, str(tmp_path), deadline_s=DEADLINE_S, join=tmp_path / "join"):
+        for plain, both in found.values():
+            assert equal_bits(both["seen"], plain["seen"])
+            assert plain["said"] == ""
+            assert both["said"] == "param_offload=true: the model was called while its weights are on the host."
+            whole = plain["left"][0]
+            assert all(size > 0 for size in whole.values())
+            idle, working = {"weights": 0, "optimizer": 0}, whole | {"optimizer": 0}
+            assert both["left"] == [idle, *[working, idle] * 3, {"reference": 0}]
+
+
+def test_each_setting_moves_its_own(tmp_path):
+    settings = [TrainedFsdpConfig(), TrainedFsdpConfig(param_offload=True), TrainedFsdpConfig(optimizer_offload=True)]
+    (found,) = run_ranks(1, lives, ("fsdp2",), settings, str(tmp_path), deadline_s=DEADLINE_S, join=tmp_path / "join")
+    plain, weights, optimizer = found["fsdp2"]
+    assert equal_bits(weights["seen"], plain["seen"])
+    assert equal_bits(optimizer["seen"], plain["seen"])
+    whole = plain["left"][0]
+    assert weights["left"][0] == whole | {"weights": 0}
+    assert optimizer["left"][0] == whole | {"optimizer": 0}
