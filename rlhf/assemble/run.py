@@ -120,6 +120,8 @@ def _build(
     guards = Guards(config.guards, quiet=not coordinator.is_leader)
 
     parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards, "history": run_log}
+    if learners.actor.entropy_control.moves:
+        parts["entropy_control"] = learners.actor.entropy_control
     files = models.fingerprints | user_files(config)
     checkpointer = _checkpointer(config, coordinator, learners, driver, parts, files, collector)
     report("looking for a checkpoint")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf.config.actor import ActorConfig, PolicyLossConfig
+from rlhf.config.actor import ActorConfig, EntropyCtrlConfig, PolicyLossConfig
 from rlhf.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KlCtrlConfig, RolloutCorrectionConfig
 from rlhf.config.backend import BackendConfig
 from rlhf.config.checkpoint import CheckpointConfig
@@ -87,6 +87,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EngineKwargsConfig",
+    "EntropyCtrlConfig",
     "FilterGroupsConfig",
     "FrozenFsdpConfig",
     "GuardsConfig",

@@ -18,6 +18,20 @@ class PolicyLossConfig:
 
 
 @dataclass
+class EntropyCtrlConfig:
+    type: str = setting("fixed", choices=("fixed", "adaptive"))
+    """`adaptive` moves `entropy_coeff` so that the entropy stays at `target_entropy` or above."""
+    target_entropy: float = setting(0.2, ge=0)
+    """Mean entropy per token above which there is no bonus, for `adaptive`."""
+    delta: float = setting(0.005, gt=0)
+    """Change of the coefficient after each optimizer step: up below the target, down above it."""
+    min_coeff: float = setting(0.0, ge=0)
+    """Least coefficient."""
+    max_coeff: float = setting(1.0, gt=0)
+    """Largest coefficient."""
+
+
+@dataclass
 class ActorConfig:
     ppo_mini_batch_size: int = setting(64, ge=1)
     """Prompts per optimizer step over all ranks (each with its `rollout.n` samples); the critic's, too."""
@@ -55,7 +69,8 @@ class ActorConfig:
     """Weigh that KL with the ratio of new to old probability, and with the weights of `rollout_correction` if there are
     any: without it the gradient of `k1` and `k3` is not that of the KL, and the samples are of an older policy."""
     entropy_coeff: float = setting(0.0, ge=0)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus, or where an adaptive one starts."""
+    entropy_ctrl: EntropyCtrlConfig = setting(EntropyCtrlConfig)
     calculate_entropy: bool = setting(True, resume="harmless")
     """Measure the policy's entropy (`actor/entropy`) where the loss does not need it. It costs a few per cent of the
     update, more the larger the vocabulary is beside the model; in verl it is off."""
@@ -67,7 +82,7 @@ class ActorConfig:
     @property
     def needs_entropy(self) -> bool:
         """Whether the entropy is in the loss or asked for as a figure."""
-        return self.entropy_coeff > 0 or self.calculate_entropy
+        return self.entropy_coeff > 0 or self.entropy_ctrl.type == "adaptive" or self.calculate_entropy
 
     @property
     def kl_in_loss(self) -> bool:

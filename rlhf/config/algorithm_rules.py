@@ -1,9 +1,10 @@
 """Rules of the algorithm: names and files of its functions, and what its estimator needs of the rest of the run."""
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
-from rlhf.config import Config
+from rlhf.config import Config, EntropyCtrlConfig
 from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES, SETTINGS_OF_ONE, Estimator
 from rlhf.config.schema import SETTINGS, meant
 from rlhf.errors import UserError, did_you_mean
@@ -132,6 +133,20 @@ def correction_problems(config: Config) -> Iterator[str]:
         yield (
             f"{section}.rollout_rs_threshold_lower={least}: is the smallest ratio of a k1, and has no effect with "
             f"rollout_rs={kind}; set it to null."
+        )
+
+
+def entropy_problems(config: Config) -> Iterator[str]:
+    """Settings of an adaptive entropy bonus that have no effect or contradict each other; one line each."""
+    control, start = config.actor.entropy_ctrl, config.actor.entropy_coeff
+    if control.type != "adaptive":
+        for name, default in asdict(EntropyCtrlConfig()).items():
+            if (value := getattr(control, name)) != default:
+                yield f"actor.entropy_ctrl.{name}={value}: has effect only with actor.entropy_ctrl.type=adaptive."
+    elif not control.min_coeff <= start <= control.max_coeff:
+        yield (
+            f"actor.entropy_coeff={start}: is where the adaptive coefficient starts, and must be within "
+            f"actor.entropy_ctrl.min_coeff={control.min_coeff} and max_coeff={control.max_coeff}."
         )
 
 

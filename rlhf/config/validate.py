@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from rlhf.config import BackendConfig, Config
-from rlhf.config.algorithm_rules import algorithm_problems, correction_problems
+from rlhf.config.algorithm_rules import algorithm_problems, correction_problems, entropy_problems
 from rlhf.config.checkpoint_rules import checkpoint_problems
 from rlhf.config.other_names import MINUS_ONE
 from rlhf.config.rollout_rules import missing_engine, rollout_problems
@@ -57,6 +57,7 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: b
             _losses,
             _kl,
             correction_problems,
+            entropy_problems,
             rollout_problems,
             _filter_groups,
             algorithm_problems,
@@ -255,8 +256,8 @@ def _backend(config: Config) -> Iterator[str]:
     backend = config.backend
     if backend.use_liger and config.actor.needs_entropy:
         yield (
-            "backend.use_liger=true: Liger's kernel gives no entropy; set actor.calculate_entropy=false and "
-            "actor.entropy_coeff=0."
+            "backend.use_liger=true: Liger's kernel gives no entropy; set actor.calculate_entropy=false, "
+            "actor.entropy_coeff=0 and actor.entropy_ctrl.type=fixed."
         )
     if config.trainer.tf32 and config.trainer.device == "cpu":
         yield "trainer.tf32=true: TF32 is a format of GPUs, but trainer.device=cpu; set it to false."

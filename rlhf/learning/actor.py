@@ -13,6 +13,7 @@ from rlhf.algorithms.statistics import masked
 from rlhf.backends.base import TrainingBackend
 from rlhf.batch import Batch
 from rlhf.config import ActorConfig, RolloutCorrectionConfig
+from rlhf.learning.entropy_control import EntropyControl
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
 from rlhf.learning.spread import Spread
@@ -43,6 +44,7 @@ class Actor(Policy):
     ) -> None:
         super().__init__(backend, temperature, log_prob_budget)
         self.backend, self._config, self._correction, self._scale = backend, config, correction, scale
+        self.entropy_control = EntropyControl(config)
         self._policy_loss = load_policy_loss(config.policy_loss.loss_mode)
         self._passes = Passes(config.ppo_epochs, config.ppo_max_token_len_per_gpu, config.loss_agg_mode)
         # With one optimizer step per batch the update's own pass sees the policy that the old log-probs are of; but
@@ -58,7 +60,9 @@ class Actor(Policy):
         rejected: Figures = {}
         if self._correction.rollout_rs is not None and guards.refused is None:
             batch, rejected = self._reject(batch, self._correction.rollout_rs)
-        figures = rejected | update(self.backend, batch, spread, self._passes, self._share_of, guards, "actor")
+        figures = rejected | update(
+            self.backend, batch, spread, self._passes, self._share_of, guards, "actor", self._stepped
+        )
         return {name if "/" in name else f"actor/{name}": value for name, value in figures.items()}
 
     def _share_of(self, micro: Batch, counts: Counts) -> Share:
@@ -88,8 +92,8 @@ class Actor(Policy):
         figures = figures | {"kl": kl_estimate(old, log_probs, "k3")}
         if entropy is not None:
             figures["entropy"] = entropy
-            if config.entropy_coeff:
-                loss = loss - config.entropy_coeff * aggregate(entropy)
+            if self.entropy_control.weight:
+                loss = loss - self.entropy_control.weight * aggregate(entropy)
         if micro.ref_log_probs is not None:
             figures["ref_kl"] = kl_estimate(log_probs, micro.ref_log_probs, "k3")
         mismatch = masked(old - micro.rollout_log_probs, mask).abs()
@@ -101,6 +105,14 @@ class Actor(Policy):
         # A micro-batch of empty responses has no largest.
         largest = mismatch.max() if mismatch.numel() else mismatch.new_zeros(())
         return Share(loss, sums, {"rollout/logprob_diff_max": largest})
+
+    def _stepped(self, figures: Figures) -> Figures:
+        """Let the entropy bonus follow an optimizer step; returns the weight that it had in it, if it moves."""
+        if not self.entropy_control.moves:
+            return {}
+        weight = self.entropy_control.weight
+        self.entropy_control.observe(figures["entropy"])
+        return {"entropy_coeff": weight}
 
     def _kl_to_reference(self, log_probs: Tensor, old: Tensor, ref: Tensor, weights: Tensor | None) -> Tensor:
         """The KL in the loss, [N, R]; `weights` lead from the policy that sampled to the `old` one."""

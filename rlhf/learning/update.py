@@ -57,6 +57,7 @@ def update(
     share_of: Callable[[Batch, Counts], Share],
     guards: Guards,
     who: str,
+    stepped: Callable[[Figures], Figures] = lambda figures: {},
 ) -> Figures:
     """Take the optimizer steps of a step and return the means of their figures (`lr`: the last one's). Collective.
 
@@ -66,6 +67,7 @@ def update(
 
     Args:
         spread: the samples of all ranks, by mini-batch; `batch` has this rank's.
+        stepped: is given the figures of each optimizer step that was made, and returns further ones of it.
     """
     if guards.refused is not None:
         return {}
@@ -87,6 +89,7 @@ def update(
             figures |= backend.optimizer_step()
             if not guards.allows(who, grad_norm=figures["grad_norm"]):
                 return _means(steps)
+            figures |= stepped(figures)
     return _means(steps)
 
 

@@ -68,7 +68,10 @@ class Profile:
 
 
 PROFILES = {
-    "grpo": Profile(("actor.use_kl_loss=true",)),
+    # And a bonus that moves with every optimizer step.
+    "grpo": Profile(
+        ("actor.use_kl_loss=true", "actor.entropy_ctrl.type=adaptive", "actor.entropy_ctrl.target_entropy=1.0")
+    ),
     # A critic with its warm-up, and a coefficient that moves with every batch.
     "ppo": Profile(
         (
@@ -103,7 +106,13 @@ PROFILES = {
     ),
     # Batches far below the average reward are refused, which on so small batches happens now and then.
     "rollback": Profile(
-        ("actor.use_kl_loss=true", "guards.action=rollback", "guards.max_reward_drop=0.12", "guards.max_events=100"),
+        (
+            "actor.use_kl_loss=true",
+            "actor.entropy_ctrl.type=adaptive",
+            "guards.action=rollback",
+            "guards.max_reward_drop=0.12",
+            "guards.max_events=100",
+        ),
         on_every_rank=("rollback.before", "rollback.after"),
         spare=16,
     ),

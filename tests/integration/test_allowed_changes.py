@@ -98,6 +98,8 @@ SCENARIOS: dict[str, list[str]] = {
     "refused": [*FILES, "guards.max_loss=1e-9"],
     "fixed length": [*FILES, "actor.loss_agg_mode=seq-mean-token-sum-norm"],
     "styled": [*FILES, "model.chat_template={folder}/styled.jinja"],
+    "entropy below": [*FILES, "actor.entropy_ctrl.type=adaptive", "actor.entropy_ctrl.target_entropy=9"],
+    "entropy above": [*FILES, "actor.entropy_ctrl.type=adaptive", "actor.entropy_ctrl.target_entropy=0"],
     "pass at k": [*FILES, "algorithm.adv_estimator=pass_at_k"],
     "sapo": [*FILES, "actor.policy_loss.loss_mode=sapo"],
     "corrected": [*FILES, "algorithm.rollout_correction.rollout_is=token"],
@@ -242,6 +244,14 @@ CASES: dict[str, Case] = {
     **of("refused", "guards.action=stop", "guards.max_events=1"),
     **of("fixed length", "actor.loss_scale_factor=3"),
     **of("styled", "data.apply_chat_template_kwargs={{short: true}}"),
+    **of(
+        "entropy below",
+        "actor.entropy_ctrl.type=fixed",
+        "actor.entropy_ctrl.target_entropy=0",
+        "actor.entropy_ctrl.delta=0.1",
+        "actor.entropy_ctrl.max_coeff=0.01",
+    ),
+    **of("entropy above", "actor.entropy_ctrl.min_coeff=0.005"),
     **of("pass at k", "algorithm.pass_at_k=3"),
     **of("sapo", "actor.tau_pos=9", "actor.tau_neg=9"),
     **of(
@@ -369,6 +379,7 @@ def figures(run_dir: Path) -> dict[str, Any]:
         "metrics": {name: value for name, value in record.items() if not name.startswith(OF_THE_MACHINE)},
         "weights": {name: hash_ for name, hash_ in hashes.items() if "/model/" in name},
         "kl_coef": driver["kl_control"]["kl_coef"],  # of the next step
+        "entropy": driver.get("entropy_control"),
     }
 
 

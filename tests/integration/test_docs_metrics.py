@@ -82,6 +82,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
         "algorithm.filter_groups.metric=seq_reward",
         "algorithm.filter_groups.on_limit=fill",
         "actor.policy_loss.loss_mode=sapo",
+        "actor.entropy_ctrl.type=adaptive",
     )
     end = ranks(folder / "log", small(folder, "ppo", sums, *every, *ppo), nproc=2)
     assert end.code == 0, end.output

@@ -52,10 +52,32 @@ def plain_actor(
         old = [log_softmax_of(policy, batch, s)[0] for s in range(len(batch))]
         ref = [log_softmax_of(frozen, batch, s)[0] for s in range(len(batch))]
 
+    bonus = PlainBonus(config.actor)
+
     def loss_of(policy: nn.Module, mini: range, metrics: dict[str, float]) -> Tensor:
-        return actor_loss(policy, batch, mini, old, ref, config, metrics)
+        return actor_loss(policy, batch, mini, old, ref, config, metrics, bonus)
 
     return walk(policy, config.actor, len(batch), mini_batches, total_steps, loss_of)
+
+
+class PlainBonus:
+    """The weight of the entropy in each optimizer step, by the formulas of Skywork-OR1."""
+
+    def __init__(self, config: ActorConfig) -> None:
+        self.c, self.control, self.entropies = config.entropy_coeff, config.entropy_ctrl, list[float]()
+
+    def coefficient(self, entropy: float) -> float:
+        """Of the next step, whose `entropy` is for the one after it."""
+        if self.control.type == "fixed":
+            return self.c
+        target = self.control.target_entropy
+        alpha = self.c if not self.entropies or self.entropies[-1] <= target else 0.0
+        self.entropies.append(entropy)
+        if entropy < target:
+            self.c = min(self.c + self.control.delta, self.control.max_coeff)
+        elif entropy > target:
+            self.c = max(self.c - self.control.delta, self.control.min_coeff)
+        return alpha
 
 
 def plain_critic(model: nn.Module, batch: Batch, config: Config, mini_batches: int, total_steps: int) -> Plain:
@@ -128,6 +150,7 @@ def actor_loss(
     ref: list[Tensor],
     config: Config,
     metrics: dict[str, float],
+    bonus: "PlainBonus",
 ) -> Tensor:
     """The policy's loss of one mini-batch; its figures are added to `metrics`."""
     actor, correction = config.actor, config.algorithm.rollout_correction
@@ -165,7 +188,10 @@ def actor_loss(
             tokens.add(kl=kl(old[s][t] - log_prob, "k3"), ref_kl=kl(log_prob - ref[s][t], "k3"))
             tokens.add(difference=abs(engine[t]), engine_kl=kl(torch.tensor(-engine[t], dtype=torch.float64), "k3"))
     pg_loss = aggregate(tokens.rows["pg"], actor.loss_agg_mode, config)
-    loss = pg_loss - actor.entropy_coeff * aggregate(tokens.rows["bonus"], actor.loss_agg_mode, config)
+    coefficient = bonus.coefficient(tokens.mean("entropy"))
+    loss = pg_loss - coefficient * aggregate(tokens.rows["bonus"], actor.loss_agg_mode, config)
+    if actor.entropy_ctrl.type == "adaptive":
+        metrics["entropy_coeff"] += coefficient
     metrics["pg_loss"] += float(pg_loss.detach())
     if actor.use_kl_loss:
         kl_loss = aggregate(tokens.rows["kl_loss"], actor.loss_agg_mode, config)

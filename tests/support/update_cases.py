@@ -20,6 +20,7 @@ from rlhf.config import (
     BackendConfig,
     Config,
     CriticConfig,
+    EntropyCtrlConfig,
     GuardsConfig,
     OptimConfig,
     PolicyLossConfig,
@@ -145,6 +146,12 @@ REJECTING_CASES: dict[str, tuple[int, Config]] = {
         ),
     ),
 }
+ENTROPY_CASES: dict[str, tuple[int, Config]] = {
+    "entropy_at_a_target": (
+        3,
+        actor_case(ppo_epochs=2, entropy_coeff=0.1, entropy_ctrl=EntropyCtrlConfig("adaptive", 2.98, 0.2, 0.02, 0.4)),
+    ),
+}
 # Without a correction for every sample, those that are older than the policy are weighed.
 OLDER_CASES: dict[str, tuple[int, Config]] = {
     "older_samples": (2, actor_case(ppo_epochs=2, clip_ratio_high=0.28)),
@@ -154,7 +161,7 @@ OLDER_CASES: dict[str, tuple[int, Config]] = {
 OWN_HEAD_CASES: dict[str, tuple[int, Config]] = {
     "head_of_its_own_soft_capped": (2, actor_case(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.1)),
 }
-ACTOR_CASES |= REJECTING_CASES | OLDER_CASES | OWN_HEAD_CASES
+ACTOR_CASES |= REJECTING_CASES | ENTROPY_CASES | OLDER_CASES | OWN_HEAD_CASES
 CRITIC_CASES: dict[str, tuple[int, Config]] = {
     "critic_clipped_values": (
         2,

@@ -74,7 +74,7 @@ def test_deepspeed_is_broken(monkeypatch, tmp_path):
 
 def test_liger_needs_a_gpu_and_no_entropy(monkeypatch):
     message = refusal(config_of(device="cpu", use_liger=True))
-    assert "set actor.calculate_entropy=false and actor.entropy_coeff=0" in message
+    assert "set actor.calculate_entropy=false, actor.entropy_coeff=0 and" in message
     assert "but trainer.device=cpu; set it to false" in message
     config = config_of(use_liger=True)
     config.actor.calculate_entropy = False

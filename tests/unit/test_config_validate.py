@@ -70,6 +70,7 @@ ACCEPTED: dict[str, dict] = {
     "a buffer that is off": {"reward__overlong_buffer__len": 1000},
     "KL in reward and loss": {"actor__use_kl_loss": True, "algorithm__use_kl_in_reward": True},
     "an adaptive coefficient": {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"},
+    "a bonus that follows the entropy": {"actor__entropy_ctrl__type": "adaptive", "actor__calculate_entropy": False},
     "rejection": {
         CORRECTION + "rollout_is": "token",
         CORRECTION + "rollout_is_threshold_lower": 0.5,
@@ -201,6 +202,14 @@ REFUSED: list[tuple[dict, str]] = [
             CORRECTION + "rollout_rs_threshold_lower": 0.4,
         },
         "rollout_rs_threshold_lower=0.4: is the smallest ratio of a k1, and has no effect with rollout_rs=token_k3",
+    ),
+    (
+        {"actor__entropy_ctrl__target_entropy": 0.5},
+        "actor.entropy_ctrl.target_entropy=0.5: has effect only with actor.entropy_ctrl.type=adaptive.",
+    ),
+    (
+        {"actor__entropy_ctrl__type": "adaptive", "actor__entropy_coeff": 0.3, "actor__entropy_ctrl__max_coeff": 0.1},
+        "actor.entropy_coeff=0.3: is where the adaptive coefficient starts, and must be within",
     ),
     ({"actor__use_bias_correction_kl": True}, "actor.use_bias_correction_kl=true: has effect only with a KL in the"),
     (

@@ -1,0 +1,47 @@
+"""The adaptive entropy bonus goes on from its state as if nothing had happened."""
+
+import json
+import random
+
+import pytest
+
+from rlhf.config import ActorConfig, EntropyCtrlConfig
+from rlhf.learning.entropy_control import EntropyControl
+
+ADAPTIVE = EntropyCtrlConfig("adaptive", target_entropy=0.5, delta=0.3, min_coeff=0.05, max_coeff=0.9)
+
+
+def weights(control: EntropyControl, entropies: list[float]) -> list[float]:
+    found = []
+    for entropy in entropies:
+        found.append(control.weight)
+        control.observe(entropy)
+    return found
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_a_state_through_json_goes_on_with_the_same_weights(steps):
+    rng = random.Random(steps)
+    entropies = [rng.choice([0.5, rng.random()]) for _ in range(12)]
+    config = ActorConfig(entropy_coeff=0.1, entropy_ctrl=ADAPTIVE)
+    whole, begun, resumed = (EntropyControl(config) for _ in range(3))
+    expected = weights(whole, entropies)
+    begun_weights = weights(begun, entropies[:steps])
+    resumed.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+    assert begun_weights + weights(resumed, entropies[steps:]) == expected
+    assert resumed.state_dict() == whole.state_dict()
+    assert {0.0, 0.1} <= set(expected), "idle above the target, and not only that"
+
+
+def test_another_start_is_the_configurations_word():
+    control = EntropyControl(ActorConfig(entropy_coeff=0.1, entropy_ctrl=ADAPTIVE))
+    weights(control, [0.1, 0.1])
+    other = EntropyControl(ActorConfig(entropy_coeff=0.2, entropy_ctrl=ADAPTIVE))
+    other.load_state_dict(control.state_dict())
+    assert (control.weight, other.weight) == (pytest.approx(0.7), 0.2)
+
+
+def test_a_fixed_one_stays():
+    control = EntropyControl(ActorConfig(entropy_coeff=0.1))
+    assert not control.moves
+    assert weights(control, [0.0, 9.0, 0.0]) == [0.1] * 3
