@@ -13,6 +13,8 @@ from rlhf.errors import UserError
 Record = tuple[str, dict[str, Any]]
 """The place of the record, for a person, and its columns."""
 ENCODING = "utf-8-sig"
+BROKEN = (ValueError, RecursionError)
+"""Errors of `json.loads` on a text: no JSON, a number that is too long, lists in lists without end."""
 
 
 def jsonl_records(setting: str, path: Path) -> Iterator[Record]:
@@ -25,7 +27,7 @@ def jsonl_records(setting: str, path: Path) -> Iterator[Record]:
             where = f"{setting}: {path} line {number}"
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except BROKEN as error:
                 raise UserError(f"{where} is not JSON: {error}. Correct or delete the line.") from error
             if not isinstance(record, dict):
                 raise UserError(
@@ -43,7 +45,7 @@ def json_records(setting: str, path: Path) -> Iterator[Record]:
         return
     try:
         records = json.loads(text)
-    except json.JSONDecodeError as error:
+    except BROKEN as error:
         raise UserError(f"{setting}: {path} is not JSON: {error}. Correct it.") from error
     for number, record in enumerate(records):
         where = f"{setting}: {path} entry {number}"
@@ -82,7 +84,7 @@ def csv_records(setting: str, path: Path) -> Iterator[Record]:
 def _lines_or_refusal(setting: str, path: Path, text: str) -> Iterator[Record]:
     try:
         whole = json.loads(text)
-    except json.JSONDecodeError:
+    except BROKEN:
         yield from jsonl_records(setting, path)
         return
     if isinstance(whole, dict) and len(text.strip().splitlines()) == 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhf.errors import UserError
 
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenization_*.py")
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -28,7 +28,8 @@ def check_folder(setting: str, name: str, *, tokenizer: bool = True, weights: bo
         raise UserError(f"{said}: config.json is not JSON: {error}. Copy or fetch it again.") from error
     except OSError:
         pass  # told where it is read
-    missing = list(_missing(folder)) if weights else []
+    named = _indexed(said, folder) if weights else []
+    missing = list(_missing(folder, named)) if weights else []
     if missing and (pickles := sorted(folder.glob("pytorch_model*.bin"))):
         names = f"{shlex.quote(name)} {shlex.quote(name.rstrip('/') + '-safetensors')}"
         raise UserError(
@@ -39,33 +40,28 @@ def check_folder(setting: str, name: str, *, tokenizer: bool = True, weights: bo
         missing.append("tokenizer (tokenizer.json)")
     if missing:
         raise UserError(f"{said}: the folder has no {' and no '.join(missing)}. Complete it, or name another.")
-    for path in _weight_files(folder) if weights else ():
-        if problem := _torn(path):
-            raise UserError(f"{said}: {path.name} {problem}")
+    for file in (named or [SINGLE] * (folder / SINGLE).is_file()) if weights else ():
+        if problem := _torn(folder / file):
+            raise UserError(f"{said}: {file} {problem}")
 
 
-def _missing(folder: Path) -> Iterator[str]:
-    """Weights that are not there: all, or files that the index names."""
-    if (folder / INDEX).is_file():
-        try:
-            named = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return  # told when it is read
-        lost = sorted(file for file in named if not (folder / str(file)).is_file())
-        yield from [f"{lost[0]}, which its index names ({len(lost)} of {len(named)} such files)"] if lost else []
-    elif not any(folder.glob("*.safetensors")):
-        yield "weights (*.safetensors)"
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that transformers reads: those of the index, or the only one."""
-    single = folder / "model.safetensors"
-    if single.is_file() or not (folder / INDEX).is_file():
-        return [single] if single.is_file() else []
+def _indexed(said: str, folder: Path) -> list[str]:
+    """The files of weights that the index names, where transformers reads it: beside no file with all of them."""
+    if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
+        return []
     try:
-        return [folder / name for name in sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []  # told when it is read
+        return sorted(set(map(str, json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise UserError(f"{said}: {INDEX} is no index of weights ({told}). Copy or fetch it again.") from error
+
+
+def _missing(folder: Path, named: list[str]) -> Iterator[str]:
+    """Weights that are not there: all, or files that the index has `named`."""
+    if lost := [file for file in named if not (folder / file).is_file()]:
+        yield f"{lost[0]}, which its index names ({len(lost)} of {len(named)} such files)"
+    elif not named and not any(folder.glob("*.safetensors")):
+        yield "weights (*.safetensors)"
 
 
 def _torn(path: Path) -> str | None:
@@ -81,7 +77,7 @@ def _torn(path: Path) -> str | None:
         text = file.read(length) if length < size else b""
     try:
         ends = [entry["data_offsets"][1] for name, entry in json.loads(text).items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         return "begins with no header in safetensors: it is damaged or something else. Fetch it again."
     whole = 8 + length + max(ends, default=0)
     return None if size == whole else f"has {size:,} bytes of {whole:,}: it is damaged. Copy or fetch it again."

@@ -29,7 +29,8 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     where one cannot be read."""
     try:
         return {name: shape for file in sorted(folder.glob("model*.safetensors")) for name, shape in _header(file)}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # reading them tells what is wrong with them
+    # Reading them tells what is wrong with them.
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
 
 

@@ -92,6 +92,10 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
             " line 1: column 'prompt' (data.prompt_key) is null in this row",
         ),
         ("a.jsonl", '{"prompt": "x", "answer": "1"}\n{oh', " line 2 is not JSON: "),
+        ("a.jsonl", '{"prompt": "x", "answer": ' + "[" * 100_000, " line 1 is not JSON: maximum recursion depth"),
+        ("a.json", "[" * 100_000, " is not JSON: maximum recursion depth"),
+        ("a.json", '{"prompt": ' * 100_000, " line 1 is not JSON: maximum recursion depth"),
+        ("a.jsonl", '{"prompt": "x", "answer": ' + "9" * 5000 + "}", " line 1 is not JSON: Exceeds the limit"),
         (
             "a.jsonl",
             '{"prompt": "x", "answer": {"value": 1}}',

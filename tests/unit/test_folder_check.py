@@ -48,7 +48,17 @@ def test_a_part_that_the_index_names_is_missed(folder):
     assert f"has no {files[1]}, which its index names (1 of 2 such files)." in said
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 1}', "[" * 100_000], ids=["torn", "list", "one", "deep"])
+def test_an_index_that_is_none_is_told(folder, text):
+    (folder / "model.safetensors.index.json").write_text(text)
+    check_folder("model.path", str(folder))  # beside the only file it is not read
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    said = refused(check_folder, "model.path", str(folder))
+    assert said.startswith(f"model.path={folder}: model.safetensors.index.json is no index of weights (")
+
+
 TORN = {
+    "deep": (lambda whole: (100_000).to_bytes(8, "little") + b"[" * 100_001, "begins with no header in safetensors"),
     "half": (lambda whole: whole[: len(whole) // 2], "bytes of"),
     "pointer": (lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:a\n", "is a pointer of Git LFS"),
     "page": (lambda whole: b"<!DOCTYPE html><html>Not found</html>", "begins with no header in safetensors"),
