@@ -62,6 +62,8 @@ def find_definition(setting: str, spec: str) -> ast.FunctionDef | ast.AsyncFunct
             "Correct the name after the colon."
         )
     binding = bound[name]
+    if isinstance(binding, ast.ClassDef):
+        raise UserError(_is_class(said, name))
     return binding if isinstance(binding, ast.FunctionDef | ast.AsyncFunctionDef) else None
 
 
@@ -109,9 +111,15 @@ def load_function(setting: str, spec: str, *, may_be_async: bool = False) -> Cal
         raise UserError(
             f"{setting}={spec} cannot be imported: {type(error).__name__}: {error}. Correct the file."
         ) from error
+    if isinstance(function, type):
+        raise UserError(_is_class(f"{setting}={spec}", name))
     if not callable(function):
         raise UserError(f"{setting}={spec} is no function but of type {type(function).__name__}. Name a function.")
     return function
+
+
+def _is_class(said: str, name: str) -> str:
+    return f"{said}: {name} is a class, and a call of it would make an object. Write a function that uses it, with def."
 
 
 @functools.cache

@@ -43,9 +43,19 @@ def test_functions_are_found_with_their_parameters(file, name):
     assert [a.arg for a in find_function("x.y", f"{file}:{name}").args] == ["a", "b"]
 
 
-@pytest.mark.parametrize("name", ["root", "os", "partial", "Scorer", "seven"])
+@pytest.mark.parametrize("name", ["root", "os", "partial", "seven"])
 def test_names_bound_in_other_ways_are_found(file, name):
     assert find_function("x.y", f"{file}:{name}") is None
+
+
+def test_a_class_is_no_function(file):
+    (file.parent / "other.py").write_text("from collections import Counter\n")
+    for function, spec in ((find_function, f"{file}:Scorer"), (load_function, f"{file.parent}/other.py:Counter")):
+        said = refusal(function, "x.y", spec)
+        name = spec.rpartition(":")[2]
+        assert said.startswith(
+            f"x.y={spec}: {name} is a class, and a call of it would make an object. Write a function"
+        )
 
 
 def refusal(function, *arguments) -> str:
