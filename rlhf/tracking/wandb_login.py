@@ -7,13 +7,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlhf.config import WandbConfig
-from rlhf.errors import UserError
+from rlhf.errors import UserError, did_you_mean, nearest
 
 NO_LOGIN = (
     "nobody is logged in to wandb. Run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline (or "
     "tracking.wandb.mode=offline) for files that `wandb sync` uploads later"
 )
-OFFLINE = ("offline", "dryrun")
+ONLINE, OFFLINE = ("online", "run"), ("offline", "dryrun")
 _DEFAULT_URL = "https://api.wandb.ai"
 _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
@@ -24,7 +24,14 @@ def mode_of(config: WandbConfig, environ: Mapping[str, str] = os.environ) -> str
 
 
 def check_login(config: WandbConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError when the run is to be shown online and there is no key for it anywhere. Imports no wandb."""
+    """Raise UserError when the run is to be shown online and there is no key for it anywhere, and for a WANDB_MODE that
+    is none of a run's. Imports no wandb."""
+    mode = environ.get("WANDB_MODE", "")
+    if mode and mode.lower() not in (*ONLINE, *OFFLINE):
+        raise UserError(
+            f"WANDB_MODE={mode}: must be online or offline.{did_you_mean(nearest(mode.lower(), (*ONLINE, *OFFLINE)))} "
+            "A run without wandb has no wandb in trainer.logger."
+        )
     if mode_of(config, environ) == "online" and not _has_key(environ):
         raise UserError(f"trainer.logger=[wandb]: {NO_LOGIN}.")
 

@@ -147,6 +147,16 @@ def test_wandb_without_a_login_is_refused_at_the_start(variables, files, known, 
         check_trackers(["wandb"], WandbConfig())
 
 
+@pytest.mark.parametrize(("mode", "near"), [("offine", " Did you mean offline?"), ("disabled", "")])
+def test_a_mode_of_wandb_that_is_none_of_a_run_s_is_told(monkeypatch, mode, near) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_MODE", mode)
+    with pytest.raises(UserError) as told:
+        check_trackers(["wandb"], WandbConfig())
+    assert str(told.value).startswith(f"WANDB_MODE={mode}: must be online or offline.{near} A run without wandb has")
+
+
 def saved_after(run_dir: Path, last: int) -> dict:
     """What a checkpoint of the step `last` knows of the history; three further steps follow it."""
     tracker = tracker_of(run_dir)
