@@ -20,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, OverrideType
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException, ValidationError
 
 from rlhf.config import Config
 from rlhf.config.algorithm_rules import idle_critic
@@ -107,6 +107,8 @@ def composition(overrides: list[str], library: Library, machine: Machine | None 
             OmegaConf.update(composed, key, "???")
     for key, value in values:
         try:
+            if (setting := setting_of(key)) is not None and setting.takes_for_true(value):
+                raise ValidationError(f"{value} is neither true nor false")
             OmegaConf.update(composed, key, value, merge=False, force_add=True)
         except GrammarParseError as error:
             problems.append(f"{key}={value}: {str(error).splitlines()[0]}.")

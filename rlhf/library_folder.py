@@ -42,7 +42,7 @@ class LibraryFolder(FileConfigSource):
         if given == [None] and isinstance(yaml.safe_load(Path(file).read_bytes()), str):
             raise UserError(_no_mapping(file, "one value"))
         if result.header.get("package") != "_global_":
-            self._note(content, config_path.partition("/")[0] + ".")
+            self._note(file, content, config_path.partition("/")[0] + ".")
             return result
         values = {str(key): value for key, value in content.items_ex(resolve=False)}
         chosen = [key for key in sorted(self.groups) if isinstance(values.get(key), str)]
@@ -55,15 +55,17 @@ class LibraryFolder(FileConfigSource):
                     what = twice[0].removeprefix("override /")
                     raise UserError(f"{file}: {what} is chosen twice; leave one out.")
                 content["defaults"] = [*defaults, *({key: value} for key, value in overrides.items())]
-        self._note(content, "")
+        self._note(file, content, "")
         return result
 
-    def _note(self, content: DictConfig, prefix: str) -> None:
+    def _note(self, file: str, content: DictConfig, prefix: str) -> None:
         for name, value in content.items_ex(resolve=False):
             key = f"{prefix}{name!s}"
             if isinstance(value, DictConfig) and not value._is_none() and not value._is_interpolation():
-                self._note(value, f"{key}.")
+                self._note(file, value, f"{key}.")
             elif key in SETTINGS:
+                if SETTINGS[key].takes_for_true(value):
+                    raise UserError(f"{file}: {key}={value}: must be {SETTINGS[key].expects}.")
                 (self.left_open if OmegaConf.is_missing(content, name) else self.filled).add(key)
 
 

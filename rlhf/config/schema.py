@@ -27,6 +27,11 @@ class Setting:
             value = getattr(value, name)
         return value
 
+    def takes_for_true(self, value: Any) -> bool:
+        """Whether the setting is true or false and `value` another number, which OmegaConf takes for true."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and value not in (0, 1) and self.expects in ("true or false", "true or false or null")
+
     @property
     def expects(self) -> str:
         """The type in words, for messages."""

@@ -164,6 +164,7 @@ def test_a_file_may_choose_entries_as_the_command_does(user_dir, capsys):
 
 
 BROKEN_FILES = {
+    "a count": (P + "actor:\n  use_remove_padding: 2\n", "{file}: actor.use_remove_padding=2: must be true or false"),
     "dotted key": (P + "trainer.seed: 1\n", "{file}: trainer.seed: sections are nested in a recipe. Write `seed:`"),
     "unknown key": (P + "trainer:\n  sed: 1\n", "{file}: there is no setting trainer.sed. Did you mean trainer.seed?"),
     "unknown section": (P + "trianer:\n  seed: 1\n", "{file}: there is no setting trianer. Did you mean trainer?"),
