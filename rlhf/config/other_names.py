@@ -242,6 +242,14 @@ WARMUP = "Set actor.optim.lr_warmup_steps, a number of optimizer steps."
 DTYPES = "Trained weights are float32; backend.autocast=bfloat16 computes in bfloat16, rollout.dtype is the engine's."
 NODES = "Ranks on several machines are started with torchrun (docs/fault-tolerance.md); trainer.nproc is of one."
 
+HYDRA_FOLDERS = (
+    "The working directory never changes; the run's is DIR/PROJECT/EXPERIMENT, by trainer.default_local_dir, "
+    "trainer.project_name and trainer.experiment_name."
+)
+VALIDATED = (
+    "No run is without a step. The starting policy is evaluated before the first one, as step 0: set "
+    "trainer.total_training_steps=1 for the shortest run."
+)
 SAME_COMMAND = "The same command again resumes the run; trainer.resume_from_path starts from another's checkpoint."
 
 COUNTED_IN_SAMPLES = {
@@ -313,6 +321,9 @@ REMARKS = {
     "critic.model.fsdp_config.fsdp_size": REPLICAS,
     "ref.fsdp_config.fsdp_size": REPLICAS,
     "data.return_raw_chat": NOT_NEEDED,
+    "hydra.job.chdir": HYDRA_FOLDERS,
+    "hydra.run.dir": HYDRA_FOLDERS,
+    "hydra.sweep.dir": HYDRA_FOLDERS,
     "trainer.balance_batch": "Leave it out: work is always balanced over the ranks.",
     "colocate_all_models": NOT_NEEDED,
     "actor_rollout_ref": "Leave this level out: actor, rollout and model are sections themselves.",
@@ -331,6 +342,8 @@ REMARKS = {
     "data.apply_chat_template": "Prompts are always rendered with the model's chat template, or model.chat_template.",
     "resume": SAME_COMMAND,
     "resume_from_checkpoint": SAME_COMMAND,
+    "trainer.val_only": VALIDATED,
+    "val_only": VALIDATED,
     "trainer.validation_data_dir": "All samples of an evaluation are in samples/step_N.jsonl of the run directory.",
     **{
         name: f"It counts samples; here a pass takes as many as fit into a number of tokens: set {setting}."

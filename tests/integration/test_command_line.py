@@ -27,6 +27,16 @@ WRONG_COMMANDS = [
     (["trainer.nproc=2.5"], "trainer.nproc=2.5: must be a whole number or null."),
     (["trainer.seed=null"], "trainer.seed=null: must be a whole number."),
     (["trainer.deterministic=maybe"], "trainer.deterministic=maybe: must be true or false or null."),
+    (["trainer.check_memory=2"], "trainer.check_memory=2: must be true or false."),
+    (["actor.use_remove_padding=0.5"], "actor.use_remove_padding=0.5: must be true or false or null."),
+    (
+        ["val_only=true"],
+        "val_only=True: there is no setting val_only. No run is without a step. The starting policy is",
+    ),
+    (
+        ["hydra.run.dir=."],
+        "hydra.run.dir=.: there is no setting hydra.run.dir. The working directory never changes; the",
+    ),
     (["trainer.logger=[wandb"], "trainer.logger=[wandb: cannot be read"),
     (["trainer.logger=wandb"], "trainer.logger=wandb: must be a list such as [a, b]. Write 'trainer.logger=[wandb]'."),
     (["trainer.nproc", "=", "2"], "trainer.nproc = 2: white space ends a setting; write trainer.nproc=2."),
