@@ -143,6 +143,7 @@ def check_inputs(config: Config) -> None:
 
 
 def _check_models(config: Config) -> None:
+    from rlhf.models.adapter_folder import check_adapter_start
     from rlhf.models.config_check import check_critic, check_policy, check_reward_model
     from rlhf.models.folder_check import check_folder
     from rlhf.models.hub_names import check_name
@@ -156,6 +157,7 @@ def _check_models(config: Config) -> None:
     check_folder("model.path", config.model.path, weights=begins)
     check_policy(config.model.path, trusts, config.data.max_prompt_length, config.data.max_response_length)
     check_template(config.model.path, config.model.chat_template)
+    check_adapter_start(config.model.lora, config.model.path)
     if config.critic.path is not None:
         check_name("critic.path", config.critic.path, None)
         check_folder("critic.path", config.critic.path, tokenizer=False, weights=begins)

@@ -8,10 +8,12 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.config import Config, CriticConfig, ModelConfig, RewardModelConfig
+from rlhf.config import Config, CriticConfig, LoraConfig, ModelConfig, RewardModelConfig
 from rlhf.config.algorithm_rules import needs_critic
 from rlhf.errors import UserError
 from rlhf.models import loading, weights
+from rlhf.models.adapter_folder import check_not_quantised
+from rlhf.models.adapter_layers import check_targets
 from rlhf.models.loading import ModelSource
 from rlhf.models.model_files import ModelFiles, find_files
 from rlhf.models.weights import Loaded
@@ -30,6 +32,11 @@ class Found:
         """The model that `function`, one of the `load_...` of `rlhf.models.loading`, makes of it. Collective."""
         load_from = partial(function, self.files.source, self.files.folder, self.hf_config, torch.float32)
         return weights.load(self.files, self.hf_config, load_from, coordinator, device)
+
+    def check_adapters(self, lora: LoraConfig) -> None:
+        """Raise UserError unless it can have the adapters that `lora` asks for; no weights are looked at."""
+        check_not_quantised(self.files.source.path, getattr(self.hf_config, "quantization_config", None))
+        check_targets(self.hf_config, loading.empty_model(self.files.source, self.hf_config), lora)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Learners of a run: actor, critic and reference policy in their training engines, filled with their weights."""
 
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,14 +11,18 @@ from rlhf.assemble.found_models import Found, FoundModels
 from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
-from rlhf.config import ActorConfig, BackendConfig, Config, CriticConfig, FrozenFsdpConfig
+from rlhf.config import ActorConfig, BackendConfig, Config, CriticConfig, FrozenFsdpConfig, LoraConfig
+from rlhf.config.lora_rules import base_dtype
 from rlhf.learning.actor import Actor
 from rlhf.learning.critic import Critic
 from rlhf.learning.reference import Reference
 from rlhf.learning.utilization import Utilization
 from rlhf.models import loading
+from rlhf.models.adapter_layers import Adapters, add_adapters, without_adapters
+from rlhf.models.adapter_start import fill_from_folder, fill_from_seed, put
 from rlhf.models.flops import UpdateFlops, peak_flops
 from rlhf.models.log_prob_probe import check_log_probs
+from rlhf.models.model_files import on_every_rank
 from rlhf.models.packing import is_packed, pack
 from rlhf.models.packing_probe import choose_packing
 from rlhf.models.skeleton import hold_in
@@ -55,8 +61,10 @@ def build_learners(
         total_steps: of the run, for the learning-rate schedules.
     """
     temperature, budgets = config.rollout.temperature, config.token_budgets
-    reference = None
-    if config.needs_reference:
+    reference, lora = None, config.model.lora
+    if lora.enabled:
+        add_adapters(policy.model, lora, getattr(torch, base_dtype(config)))
+    elif config.needs_reference:
         start = models.policy.load(loading.load_model, coordinator, device)
         model = frozen(start, config.backend, config.ref.fsdp_config, device)
         with model.on_device():
@@ -70,7 +78,10 @@ def build_learners(
     mini_batches = config.data.train_batch_size // config.actor.ppo_mini_batch_size
     scale = config.actor.loss_scale_factor or config.data.max_response_length
     actor_steps = max(1, total_steps - config.trainer.critic_warmup) * mini_batches
-    backend = _trained(config, config.actor, models.policy, policy, actor_steps, device)
+    backend = _trained(config, config.actor, models.policy, policy, actor_steps, coordinator, device)
+    if lora.enabled and config.needs_reference:
+        apart = partial(without_adapters, backend.module)
+        reference = Reference(backend, temperature, budgets.reference, config.ref, apart)
     with backend.on_device():
         check_log_probs(backend.module, device)
     actor = Actor(
@@ -82,13 +93,13 @@ def build_learners(
         mini_batches=mini_batches,
         log_prob_budget=budgets.old_log_probs,
     )
-    if reference is not None and is_packed(actor.backend.module):
+    if reference is not None and not lora.enabled and is_packed(actor.backend.module):
         pack(model.module)  # of the actor's architecture
     critic = None
     if models.critic is not None:
         start = models.critic.load(loading.load_value_model, coordinator, device)
         utilization.add("critic", UpdateFlops.of(start.model), config.critic.ppo_epochs)
-        backend = _trained(config, config.critic, models.critic, start, total_steps * mini_batches, device)
+        backend = _trained(config, config.critic, models.critic, start, total_steps * mini_batches, coordinator, device)
         critic = Critic(backend, config.critic, scale=scale, budget=budgets.critic, forward_budget=budgets.values)
     return Learners(actor, critic, reference, utilization)
 
@@ -108,6 +119,7 @@ def _trained(
     found: Found,
     loaded: Loaded,
     steps_per_pass: int,
+    coordinator: Coordinator,
     device: torch.device,
 ) -> TrainingBackend:
     """The model of `found` in training; `steps_per_pass`: the run's optimizer steps if each batch is walked once."""
@@ -127,9 +139,28 @@ def _trained(
         hf_files=loading.hf_files(model.config, found.tokenizer, generation),
         offload=section.fsdp_config,
     )
-    loaded.fill(backend.model_shards())
-    backend.after_load()
+    loaded.fill(backend.base_shards() or backend.model_shards())
     who = "actor" if isinstance(section, ActorConfig) else "critic"
+    if who == "actor" and config.model.lora.enabled:
+        begin_adapters(backend, config.model.lora, config.trainer.seed, coordinator)
+    backend.after_load()
     with backend.on_device():
         choose_packing(backend.module, section.use_remove_padding, f"{who}.use_remove_padding")
     return backend
+
+
+def begin_adapters(backend: TrainingBackend, lora: LoraConfig, seed: int, coordinator: Coordinator) -> None:
+    """Give the adapters of a model that has its own weights already the values that they begin with. Collective.
+
+    Raises:
+        UserError: `model.lora.path` holds others; on every rank.
+    """
+    shards, path = backend.model_shards(), lora.path
+    if path is not None:
+        on_every_rank(lambda: fill_from_folder(shards, Path(path).expanduser()), coordinator)
+    else:
+        fill_from_seed(shards, seed)
+        adapters = Adapters.of(backend.module)
+        assert adapters is not None
+        for name, norms in adapters.norms(backend.base_tensors()) if lora.use_dora else ():
+            put(shards[name], norms)

@@ -81,6 +81,8 @@ def _build(
     # Whatever a user can have mistaken comes before the first weights.
     models = find_models(config, coordinator, device, scratch)
     policy = models.policy
+    if config.model.lora.enabled:
+        policy.check_adapters(config.model.lora)
     check_lengths(policy.hf_config, config.data.max_prompt_length, config.data.max_response_length)
     report("reading the prompts")
     train_set, val_set = _prompt_sets(config, policy.tokenizer, coordinator)
@@ -222,10 +224,13 @@ def _facts(
     device: torch.device,
 ) -> str:
     """What is known of the run only now, in a line."""
-    parameters = in_words(sum(parameter.numel() for parameter in policy.model.parameters()))
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in policy.model.parameters()]
+    parameters = f"{in_words(sum(size for size, _ in sizes))} parameters"
+    if not all(trained for _, trained in sizes):
+        parameters += f", {in_words(sum(size for size, trained in sizes if trained))} of them trained,"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     held_out = "" if val_set is None else f" and {val_set.counted} held-out"
     return (
-        f"Policy: {model_type} with {parameters} parameters on {where}, ranks: {coordinator.world_size}; "
+        f"Policy: {model_type} with {parameters} on {where}, ranks: {coordinator.world_size}; "
         f"{train_set.counted} training{held_out} prompts; step {driver.step} of {driver.total_steps} done."
     )

@@ -41,9 +41,20 @@ class TrainingBackend(Model, TrainState, Protocol):
     def zero_grad(self) -> None:
         """Forget the accumulated gradient."""
 
+    def base_shards(self) -> Shards:
+        """Live views of this rank's part of what is not trained beside adapters, by the names of the model's files;
+        empty where the whole model is trained.
+
+        With adapters `model_shards` and `optimizer_shards` are theirs alone.
+        """
+
+    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `base_shards`, whole, on this rank's device, as they are held. Collective."""
+
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every weight and persistent buffer, whole, on this rank's device. Collective; `on_device` or not.
 
         Weights are the float32 ones, cast to `dtype` if it is given (the same on every rank); buffers are as they are.
-        A tensor is good until `on_device` begins or ends.
+        A tensor is good until `on_device` begins or ends. With adapters they are those of the model that base and
+        adapters are together, by the base's names.
         """

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +21,7 @@ from rlhf.backends.training import Scheduled, adamw_options
 from rlhf.backends.zero import ZeroState, partition
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from rlhf.errors import UserError
+from rlhf.models.adapter_layers import Adapters
 from rlhf.models.log_prob_head import with_log_probs
 from rlhf.storage.shards import Shard, Shards
 
@@ -53,16 +54,17 @@ class DeepSpeedBackend(Scheduled):
         exact: dict[str, Tensor] = {}
         # DeepSpeed would make the master weights from what its cast leaves of the model's.
         if config.autocast == "bfloat16":
-            exact = {name: p.data for name, p in model.named_parameters() if not p.is_meta}
+            exact = {name: p.data for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
         settings = _settings(config, grad_clip, sum(parameter.numel() for parameter in model.parameters()))
         if config.zero_stage == 3:
             dtype = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
             partition(model, deepspeed.zero.Init(nn.Module(), config_dict_or_path=settings, dtype=dtype), device, dtype)
         optimizer: torch.optim.AdamW
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if config.zero_stage == 0:
-            optimizer = ClippedAdamW(model.parameters(), grad_clip, **adamw_options(optim))
+            optimizer = ClippedAdamW(trained, grad_clip, **adamw_options(optim))
         else:
-            optimizer = torch.optim.AdamW(model.parameters(), **adamw_options(optim))
+            optimizer = torch.optim.AdamW(trained, **adamw_options(optim))
         with contextlib.redirect_stdout(io.StringIO()):  # it prints how much memory is in use
             self._engine, *_ = deepspeed.initialize(
                 model=with_log_probs(model, use_liger=config.use_liger).train(), optimizer=optimizer, config=settings
@@ -73,6 +75,7 @@ class DeepSpeedBackend(Scheduled):
         self._whole: torch.dtype | None = None
         if config.zero_stage < 3:
             self._whole = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
+        self._adapters = Adapters.of(self._engine.module)
         self._state = ZeroState(self._engine, optimizer, offload or TrainedFsdpConfig())
         if exact:
             for name, shard in self._state.weights():
@@ -111,13 +114,24 @@ class DeepSpeedBackend(Scheduled):
 
     def model_shards(self) -> Shards:
         """See `TrainState.model_shards`. Views of the float32 master weights."""
-        owner = dist.get_rank() == 0
-        buffers = {name: Shard(tuple(b.shape), 0, b.detach(), owner) for name, b in self._persistent_buffers()}
-        return dict(self._state.weights()) | buffers
+        if self._adapters is not None:
+            return dict(self._adapters.trained(self._state.weights()))
+        return dict(self._state.weights()) | self._buffer_shards()
+
+    def base_shards(self) -> Shards:
+        """See `TrainingBackend.base_shards`. Views of the module's own weights."""
+        if self._adapters is None:
+            return {}
+        return dict(self._adapters.base([*self._state.frozen(), *self._buffer_shards().items()]))
+
+    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainingBackend.base_tensors`."""
+        return whole_tensors(self.base_shards().items(), device=self._engine.device)
 
     def optimizer_shards(self) -> Shards:
         """See `TrainState.optimizer_shards`."""
-        return dict(self._state.moments())
+        moments = self._state.moments()
+        return dict(moments if self._adapters is None else self._adapters.trained(moments))
 
     def after_load(self) -> None:
         """See `TrainState.after_load`. The module's weights are made from the master weights."""
@@ -128,12 +142,20 @@ class DeepSpeedBackend(Scheduled):
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.full_tensors`. The float32 master weights, or, where that is `dtype`, what the module
         has of them."""
+        if self._adapters is not None:
+            shards = self._adapters.in_order(self.base_shards(), self.model_shards())
+            yield from self._adapters.merged(whole_tensors(shards, device=self._engine.device), dtype)
+            return
         dtype, device = dtype or torch.float32, self._engine.device
         if self._whole in (torch.float32, dtype):
             yield from ((name, weight.to(device, dtype)) for name, weight in self._state.module_weights())
         else:
             yield from whole_tensors(self._state.weights(), dtype=dtype, device=device)
         yield from ((name, buffer.detach()) for name, buffer in self._persistent_buffers())
+
+    def _buffer_shards(self) -> dict[str, Shard]:
+        owner = dist.get_rank() == 0
+        return {name: Shard(tuple(b.shape), 0, b.detach(), owner) for name, b in self._persistent_buffers()}
 
     def _persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
         persistent = self._engine.module.state_dict().keys()
@@ -144,7 +166,7 @@ class ClippedAdamW(torch.optim.AdamW):
     """AdamW for stage 0: it clips before a step, and does not step when the norm is not finite, which the other stages
     do themselves."""
 
-    def __init__(self, parameters: Iterator[nn.Parameter], grad_clip: float, **options: Any) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], grad_clip: float, **options: Any) -> None:
         super().__init__(parameters, **options)
         self._grad_clip = grad_clip
         self.grad_norm: float | Tensor = math.inf

@@ -18,6 +18,7 @@ from rlhf.backends.mesh import data_mesh, replica_of, replicas_of
 from rlhf.backends.offload import Offload
 from rlhf.backends.training import MOMENTS, Scheduled, adamw_options, empty_moments
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
+from rlhf.models.adapter_layers import Adapters
 from rlhf.models.log_prob_head import with_log_probs
 from rlhf.storage.shards import Shard, Shards
 
@@ -80,7 +81,8 @@ class Fsdp2Model:
 
 
 class Fsdp2Backend(Fsdp2Model, Scheduled):
-    """A model in training: AdamW in float32 and a learning-rate schedule over optimizer steps."""
+    """A model in training: AdamW in float32 and a learning-rate schedule over optimizer steps. What needs no gradient
+    stays as it is."""
 
     def __init__(
         self,
@@ -99,10 +101,12 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
         # Without gradients no recomputation happens, so train mode costs the log-prob passes nothing; dropout is off
         # (models/loading.py).
         self.module.train()
-        optimizer = torch.optim.AdamW(self.module.parameters(), **adamw_options(optim))
+        self._adapters = Adapters.of(self.module)
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, **adamw_options(optim))
         Scheduled.__init__(self, optimizer, optim, total_optimizer_steps, hf_files)
         self._grad_clip = grad_clip
-        for parameter in self.module.parameters():
+        for parameter in trained:
             optimizer.state[parameter] = empty_moments(parameter)
         self._moments = Offload(self._local_moments if offload.optimizer_offload else None, "optimizer_offload")
         self._moments.leave()
@@ -132,12 +136,36 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
         """See `TrainingBackend.zero_grad`."""
         self.optimizer.zero_grad(set_to_none=True)
 
+    def model_shards(self) -> Shards:
+        """See `TrainState.model_shards`."""
+        state = self.named_state()
+        return self._weights.shards(shards_of(state if self._adapters is None else self._adapters.trained(state)))
+
+    def base_shards(self) -> Shards:
+        """See `TrainingBackend.base_shards`."""
+        if self._adapters is None:
+            return {}
+        return self._weights.shards(shards_of(self._adapters.base(self.named_state())))
+
+    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainingBackend.base_tensors`."""
+        return whole_tensors(self.base_shards().items(), self._sharding, device=self._device)
+
+    def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainingBackend.full_tensors`."""
+        if self._adapters is None:
+            yield from super().full_tensors(dtype)
+            return
+        shards = self._adapters.in_order(self.base_shards(), self.model_shards())
+        yield from self._adapters.merged(whole_tensors(shards, self._sharding, device=self._device), dtype)
+
     def optimizer_shards(self) -> Shards:
         """See `TrainState.optimizer_shards`."""
         self.reshard()
+        named = self.module.named_parameters()
         moments = shards_of(
             (f"{name}.{key}", value)
-            for name, parameter in self.module.named_parameters()
+            for name, parameter in (named if self._adapters is None else self._adapters.trained(named))
             for key, value in self.optimizer.state[parameter].items()
         )
         return self._moments.shards(moments)

@@ -111,6 +111,17 @@ class ZeroState:
         for name, held in self._ranges.items():
             yield name, held.shard(self._held(held.flat), owner=self._owner)
 
+    def frozen(self) -> Iterator[tuple[str, Shard]]:
+        """Views of the weights that are not trained, which the module has only once: below stage 3 every rank has them
+        whole."""
+        for name, parameter in _named(self._engine, trained=False):
+            if self._stage < 3:
+                shape = tuple(parameter.shape)
+                yield name, Shard(shape, 0, self._held(parameter.detach()), owner=dist.get_rank() == 0)
+                continue
+            start, held = _part_of(parameter, parameter.ds_tensor.numel())
+            yield name, Shard(tuple(parameter.ds_shape), start, self._held(parameter.ds_tensor.detach())[:held])
+
     def moments(self) -> Iterator[tuple[str, Shard]]:
         """Views of the moments, and the step counts."""
         for name, held in self._ranges.items():
@@ -137,8 +148,8 @@ class ZeroState:
         self.stepped()
         zero = self._engine.optimizer
         if self._stage == 0:
-            for parameter, held in zip(self._engine.module.parameters(), self._ranges.values(), strict=True):
-                parameter.copy_(held.flat)
+            for name, parameter in _named(self._engine, trained=True):
+                parameter.copy_(self._ranges[name].flat)
         elif self._stage < 3:
             zero.update_lp_params()
         else:
@@ -185,7 +196,7 @@ def partition(model: PreTrainedModel, init: Any, device: torch.device, dtype: to
 
 
 def _ranges(engine: Any, optimizer: torch.optim.Optimizer, stage: int) -> Iterator[tuple[str, Range]]:
-    zero, named = engine.optimizer, engine.module.named_parameters()
+    zero, named = engine.optimizer, _named(engine, trained=True)
     if stage == 0:  # the parameters themselves, or float32 copies of them
         for (name, parameter), flat in zip(named, optimizer.param_groups[0]["params"], strict=True):
             yield name, Range(tuple(parameter.shape), 0, parameter.numel(), flat, 0)
@@ -201,6 +212,17 @@ def _ranges(engine: Any, optimizer: torch.optim.Optimizer, stage: int) -> Iterat
     else:  # every parameter cut into equal parts, the last ones padded or empty
         for name, parameter in named:
             group, offset, numel = zero.grad_position[parameter.ds_id]
-            start = min(dist.get_rank() * numel, math.prod(parameter.ds_shape))
-            held = min(numel, math.prod(parameter.ds_shape) - start)
+            start, held = _part_of(parameter, numel)
             yield name, Range(tuple(parameter.ds_shape), start, held, zero.fp32_partitioned_groups_flat[group], offset)
+
+
+def _named(engine: Any, *, trained: bool) -> Iterator[tuple[str, Any]]:
+    return ((name, p) for name, p in engine.module.named_parameters() if p.requires_grad == trained)
+
+
+def _part_of(parameter: Any, numel: int) -> tuple[int, int]:
+    """The first element and the number of elements that this rank has of a parameter whose parts have `numel`, the last
+    ones padded or empty."""
+    size = math.prod(parameter.ds_shape)
+    start = min(dist.get_rank() * numel, size)
+    return start, min(numel, size - start)

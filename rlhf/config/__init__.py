@@ -11,6 +11,7 @@ from rlhf.config.critic import CriticConfig
 from rlhf.config.data import DataConfig, ReasoningGymConfig
 from rlhf.config.fsdp import FrozenFsdpConfig, TrainedFsdpConfig
 from rlhf.config.guards import GuardsConfig
+from rlhf.config.lora import LoraConfig
 from rlhf.config.model import ModelConfig
 from rlhf.config.optim import OptimConfig
 from rlhf.config.ref import RefConfig
@@ -92,6 +93,7 @@ __all__ = [
     "FrozenFsdpConfig",
     "GuardsConfig",
     "KlCtrlConfig",
+    "LoraConfig",
     "ModelConfig",
     "OptimConfig",
     "OverlongBufferConfig",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rlhf.config.fields import setting
+from rlhf.config.lora import LoraConfig
 
 
 @dataclass
@@ -23,3 +24,4 @@ class ModelConfig:
     """Attention kernel."""
     enable_gradient_checkpointing: bool = setting(False, resume="harmless")
     """Recompute activations in the backward pass: less memory, about a third more compute."""
+    lora: LoraConfig = setting(LoraConfig)

@@ -24,6 +24,11 @@ SETTINGS_OF_OTHERS = {
     "data.filter_overlong_prompts": "data.overlong_prompts",
     "data.seed": "trainer.seed",
     "data.truncation": "data.overlong_prompts",
+    "model.exclude_modules": "model.lora.exclude_modules",
+    "model.lora_adapter_path": "model.lora.path",
+    "model.lora_alpha": "model.lora.alpha",
+    "model.lora_rank": "model.lora.rank",
+    "model.target_modules": "model.lora.target_modules",
     "model.use_liger": "backend.use_liger",
     "model.custom_chat_template": "model.chat_template",
     "model.use_remove_padding": "actor.use_remove_padding",
@@ -64,6 +69,10 @@ SETTINGS_OF_OTHERS = {
     "learning_rate": "actor.optim.lr",
     "mask_truncated_completions": "algorithm.mask_truncated_responses",
     "log_completions": "trainer.log_samples",
+    "lora_alpha": "model.lora.alpha",
+    "lora_dropout": "model.lora.dropout",
+    "lora_r": "model.lora.rank",
+    "lora_target_modules": "model.lora.target_modules",
     "loss_type": "actor.loss_agg_mode",
     "lr_scheduler_type": "actor.optim.lr_scheduler_type",
     "max_completion_length": "data.max_response_length",
@@ -91,6 +100,9 @@ SETTINGS_OF_OTHERS = {
     "use_adaptive_entropy": "actor.entropy_ctrl.type",
     "use_bias_correction_kl": "actor.use_bias_correction_kl",
     "use_unbiased_kl": "actor.use_bias_correction_kl",
+    "use_dora": "model.lora.use_dora",
+    "use_peft": "model.lora.enabled",
+    "use_rslora": "model.lora.use_rslora",
     "use_vllm": "rollout",
     "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "vllm_importance_sampling_cap": "algorithm.rollout_correction.rollout_is_threshold",
@@ -159,6 +171,8 @@ SETTINGS_OF_OTHERS = {
     "init_kl_coef": "algorithm.kl_ctrl.kl_coef",
     "input_key": "data.prompt_key",
     "kl_estimator": "algorithm.kl_penalty",
+    "lora_rank": "model.lora.rank",
+    "target_modules": "model.lora.target_modules",
     "kl_target": "algorithm.kl_ctrl.target_kl",
     "label_key": "data.answer_key",
     "lambd": "algorithm.lam",
@@ -215,6 +229,9 @@ SETTINGS_OF_OTHERS = {
     "max_length": "data.max_response_length",
     "max_new_tokens": "data.max_response_length",
     "max_tokens": "data.max_response_length",
+    "lora": "model.lora.enabled",
+    "lora.alpha": "model.lora.alpha",
+    "lora.rank": "model.lora.rank",
     "name": "trainer.experiment_name",
     "nproc_per_node": "trainer.nproc",
     "num_epochs": "trainer.total_epochs",
@@ -232,7 +249,8 @@ SETTINGS_OF_OTHERS = {
 """Their names, and the setting or group that does here what they do there."""
 
 BOTH_CLIPS = "It clips on both sides; set actor.clip_ratio_low and actor.clip_ratio_high."
-NO_ADAPTERS = "No adapters (LoRA) are trained here, only whole models."
+NOT_QUANTISED = "Adapters are trained beside weights in float32 or bfloat16: set model.lora.base_dtype."
+WHOLE_CRITIC = "The critic is trained whole; adapters are the policy's (model.lora.enabled)."
 OWN_FUNCTION = "Write 'reward.functions=[FILE.py:NAME]'."
 OWN_RECIPE = "A recipe of your own is DIR/recipes/NAME.yaml, chosen with --config-dir DIR recipes=NAME."
 NOT_NEEDED = "Leave it out: there is no such choice here."
@@ -304,13 +322,11 @@ REMARKS = {
     "data.val_batch_size": "Held-out prompts are generated together, rollout.max_num_seqs samples of a rank at a time.",
     "gradient_accumulation_steps": "It follows from actor.ppo_mini_batch_size, rollout.n, the ranks, the "
     "samples' lengths and actor.ppo_max_token_len_per_gpu.",
-    "lora": NO_ADAPTERS,
-    "lora.alpha": NO_ADAPTERS,
-    "lora.rank": NO_ADAPTERS,
-    "lora_rank": NO_ADAPTERS,
-    "model.lora_alpha": NO_ADAPTERS,
-    "model.lora_rank": NO_ADAPTERS,
-    "use_peft": NO_ADAPTERS,
+    "critic.model.lora_alpha": WHOLE_CRITIC,
+    "critic.model.lora_rank": WHOLE_CRITIC,
+    "critic.model.target_modules": WHOLE_CRITIC,
+    "load_in_4bit": NOT_QUANTISED,
+    "load_in_8bit": NOT_QUANTISED,
     "actor.use_dynamic_bsz": BY_TOKENS,
     "critic.use_dynamic_bsz": BY_TOKENS,
     "ref.log_prob_use_dynamic_bsz": BY_TOKENS,

@@ -13,6 +13,7 @@ from packaging.version import Version
 from rlhf.config import BackendConfig, Config
 from rlhf.config.algorithm_rules import algorithm_problems, correction_problems, entropy_problems
 from rlhf.config.checkpoint_rules import checkpoint_problems
+from rlhf.config.lora_rules import lora_problems, missing_peft
 from rlhf.config.other_names import MINUS_ONE
 from rlhf.config.rollout_rules import missing_engine, rollout_problems
 from rlhf.config.schema import SETTINGS, Setting, meant
@@ -64,12 +65,13 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: b
             _data,
             _backend,
             checkpoint_problems,
+            lora_problems,
             _rollback,
             _resume,
         ):
             problems += check(config)
         if here:
-            problems += [*missing_engine(config), *_missing_backend(config)]
+            problems += [*missing_engine(config), *_missing_backend(config), *missing_peft(config)]
         problems += _models(config, environ)
         problems += _ranks(config, environ)
     if problems:
@@ -386,7 +388,8 @@ def _model_folder(key: str, name: str, here: bool) -> Iterator[str]:
         hint = did_you_mean(str(inside[0]) if inside else None)
         if (path / "adapter_config.json").is_file():
             hint = (
-                " It holds an adapter (LoRA): merge it into its model first (PEFT's merge_and_unload), and save that."
+                " It holds an adapter (LoRA): name its base model there, and the adapter with model.lora.enabled=true "
+                f"model.lora.path={name}; or merge the two with PEFT's merge_and_unload, and name what that saves."
             )
         yield f"{key}={name}: this folder has no config.json, so it is no model in Hugging Face format.{hint}"
     elif here and looks_local and not path.exists():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import rlhf
 from rlhf.config import Config
+from rlhf.config.lora_rules import suggested_rate
 from rlhf.config.validate import number_of_ranks
 from rlhf.models.parameter_count import count_parameters, in_words
 from rlhf.planning.check import plan_of
@@ -24,6 +25,7 @@ def banner(config: Config, recipes: Sequence[str]) -> str:
         ("step", _step(config)),
         ("steps", _length(config)),
         ("device", _device(config)),
+        *_adapters(config),
         *_memory(config),
         *_idle(config),
         ("run", f"{_near(config.run_dir)} ({_beginning(config)})"),
@@ -118,6 +120,19 @@ def _memory(config: Config) -> Iterator[tuple[str, str]]:
     """The row of the plan, where the models' files tell enough."""
     if (found := plan_of(config)) is not None:
         yield "memory", line(found[1])
+
+
+def _adapters(config: Config) -> Iterator[tuple[str, str]]:
+    """A row about the adapters that are trained, where there are such, and their learning rate, where none is set."""
+    lora = config.model.lora
+    if not lora.enabled:
+        return
+    targets = lora.target_modules if isinstance(lora.target_modules, str) else ", ".join(lora.target_modules)
+    rate = suggested_rate(config)
+    hint = (
+        "" if rate is None else f"; actor.optim.lr={config.actor.optim.lr:g} is a rate for whole models, try {rate:g}"
+    )
+    yield "lora", f"rank {lora.rank} on {targets}, the weights themselves are frozen{hint}"
 
 
 def _idle(config: Config) -> Iterator[tuple[str, str]]:

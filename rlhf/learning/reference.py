@@ -1,10 +1,14 @@
-"""The reference policy: the starting weights, or an exponential moving average of the actor's."""
+"""Reference policy: the starting weights, the actor without its adapters, or a moving average of the actor's."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlhf.backends.base import Model, TrainingBackend
+from rlhf.batch import Batch
 from rlhf.config import RefConfig
 from rlhf.events import announce
 from rlhf.learning.policy import Policy
@@ -16,12 +20,27 @@ class Reference(Policy):
 
     With `ref.update_freq` it moves every so many steps, ref = alpha * actor + (1 - alpha) * ref in float32 (TR-DPO,
     arXiv 2404.09656, equation 4), and is then part of the run's state.
+
+    Args:
+        without_adapters: where `model` is the actor's, makes it the reference's while a context lasts.
     """
 
-    def __init__(self, model: Model, temperature: float, budget: int, config: RefConfig) -> None:
+    def __init__(
+        self,
+        model: Model,
+        temperature: float,
+        budget: int,
+        config: RefConfig,
+        without_adapters: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         super().__init__(model, temperature, budget)
-        self._config = config
+        self._config, self._without_adapters = config, without_adapters
         self.updated_at = 0
+
+    def log_probs(self, batch: Batch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """See `Policy.log_probs`."""
+        with self._without_adapters():
+            return super().log_probs(batch, with_entropy=with_entropy)
 
     @property
     def moves(self) -> bool:

@@ -109,6 +109,12 @@ def load_model(
     return model
 
 
+def empty_model(source: ModelSource, hf_config: PretrainedConfig) -> PreTrainedModel:
+    """A causal LM of the architecture `hf_config` on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), trust_remote_code=source.trust_remote_code)
+
+
 def load_value_model(
     source: ModelSource,
     folder: Path,

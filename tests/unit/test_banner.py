@@ -101,3 +101,12 @@ def test_the_recipes_of_a_command():
     assert library.recipes(["a=1", "recipes=null"]) == []
     assert library.recipes(["recipes=[a,b]"]) == ["a", "b"]
     assert library.recipes(["recipes=a", "recipes=minimal"]) == ["minimal"]
+
+
+def test_adapters_and_their_learning_rate(config):
+    assert "lora" not in rows(config)
+    config.model.lora.enabled = True
+    said = "rank 32 on all-linear, the weights themselves are frozen"
+    assert rows(config)["lora"] == f"{said}; actor.optim.lr=1e-06 is a rate for whole models, try 1e-05"
+    config.actor.optim.lr, config.model.lora.target_modules = 2e-5, ["q_proj", "v_proj"]
+    assert rows(config)["lora"] == said.replace("all-linear", "q_proj, v_proj")

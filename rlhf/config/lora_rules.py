@@ -1,0 +1,89 @@
+"""Rules of `model.lora` beside the other sections, and whether peft is there."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+from rlhf.config import Config, FrozenFsdpConfig, LoraConfig
+from rlhf.config.lora import ALL_LINEAR
+
+PEFT = "0.21"
+"""The oldest release of peft whose layers are known to work here."""
+
+
+def lora_problems(config: Config) -> Iterator[str]:
+    """Settings of `config.model.lora` that do not fit each other or the other sections, one line each."""
+    lora, backend = config.model.lora, config.backend
+    if not lora.enabled:
+        for field in fields(lora):
+            if (value := getattr(lora, field.name)) != getattr(LoraConfig(), field.name):
+                yield f"model.lora.{field.name}={value}: has effect only with model.lora.enabled=true."
+        return
+    yield from _modules(lora)
+    if config.ref.update_freq is not None:
+        yield (
+            f"ref.update_freq={config.ref.update_freq}: with model.lora.enabled=true the reference is the model "
+            "without its adapters, of which there is no second copy that could move; set ref.update_freq=null."
+        )
+    if config.ref.fsdp_config != FrozenFsdpConfig():
+        yield (
+            f"ref.fsdp_config.model_dtype={config.ref.fsdp_config.model_dtype}: with model.lora.enabled=true the "
+            "reference is the model without its adapters; set model.lora.base_dtype instead."
+        )
+    if "hf_model" in config.checkpoint.contents:
+        yield (
+            f"checkpoint.contents={config.checkpoint.contents}: hf_model is of whole models, and with "
+            "model.lora.enabled=true a checkpoint holds adapters; leave hf_model out."
+        )
+    if backend.name != "deepspeed":
+        return
+    dtype = base_dtype(config)
+    fitting = "bfloat16" if backend.autocast == "bfloat16" else "float32"
+    if dtype != fitting:
+        yield (
+            f"model.lora.base_dtype={dtype}: DeepSpeed computes in the type of the weights, which with "
+            f"backend.autocast={backend.autocast} is {fitting}; set model.lora.base_dtype=null."
+        )
+    if lora.use_dora and backend.zero_stage == 3:
+        yield (
+            "model.lora.use_dora=true: DoRA reads a layer's frozen weight beside the layer's own pass, and "
+            "backend.zero_stage=3 has it whole only in that; set backend.zero_stage=2, or backend=fsdp2."
+        )
+
+
+def base_dtype(config: Config) -> str:
+    """The precision of the frozen weights, `model.lora.base_dtype` or what its null means."""
+    return config.model.lora.base_dtype or ("bfloat16" if config.backend.autocast == "bfloat16" else "float32")
+
+
+def suggested_rate(config: Config) -> float | None:
+    """A learning rate for adapters, ten times that of whole models, where `actor.optim.lr` is still the schema's."""
+    usual = type(config.actor.optim)().lr
+    return 10 * usual if config.model.lora.enabled and config.actor.optim.lr == usual else None
+
+
+def _modules(lora: LoraConfig) -> Iterator[str]:
+    targets = lora.target_modules
+    if targets == ALL_LINEAR:
+        return
+    if not isinstance(targets, list) or not targets or not all(isinstance(name, str) and name for name in targets):
+        instead = f"[{targets}]" if isinstance(targets, str) and targets.isidentifier() else "[q_proj,v_proj]"
+        yield (
+            f"model.lora.target_modules={targets!r}: set {ALL_LINEAR}, or a list of the ends of layers' names, such as "
+            f"{instead}."
+        )
+
+
+def missing_peft(config: Config) -> Iterator[str]:
+    """A line when adapters are wanted and peft is not there, or too old."""
+    if not config.model.lora.enabled:
+        return
+    try:
+        found = version("peft")
+    except PackageNotFoundError:
+        yield f"model.lora.enabled=true: peft is not installed; run `pip install 'peft>={PEFT}'`."
+        return
+    if Version(found) < Version(PEFT):
+        yield f"model.lora.enabled=true: peft {found} is installed, {PEFT} is needed; run `pip install 'peft>={PEFT}'`."

@@ -1,0 +1,114 @@
+"""Check of the base and of the folder of peft's that adapters are to begin with. Imports no torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlhf.config.lora import LoraConfig
+from rlhf.errors import UserError
+from rlhf.models.fingerprint import fingerprint
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PLAIN = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # Of others the base in the folder's file is not the one that the adapter belongs to.
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
+}
+"""What a folder says of itself when it is plain LoRA of linear layers."""
+EMPTY = (
+    "lora_bias",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+)
+"""What it then does not have, or leaves empty."""
+
+
+def check_adapter_start(lora: LoraConfig, model_path: str) -> None:
+    """Raise UserError when the folder `model_path` is quantised, or when the folder of peft's that adapters are to
+    begin with is none, or of other settings or another base.
+
+    A Hub name of the model passes; ranks look at it again.
+    """
+    if not lora.enabled:
+        return
+    base = _read(Path(model_path).expanduser() / "config.json")
+    if base is not None:
+        check_not_quantised(model_path, base.get("quantization_config"))
+    if lora.path is None:
+        return
+    folder, said = Path(lora.path).expanduser(), f"model.lora.path={lora.path}"
+    if not folder.is_dir():
+        raise UserError(f"{said}: there is no such folder.")
+    config = _read(folder / CONFIG)
+    if config is None or not (folder / WEIGHTS).is_file():
+        missing = CONFIG if config is None else WEIGHTS
+        raise UserError(f"{said}: has no {missing} to read, so it is no folder of an adapter that peft has saved.")
+    _check_kind(said, config)
+    _check_settings(said, config, lora)
+    _check_base(said, config, model_path)
+
+
+def check_not_quantised(model_path: str, quantisation: Any) -> None:
+    """Raise UserError when a model's configuration has a `quantization_config`."""
+    if not quantisation:
+        return
+    kind = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+    raise UserError(
+        f"model.path={model_path}: is quantised ({kind or 'quantization_config in its config.json'}), and adapters are "
+        "trained beside weights in float32 or bfloat16 only: what the rollouts would sample from, the quantised weight "
+        "with the adapter rounded into it, would not be what is trained. Name the model that it was made of."
+    )
+
+
+def _check_kind(said: str, config: dict[str, Any]) -> None:
+    others = [name for name, plain in PLAIN.items() if config.get(name) and config[name] not in plain]
+    others += [name for name in EMPTY if config.get(name)]
+    if others:
+        found = ", ".join(f"{name} {config[name]!r}" for name in others)
+        raise UserError(
+            f"{said}: has {found}, and adapters here are plain LoRA of linear layers. Merge it into its base with "
+            "peft, and set model.path to that and model.lora.path=null."
+        )
+
+
+def _check_settings(said: str, config: dict[str, Any], lora: LoraConfig) -> None:
+    pairs = {
+        "rank": (config.get("r"), lora.rank),
+        "alpha": (config.get("lora_alpha"), lora.alpha),
+        "use_rslora": (bool(config.get("use_rslora")), lora.use_rslora),
+        "use_dora": (bool(config.get("use_dora")), lora.use_dora),
+    }
+    others = {name: stored for name, (stored, present) in pairs.items() if stored != present}
+    if others:
+        found = ", ".join(f"{name} {stored} (here {pairs[name][1]})" for name, stored in others.items())
+        remedy = " ".join(f"model.lora.{name}={str(stored).lower()}" for name, stored in others.items())
+        raise UserError(f"{said}: was trained with {found}. Set {remedy}.")
+
+
+def _check_base(said: str, config: dict[str, Any], model_path: str) -> None:
+    named = config.get("base_model_name_or_path")
+    if not named or named == model_path:
+        return
+    theirs, ours = Path(str(named)).expanduser(), Path(model_path).expanduser()
+    # Of a folder and a Hub's name nobody can tell here whether they are the same.
+    same = fingerprint(theirs) == fingerprint(ours) if theirs.is_dir() and ours.is_dir() else None
+    if same is None and not theirs.is_absolute() and not theirs.is_dir() and not ours.is_dir():
+        same = False
+    if same is False:
+        raise UserError(
+            f"{said}: is an adapter of {named}, and model.path={model_path} is another model. Set model.path={named}."
+        )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,225 @@
+"""Adapters (LoRA) beside the frozen weights of a policy: put in by peft, switched off, merged out of place."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rlhf.config.lora import ALL_LINEAR, LoraConfig
+from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.models.skeleton import hold_in
+
+ADAPTER = "default"
+"""The only adapter of a model, as peft calls it."""
+A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+"""Ends of the names of an adapter's tensors, as in peft's files."""
+T = TypeVar("T")
+
+
+class UpdateDropout(nn.Dropout):
+    """Dropout of passes that gradients are wanted of: log-probs are taken without it, so that the ratio of a policy to
+    itself is 1."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) if torch.is_grad_enabled() else inputs
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.dtype) -> None:
+    """Give the layers of `model` that `config` names adapters, float32 on the meta device; its own weights are frozen,
+    and cast to `base_dtype`.
+
+    Call `check_targets` first.
+    """
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    hold_in(model, base_dtype)
+    # The model stays what it is, and its names but for those of adapted layers; no random numbers are drawn.
+    inject_adapter_in_model(PeftConfig(**peft_settings(config)), model, low_cpu_mem_usage=True)
+    for module in _adapted(model).values():
+        if config.dropout:
+            module.lora_dropout[ADAPTER] = UpdateDropout(config.dropout)
+
+
+def peft_settings(config: LoraConfig) -> dict[str, Any]:
+    """Arguments of peft's own LoraConfig."""
+    return {
+        "task_type": "CAUSAL_LM",
+        "r": config.rank,
+        # peft writes it into its files as it is, and other tools read whole numbers.
+        "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
+        "target_modules": config.target_modules if config.target_modules == ALL_LINEAR else list(config.target_modules),
+        "exclude_modules": list(config.exclude_modules) or None,
+        "lora_dropout": config.dropout,
+        "use_rslora": config.use_rslora,
+        "use_dora": config.use_dora,
+    }
+
+
+def check_targets(hf_config: PretrainedConfig, model: PreTrainedModel, config: LoraConfig) -> None:
+    """Raise UserError unless every layer that `config` names is one of `model`, on any device, and can have an
+    adapter."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    head = model.get_output_embeddings()
+    fitting = {name for name, module in layers.items() if module is not head}
+    ends = sorted({name.rpartition(".")[2] for name in fitting})
+    named: set[str] = set() if config.target_modules != ALL_LINEAR else fitting
+    left_out: set[str] = set()
+    lists = {"exclude_modules": left_out}
+    if config.target_modules != ALL_LINEAR:
+        lists["target_modules"] = named
+    for key, found in lists.items():
+        for end in getattr(config, key):
+            said = f"model.lora.{key}={list(getattr(config, key))}"
+            meant = {name for name, _ in model.named_modules() if name == end or name.endswith(f".{end}")}
+            if not meant:
+                raise UserError(
+                    f"{said}: {hf_config.model_type} has no module called {end!r}.{did_you_mean(nearest(end, ends))} "
+                    f"Its linear layers are {', '.join(ends)}."
+                )
+            if key == "target_modules" and (wrong := sorted(meant - fitting)):
+                what = (
+                    "the head, whose log-probs are taken in chunks of its own weight"
+                    if wrong[0] in layers
+                    else (f"a {type(model.get_submodule(wrong[0])).__name__}, and adapters are for linear layers")
+                )
+                raise UserError(
+                    f"{said}: {wrong[0]} is {what}. Leave {end!r} out; its linear layers are {', '.join(ends)}."
+                )
+            found |= meant
+    if not named - left_out:
+        raise UserError(
+            f"model.lora.exclude_modules={list(config.exclude_modules)}: leaves out every layer that "
+            "model.lora.target_modules names. Leave out fewer."
+        )
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """`model`, an engine's module or the model itself, as it is without its adapters, to the bit, while the context
+    lasts."""
+    layers = _adapted(model).values()
+    # Not peft's own switch: that one also changes what is trained, under the hands of the engine.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """A layer's part of its adapter that is no tensor: the scale, and whether its weight is [in, out] instead of [out,
+    in]."""
+
+    scaling: float
+    transposed: bool
+
+
+class Adapters:
+    """Names of a model with adapters, and its weights merged with them.
+
+    In a checkpoint and in files the frozen weights have the names that they have without adapters, and the adapters'
+    those of peft's files without their prefix: `X.lora_A.weight`, `X.lora_B.weight`, and with DoRA
+    `X.lora_magnitude_vector`, for the weight `X.weight`.
+    """
+
+    def __init__(self, layers: Mapping[str, AdaptedLayer]) -> None:
+        self._layers = layers
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Adapters | None":
+        """Those of `model`; None for a model without any."""
+        found = {
+            name: AdaptedLayer(float(layer.scaling[ADAPTER]), bool(layer.fan_in_fan_out))
+            for name, layer in _adapted(model).items()
+        }
+        return cls(found) if found else None
+
+    def trained(self, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+        """Those of `named`, things of the model by their names in it, that are the adapters', by the names in
+        checkpoints."""
+        return ((own, thing) for name, thing in named if _is_adapter(own := own_name(name)))
+
+    def base(self, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+        """The rest, by the names that it has without adapters."""
+        return ((own, thing) for name, thing in named if not _is_adapter(own := own_name(name)))
+
+    def in_order(self, base: Mapping[str, T], trained: Mapping[str, T]) -> Iterator[tuple[str, T]]:
+        """Both, as `merged` wants them: a layer's adapter before its weight."""
+        for name, thing in base.items():
+            layer, _, kind = name.rpartition(".")
+            if layer in self._layers and kind == "weight":
+                yield from ((n, trained[n]) for end in (A, B, MAGNITUDE) if (n := f"{layer}.{end}") in trained)
+            yield name, thing
+
+    @torch.no_grad()
+    def merged(
+        self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the model by their names without adapters, W + scaling * B A where there is one: new tensors,
+        computed in float32 and then cast to `dtype`, if it is given. Nothing is changed in place.
+
+        Args:
+            tensors: whole ones, `in_order`.
+        """
+        dtype = dtype or torch.float32
+        parts: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            layer, _, kind = name.rpartition(".")
+            if _is_adapter(name):
+                parts[name] = tensor
+            elif layer in self._layers and kind == "weight":
+                yield name, self._merge(layer, tensor.float(), parts).to(dtype)
+                parts.clear()
+            else:
+                yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def _merge(self, layer: str, weight: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+        """As in peft: LoRA's sum (arXiv 2106.09685), or with a magnitude m DoRA's m (W + D) / |W + D| by rows (arXiv
+        2402.09353, equation 5)."""
+        known = self._layers[layer]
+        delta = (parts[f"{layer}.{B}"].float() @ parts[f"{layer}.{A}"].float()) * known.scaling
+        delta = delta.T if known.transposed else delta
+        total = weight + delta
+        if (magnitude := parts.get(f"{layer}.{MAGNITUDE}")) is None:
+            return total
+        factor = magnitude.float() / output_norms(total, transposed=known.transposed)
+        return (factor[None, :] if known.transposed else factor[:, None]) * total
+
+    def norms(self, base: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Magnitudes that DoRA begins with, of the whole weights of `base`, by their names in checkpoints."""
+        for name, weight in base:
+            layer, _, kind = name.rpartition(".")
+            if layer in self._layers and kind == "weight":
+                yield f"{layer}.{MAGNITUDE}", output_norms(weight.float(), transposed=self._layers[layer].transposed)
+
+
+def output_norms(weight: Tensor, *, transposed: bool) -> Tensor:
+    """The norm of the weights of each output, [out], of [out, in], or of [in, out] where `transposed`."""
+    return torch.linalg.norm(weight.T if transposed else weight, dim=1)
+
+
+def own_name(name: str) -> str:
+    """The name in checkpoints of a tensor of a model with adapters."""
+    if ".lora_" not in name:
+        return name.replace(".base_layer.", ".")
+    return name.replace(f".{ADAPTER}", "").replace(f"{MAGNITUDE}.weight", MAGNITUDE)
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def _adapted(model: nn.Module) -> dict[str, Any]:
+    """The layers of the model with an adapter, by name."""
+    # An engine may have put the model into a module of its own.
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    return {name: module for name, module in inner.named_modules() if hasattr(module, "lora_A")}

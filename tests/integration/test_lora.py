@@ -1,0 +1,215 @@
+"""Adapters in every engine on two real ranks: the model that peft alone makes, the base untouched, one format.
+
+Some engines by default, or all of them with --full-product.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.backends.base import TrainingBackend
+from rlhf.config import Config, LoraConfig
+from rlhf.models.adapter_layers import without_adapters
+from tests.support.adapted_engines import DORA, LORA, adapted_engine, with_peft_alone
+from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
+from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, gathered, logits_of, loss_of, state_of, tokens, train
+from tests.support.tiny_updates import tiny_qwen2
+
+pytestmark = NEEDS_DEEPSPEED
+
+FLOAT32, BFLOAT16 = ["fsdp2", "zero2", "zero3"], ["fsdp2-bfloat16", "zero2-bfloat16"]
+MORE_FLOAT32, MORE_BFLOAT16 = ["zero0", "zero1"], ["zero0-bfloat16", "zero1-bfloat16", "zero3-bfloat16"]
+STEPS = 3
+DEADLINE_S = 500
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Arguments by their names: `plain` and `half` are engines in float32 and in bfloat16, `kind` is either, and
+    `writer` and `reader` are a pair of one sort."""
+    float32, bfloat16 = kinds(metafunc.config)
+    pairs = [*itertools.product(float32, repeat=2), *itertools.product(bfloat16, repeat=2)]
+    for name, values in (("plain", float32), ("half", bfloat16), ("kind", float32 + bfloat16)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, values)
+    if "writer" in metafunc.fixturenames:
+        metafunc.parametrize(("writer", "reader"), pairs)
+
+
+def kinds(config: pytest.Config) -> tuple[list[str], list[str]]:
+    whole = config.getoption("full_product")
+    return FLOAT32 + (MORE_FLOAT32 if whole else []), BFLOAT16 + (MORE_BFLOAT16 if whole else [])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, request) -> dict[str, Any]:
+    """What `work` returned on two ranks; the same on both."""
+    folder = tmp_path_factory.mktemp("lora")
+    first, other = run_ranks(2, work, str(folder), *kinds(request.config), deadline_s=DEADLINE_S, join=folder / "join")
+    assert equal_bits(first, other)
+    return first
+
+
+def work(rank: int, folder: str, float32: list[str], bfloat16: list[str]) -> dict[str, Any]:
+    torch.use_deterministic_algorithms(True)
+    said = {kind: one_run(kind, Path(folder, kind)) for kind in float32 + bfloat16}
+    for kind in float32 + bfloat16:
+        reader = adapted_engine(kind, seed=9)
+        said[kind]["opened"] = {}
+        for writer in float32 if kind in float32 else bfloat16:
+            config = config_of(Path(folder, writer), kind)
+            assert resume(config, reader) == STEPS
+            said[kind]["opened"][writer] = {"state": state_of(reader), "loss": loss_of(reader, STEPS)}
+    said["dora"] = {kind: look_at(trained(kind, DORA), DORA) for kind in ("fsdp2", "zero2")}
+    said["recomputed"] = {kind: weights_of(trained(kind, recompute=True)) for kind in ("fsdp2", "zero3")}
+    said["dropped"] = dropped()
+    return said
+
+
+def one_run(kind: str, folder: Path) -> dict[str, Any]:
+    """An engine with adapters, trained and saved."""
+    backend = adapted_engine(kind)
+    said: dict[str, Any] = {"new": look_at(backend), "base": gathered(backend.base_shards())}
+    train(backend, *range(STEPS))
+    said |= {"trained": look_at(backend), "base_after": gathered(backend.base_shards()), "state": state_of(backend)}
+    checkpointer = make_checkpointer(config_of(folder, kind), backend, STEPS)
+    checkpointer.save(STEPS)
+    checkpointer.finish()
+    said["loss"] = loss_of(backend, STEPS)
+    return said
+
+
+def config_of(folder: Path, kind: str) -> Config:
+    config = make_config(folder)
+    config.backend = ENGINES[kind]
+    return config
+
+
+def trained(kind: str, lora: LoraConfig = LORA, *, recompute: bool = False) -> TrainingBackend:
+    backend = adapted_engine(kind, lora=lora, recompute=recompute)
+    train(backend, *range(STEPS))
+    return backend
+
+
+def weights_of(backend: TrainingBackend) -> dict[str, Tensor]:
+    return gathered(backend.model_shards())
+
+
+@torch.no_grad()
+def look_at(backend: TrainingBackend, lora: LoraConfig = LORA) -> dict[str, Any]:
+    """The engine's logits, with and without adapters, and its merged weights, beside those of peft alone with the same
+    values."""
+    weights, ids = weights_of(backend), tokens(7)
+    alone = with_peft_alone(weights, lora)
+    said = {"weights": weights, "logits": logits_of(backend, ids), "peft": alone(input_ids=ids).logits}
+    with without_adapters(backend.module):
+        said["disabled"] = logits_of(backend, ids)
+    said["enabled_again"] = logits_of(backend, ids)
+    said["sent"] = {name: tensor.clone() for name, tensor in backend.full_tensors()}
+    said["sent_half"] = {name: tensor.clone() for name, tensor in backend.full_tensors(torch.bfloat16)}
+    said["peft_merged"] = dict(alone.merge_and_unload().named_parameters())
+    said["still"] = logits_of(backend, ids)
+    return said
+
+
+def dropped() -> list[Tensor]:
+    """With dropout: two log-prob passes, and the weights after the same steps from the same generator, twice."""
+    said = []
+    for _ in range(2):
+        backend = adapted_engine("fsdp2", lora=LoraConfig(enabled=True, rank=4, dropout=0.5))
+        torch.manual_seed(5)
+        train(backend, 0, 1)
+        said.append(torch.cat([tensor.flatten() for tensor in weights_of(backend).values()]))
+        with torch.no_grad():
+            said += [logits_of(backend, tokens(7)) for _ in range(2)]
+    return said
+
+
+@pytest.mark.parametrize("when", ["new", "trained"])
+def test_forward_is_that_of_peft_alone_to_the_bit(found, plain, when):
+    seen = found[plain][when]
+    assert torch.equal(seen["logits"], seen["peft"])
+    assert torch.equal(seen["enabled_again"], seen["logits"])
+    assert torch.equal(seen["still"], seen["logits"])
+
+
+@torch.no_grad()
+def test_disabled_adapters_are_the_base_to_the_bit(found, plain):
+    seen = found[plain]["trained"]
+    assert torch.equal(seen["disabled"], tiny_qwen2(0)(input_ids=tokens(7)).logits)
+    assert (seen["logits"] - seen["disabled"]).abs().max() > 1e-2
+    assert torch.equal(found[plain]["new"]["logits"], seen["disabled"])  # B begins with zero
+
+
+def test_base_is_untouched(found, kind):
+    dtype = torch.bfloat16 if "bfloat16" in kind else torch.float32
+    base = {name: tensor.to(dtype) for name, tensor in tiny_qwen2(0).named_parameters()}
+    assert equal_bits(found[kind]["base"], base)
+    assert equal_bits(found[kind]["base_after"], base)
+
+
+def test_merged_weights_are_those_of_peft_to_the_bit(found, plain):
+    seen = found[plain]["trained"]
+    assert equal_bits(seen["sent"], seen["peft_merged"])
+    assert equal_bits(seen["sent_half"], {name: tensor.bfloat16() for name, tensor in seen["sent"].items()})
+
+
+def test_a_base_in_bfloat16_is_merged_in_float32(found, half):
+    """Rounding the sum to bfloat16 first would lose most of a small adapter."""
+    seen, base = found[half]["trained"], found[half]["base"]
+    name = "model.layers.0.self_attn.q_proj"
+    a, b = (seen["weights"][f"{name}.lora_{factor}.weight"] for factor in "AB")
+    expected = base[f"{name}.weight"].float() + (b @ a) * (LORA.alpha / LORA.rank)
+    assert torch.equal(seen["sent"][f"{name}.weight"], expected)
+    assert seen["weights"][f"{name}.lora_A.weight"].dtype == torch.float32
+    # The engine computes in bfloat16 what peft has in float32.
+    assert 0 < (seen["logits"].float() - seen["peft"]).abs().max() < 0.3
+
+
+def test_engines_agree(found, plain):
+    for name, weight in found["fsdp2"]["state"]["model"].items():
+        torch.testing.assert_close(found[plain]["state"]["model"][name], weight, rtol=0, atol=1e-6)
+
+
+def test_checkpoint_holds_adapters_and_moments_alone(found, kind):
+    state = found[kind]["state"]
+    assert len(state["model"]) == 2 * 7 * 2  # two factors of seven layers of each of two blocks
+    assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in state["model"])
+    assert all(tensor.dtype == torch.float32 for tensor in state["model"].values())
+    names = state["model"].keys()
+    assert state["optimizer"].keys() == {f"{n}.{k}" for n in names for k in ("step", "exp_avg", "exp_avg_sq")}
+    assert all(state["optimizer"][f"{name}.exp_avg"].abs().max() > 0 for name in names)
+
+
+def test_saved_in_each_opened_in_each(found, writer, reader):
+    # Promise 15.
+    opened, saved = found[reader]["opened"][writer], found[writer]
+    assert equal_bits(opened["state"], saved["state"])
+    torch.testing.assert_close(opened["loss"], saved["loss"], rtol=0, atol=1e-2 if "bfloat16" in reader else 1e-6)
+    if writer == reader:
+        assert torch.equal(opened["loss"], saved["loss"])
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2"])
+def test_dora_is_that_of_peft(found, engine):
+    seen = found["dora"][engine]
+    assert torch.equal(seen["logits"], seen["peft"])
+    assert torch.equal(seen["disabled"], found["fsdp2"]["trained"]["disabled"])
+    for name, weight in seen["peft_merged"].items():
+        torch.testing.assert_close(seen["sent"][name], weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_recomputed_activations_give_the_same_gradients(found, engine):
+    assert equal_bits(found["recomputed"][engine], found[engine]["state"]["model"])
+
+
+def test_dropout_is_of_the_update_alone_and_follows_the_generator(found):
+    first, passes, second = found["dropped"][0], found["dropped"][1:3], found["dropped"][3]
+    assert torch.equal(first, second)
+    assert torch.equal(*passes)
+    weights = found["fsdp2"]["state"]["model"]
+    assert not torch.equal(first, torch.cat([tensor.flatten() for tensor in weights.values()]))

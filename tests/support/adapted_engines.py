@@ -1,0 +1,48 @@
+"""Training backends of a tiny model with adapters for tests, and the same model with peft alone."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf.backends import build_backend
+from rlhf.backends.base import TrainingBackend
+from rlhf.config import LoraConfig
+from rlhf.models.adapter_layers import Adapters, add_adapters, peft_settings
+from rlhf.models.adapter_start import PREFIX, fill_from_seed, put
+from tests.support.engines import CPU, ENGINES, OPTIM
+from tests.support.tiny_updates import tiny_qwen2
+
+LORA = LoraConfig(enabled=True, rank=4, alpha=8.0)
+DORA = LoraConfig(enabled=True, rank=4, alpha=8.0, use_dora=True, use_rslora=True)
+
+
+def adapted_engine(kind: str, seed: int = 0, lora: LoraConfig = LORA, *, recompute: bool = False) -> TrainingBackend:
+    """`tiny_qwen2(0)` with adapters that begin with `seed`, in the engine that `ENGINES` calls `kind`."""
+    model, config = tiny_qwen2(0), ENGINES[kind]
+    add_adapters(model, lora, torch.bfloat16 if config.autocast == "bfloat16" else torch.float32)
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    backend = build_backend(
+        model, config, OPTIM, CPU, grad_clip=0.5, total_optimizer_steps=20, hf_files={"config.json": b"{}"}
+    )
+    shards, adapters = backend.model_shards(), Adapters.of(backend.module)
+    assert adapters is not None
+    fill_from_seed(shards, seed)
+    for name, norms in adapters.norms(backend.base_tensors()) if lora.use_dora else ():
+        put(shards[name], norms)
+    backend.after_load()
+    return backend
+
+
+def with_peft_alone(state: dict[str, Tensor], lora: LoraConfig = LORA) -> Any:
+    """peft's own model around `tiny_qwen2(0)`, with adapters that have the values `state`, by their names in
+    checkpoints."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    model: PreTrainedModel = tiny_qwen2(0)
+    adapted = get_peft_model(model, PeftConfig(**peft_settings(lora)))
+    set_peft_model_state_dict(adapted, {PREFIX + name: tensor for name, tensor in state.items()})
+    return adapted

@@ -1,0 +1,165 @@
+"""Refusals of adapters' settings, bases and folders, before any weight is loaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from rlhf.config import Config, LoraConfig
+from rlhf.config import lora_rules as rules
+from rlhf.config.validate import validate
+from rlhf.errors import UserError
+from rlhf.models.adapter_folder import check_adapter_start
+from rlhf.models.adapter_layers import check_targets
+from tests.support.refusals import refused
+from tests.support.tiny_updates import tiny_qwen2
+
+
+def config_of(**lora: Any) -> Config:
+    config = Config()
+    config.model.path = config.data.train_files = "org/name"
+    config.model.lora = LoraConfig(**{"enabled": True} | lora)
+    return config
+
+
+def refusal(config: Config) -> str:
+    return refused(validate, config, {})
+
+
+def test_plain_settings_pass():
+    validate(config_of(), {})
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"rank": 0}, "model.lora.rank=0: must be at least 1."),
+        ({"dropout": 1.0}, "model.lora.dropout=1.0: must be at most 0.9."),
+        ({"base_dtype": "float16"}, "model.lora.base_dtype=float16: must be one of float32, bfloat16."),
+        ({"enabled": False, "rank": 8}, "model.lora.rank=8: has effect only with model.lora.enabled=true."),
+        ({"target_modules": "q_proj"}, "model.lora.target_modules='q_proj': set all-linear, or a list"),
+        ({"target_modules": []}, "model.lora.target_modules=[]: set all-linear, or a list"),
+    ],
+)
+def test_settings_by_themselves(lora, said):
+    assert said in refusal(config_of(**lora))
+
+
+def test_settings_beside_others():
+    config = config_of(use_dora=True, base_dtype="bfloat16")
+    config.actor.use_kl_loss = True
+    config.ref.update_freq, config.checkpoint.contents = 5, ["model", "hf_model"]
+    config.backend.name, config.backend.zero_stage = "deepspeed", 3
+    lines = refusal(config).splitlines()
+    assert "ref.update_freq=5: with model.lora.enabled=true the reference is the model without its adapters" in lines[0]
+    assert "leave hf_model out" in lines[1]
+    assert "with backend.autocast=none is float32; set model.lora.base_dtype=null." in lines[2]
+    assert "model.lora.use_dora=true" in lines[3]
+    assert "backend.zero_stage=2" in lines[3]
+    config.backend.autocast, config.model.lora.base_dtype = "bfloat16", None
+    assert len(refusal(config).splitlines()) == 3
+    config.ref.fsdp_config.model_dtype = "bfloat16"
+    assert "set model.lora.base_dtype instead." in refusal(config)
+
+
+def test_peft_missing_or_old(monkeypatch):
+    monkeypatch.setattr(rules, "PEFT", "99")
+    assert "99 is needed; run `pip install 'peft>=99'`." in refusal(config_of())
+    validate(config_of(enabled=False), {})
+
+    def absent(name: str) -> str:
+        raise rules.PackageNotFoundError(name)
+
+    monkeypatch.setattr(rules, "version", absent)
+    assert "model.lora.enabled=true: peft is not installed" in refusal(config_of())
+
+
+def targets(**lora: Any) -> str:
+    model = tiny_qwen2()
+    return refused(check_targets, model.config, model, LoraConfig(**{"enabled": True} | lora))
+
+
+def test_target_modules_are_there():
+    model = tiny_qwen2()
+    check_targets(model.config, model, LoraConfig(target_modules=["q_proj", "mlp.up_proj"], exclude_modules=["0"]))
+    message = targets(target_modules=["q_proj", "qproj"])
+    assert "qwen2 has no module called 'qproj'. Did you mean q_proj? Its linear layers are down_proj, " in message
+    assert "no module called 'nope'" in targets(exclude_modules=["nope"])
+    assert "leaves out every layer" in targets(target_modules=["q_proj"], exclude_modules=["self_attn.q_proj"])
+    assert "model.embed_tokens is a Embedding" in targets(target_modules=["embed_tokens"])
+    assert "lm_head is the head" in targets(target_modules=["lm_head"])
+
+
+def test_fused_experts_are_no_linear_layers():
+    model = tiny_qwen2()
+    model.model.layers[0].experts = nn.ParameterDict({"down_proj": nn.Parameter(nn.Linear(2, 2).weight[None])})
+    message = refused(check_targets, model.config, model, LoraConfig(target_modules=["experts"]))
+    assert "model.layers.0.experts is a ParameterDict, and adapters are for linear layers" in message
+
+
+@pytest.fixture
+def folders(tmp_path) -> tuple[Path, Path]:
+    """A base and an adapter of it, as far as they are looked at."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    for folder in (base, adapter):
+        folder.mkdir()
+    (base / "config.json").write_text('{"model_type": "qwen2"}')
+    (adapter / "adapter_model.safetensors").touch()
+    write(adapter, base)
+    return base, adapter
+
+
+def write(adapter: Path, base: Path, **settings: Any) -> None:
+    config = {"peft_type": "LORA", "r": 32, "lora_alpha": 32, "bias": "none", "base_model_name_or_path": str(base)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config | settings))
+
+
+def start(base: Path, adapter: Path, **lora: Any) -> str:
+    return refused(check_adapter_start, LoraConfig(enabled=True, path=str(adapter), **lora), str(base))
+
+
+def test_quantised_base(folders):
+    base, _ = folders
+    check_adapter_start(LoraConfig(enabled=True), str(base))
+    (base / "config.json").write_text('{"quantization_config": {"quant_method": "bitsandbytes"}}')
+    message = refused(check_adapter_start, LoraConfig(enabled=True), str(base))
+    assert f"model.path={base}: is quantised (bitsandbytes)" in message
+    check_adapter_start(LoraConfig(enabled=False), str(base))
+
+
+def test_adapter_folder(folders, tmp_path):
+    base, adapter = folders
+    check_adapter_start(LoraConfig(enabled=True, path=str(adapter)), str(base))
+    assert "there is no such folder." in start(base, tmp_path / "none")
+    assert "has no adapter_config.json to read" in start(base, base)
+    message = start(base, adapter, rank=16, use_dora=True)
+    assert "was trained with rank 32 (here 16), use_dora False (here True)." in message
+    assert message.endswith("Set model.lora.rank=32 model.lora.use_dora=false.")
+    write(adapter, base, modules_to_save=["lm_head"], init_lora_weights="pissa")
+    assert "has init_lora_weights 'pissa', modules_to_save ['lm_head'], and adapters here are" in start(base, adapter)
+    (adapter / "adapter_model.safetensors").unlink()
+    assert "has no adapter_model.safetensors to read" in start(base, adapter)
+
+
+def test_adapter_of_another_base(folders, tmp_path):
+    base, adapter = folders
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    for folder, content in ((copy, '{"model_type": "qwen2"}'), (other, "{}")):
+        folder.mkdir()
+        (folder / "config.json").write_text(content)
+    check_adapter_start(LoraConfig(enabled=True, path=str(adapter)), str(copy))
+    message = start(other, adapter)
+    assert message.endswith(f"is an adapter of {base}, and model.path={other} is another model. Set model.path={base}.")
+    write(adapter, Path("org/base"))
+    with pytest.raises(UserError, match="is an adapter of org/base"):
+        check_adapter_start(LoraConfig(enabled=True, path=str(adapter)), "org/other")
+    check_adapter_start(LoraConfig(enabled=True, path=str(adapter)), str(base))  # nobody can tell
+
+
+def test_suggested_rate():
+    config = config_of()
+    assert rules.suggested_rate(config) == pytest.approx(1e-5)
+    config.actor.optim.lr = 3e-6
+    assert rules.suggested_rate(config) is None
