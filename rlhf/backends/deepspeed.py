@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf.backends.gather import whole_tensors
-from rlhf.backends.training import Scheduled, adamw_options
+from rlhf.backends.training import Scheduled, adamw_options, parameter_groups
 from rlhf.backends.zero import ZeroState, partition
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from rlhf.errors import UserError
@@ -59,12 +59,12 @@ class DeepSpeedBackend(Scheduled):
         if config.zero_stage == 3:
             dtype = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
             partition(model, deepspeed.zero.Init(nn.Module(), config_dict_or_path=settings, dtype=dtype), device, dtype)
+        groups = parameter_groups(model, optim)
         optimizer: torch.optim.AdamW
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if config.zero_stage == 0:
-            optimizer = ClippedAdamW(trained, grad_clip, **adamw_options(optim))
+            optimizer = ClippedAdamW(groups, grad_clip, **adamw_options(optim))
         else:
-            optimizer = torch.optim.AdamW(trained, **adamw_options(optim))
+            optimizer = torch.optim.AdamW(groups, **adamw_options(optim))
         with contextlib.redirect_stdout(io.StringIO()):  # it prints how much memory is in use
             self._engine, *_ = deepspeed.initialize(
                 model=with_log_probs(model, use_liger=config.use_liger).train(), optimizer=optimizer, config=settings
@@ -166,8 +166,8 @@ class ClippedAdamW(torch.optim.AdamW):
     """AdamW for stage 0: it clips before a step, and does not step when the norm is not finite, which the other stages
     do themselves."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], grad_clip: float, **options: Any) -> None:
-        super().__init__(parameters, **options)
+    def __init__(self, groups: list[dict[str, Any]], grad_clip: float, **options: Any) -> None:
+        super().__init__(groups, **options)
         self._grad_clip = grad_clip
         self.grad_norm: float | Tensor = math.inf
         """Of the last step, before clipping."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from rlhf.backends.gather import whole_tensors
 from rlhf.backends.mesh import data_mesh, replica_of, replicas_of
 from rlhf.backends.offload import Offload
-from rlhf.backends.training import MOMENTS, Scheduled, adamw_options, empty_moments
+from rlhf.backends.training import MOMENTS, Scheduled, adamw_options, empty_moments, parameter_groups
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from rlhf.models.adapter_layers import Adapters
 from rlhf.models.log_prob_head import with_log_probs
@@ -103,7 +103,7 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
         self.module.train()
         self._adapters = Adapters.of(self.module)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, **adamw_options(optim))
+        optimizer = torch.optim.AdamW(parameter_groups(self.module, optim), **adamw_options(optim))
         Scheduled.__init__(self, optimizer, optim, total_optimizer_steps, hf_files)
         self._grad_clip = grad_clip
         for parameter in trained:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf.config import OptimConfig
@@ -30,7 +30,9 @@ class Scheduled:
 
     def extra_state(self) -> dict[str, Any]:
         """See `TrainState.extra_state`."""
-        return {"lr_scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}}
+        state = {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
+        # All groups have the same rate, and how many there are is nobody's concern.
+        return {"lr_scheduler": {k: v[:1] if k in ("base_lrs", "_last_lr") else v for k, v in state.items()}}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """See `TrainState.load_extra_state`. Of the saved schedule only the position counts: rates and shape are the
@@ -46,6 +48,29 @@ class Scheduled:
     def hf_files(self) -> Mapping[str, bytes]:
         """See `TrainState.hf_files`."""
         return self._hf_files
+
+
+def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """The trained parameters of `model`, with their names, as AdamW takes them: those without weight decay in a group
+    of their own. No group is empty."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if optim.decay_norm_and_bias or not optim.weight_decay:
+        return [{"params": named}]
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in named:
+        # ZeRO 3 leaves a parameter without elements.
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        groups[not is_decayed(name, tuple(shape))]["params"].append((name, parameter))
+    return [group for group in groups if group["params"]]
+
+
+def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether weight decay acts on a parameter: one that is neither a norm's, nor a bias, nor another vector.
+
+    Most norms and biases are vectors; norms of single heads and biases of single experts have a row for each.
+    """
+    owner, _, last = name.rpartition(".")
+    return len(shape) > 1 and not last.endswith("bias") and "norm" not in owner.rpartition(".")[2].lower()
 
 
 def adamw_options(optim: OptimConfig) -> dict[str, Any]:

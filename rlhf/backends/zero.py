@@ -35,7 +35,7 @@ class Range:
 
 
 class ZeroState:
-    """The state of an engine with one parameter group under a plain `torch.optim.AdamW`, as named ranges."""
+    """The state of an engine under a `torch.optim.AdamW` that knows the names of its parameters, as named ranges."""
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, offload: TrainedFsdpConfig) -> None:
         self._engine, self._optimizer = engine, optimizer
@@ -197,13 +197,13 @@ def partition(model: PreTrainedModel, init: Any, device: torch.device, dtype: to
 
 def _ranges(engine: Any, optimizer: torch.optim.Optimizer, stage: int) -> Iterator[tuple[str, Range]]:
     zero, named = engine.optimizer, _named(engine, trained=True)
+    flats = dict(_stepped(optimizer, stage)) if stage < 3 else {}
     if stage == 0:  # the parameters themselves, or float32 copies of them
-        for (name, parameter), flat in zip(named, optimizer.param_groups[0]["params"], strict=True):
-            yield name, Range(tuple(parameter.shape), 0, parameter.numel(), flat, 0)
-    elif stage < 3:  # one tensor of all parameters, cut into equal parts
-        flat = optimizer.param_groups[0]["params"][0]
         for name, parameter in named:
-            shape, mapping = tuple(parameter.shape), parameter._hp_mapping
+            yield name, Range(tuple(parameter.shape), 0, parameter.numel(), flats[name], 0)
+    elif stage < 3:  # one tensor of all parameters of a group, cut into equal parts
+        for name, parameter in named:
+            shape, mapping, flat = tuple(parameter.shape), parameter._hp_mapping, flats[name]
             if mapping is None:
                 yield name, Range(shape, 0, 0, flat, 0)
             else:
@@ -226,3 +226,10 @@ def _part_of(parameter: Any, numel: int) -> tuple[int, int]:
     size = math.prod(parameter.ds_shape)
     start = min(dist.get_rank() * numel, size)
     return start, min(numel, size - start)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, stage: int) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that AdamW steps, by parameter: at stage 0 one for each, at stages 1 and 2 the one of its group."""
+    for group in optimizer.param_groups:
+        names, tensors = group["param_names"], group["params"]
+        yield from zip(names, tensors if stage == 0 else tensors * len(names), strict=True)

@@ -15,6 +15,8 @@ class OptimConfig:
     """AdamW's term against division by zero."""
     weight_decay: float = setting(0.01, ge=0)
     """AdamW's weight decay."""
+    decay_norm_and_bias: bool = setting(False)
+    """Weight decay also of the weights of norms, of biases and of other vectors, which without it have none."""
     lr_scheduler_type: str = setting("constant", choices=("constant", "linear", "cosine"))
     """Shape of the learning rate after the warm-up."""
     lr_warmup_steps: int = setting(0, ge=0)

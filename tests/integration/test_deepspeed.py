@@ -2,6 +2,7 @@
 a backend says."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def work(rank: int, folder: str) -> dict[str, dict[str, Any]]:
     for kind in ["fsdp2", *STAGES]:
         result[kind]["updates"] = {case: one_update(case, kind) for case in CASES}
         result[kind]["recomputed"] = recomputed(kind)
+        result[kind]["decayed_otherwise"] = decayed_otherwise(kind, Path(folder, kind))
     return result
 
 
@@ -280,6 +282,27 @@ def recomputed(kind: str) -> list[dict[str, float]]:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     backend = build_backend(model, ENGINES[kind], OPTIM, CPU, grad_clip=0.5, total_optimizer_steps=20, hf_files={})
     return train(backend, 0, 1)
+
+
+def decayed_otherwise(kind: str, folder: Path) -> dict[str, Any]:
+    """An engine that decays norms and biases too, at the checkpoint of one that does not; and their parameter
+    groups."""
+    optim = replace(OPTIM, decay_norm_and_bias=True)
+    options: dict[str, Any] = {"grad_clip": 0.5, "total_optimizer_steps": 20, "hf_files": {}}
+    backend: Any = build_backend(tiny_qwen2(3), ENGINES[kind], optim, CPU, **options)
+    config = config_of(folder, kind)
+    begin_at(config, config.run_dir / "global_step_2", EVERYTHING)
+    resume(config, backend)
+    grouped: Any = make_engine(kind)
+    groups = [[group["weight_decay"] for group in each.optimizer.param_groups] for each in (backend, grouped)]
+    return {"groups": groups, **look_at(backend)}
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", *STAGES])
+def test_parameter_groups_are_not_seen_in_a_checkpoint(found, kind):
+    run = found[kind]["decayed_otherwise"]
+    assert run.pop("groups") == [[0.1], [0.1, 0.0]]
+    assert equal_bits(run, found[kind]["saved"])
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", *STAGES])

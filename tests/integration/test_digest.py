@@ -21,8 +21,8 @@ from tests.support.launching import ranks
 # 3.
 KNOWN: dict[tuple[str, str, str], dict[str, str]] = {
     ("2.13.0+cpu", "GenuineIntel", "AVX512"): {
-        "model": "5340aeac4d4d34db1f89e1827183ddc8656bb51c5f3bbc3a4049f59a088bb67f",
-        "optimizer": "2de9b6ac78a14f75c88574d2c9b1c529f9a7c1f81d1784c3a201199fd7017685",
+        "model": "ec813f1c426c4eb1c33e9880c3098acc3ac36997313bb9f181ae0c812b002a7a",
+        "optimizer": "216055f9834be40f7d08377ec066988181a3f5030e9da88f6185315118b18270",
         "driver_state": "88717713f2f347b62f761248fc2aace99526ad5cc7ad21bfabd4ded380efb69d",
     },
 }

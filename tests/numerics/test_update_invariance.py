@@ -1,7 +1,6 @@
 """One update on real ranks: the same gradients, weights and metrics at every budget of tokens, packed or padded, number
 of ranks and spread over them, and those of a plain loop over sequences."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,13 +15,13 @@ from tests.support.update_cases import (
     CASES,
     GROUP,
     OLDER_CASES,
-    OPTIM,
     PROMPTS,
     REJECTING_CASES,
     TOTAL_STEPS,
     batch_of,
     run_update,
     start_policies,
+    with_optim,
 )
 
 # world size -> (tokens of a micro-batch, columns of extra padding (0: packed), way of dealing the samples to the ranks)
@@ -82,7 +81,7 @@ def plain() -> dict[str, Plain]:
     """The plain loop's results; each case must be one in which what it is about happens."""
     found = {}
     for case, (mini_batches, config) in CASES.items():
-        settings = replace(config, actor=replace(config.actor, optim=OPTIM), critic=replace(config.critic, optim=OPTIM))
+        settings = with_optim(case, config)
         if case in ACTOR_CASES:
             model, reference = start_policies(case)
             found[case] = plain_actor(model, reference, batch_of(case), settings, mini_batches, TOTAL_STEPS)

@@ -304,7 +304,8 @@ def adamw_step(
     step: int,
     lr: float,
 ) -> float:
-    """Clip and step (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2); returns the norm before clipping."""
+    """Clip and step (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2); returns the norm before clipping. The norms
+    and biases of the models here are vectors."""
     (beta1, beta2), optim = config.optim.betas, config.optim
     norm = math.sqrt(sum(float((p.grad**2).sum()) for p in parameters.values()))
     scale = min(1.0, config.grad_clip / norm)
@@ -315,5 +316,6 @@ def adamw_step(
             first.copy_(beta1 * first + (1 - beta1) * gradient)
             second.copy_(beta2 * second + (1 - beta2) * gradient**2)
             direction = (first / (1 - beta1**step)) / (torch.sqrt(second / (1 - beta2**step)) + optim.eps)
-            p.copy_(p - lr * optim.weight_decay * p - lr * direction)
+            decay = optim.weight_decay if p.ndim == 2 or optim.decay_norm_and_bias else 0.0
+            p.copy_(p - lr * decay * p - lr * direction)
     return norm

@@ -178,6 +178,14 @@ OBSERVING_CASES = {
     "icepop_rejected_tokens_one_look",
     "critic_seq-mean-token-mean",
 }
+# The others leave norms and biases without weight decay.
+ALL_DECAYED_CASES = {"token-mean_k3_clipped_norm", "critic_seq-mean-token-mean"}
+
+
+def with_optim(case: str, config: Config, **settings: Any) -> Config:
+    """`config` of a case with its optimizer and `settings`, in both roles."""
+    settings["optim"] = replace(OPTIM, decay_norm_and_bias=case in ALL_DECAYED_CASES)
+    return replace(config, actor=replace(config.actor, **settings), critic=replace(config.critic, **settings))
 
 
 @functools.cache
@@ -263,8 +271,7 @@ def run_update(
     of one update on this process group. Sequences are packed, with extra columns padded."""
     backend = backend or BackendConfig()
     mini_batches, config = CASES[case]
-    settings = {"optim": OPTIM, "ppo_max_token_len_per_gpu": budget}
-    config = replace(config, actor=replace(config.actor, **settings), critic=replace(config.critic, **settings))
+    config = with_optim(case, config, ppo_max_token_len_per_gpu=budget)
     mine, held = share(batch_of(case), mini_batches, way)
     batch = padded(mine, extra_columns)
     guards = Guards(GuardsConfig())
