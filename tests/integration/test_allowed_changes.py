@@ -98,6 +98,7 @@ SCENARIOS: dict[str, list[str]] = {
     "refused": [*FILES, "guards.max_loss=1e-9"],
     "fixed length": [*FILES, "actor.loss_agg_mode=seq-mean-token-sum-norm"],
     "styled": [*FILES, "model.chat_template={folder}/styled.jinja"],
+    "lora": [*FILES, *KL, "model.lora.enabled=true", "model.lora.rank=8"],
     "entropy below": [*FILES, "actor.entropy_ctrl.type=adaptive", "actor.entropy_ctrl.target_entropy=9"],
     "entropy above": [*FILES, "actor.entropy_ctrl.type=adaptive", "actor.entropy_ctrl.target_entropy=0"],
     "pass at k": [*FILES, "algorithm.adv_estimator=pass_at_k"],
@@ -135,6 +136,7 @@ def of(scenario: str, *keys_and_values: str) -> dict[str, Case]:
     return {text.partition("=")[0]: Case(text, scenario) for text in keys_and_values}
 
 
+OTHER_ADAPTERS = "are of another architecture than model.path"
 CASES: dict[str, Case] = {
     **grpo(
         "trainer.seed=2",
@@ -268,6 +270,13 @@ CASES: dict[str, Case] = {
         "algorithm.rollout_correction.rollout_rs_threshold_lower=0.5",
     ),
     "algorithm.rollout_correction.rollout_is": Case("algorithm.rollout_correction.rollout_is=token"),
+    **of("lora", "model.lora.alpha=4", "model.lora.dropout=0.5", "model.lora.base_dtype=bfloat16"),
+    **of("lora", "model.lora.use_rslora=true"),
+    "model.lora.enabled": Case("model.lora.enabled=true", "grpo", OTHER_ADAPTERS),
+    "model.lora.rank": Case("model.lora.rank=4", "lora", OTHER_ADAPTERS),
+    "model.lora.target_modules": Case("model.lora.target_modules=[q_proj]", "lora", OTHER_ADAPTERS),
+    "model.lora.exclude_modules": Case("model.lora.exclude_modules=[q_proj]", "lora", OTHER_ADAPTERS),
+    "model.lora.use_dora": Case("model.lora.use_dora=true", "lora", OTHER_ADAPTERS),
     "guards.max_reward_drop": Case("guards.max_reward_drop=1e-9", beside="reward.weights=[0.01]"),
 }
 ENGINE = "builds vLLM, of which a checkpoint holds nothing: tests/integration/test_vllm_engine.py"
