@@ -12,7 +12,7 @@ from rlhf.config import Config
 from rlhf.config.library import Library
 from rlhf.errors import EXIT_USER_ERROR, UserError
 from rlhf.storage.layout import scan, step_dir, step_of
-from tests.support.checkpoints import TINY_POLICY, PlainRole, flip_bit, make_config, save_steps
+from tests.support.checkpoints import TINY_POLICY, PlainRole, flip_bit, make_config, resume, save_steps
 from tests.support.sections import finished_step, prepare
 
 
@@ -116,6 +116,28 @@ def test_a_model_of_other_files_is_refused_before_its_name_is_called_harmless(co
     assert "numbers do not depend on it" not in caplog.text
     config.trainer.allow_config_change = True
     prepare(config)
+
+
+def test_adapters_take_no_other_base_whatever_is_allowed(config, tmp_path):
+    config.model.lora.enabled = True
+    save_steps(config, PlainRole(), 5)
+    first, moved = config.model.path, tmp_path / "moved"
+    shutil.copytree(TINY_POLICY, moved)
+    config.model.path = str(moved)
+    prepare(config)
+    (moved / "generation_config.json").write_text("{}")
+    saved = step_dir(config.run_dir, 5)
+    for config.trainer.allow_config_change in (False, True):
+        assert refusal(config).startswith(
+            f"model.path={moved} is another base than the one beside which the adapters in {saved} were trained, which "
+            f"was {first}. Restore that; or give the new run a directory of its own"
+        )
+    config.model.path = first
+    with pytest.raises(UserError, match=r"adapters in .* were trained, which had other files then\. Restore that"):
+        resume(config, PlainRole(), None, {"model.path": "of other files"})
+    config.model.lora.enabled = False
+    config.trainer.allow_config_change = True
+    assert resume(config, PlainRole(), None, {"model.path": "of other files"}) == 5
 
 
 def test_a_refused_fork_sets_nothing_aside(config, tmp_path):

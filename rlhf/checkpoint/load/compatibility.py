@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest
-from rlhf.checkpoint.load.stored_config import changes_since
+from rlhf.checkpoint.load.stored_config import BASE, changes_since, check_base
 from rlhf.config.compare import ResolvedConfig, log_changes, refuse_changes
 from rlhf.errors import UserError
 from rlhf.storage.layout import INDEX, REFERENCE
@@ -46,6 +46,7 @@ def check_compatible(
     changes = changes_since(path, manifest, config)
     # Promise 13.
     refuse_changes(changes, allow=allow_change)
+    check_base(path, manifest, config, changes, identity.fingerprints.get(BASE, ""))
     if moving_reference and f"{REFERENCE}/{INDEX}" not in manifest.files:
         raise UserError(
             f"ref.update_freq={config.setting('ref.update_freq')} asks for a reference policy that moves, but {path} "

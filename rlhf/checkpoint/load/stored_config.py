@@ -5,11 +5,15 @@ from pathlib import Path
 import yaml
 
 from rlhf.checkpoint.commit.manifest import Manifest
-from rlhf.config.compare import Change, ConfigDiff, ResolvedConfig
+from rlhf.config.compare import NEW_RUN, Change, ConfigDiff, ResolvedConfig
+from rlhf.errors import UserError
 from rlhf.models.fingerprint import fingerprint_file
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import CONFIG
 from rlhf.storage.reading import CheckedFiles
+
+BASE = "model.path"
+"""The setting that names the weights beside which adapters are trained."""
 
 
 def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> ConfigDiff:
@@ -25,6 +29,23 @@ def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> Con
         return _by_content(config.compare(stored.decode()), manifest)
     except (DamagedCheckpoint, UnicodeDecodeError, yaml.YAMLError) as problem:
         raise DamagedCheckpoint(f"{path} is damaged: {problem}") from None
+
+
+def check_base(path: Path, manifest: Manifest, config: ResolvedConfig, diff: ConfigDiff, base: str) -> None:
+    """Raise UserError when the checkpoint at `path` has adapters that were trained beside another base than the one
+    whose fingerprint is `base`: no setting makes them fit it.
+
+    `diff`: what `changes_since` returned.
+    """
+    stored, present = manifest.fingerprints.get(BASE), config.setting(BASE)
+    if not config.setting("model.lora.enabled") or stored in (None, base):
+        return
+    before = next((change.stored for change in diff.harmless if change.key == BASE), present)
+    was = f"which was {before}" if before != present else "which had other files then"
+    raise UserError(
+        f"{BASE}={present} is another base than the one beside which the adapters in {path} were trained, {was}. "
+        f"Restore that; or {NEW_RUN}."
+    )
 
 
 def _by_content(diff: ConfigDiff, manifest: Manifest) -> ConfigDiff:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.load.locations import locate_files, published
-from rlhf.checkpoint.load.stored_config import changes_since
+from rlhf.checkpoint.load.stored_config import BASE, changes_since, check_base
 from rlhf.checkpoint.run_file import read_run_file
 from rlhf.checkpoint.start.run_dir import at_end, driver_state_of, planned_steps, resume_source
 from rlhf.config.compare import NEW_RUN, RUN_LENGTH, ResolvedConfig, as_lines, refuse_changes
@@ -88,6 +88,9 @@ def _check(path: Path, manifest: Manifest, config: ResolvedConfig, trainer: Trai
                 "trainer.total_training_steps and set trainer.allow_config_change=true."
             )
     refuse_changes(diff, allow=trainer.allow_config_change, begins=begins)
+    folder = Path(config.setting(BASE)).expanduser()
+    if folder.is_dir() and any(change.key == BASE for change in diff.harmless):
+        check_base(path, manifest, config, diff, fingerprint(folder))
     if not trainer.allow_config_change and not (driver is not None and at_end(trainer, driver)):
         _check_renamed_models(path, manifest, config, {change.key for change in diff.harmless})
 
