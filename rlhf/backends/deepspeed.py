@@ -148,7 +148,7 @@ class DeepSpeedBackend(Scheduled):
             return
         dtype, device = dtype or torch.float32, self._engine.device
         if self._whole in (torch.float32, dtype):
-            yield from ((name, weight.to(device, dtype)) for name, weight in self._state.module_weights())
+            yield from ((name, weight.to(device).to(dtype)) for name, weight in self._state.module_weights())
         else:
             yield from whole_tensors(self._state.weights(), dtype=dtype, device=device)
         yield from ((name, buffer.detach()) for name, buffer in self._persistent_buffers())

@@ -38,7 +38,8 @@ def whole_tensors(
     held = _held([shard for _, shard in named], group, device)
 
     def as_sent(shard: Shard) -> Tensor:
-        return shard.local.detach().to(device, cast_type(shard.local, dtype))
+        # Moved first: a GPU casts faster than the host whose memory it may come from.
+        return shard.local.detach().to(device).to(cast_type(shard.local, dtype))
 
     def gathered(bucket: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         # Copies are made bucket by bucket: all of them at once would be a second model.

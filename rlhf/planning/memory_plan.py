@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhf.config import Config, FrozenFsdpConfig
+from rlhf.config import Config, FrozenFsdpConfig, TrainedFsdpConfig
 from rlhf.config.algorithm_rules import needs_critic
 from rlhf.planning.activations import PACKED, PassCost, chunk_bytes, pass_cost
 from rlhf.planning.checkpoint_size import CheckpointSize, checkpoint_size
@@ -25,6 +25,14 @@ HOST_BASE = 390 << 20
 """A rank with its imports and no model, on a CPU (measured: Python 3.11, torch 2.13, transformers 5.23)."""
 CUDA_HOST_BASE = 3 << 30
 """The same of a rank with a GPU, whose driver and kernels lie in its memory, too: an allowance."""
+LOADING = "loading"
+PHASES = {
+    "actor": ("old log-probs", "actor update"),
+    "critic": ("values", "critic update"),
+    "reference": ("reference",),
+    "reward model": ("rewards",),
+}
+"""Phases with passes of a role's model."""
 TOKEN_RECORD = 68
 """Bytes of a token of a response in a sample: an integer and a float of Python's, and their places in two lists."""
 
@@ -93,6 +101,24 @@ class _Pass:
     model: ModelShapes
     state: TrainingState
     device: str
+    param_offload: bool
+    optimizer_offload: bool = False
+
+    def resident(self, phase: str) -> dict[str, int]:
+        """Bytes on the device throughout a phase; what is offloaded is still there in that in which it is loaded."""
+        items = {"weights": self.state.weights, "optimizer": self.state.optimizer, "buffers": self.state.standing}
+        if self.param_offload and phase not in (*PHASES[self.role], LOADING):
+            del items["weights"], items["buffers"]
+        if self.optimizer_offload and phase != LOADING:
+            del items["optimizer"]
+        return {f"{self.role} {name}": size for name, size in items.items() if size}
+
+    @property
+    def host(self) -> int:
+        """Bytes on the host in the device's place."""
+        state = self.state
+        weights = self.param_offload * (state.weights + state.standing)
+        return state.host + weights + self.optimizer_offload * state.optimizer
 
     def forward(self, config: Config, work: PassSize) -> dict[str, int]:
         cost = self._cost(config)
@@ -116,12 +142,13 @@ class _Pass:
         # The first micro-batch of an optimizer step finds no gradients.
         before = gathered | (gradients if work.micro_batches > 1 else {})
         reduced = f"{self.role} gradients being reduced"
+        brought = {f"{self.role} optimizer": state.optimizer} if self.optimizer_offload else {}
         moments = [
             before | {"activations": kept, reduced: state.head, **self._chunk(work)},
             before | {"activations": in_layer, reduced: state.head_left + state.layer},
             gathered | gradients | {"activations": layer, reduced: state.layer},
             gradients | {reduced: state.root},
-            gradients | {"optimizer step": state.stepped},
+            gradients | {"optimizer step": state.stepped, **brought},
         ]
         return max(moments, key=lambda items: sum(items.values()))
 
@@ -142,14 +169,19 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
     ranks = target.ranks
     device = "cuda" if target.cuda else "cpu"
 
-    def trained(role: str, model: ModelShapes) -> _Pass:
-        return _Pass(role, model, trained_state(model, config.backend, ranks), device)
+    def trained(role: str, model: ModelShapes, kept: TrainedFsdpConfig) -> _Pass:
+        # On a CPU what leaves the device stays in the same memory.
+        away = (target.cuda and kept.param_offload, target.cuda and kept.optimizer_offload)
+        return _Pass(role, model, trained_state(model, config.backend, ranks), device, *away)
 
     def frozen(role: str, model: ModelShapes, kept: FrozenFsdpConfig) -> _Pass:
-        return _Pass(role, model, frozen_state(model, config.backend, kept, ranks), device)
+        state = frozen_state(model, config.backend, kept, ranks)
+        return _Pass(role, model, state, device, target.cuda and kept.param_offload)
 
-    actor = trained("actor", models.policy)
-    critic = trained("critic", models.critic) if models.critic is not None and needs_critic(config) else None
+    actor = trained("actor", models.policy, config.actor.fsdp_config)
+    critic = None
+    if models.critic is not None and needs_critic(config):
+        critic = trained("critic", models.critic, config.critic.fsdp_config)
     reference = frozen("reference", models.policy, config.ref.fsdp_config) if config.needs_reference else None
     reward = None
     if models.reward_model is not None:
@@ -168,10 +200,15 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
     checkpoint = checkpoint_size(roles, moving, config.checkpoint, ranks)
     spread = [each for each in (actor, critic, reference, reward) if each is not None]
     host = _host(config, spread, engine, checkpoint, ranks, cuda=target.cuda)
-    resident = _resident(config, spread, ranks) | ({"CUDA and NCCL": CUDA_BASE} if target.cuda else host)
+    rest = _batch(config, spread, ranks) | ({"CUDA and NCCL": CUDA_BASE} if target.cuda else host)
+
+    def phase(name: str, items: dict[str, int]) -> Phase:
+        resident = {item: size for each in spread for item, size in each.resident(name).items()}
+        return Phase(name, resident | rest | items)
+
     return Plan(
         target,
-        [Phase(name, resident | items) for name, items in _phases(config, spread, engine, ranks)],
+        [phase(name, items) for name, items in _phases(config, spread, engine, ranks)],
         host if target.cuda else {},
         checkpoint,
         tokens_of_step(config),
@@ -190,7 +227,7 @@ def _phases(config: Config, spread: list[_Pass], engine: EngineMemory, ranks: in
     actor, resident = by_role["actor"], engine.resident
     phases: list[tuple[str, dict[str, int]]] = []
     if actor.state.loaded:
-        phases.append(("loading", {"whole weights": max(each.state.loaded for each in spread)}))
+        phases.append((LOADING, {"whole weights": max(each.state.loaded for each in spread)}))
     phases += [("hand-over", engine.handing_over), ("generation", engine.generating)]
     if (reward := by_role.get("reward model")) is not None:
         longest = config.reward_model.max_length
@@ -215,21 +252,13 @@ def _asks_old_log_probs(config: Config) -> bool:
     return steps > 1 or config.algorithm.kl_in_reward
 
 
-def _resident(config: Config, spread: list[_Pass], ranks: int) -> dict[str, int]:
-    """Bytes on the device in every phase."""
-    items: dict[str, int] = {}
-    for each in spread:
-        items[f"{each.role} weights"] = each.state.weights
-        if each.state.optimizer:
-            items[f"{each.role} optimizer"] = each.state.optimizer
-        if each.state.standing:
-            items[f"{each.role} buffers"] = each.state.standing
+def _batch(config: Config, spread: list[_Pass], ranks: int) -> dict[str, int]:
+    """Bytes of a rank's samples, which are on the device in every phase."""
     data = config.data
     trained = {each.role for each in spread}
     per_token = 4 * (4 + 2 * ("critic" in trained) + ("reference" in trained) + _asks_old_log_probs(config))
     longest = data.max_prompt_length + data.max_response_length
-    items["batch"] = samples_of_rank(config, ranks) * (8 * longest + per_token * data.max_response_length)
-    return items
+    return {"batch": samples_of_rank(config, ranks) * (8 * longest + per_token * data.max_response_length)}
 
 
 def _host(
@@ -238,7 +267,7 @@ def _host(
     items = {
         "Python and torch": CUDA_HOST_BASE if cuda else HOST_BASE,
         "copy for saves": checkpoint.copied,
-        "offloaded": sum(each.state.host for each in spread),
+        "offloaded": sum(each.host for each in spread),
         "engine's weights asleep": engine.host,
         "rollouts": samples_of_rank(config, ranks) * config.data.max_response_length * TOKEN_RECORD,
     }

@@ -89,6 +89,7 @@ def _candidates(config: Config, plan: Plan) -> Iterator[tuple[str, Any]]:
         yield "rollout.name", "vllm"
     if rollout.name == "embedded" and rollout.max_num_seqs > 1:
         yield "rollout.max_num_seqs", rollout.max_num_seqs // 2
+    yield from _offloads(config, plan)
     if not config.backend.reshard_after_forward:
         yield "backend.reshard_after_forward", True
     if config.backend.dp_replicate > 1:
@@ -103,3 +104,13 @@ def _candidates(config: Config, plan: Plan) -> Iterator[tuple[str, Any]]:
     if cuda:
         yield "trainer.nproc", 2 * plan.target.ranks
     yield "data.max_response_length", config.data.max_response_length // 2
+
+
+def _offloads(config: Config, plan: Plan) -> Iterator[tuple[str, Any]]:
+    """What may leave the device while it sits idle."""
+    sections: dict[str, Any] = {"actor": config.actor, "critic": config.critic}
+    sections |= {"ref": config.ref, "reward_model": config.reward_model}
+    for name, section in sections.items():
+        for setting, value in vars(section.fsdp_config).items():
+            if plan.target.cuda and value is False:
+                yield f"{name}.fsdp_config.{setting}", True

@@ -124,6 +124,48 @@ def test_each_model_and_phase_has_its_part(capsys):
     assert 2 * more["checkpoint"]["parts"]["actor/huggingface"] == more["checkpoint"]["parts"]["actor/model"]
 
 
+def test_what_is_offloaded_is_where_it_is_needed(seven_b, capsys):
+    common = (f"model.path={seven_b}", "trainer.nproc=8", "--device-memory", "80GB", "actor.ppo_mini_batch_size=32")
+    settings = [f"{role}.fsdp_config.param_offload=true" for role in ("actor", "critic", "ref")]
+    settings += [f"{role}.fsdp_config.optimizer_offload=true" for role in ("actor", "critic")]
+    more = ("algorithm=ppo", "actor.use_kl_loss=true", "model.enable_gradient_checkpointing=true", "rollout=vllm")
+    plain = document(capsys, *common, *more)
+    moved = document(capsys, *common, *more, *settings)
+
+    def there(found: dict, item: str) -> list[str]:
+        return [name for name, items in found["phases"].items() if item in items]
+
+    assert there(plain, "actor weights") == there(plain, "critic optimizer") == list(plain["phases"])
+    assert there(moved, "actor weights") == ["old log-probs", "actor update"]
+    assert there(moved, "critic weights") == ["values", "critic update"]
+    assert there(moved, "reference weights") == ["reference"]
+    # Beside the activations, which are the peak, there is none of it.
+    assert there(moved, "actor optimizer") == there(moved, "critic optimizer") == []
+    save = plain["phases"]["save"]
+    items = [f"{role} {what}" for role in ("actor", "critic") for what in ("weights", "optimizer")]
+    away = sum(save[item] for item in [*items, "reference weights"])
+    assert sum(save.values()) - sum(moved["phases"]["save"].values()) == away
+    assert sum(moved["host"].values()) - sum(plain["host"].values()) == moved["host"]["offloaded"] == away
+    assert {found["set"] for found in plain["remedies"]} >= set(settings)
+    assert not {found["set"] for found in moved["remedies"]} & set(settings)
+
+
+def test_the_optimizer_is_back_in_its_step(seven_b, capsys):
+    common = (f"model.path={seven_b}", "trainer.nproc=8", "--device-memory", "80GB", "rollout=vllm")
+    short = ("data.max_prompt_length=8", "data.max_response_length=8", "actor.fsdp_config.optimizer_offload=true")
+    found = document(capsys, *common, *short, "model.enable_gradient_checkpointing=true")
+    assert found["phases"]["actor update"]["actor optimizer"] == 8 * 7_615_616_512 // 8
+    assert "actor optimizer" not in found["phases"]["generation"]
+
+
+def test_offloading_on_a_cpu_changes_no_figure(capsys):
+    common = (f"model.path={TINY_POLICY}", "trainer.device=cpu", "actor.use_kl_loss=true")
+    settings = [f"{role}.fsdp_config.param_offload=true" for role in ("actor", "ref")]
+    plain = document(capsys, *common)
+    assert document(capsys, *common, *settings, "actor.fsdp_config.optimizer_offload=true") == plain
+    assert not [found["set"] for found in plain["remedies"] if "offload" in found["set"]]
+
+
 def test_a_page_for_people(seven_b, capsys):
     arguments = ["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", "--device-memory", "80GB"]
     assert main([*arguments, "trainer.nproc=8", "--disk-speed", "2GB"]) == DOES_NOT_FIT
