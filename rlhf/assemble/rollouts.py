@@ -19,6 +19,7 @@ from rlhf.experience.journal import Journal
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.models import loading
+from rlhf.models.fused_experts import parts_in_files
 from rlhf.models.packing_probe import choose_packing
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reward
@@ -63,8 +64,9 @@ def build_engine(
     from rlhf.rollout.servers.server_engine import build_server_engine
 
     logs = config.run_dir / "rollout_servers"
+    parts = parts_in_files({name: weight.shape for name, weight in model.named_parameters()}, model.config)
     return build_server_engine(
-        config.rollout, files, folder, eos, coordinator, device, max_model_len=longest, logs=logs
+        config.rollout, files, folder, eos, coordinator, device, max_model_len=longest, logs=logs, parts=parts
     )
 
 

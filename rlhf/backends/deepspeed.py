@@ -22,7 +22,9 @@ from rlhf.backends.zero import ZeroState, partition
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from rlhf.errors import UserError
 from rlhf.models.adapter_layers import Adapters
+from rlhf.models.fused_experts import parts_in_files
 from rlhf.models.log_prob_head import with_log_probs
+from rlhf.storage.file_parts import FileParts
 from rlhf.storage.shards import Shard, Shards
 
 LARGEST_BUCKET = 500_000_000
@@ -71,6 +73,7 @@ class DeepSpeedBackend(Scheduled):
             )
         self.module: nn.Module = self._engine
         super().__init__(optimizer, optim, total_optimizer_steps, hf_files)
+        self._hf_config = model.config
         # The type in which every rank has the module's weights whole: the master weights, cast.
         self._whole: torch.dtype | None = None
         if config.zero_stage < 3:
@@ -127,6 +130,10 @@ class DeepSpeedBackend(Scheduled):
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.base_tensors`."""
         return whole_tensors(self.base_shards().items(), device=self._engine.device)
+
+    def hf_parts(self) -> FileParts:
+        """See `TrainState.hf_parts`."""
+        return parts_in_files({name: shard.shape for name, shard in self.model_shards().items()}, self._hf_config)
 
     def optimizer_shards(self) -> Shards:
         """See `TrainState.optimizer_shards`."""

@@ -19,7 +19,9 @@ from rlhf.backends.offload import Offload
 from rlhf.backends.training import MOMENTS, Scheduled, adamw_options, empty_moments, parameter_groups
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from rlhf.models.adapter_layers import Adapters
+from rlhf.models.fused_experts import parts_in_files
 from rlhf.models.log_prob_head import with_log_probs
+from rlhf.storage.file_parts import FileParts
 from rlhf.storage.shards import Shard, Shards
 
 # The hint is about outputs that are changed in place, which nothing here does; a head with a bias returns a view by its
@@ -105,6 +107,7 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameter_groups(self.module, optim), **adamw_options(optim))
         Scheduled.__init__(self, optimizer, optim, total_optimizer_steps, hf_files)
+        self._hf_config = model.config
         self._grad_clip = grad_clip
         for parameter in trained:
             optimizer.state[parameter] = empty_moments(parameter)
@@ -158,6 +161,10 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
             return
         shards = self._adapters.in_order(self.base_shards(), self.model_shards())
         yield from self._adapters.merged(whole_tensors(shards, self._sharding, device=self._device), dtype)
+
+    def hf_parts(self) -> FileParts:
+        """See `TrainState.hf_parts`."""
+        return parts_in_files({name: shard.shape for name, shard in self.model_shards().items()}, self._hf_config)
 
     def optimizer_shards(self) -> Shards:
         """See `TrainState.optimizer_shards`."""

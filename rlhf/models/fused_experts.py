@@ -1,9 +1,12 @@
 """Experts that the model has in one tensor and the files in one tensor each: where each lies in the whole."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
@@ -13,17 +16,11 @@ from transformers.core_model_loading import (
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 
 from rlhf.models.model_files import FileTensor
-
-
-@dataclass(frozen=True)
-class FilePart:
-    """A tensor of the files as elements [start, start + its size) of a flattened weight."""
-
-    name: str
-    start: int
+from rlhf.storage.file_parts import FilePart, FileParts
 
 
 def fuse_experts(
@@ -56,11 +53,40 @@ def fuse_experts(
             continue
         start, parts[fused] = 0, []
         for name in (name for expert in experts for name in expert):
-            parts[fused].append(FilePart(name, start))
+            parts[fused].append(FilePart(name, start, headers[name].shape))
             start += math.prod(headers[name].shape)
             del kept[name]
         kept[fused] = replace(tensors[0], shape=(len(experts), sum(heights), *tensors[0].shape[1:]))
     return kept, parts
+
+
+def parts_in_files(shapes: Mapping[str, Sequence[int]], hf_config: PretrainedConfig) -> FileParts:
+    """The tensors of Hugging Face files, as the library writes them for `hf_config`, in weights of these shapes.
+
+    Empty unless there are experts among these that `fuse_experts` fuses; where there are, other weights may have
+    other names in the files, too.
+    """
+    mapping = get_checkpoint_conversion_mapping(hf_config.model_type) or []
+    known = [entry for entry in mapping if isinstance(entry, WeightRenaming) or _is_stack(entry)]
+    if not any(map(_is_stack, known)):
+        return {}
+    # Only names and shapes are asked for, and the library wants no more of a model than this.
+    stand_in: Any = SimpleNamespace(_weight_conversions=known, config=hf_config)
+    fused, parts = False, dict[str, list[FilePart]]()
+    for name, shape in shapes.items():
+        weight = torch.empty(tuple(shape), device="meta")
+        written = revert_weight_conversion(stand_in, {name: weight})
+        files = {own: FileTensor("", "F32", tuple(tensor.shape)) for own, tensor in written.items()}
+        back, found = fuse_experts(files, hf_config)
+        if name in found and {own: tensor.shape for own, tensor in back.items()} == {name: tuple(shape)}:
+            fused, parts[name] = True, found[name]
+        elif [tensor.shape for tensor in files.values()] == [tuple(shape)]:
+            parts[name] = [FilePart(own, 0, tensor.shape) for own, tensor in files.items()]
+    return {name: of_name for name, of_name in parts.items() if fused and of_name[0].name != name}
+
+
+def _is_stack(entry: Any) -> bool:
+    return isinstance(entry, WeightConverter) and _stacks(entry)
 
 
 def _stacks(converter: WeightConverter) -> bool:

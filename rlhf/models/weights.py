@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf.errors import UserError
-from rlhf.models.fused_experts import FilePart, fuse_experts
+from rlhf.models.fused_experts import fuse_experts
 from rlhf.models.model_files import ModelFiles, on_every_rank
 from rlhf.models.skeleton import skeleton
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.file_parts import FileParts, parts_of
 from rlhf.storage.shards import DTYPES, Shards
 
 BUCKET_BYTES = 1 << 26
@@ -41,7 +42,7 @@ class Loaded:
     whole and there is nothing to fill.
     """
 
-    def __init__(self, model: PreTrainedModel, parts: Mapping[str, Sequence[FilePart]], reader: "ModelReader") -> None:
+    def __init__(self, model: PreTrainedModel, parts: FileParts, reader: "ModelReader") -> None:
         self.model = model
         self._parts, self._reader = parts, reader
 
@@ -158,7 +159,8 @@ def load(
         found = on_every_rank(lambda: skeleton(load_from, headers), coordinator)
         if found is not None:
             model, names = found
-            return Loaded(model, {own: fused.get(name) or [FilePart(name, 0)] for own, name in names.items()}, reader)
+            parts = {own: parts_of(fused, name, headers[name].shape) for own, name in names.items()}
+            return Loaded(model, parts, reader)
         torch.set_rng_state(generator)  # a new head is drawn once
     if files.reader is None:
         return Loaded(on_every_rank(lambda: load_from(None), coordinator), {}, reader)

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from rlhf.storage.file_parts import FileParts
 from rlhf.storage.shards import Shards
 
 
@@ -25,6 +26,9 @@ class TrainState(Protocol):
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Take over `extra_state`."""
+
+    def hf_parts(self) -> FileParts:
+        """The tensors of a Hugging Face folder, where they are others than those of `model_shards`."""
 
     def hf_files(self) -> Mapping[str, bytes]:
         """The small files of a Hugging Face folder: config, generation config, tokenizer, chat template."""

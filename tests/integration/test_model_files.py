@@ -1,6 +1,5 @@
 """A model's files on every node or on one of them. Two ranks in two working directories are two nodes."""
 
-import json
 import os
 import socket
 import subprocess
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.backends import build_backend
 from rlhf.backends.fsdp2 import Fsdp2Model
@@ -31,7 +30,7 @@ from tests.support.allocations import peak_of
 from tests.support.checkpoints import equal_bits, files_of, run_ranks
 from tests.support.engines import CPU, ENGINES, NEEDS_DEEPSPEED, OPTIM, gathered
 from tests.support.launching import DEADLINE_S, ROOT, ranks, records, saved_steps, small
-from tests.support.tiny_models import TINY_POLICY, causal_lm, classifier
+from tests.support.tiny_models import TINY_POLICY, causal_lm, classifier, mixture
 
 CRITIC, JUDGE, POLICY = loading.load_value_model, loading.load_reward_model, loading.load_model
 MODELS = {  # what is in the folder, how it is loaded, and whether its weights can be read tensor by tensor
@@ -67,11 +66,9 @@ def nodes(tmp_path_factory) -> Path:
     causal_lm("llama", store / "critic")
     classifier("gpt2", store / "older_critic")
     classifier("llama", store / "judge")
-    mixture(MixtralConfig, store / "experts", num_local_experts=4)
-    # More than ten: in the order of numbers, not of letters.
-    few = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    mixture("mixtral", store / "experts")
     for name in ("experts_in_parts", "critic_of_experts"):
-        mixture(Qwen3MoeConfig, store / name, **few).save_pretrained(store / name, max_shard_size="20KB")
+        mixture("qwen3_moe", store / name).save_pretrained(store / name, max_shard_size="20KB")
         (store / name / "model.safetensors").unlink()
     causal_lm("qwen2", store / "both_of_a_tie")
     file = store / "both_of_a_tie" / "model.safetensors"
@@ -92,17 +89,6 @@ def renamed(architecture: str, folder: Path) -> None:
     short = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     assert short.keys() != tensors.keys()
     save_file(short, folder / "model.safetensors", {"format": "pt"})
-
-
-def mixture(kind: type[PretrainedConfig], folder: Path, **experts: int) -> PreTrainedModel:
-    """A mixture of experts: one tensor per expert in the file, one for all in the model."""
-    causal_lm("llama", folder)  # for the tokenizer
-    settings = json.loads((folder / "config.json").read_text())
-    kept = {key: value for key, value in settings.items() if key not in ("architectures", "model_type", "mlp_bias")}
-    model = AutoModelForCausalLM.from_config(kind(**kept, **experts))
-    model.save_pretrained(folder)
-    assert any(".experts.3." in name for name in load_file(folder / "model.safetensors"))
-    return model
 
 
 def find(path: str, mode: str, coordinator: Coordinator, scratch: Path) -> ModelFiles:

@@ -346,7 +346,7 @@ def test_a_head_that_computes_with_old_weights_is_found(pair: Pair, monkeypatch:
     pair.vllm.update_weights(pair.model.named_parameters, 3)
     trained = shaken(copy.deepcopy(pair.model), 0.4)
     with monkeypatch.context() as patched:
-        patched.setattr(colocated, "repack_heads", lambda model: None)
+        patched.setattr(colocated, "repack", lambda model: None)
         with pytest.raises(WeightsNotHeld, match=r"1 \(model\.embed_tokens\.weight\)"):
             pair.vllm.update_weights(trained.named_parameters, 4)
     pair.vllm.update_weights(pair.model.named_parameters, 3)
@@ -400,6 +400,27 @@ def test_structure_arguments_of_vllm_and_weights_that_do_not_fit(rank: None):
     lacking = {name: tensor for name, tensor in weights.items() if "k_proj" not in name}
     refused(lacking, r"4 weights .* were not updated: model.layers.0.self_attn.k_proj.bias")
 
+    engine.close()
+
+
+def test_experts_are_handed_over_one_by_one(rank: None):
+    """vLLM has the names of the files. After a reload it would compute with experts that it has not packed."""
+    torch.manual_seed(5)
+    tokenizer, sizes = tiny_tokenizer(), {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+    config = tiny_config("mixtral", num_attention_heads=2, **sizes)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model.config.architectures = [type(model).__name__]
+    engine = build(model, tokenizer)
+    for version in (1, 2):
+        engine.update_weights(model.named_parameters, version)
+        assert engine._check_weights._computed == set()
+        plain = build_embedded_engine(model, tokenizer, RolloutConfig())
+        said = sampled(engine, requests(tokenizer), GREEDY, seed=1, step=1)
+        expected = sampled(plain, requests(tokenizer), GREEDY, seed=1, step=1)
+        assert [s.token_ids for s in said] == [s.token_ids for s in expected]
+        for one, other in zip(said, expected, strict=True):
+            torch.testing.assert_close(one.log_probs, other.log_probs, rtol=1e-4, atol=1e-4)
+        shaken(model, 0.4)
     engine.close()
 
 

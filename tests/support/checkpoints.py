@@ -32,6 +32,7 @@ from rlhf.events import Listener
 from rlhf.models.fingerprint import fingerprint
 from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.file_parts import FileParts
 from rlhf.storage.shards import Shard, Shards
 from rlhf.storage.state import Carried, MovingReference, Stateful, TrainState
 from tests.support.preload import forkserver
@@ -70,6 +71,9 @@ class PlainRole:
 
     def after_load(self) -> None:
         pass
+
+    def hf_parts(self) -> FileParts:
+        return {}
 
     def hf_files(self) -> Mapping[str, bytes]:
         return {"config.json": b"{}"}

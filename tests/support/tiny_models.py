@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -69,6 +70,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
     },
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": GQA | {"num_local_experts": 4},
+    # More than ten: in the order of numbers, not of letters.
+    "qwen3_moe": GQA | {"head_dim": 4, "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+}
+"""Mixtures of experts: one tensor per expert in the files, one for all in the model."""
 CAUSAL = tuple(name for name in SETTINGS if name not in ("bert", "gptj", "qwen3_5_text"))
 
 
@@ -81,7 +88,7 @@ def tiny_config(architecture: str, **settings: Any) -> PretrainedConfig:
     """A configuration for `tiny_tokenizer`; `settings` come on top."""
     tokenizer = tiny_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    own = {"vocab_size": len(tokenizer)} | SETTINGS[architecture]
+    own = {"vocab_size": len(tokenizer)} | (SETTINGS | EXPERTS)[architecture]
     return AutoConfig.for_model(architecture, **own | ids | settings)
 
 
@@ -97,6 +104,13 @@ def causal_lm(architecture: str, folder: Path, **settings: Any) -> PreTrainedMod
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(tiny_config(architecture, **settings)).float().eval()
     save(model, folder)
+    return model
+
+
+def mixture(architecture: str, folder: Path, **settings: Any) -> PreTrainedModel:
+    """A `causal_lm` of `EXPERTS`."""
+    model = causal_lm(architecture, folder, **settings)
+    assert any(".experts.3." in name for name in load_file(folder / "model.safetensors"))
     return model
 
 

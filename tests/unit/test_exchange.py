@@ -17,6 +17,7 @@ from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.server_engine import ServerEngine
+from rlhf.storage.file_parts import FilePart
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
 VOCAB, HERE = 1 << 40, "127.0.0.1"
@@ -63,6 +64,7 @@ class Server(ThreadingHTTPServer):
 
     def send(self, urls: Sequence[str], weights: Iterable[tuple[str, Tensor]], label: str) -> dict[str, str | None]:
         self.label = label
+        self.sent = [(name, tensor.tolist()) for name, tensor in weights]
         return dict.fromkeys(urls)
 
 
@@ -117,12 +119,16 @@ def generate(rank: int) -> tuple[bool, list[int]]:
         fleet = Fleet(settings, {}, Ask([1], {}, VOCAB), Secret("own", "RUN/secret"), capacity=4)
         for close in (server.server_close, server.shutdown, fleet.close):
             resources.callback(close)
-    engine = ServerEngine(coordinator, fleet, server, resources, torch.float32)  # type: ignore[arg-type]
+    parts = {"fused": [FilePart("first", 0, (1, 2)), FilePart("second", 2, (2, 2))]}
+    engine = ServerEngine(coordinator, fleet, server, resources, torch.float32, parts)  # type: ignore[arg-type]
     try:
         engine.wait_until_ready()
-        engine.update_weights(lambda: [], 5)
+        weights = [("fused", torch.arange(6.0).view(1, 3, 2)), ("other", torch.ones(1))]
+        engine.update_weights(lambda: weights, 5)
         mine = requests_of(rank)
         same = [repr(engine.generate(mine, seed=1, step=6)) == repr(list(map(samples_of, mine))) for _ in range(2)]
+        if server is not None:
+            assert server.sent == [("first", [[0, 1]]), ("second", [[2, 3], [4, 5]]), ("other", [1])]
         return all(same), engine._sizes
     finally:
         engine.close()

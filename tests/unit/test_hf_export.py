@@ -69,7 +69,7 @@ def export(rank: int, root: Path, shapes, cuts, domains: list[int], dtype: str |
     coordinator = Coordinator(make_coordinator()._transport, domains)
     own = root / f"disk{domains[rank]}"
     tensors = whole(shapes)
-    done = write_exports(own, {FOLDER: HfExport.of(held_by(rank, tensors, cuts), dtype)}, coordinator)
+    done = write_exports(own, {FOLDER: HfExport.of(held_by(rank, tensors, cuts), dtype, {})}, coordinator)
     return None if done is None else done.files
 
 
@@ -125,9 +125,9 @@ def failing(rank: int, root: Path, action: str) -> str:
     try:
         if rank == 1:
             with replaced(SharedFile, action, refuse):
-                write_exports(root, {FOLDER: HfExport.of(shards, None)}, coordinator)
+                write_exports(root, {FOLDER: HfExport.of(shards, None, {})}, coordinator)
         else:
-            write_exports(root, {FOLDER: HfExport.of(shards, None)}, coordinator)
+            write_exports(root, {FOLDER: HfExport.of(shards, None, {})}, coordinator)
     except OSError as error:
         return f"{error} {len(writes)}"
     return "nothing"
@@ -143,7 +143,7 @@ def test_rank_that_cannot_write_stops_all_and_lets_none_wait(tmp_path, small, ac
 def test_tensor_without_an_owner_is_told(tmp_path, small):
     shards = {"weight": Shard((10,), 0, torch.zeros(6))}
     with pytest.raises(ValueError, match="weight do not cover its 10 elements"):
-        write_exports(tmp_path, {FOLDER: HfExport.of(shards, None)}, make_coordinator())
+        write_exports(tmp_path, {FOLDER: HfExport.of(shards, None, {})}, make_coordinator())
 
 
 def test_values_that_float16_does_not_have_end_the_run_with_what_to_do(tmp_path):
@@ -195,10 +195,10 @@ def peak(rank: int, root: Path, nbytes: int) -> tuple[int, int]:
     tensors = {f"t{i}": torch.ones(rows // 8) for i in range(8)}
     shards = {name: Shard((2 * len(t),), rank * len(t), t) for name, t in tensors.items()}
     # The first time everything is imported, and threads have their stacks.
-    write_exports(root / "warm", {FOLDER: HfExport.of({"a": replace(shards["t0"])}, "bfloat16")}, coordinator)
+    write_exports(root / "warm", {FOLDER: HfExport.of({"a": replace(shards["t0"])}, "bfloat16", {})}, coordinator)
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
-    write_exports(root, {FOLDER: HfExport.of(shards, "bfloat16")}, coordinator)
+    write_exports(root, {FOLDER: HfExport.of(shards, "bfloat16", {})}, coordinator)
     return status("VmHWM") - before, rows * 4
 
 

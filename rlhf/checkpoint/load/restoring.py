@@ -23,6 +23,7 @@ from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.rng import seed_everything, set_rng_state
 from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.file_parts import shards_in_files
 from rlhf.storage.layout import CARRIED, DRIVER_STATE, INDEX, REFERENCE, SCHEDULE, rank_file
 from rlhf.storage.reading import CheckedFiles, parse_json
 from rlhf.storage.shards import Shards, TensorReader
@@ -225,8 +226,10 @@ class _Loading:
                 raise UserError(f"{self._path} has no {name}; it holds {', '.join(self._manifest.roles)}.")
             setting = "critic.path" if name == "critic" else "model.path"
             if {"model", "hf_model"} & set(self._contents):
-                folder = "model" if "model" in self._contents else HF_FOLDER
-                yield name, f"{name}/{folder}", role.model_shards(), f"{name}'s weights", setting
+                folder, shards = "model", role.model_shards()
+                if "model" not in self._contents:
+                    folder, shards = HF_FOLDER, shards_in_files(shards, role.hf_parts())
+                yield name, f"{name}/{folder}", shards, f"{name}'s weights", setting
             if "optimizer" in self._contents and self._reads(f"{name}/optimizer/{INDEX}"):
                 yield name, f"{name}/optimizer", role.optimizer_shards(), f"{name}'s optimizer", setting
         if self._state.reference is not None and self._reads(f"{REFERENCE}/{INDEX}"):

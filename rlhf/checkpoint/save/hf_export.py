@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from rlhf.checkpoint.save.block_plan import BlockPlan, Extent, HeldBytes, MixedBlock, plan_blocks
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.file_parts import FileParts, shards_in_files
 from rlhf.storage.files import SharedFile, WrittenFile
 from rlhf.storage.hashing import BLOCK
 from rlhf.storage.hf_layout import FLOAT_TYPES, WeightsFile, index_of_weights, lay_out_weights, saying_dtype
@@ -27,22 +28,29 @@ from rlhf.storage.shards import DTYPES, Shard, Shards, as_bytes, lay_out, tensor
 
 @dataclass(frozen=True)
 class HfExport:
-    """This rank's part of an export: its shards of the weights, and the files, whose tensors have the types
-    `tensors`."""
+    """This rank's part of an export: its shards of the weights as they are trained, what the files have of each
+    (`parts`), and the files, whose tensors have the types `tensors`."""
 
     shards: Shards
+    parts: FileParts
     tensors: Tensors
     files: list[WeightsFile]
 
     @classmethod
-    def of(cls, shards: Shards, dtype: str | None) -> "HfExport":
+    def of(cls, shards: Shards, dtype: str | None, parts: FileParts) -> "HfExport":
         """The export of `shards`, floating-point weights in `dtype` (as in `checkpoint.hf_dtype`)."""
         wanted = None if dtype is None else FLOAT_TYPES[dtype]
+        in_files = shards_in_files(shards, parts)
         tensors = {
-            name: (wanted if wanted and shards[name].local.is_floating_point() else kind, shape)
-            for name, (kind, shape) in tensor_table(shards).items()
+            name: (wanted if wanted and in_files[name].local.is_floating_point() else kind, shape)
+            for name, (kind, shape) in tensor_table(in_files).items()
         }
-        return cls(shards, tensors, lay_out_weights(tensors))
+        return cls(shards, parts, tensors, lay_out_weights(tensors))
+
+    @cached_property
+    def in_files(self) -> Shards:
+        """Views of the shards, as those of the tensors of the files."""
+        return shards_in_files(self.shards, self.parts)
 
     def small_files(self, files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:
         """All files of the folder but the weights: `files`, whose configuration says `dtype`, and the index if there is
@@ -79,7 +87,9 @@ def write_exports(root: Path, exports: Mapping[str, HfExport], coordinator: Coor
     """
     if not exports:
         return None
-    shares = coordinator.collect(lambda: {folder: lay_out("", export.shards)[1] for folder, export in exports.items()})
+    shares = coordinator.collect(
+        lambda: {folder: lay_out("", export.in_files)[1] for folder, export in exports.items()}
+    )
     plans = coordinator.hand_out(lambda: _plan(exports, shares or [], coordinator))
     done = coordinator.collect(partial(_write, root, exports, plans, coordinator))
     if done is None:
@@ -118,7 +128,7 @@ def _held(export: HfExport, shares: Sequence[FileShards]) -> dict[str, list[Held
     width = [ITEM_BYTES[export.tensors[name][0]] for name in names]
     places = {name: (file.name, first) for file in export.files for name, first in file.first_byte.items()}
     held: dict[str, list[HeldBytes]] = {file.name: [] for file in export.files}
-    for rank, rows in enumerate(rows_of_ranks(tensor_table(export.shards), shares)):
+    for rank, rows in enumerate(rows_of_ranks(tensor_table(export.in_files), shares)):
         for number, start, stop in rows.tolist():
             file, first = places[names[number]]
             held[file].append((first + start * width[number], first + stop * width[number], rank))
@@ -143,7 +153,7 @@ class _HeldFile:
 
     def __init__(self, export: HfExport, file: WeightsFile) -> None:
         self._tensors, self.file = export.tensors, file
-        held = ((name, export.shards[name]) for name in file.first_byte)
+        held = ((name, export.in_files[name]) for name in file.first_byte)
         # In the order in which they lie in the file, as in the plan.
         self._shards = [(name, shard) for name, shard in held if shard.owner and shard.local.numel()]
         self._begins = [self._first_byte(name, shard) for name, shard in self._shards]

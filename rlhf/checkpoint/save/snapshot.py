@@ -100,7 +100,7 @@ def take_snapshot(
             if "model" in contents:
                 snapshot.components[f"{name}/model"] = weights
             if "hf_model" in contents:
-                export = snapshot.exports[f"{name}/{HF_FOLDER}"] = HfExport.of(weights, hf_dtype)
+                export = snapshot.exports[f"{name}/{HF_FOLDER}"] = HfExport.of(weights, hf_dtype, role.hf_parts())
                 small = export.small_files(role.hf_files(), hf_dtype) if rank == 0 else {}
                 snapshot.files |= {f"{name}/{HF_FOLDER}/{file}": content for file, content in small.items()}
         if "optimizer" in contents:

@@ -91,8 +91,11 @@ def _verdict(arguments: argparse.Namespace, source: "TensorSource", known: "Tens
     from rlhf.checkpoint.interop.differences import compare_tensors
     from rlhf.checkpoint.interop.huggingface.architecture import architecture_of
     from rlhf.checkpoint.interop.logits import largest_difference
+    from rlhf.checkpoint.interop.regrouped import as_in_files
 
     architecture = architecture_of(arguments.test_hf_dir, value_model=arguments.is_value_model)
+    if architecture is not None:
+        source, known = (as_in_files(each, architecture.config) for each in (source, known))
     tied = {} if architecture is None else architecture.tied
     tables = _once(source, tied), _once(known, tied)
     with work_bar("compared", sum(info.nbytes for info in tables[0].values())) as progress:

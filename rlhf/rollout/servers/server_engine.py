@@ -24,6 +24,7 @@ from rlhf.rollout.servers.fleet_loop import FleetState
 from rlhf.rollout.servers.secret import run_secret
 from rlhf.rollout.servers.server_process import ServerProcess
 from rlhf.rollout.servers.weights.push import WeightPush
+from rlhf.storage.file_parts import FileParts, whole_in_files
 from rlhf.storage.files import make_dir, write_folder
 
 log = logging.getLogger(__name__)
@@ -42,9 +43,11 @@ class ServerEngine:
         weight_push: WeightPush | None,
         resources: ExitStack,
         dtype: torch.dtype,
+        parts: FileParts,
     ) -> None:
         self.dtype = dtype
         """See `RolloutEngine.dtype`."""
+        self._parts = parts
         self._coordinator, self._fleet, self._weight_push, self._resources = coordinator, fleet, weight_push, resources
         self._weights: Weights | None = None
         self._version, self._pushes = 0, 0
@@ -142,7 +145,7 @@ class ServerEngine:
 
         def walk() -> dict[str, str | None]:
             if self._weight_push is not None:
-                return self._weight_push.send(urls, weights(), label)
+                return self._weight_push.send(urls, whole_in_files(weights(), self._parts), label)
             for _ in weights():
                 pass
             return {}
@@ -166,6 +169,7 @@ def build_server_engine(
     *,
     max_model_len: int,
     logs: Path,
+    parts: FileParts | None = None,
 ) -> ServerEngine:
     """The engine, with at least one server that lives. Collective.
 
@@ -175,6 +179,7 @@ def build_server_engine(
         eos: the tokens that end a response.
         max_model_len: tokens of the longest prompt with its response.
         logs: the folder for the logs of servers that we start, and for the run's secret.
+        parts: what the files have of the weights that the trainer has otherwise, and vLLM with them.
 
     Raises:
         UserError: too few GPUs for the servers, or a server with another secret, or with a release of vLLM that is not
@@ -205,7 +210,9 @@ def build_server_engine(
 
         coordinator.on_leader(start)
         fleet, weight_push = of_leader[0] if of_leader else (None, None)
-        engine = ServerEngine(coordinator, fleet, weight_push, resources, getattr(torch, config.engine_dtype))
+        engine = ServerEngine(
+            coordinator, fleet, weight_push, resources, getattr(torch, config.engine_dtype), parts or {}
+        )
         engine.wait_until_ready()
     except BaseException:
         resources.close()

@@ -20,14 +20,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf.config import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.events import GENERATING, report
+from rlhf.models.fused_experts import parts_in_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.engine import Request, Sample, Weights, places_by_params
 from rlhf.rollout.exchange import gather_requests
-from rlhf.rollout.vllm.heads import repack_heads
 from rlhf.rollout.vllm.held_weights import held_digests, record_packing, weight_check
 from rlhf.rollout.vllm.process_state import ProcessState
+from rlhf.rollout.vllm.repacking import repack
 from rlhf.rollout.vllm.requests import request_seed, sampling_kwargs
 from rlhf.rollout.weight_digest import WeightCheck, digest, read_digests
+from rlhf.storage.file_parts import FileParts, parts_of, whole_in_files
 from rlhf.storage.files import remove_file, write_folder
 from rlhf.storage.scratch import SHARED_MEMORY, Scratch, name_shared_memory
 
@@ -53,7 +55,9 @@ class VllmEngine:
         llm: `vllm.LLM`, made in `process_state`. Its weights come with the first update.
         structured_outputs: `rollout.structured_outputs`.
         max_model_len: tokens of the longest prompt with its response.
-        shapes: of the weights that an update must bring; for those that are tied, each of their names in one tuple.
+        shapes: of the weights that an update must bring, by their names in files; for those that are tied, each of
+            their names in one tuple.
+        parts: what the files have of the weights that the trainer has otherwise, and vLLM with them.
         eos: the tokens that end a response.
         group: the ranks that this engine is spread over.
         scratch: where vLLM has its sockets; closed with the engine.
@@ -65,7 +69,8 @@ class VllmEngine:
         process_state: ProcessState,
         structured_outputs: Mapping[str, Any],
         max_model_len: int,
-        shapes: Mapping[tuple[str, ...], torch.Size],
+        shapes: Mapping[tuple[str, ...], Sequence[int]],
+        parts: FileParts,
         eos: Sequence[int],
         coordinator: Coordinator,
         group: range,
@@ -77,7 +82,7 @@ class VllmEngine:
         self._process_state = process_state
         self._structured_outputs = structured_outputs
         self._max_model_len = max_model_len
-        self._shapes = shapes
+        self._shapes, self._parts = shapes, parts
         self._eos = eos
         self._coordinator = coordinator
         self._group = group
@@ -195,17 +200,17 @@ class VllmEngine:
             del model.load_weights
         if self._llm.model_config.quantization is None and (missing := sorted(expected - loaded)):
             raise ValueError(f"{len(missing)} weights of the model in vLLM were not updated: {', '.join(missing[:5])}")
-        repack_heads(model)
+        repack(model)
 
     def _checked(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         names = {name: tied for tied in self._shapes for name in tied}
         missing = set(self._shapes)
         self._sent = {}
-        for name, tensor in stream:
+        for name, tensor in whole_in_files(stream, self._parts):
             if name not in names:
                 raise ValueError(f"the model in vLLM has no weight named {name!r}")
             shape = self._shapes[names[name]]
-            if tensor.shape != shape:
+            if tuple(tensor.shape) != tuple(shape):
                 raise ValueError(f"{name} has shape {list(tensor.shape)}, the model in vLLM {list(shape)}")
             missing.discard(names[name])
             self._sent[name] = digest(tensor, self.dtype)
@@ -306,7 +311,7 @@ def build_vllm_engine(
         # One name for the ranks of a group, which share memory.
         shared = coordinator.gather(scratch.name)[first]
         with process_state.entered():
-            shapes, hf_config = _shapes(folder)
+            shapes, parts, hf_config = _shapes(folder)
             arguments = _arguments(config, folder, hf_config, device, max_model_len) | {"seed": seed}
             arguments |= config.engine_kwargs.vllm
             llm = _start(arguments, shared, device)
@@ -319,6 +324,7 @@ def build_vllm_engine(
         config.structured_outputs,
         max_model_len,
         shapes,
+        parts,
         eos,
         coordinator,
         group=range(first, first + tensor_parallel),
@@ -408,11 +414,16 @@ def _cpu_cache_bytes(config: RolloutConfig, hf_config: Any, max_model_len: int) 
     return min(blocks * BLOCK * token, int(machine * config.gpu_memory_utilization / local))
 
 
-def _shapes(folder: Path) -> tuple[dict[tuple[str, ...], torch.Size], Any]:
+def _shapes(folder: Path) -> tuple[dict[tuple[str, ...], Sequence[int]], FileParts, Any]:
     hf_config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(hf_config).state_dict(keep_vars=True)
     names: dict[int, list[str]] = {}
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)
-    return {tuple(tied): state[tied[0]].shape for tied in names.values()}, hf_config
+    parts = parts_in_files({name: tensor.shape for name, tensor in state.items()}, hf_config)
+    shapes: dict[tuple[str, ...], Sequence[int]] = {}
+    for tied in names.values():
+        of_names = [parts_of(parts, name, state[name].shape) for name in tied]
+        shapes |= {tuple(part.name for part in same): same[0].shape for same in zip(*of_names, strict=True)}
+    return shapes, parts, hf_config

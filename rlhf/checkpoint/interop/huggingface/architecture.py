@@ -14,6 +14,7 @@ from transformers.utils import logging as library_logging
 
 from rlhf.checkpoint.interop.source import TensorInfo
 from rlhf.errors import UserError
+from rlhf.models.fused_experts import fuse_experts
 from rlhf.models.model_files import FileTensor
 from rlhf.models.skeleton import stand_ins
 from rlhf.models.token_values import value_class
@@ -91,6 +92,8 @@ def check_fit(
     """Raise UserError unless `tensors`, those of the checkpoint `where`, are all weights of the architecture, and no
     others; `value_model` says that one was asked for."""
     headers = {name: FileTensor("", DTYPE_NAMES[info.dtype], info.shape) for name, info in tensors.items()}
+    # The library would put experts together for real.
+    headers, _ = fuse_experts(headers, architecture.config)
     options: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": torch.float32}
     verbosity = library_logging.get_verbosity()
     library_logging.set_verbosity_error()

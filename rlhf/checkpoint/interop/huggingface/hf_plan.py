@@ -1,7 +1,7 @@
 """Plan of a Hugging Face folder: its tensors' types, its files, its configuration. Imports no torch."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,14 @@ def plan_as_stored(tensors: Tensors, model_files: Path, options: HfOptions) -> H
     has to be computed or compared for it. Raises UserError when there is no configuration."""
     small = read_small_files(model_files)
     config = parse_model_config(small, model_files)
-    if options.need_architecture(config) or in_dtype(tensors, options.dtype) != tensors:
+    if options.need_architecture(config) or holds_experts(tensors) or in_dtype(tensors, options.dtype) != tensors:
         return None
     return planned(tensors, small, config, {}, options)
+
+
+def holds_experts(names: Iterable[str]) -> bool:
+    """Whether there are experts among weights of these names, of which files have other tensors than models."""
+    return any(".experts." in name for name in names)
 
 
 def planned(

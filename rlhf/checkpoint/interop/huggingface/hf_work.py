@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from rlhf.checkpoint.interop.huggingface.hf_plan import HfOptions, HfPlan, Progress, plan_as_stored
+from rlhf.checkpoint.interop.huggingface.hf_plan import HfOptions, HfPlan, Progress, holds_experts, plan_as_stored
 from rlhf.checkpoint.interop.native.layout_native import NativeCheckpoint
 from rlhf.checkpoint.interop.source import TensorSource
 from rlhf.checkpoint.interop.target import prove
@@ -50,6 +50,10 @@ class Computed:
     def __init__(self, source: TensorSource, where: Path, options: HfOptions) -> None:
         from rlhf.checkpoint.interop.huggingface.hf_folder import plan_hf_folder
 
+        if holds_experts(source.contents.tensors):
+            from rlhf.checkpoint.interop.regrouped import as_in_files
+
+            source = as_in_files(source)
         self.plan, self._source = plan_hf_folder(source, where, options), source
 
     def write(self, folder: Path, progress: Progress = lambda count: None) -> None:

@@ -15,6 +15,7 @@ from rlhf.checkpoint.interop.huggingface.hf_plan import HfOptions, HfPlan
 from rlhf.checkpoint.interop.native.named_as_trained import TrainedTensor, named_as_trained
 from rlhf.checkpoint.interop.native.native_component import Part, part_of, write_component, zeros
 from rlhf.checkpoint.interop.open_roles import CRITIC
+from rlhf.checkpoint.interop.regrouped import as_in_files, as_trained
 from rlhf.checkpoint.interop.source import TensorInfo, TensorSource
 from rlhf.checkpoint.interop.target import output_folder, prove
 from rlhf.checkpoint.start.run_dir import new_run_id
@@ -30,6 +31,9 @@ class RolePlan:
 
     path: Path
     source: TensorSource
+    """As it is trained."""
+    in_files: TensorSource
+    """As the Hugging Face folder has it."""
     named: Mapping[str, TrainedTensor]
     hf: HfPlan
 
@@ -55,11 +59,13 @@ def plan_native_folder(roles: Mapping[str, TensorSource], path: Path) -> dict[st
     """Plans of the models at `path`, by role. Raises UserError when one is not a whole model of its role."""
     plans = {}
     for role, source in roles.items():
-        hf = plan_hf_folder(source, path, HfOptions(value_model=role == CRITIC))
+        trained, in_files = as_trained(source), as_in_files(source)
+        hf = plan_hf_folder(in_files, path, HfOptions(value_model=role == CRITIC))
         files = source.contents.model_files
         assert files is not None  # the plan has read them
-        kept = {name: source.contents.tensors[name] for name in hf.tensors}
-        plans[role] = RolePlan(path, source, named_as_trained(kept, files, path, role), hf)
+        twice = in_files.contents.tensors.keys() - hf.tensors.keys()
+        kept = {name: info for name, info in trained.contents.tensors.items() if name not in twice}
+        plans[role] = RolePlan(path, trained, in_files, named_as_trained(kept, files, path, role), hf)
     return plans
 
 
@@ -95,7 +101,9 @@ def _write_role(
     weights = [part_of(source, tensor.source_name, name, tensor.info) for name, tensor in plan.named.items()]
     files = write_component(root, f"{role}/model", weights, progress)
     folder = f"{role}/{HF_FOLDER}"
-    files += [replace(f, path=f"{folder}/{f.path}") for f in write_hf_folder(source, plan.hf, root / folder, progress)]
+    files += [
+        replace(f, path=f"{folder}/{f.path}") for f in write_hf_folder(plan.in_files, plan.hf, root / folder, progress)
+    ]
     done.taken.append(f"{role}: weights, {len(weights)} tensors")
     if source.contents.moments:
         moments, lacking = _moments(source, plan.named)

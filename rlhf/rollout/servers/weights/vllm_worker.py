@@ -14,8 +14,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rlhf.rollout.servers.secret import environment_secret
 from rlhf.rollout.servers.weights.pull import fetch
-from rlhf.rollout.vllm.heads import repack_heads
 from rlhf.rollout.vllm.held_weights import held_digests, record_packing, weight_check
+from rlhf.rollout.vllm.repacking import repack
 from rlhf.rollout.weight_digest import Digest, WeightCheck
 
 
@@ -67,7 +67,7 @@ class ReceivingEngine(NCCLWeightTransferEngine):
             ValueError: the trainer sends another precision than the server holds, or no digests.
         """
         super().finish_weight_update()
-        repack_heads(self.model)
+        repack(self.model)
         if self._check is None:
             self._check = weight_check(self.model, exact=self.model_config.quantization is None)
         if self._sent is None:
