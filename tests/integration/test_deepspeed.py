@@ -1,5 +1,5 @@
 """DeepSpeed at every ZeRO stage and precision on real ranks: the same updates as FSDP2's, and all that the contract of
-a backend says."""
+a backend says. On two ranks, and with --full-product on one, where test_portability.py resumes every engine."""
 
 import math
 from dataclasses import replace
@@ -51,7 +51,13 @@ LOADED = [["model"], ["model", "optimizer"], ["hf_model", "optimizer"], ["hf_mod
 DEADLINE_S = 500
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["1_rank", "2_ranks"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "found" in metafunc.fixturenames:
+        ranks = [1, 2] if metafunc.config.getoption("full_product") else [2]
+        metafunc.parametrize("found", ranks, indirect=True, scope="module", ids=lambda ranks: f"{ranks}_ranks")
+
+
+@pytest.fixture(scope="module")
 def found(request, tmp_path_factory) -> dict[str, Any]:
     """What `work` returned on so many ranks; the same on all of them."""
     folder = tmp_path_factory.mktemp("deepspeed")

@@ -23,8 +23,8 @@ DAPO = ("algorithm=dapo", "data.gen_batch_size=12", "ref.update_freq=2", "model.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "stage", "autocast", "algorithm"),
-    [(2, 2, "none", PPO), (2, 3, "bfloat16", DAPO), (1, 3, "none", PPO)],
-    ids=["ppo_zero2", "dapo_zero3_bfloat16", "ppo_zero3_on_one_rank"],
+    [(2, 2, "none", PPO), (1, 3, "bfloat16", DAPO)],
+    ids=["ppo_zero2", "dapo_zero3_bfloat16_on_one_rank"],
 )
 def test_a_killed_rank_changes_nothing(tmp_path, nproc, stage, autocast, algorithm):
     sums = write_sums(tmp_path / "sums.jsonl")
