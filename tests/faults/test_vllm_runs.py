@@ -1,6 +1,7 @@
 """Whole runs with vLLM beside the embedded engine, on one real server: what they reach, and what a kill with a batch in
 flight costs."""
 
+import random
 import socket
 import subprocess
 import sys
@@ -37,8 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The server, while the generator is not closed."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = listening_port()
     log = tmp_path_factory.mktemp("server") / "log"
     command = [
         sys.executable,
@@ -67,6 +67,13 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         with suppress(subprocess.TimeoutExpired):
             process.wait(30)
         process.kill()
+
+
+def listening_port() -> int:
+    """A free port that no connection of another test's takes while the server loads: they get those from 32768 on."""
+    while True:
+        with suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(20_000, 32_000))) as free:
+            return free.getsockname()[1]
 
 
 def test_the_offline_task_is_learnt_alike_by_every_engine(server, tmp_path: Path, launches: ThreadPoolExecutor) -> None:

@@ -325,7 +325,7 @@ def test_a_killed_server_leaves_nothing_behind(server: Server):
     group = processes_of(process.pid)
     assert len(group) > 2
     os.kill(process.pid, signal.SIGKILL)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while processes_of(process.pid):
         assert time.monotonic() < end, f"{processes_of(process.pid)} of {group} outlive their server"
         time.sleep(0.05)

@@ -51,7 +51,8 @@ def peaks(rank: int) -> dict[str, Any]:
 def test_no_rank_has_the_whole_model_at_a_time(tmp_path):
     for found in run_ranks(2, peaks, deadline_s=120, join=tmp_path / "join"):
         weights, largest = found["weights"], found["largest"]
-        assert 4 * weights / 2 <= found["cut"] < 4 * weights / 2 + 4 * 4 * largest
+        # Where another rank is late, gloo's threads hold some of the weights that they have sent.
+        assert 4 * weights / 2 <= found["cut"] < 4 * weights / 2 + 8 * 4 * largest < 4 * weights
         # Half of the weights in bfloat16, the masters, two moments and the gradients in float32.
         resident = (2 + 4 + 8 + 4) * weights / 2
         assert resident <= found["made"] < resident + 0.4 * 4 * weights

@@ -20,7 +20,7 @@ set -euo pipefail
 exec </dev/null
 nproc() {{ echo 2; }}
 source {ROOT}/.ci/stages.sh
-patience_s=1
+patience_s=2
 """
 
 
@@ -109,7 +109,7 @@ try:
     open("tidy.pid", "w").write(str(os.getpid()))
     time.sleep(300)
 except KeyboardInterrupt:
-    print("asked to end")
+    print("asked to end", flush=True)
 '
 }
 deaf() {

@@ -56,7 +56,7 @@ def test_weights_are_walked_to_their_end_without_any_server():
             walked.append(name)
             yield name, torch.zeros(2)
 
-    nobody = f"http://{HERE}:{free_port()}"
+    nobody = f"http://{HERE}:9"
     outcome = WeightPush(RolloutConfig(), CPU, SECRET).send([nobody], weights(), "1")
     assert "refused" in (outcome[nobody] or "")
     assert walked == ["a", "b"]
@@ -175,7 +175,7 @@ def test_calls_name_what_failed_and_do_not_wait_for_ever():
     server = PickyServer()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
-    url, nobody = f"http://{HERE}:{server.server_port}", f"http://{HERE}:{free_port()}"
+    url, nobody = f"http://{HERE}:{server.server_port}", f"http://{HERE}:9"
     try:
         control = ServerControl(SECRET, 5)
         control.post(url, "/good")
@@ -196,9 +196,3 @@ def test_calls_name_what_failed_and_do_not_wait_for_ever():
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HERE, 0))
-        return probe.getsockname()[1]
