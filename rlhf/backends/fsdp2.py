@@ -197,16 +197,23 @@ def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -
         "mp_policy": precision,
         "reshard_after_forward": config.reshard_after_forward,
     }
-    layers = set(model._no_split_modules or ())
-    for module in list(model.modules()):
-        if type(module).__name__ in layers:
-            fully_shard(module, **options)
+    for layer in list(layers_of(model)):
+        fully_shard(layer, **options)
     head = model.get_output_embeddings()
     if head is not None and head.weight is not model.get_input_embeddings().weight:
         fully_shard(head, **options)
     fully_shard(model, **options)
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     return model
+
+
+def layers_of(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Modules that the library does not split between devices; of such that lie in each other (Mamba) the outermost."""
+    kinds, outer = set(model._no_split_modules or ()), ""
+    for name, module in model.named_modules():
+        if type(module).__name__ in kinds and not (outer and name.startswith(f"{outer}.")):
+            outer = name
+            yield module
 
 
 def local_part(tensor: Tensor) -> Tensor:

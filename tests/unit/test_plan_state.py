@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.algorithms import token_log_probs
 from rlhf.backends import deepspeed, gather
@@ -30,6 +31,7 @@ from rlhf.planning.model_shapes import HEAD, ROOT, ModelShapes, of_files, read_c
 from rlhf.planning.training_state import frozen_state, sharded, trained_state
 from rlhf.rollout import decoding
 from rlhf.rollout.servers.weights import push
+from tests.support.numeric_ranks import single_rank
 from tests.support.tiny_models import causal_lm, tiny_config
 
 TIED = [(name, tied) for name in ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2") for tied in (True, False)]
@@ -118,6 +120,20 @@ def test_a_frozen_model_holds_its_weights_alone(dtype):
     with one_of(2):
         assert local_bytes(shard(model, BackendConfig(), torch.device("cpu")).parameters()) == planned.weights
     assert planned.optimizer == planned.gradients == 0
+
+
+def test_modules_that_are_not_split_may_lie_in_each_other():
+    """A mixer of Mamba's was cut before the layer that it is in, and the first pass failed."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 20, "state_size": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))
+    assert {"MambaBlock", "MambaMixer"} <= set(model._no_split_modules)
+    ids = torch.arange(8).view(1, 8)
+    expected = model(input_ids=ids, use_cache=False).logits
+    with single_rank():
+        found = shard(model, BackendConfig(), torch.device("cpu"))(input_ids=ids, use_cache=False).logits
+        assert torch.equal(found, expected)
+        units = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    assert units == {"", "backbone.layers.0", "backbone.layers.1"}
 
 
 def test_units_are_those_that_fsdp_gathers():
