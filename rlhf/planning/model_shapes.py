@@ -14,6 +14,8 @@ from rlhf.models.parameter_count import model_folder, tensor_shapes
 Shapes = Mapping[str, tuple[int, ...]]
 LAYER = re.compile(r"^(.*?\.\d+)\.")
 """The part of a weight's name that says in which layer it is: up to the first number in it."""
+EXPERT = re.compile(r"^(.*\.experts)\.\d+\.(.+)$")
+"""A weight of one expert, as files have it."""
 ROOT, HEAD = "", "head"
 VALUE_HEAD = "score.weight"
 
@@ -152,11 +154,28 @@ def is_head(name: str) -> bool:
     return name.split(".")[0] in ("lm_head", "embed_out", "output")
 
 
+def with_experts_fused(weights: Shapes) -> Shapes:
+    """`weights` of files with the experts of a layer stacked, those of one shape under each other, as models have them:
+    [experts, rows of all, columns]."""
+    kept: dict[str, tuple[int, ...]] = {}
+    stacks: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, shape in weights.items():
+        expert = EXPERT.match(name)
+        if expert is None or len(shape) != 2:
+            kept[name] = shape
+        else:
+            stacks.setdefault((expert[1], shape), []).append(expert[2])
+    for (layer, (rows, columns)), matrices in stacks.items():
+        kinds = sorted(set(matrices))
+        kept[f"{layer}.{'+'.join(kinds)}"] = (len(matrices) // len(kinds), len(kinds) * rows, columns)
+    return kept
+
+
 def of_files(path: str, revision: str | None = None) -> ModelShapes | None:
     """The model of a folder, or of the Hub's cache, from the headers of its files; None where they do not say."""
     folder = model_folder(path, revision)
     config = None if folder is None else read_config(folder)
-    weights = {} if folder is None else tensor_shapes(folder)
+    weights = {} if folder is None else with_experts_fused(tensor_shapes(folder))
     if config is None or not weights:
         return None
     # Masks that older files of GPT-2 hold are no weights.

@@ -31,14 +31,14 @@ from tests.support.checkpoints import (
     save_steps,
 )
 from tests.support.engines import CPU, ENGINES, NEEDS_DEEPSPEED, OPTIM, gathered, state_of, train
-from tests.support.tiny_models import EXPERTS, mixture, tiny_tokenizer
+from tests.support.tiny_models import mixture, tiny_tokenizer
 
 KINDS = ["fsdp2", "zero2", "zero3"]
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"
 DEADLINE_S = 300
 
 
-@pytest.fixture(scope="module", params=EXPERTS)
+@pytest.fixture(scope="module", params=["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def model(request, tmp_path_factory) -> Path:
     """The folder of a mixture of experts."""
     folder = tmp_path_factory.mktemp(request.param)

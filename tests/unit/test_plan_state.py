@@ -32,9 +32,10 @@ from rlhf.planning.training_state import frozen_state, sharded, trained_state
 from rlhf.rollout import decoding
 from rlhf.rollout.servers.weights import push
 from tests.support.numeric_ranks import single_rank
-from tests.support.tiny_models import causal_lm, tiny_config
+from tests.support.tiny_models import EXPERTS, causal_lm, tiny_config
 
 TIED = [(name, tied) for name in ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2") for tied in (True, False)]
+TIED += [(name, False) for name in EXPERTS]
 
 
 @contextmanager
