@@ -60,20 +60,13 @@ class Offload:
         found = [tensor.untyped_storage() for tensor in self._find()]
         here = {storage._cdata: storage for storage in found if storage.nbytes()}
         on_cuda = {key: storage for key, storage in here.items() if storage.device.type == "cuda"}
-        try:
-            self._pin({key: storage.nbytes() for key, storage in on_cuda.items() if key not in self._pinned})
-            for key, storage in here.items():
-                # On a CPU there is one copy at a time beside what has not left yet.
-                copy = self._pinned[key] if key in on_cuda else torch.empty(storage.nbytes(), dtype=torch.uint8)
-                copy.copy_(_bytes_of(storage), non_blocking=True)
-                self._away[key] = storage, copy
-                storage.resize_(0)
-        except RuntimeError as error:
-            size = sum(storage.nbytes() for storage in here.values())
-            raise UserError(
-                f"{self._setting}=true: the host has no memory for what leaves the device ({size / 2**20:.1f} MiB on "
-                f"this rank; {error}). Set it to false, or give the machine more memory."
-            ) from error
+        self._pin({key: storage.nbytes() for key, storage in on_cuda.items() if key not in self._pinned})
+        for key, storage in here.items():
+            # On a CPU there is one copy at a time beside what has not left yet.
+            copy = self._pinned[key] if key in on_cuda else self._host_memory(storage.nbytes())
+            copy.copy_(_bytes_of(storage), non_blocking=True)
+            self._away[key] = storage, copy
+            storage.resize_(0)
         if on_cuda:
             # The copies are for anybody to read, and the memory is for the rollout engine to take.
             torch.cuda.current_stream().synchronize()
@@ -120,13 +113,25 @@ class Offload:
         spans = {key: -(-size // ALIGNMENT) * ALIGNMENT for key, size in sizes.items()}
         # Whole pages, since two blocks may not lock the same one.
         length = -(-sum(spans.values()) // mmap.PAGESIZE) * mmap.PAGESIZE
-        block = torch.empty(length + mmap.PAGESIZE, dtype=torch.uint8)
+        block = self._host_memory(length + mmap.PAGESIZE)
         block = block[-block.data_ptr() % mmap.PAGESIZE :][:length]
         if failed := int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), length, 1)):
-            raise RuntimeError(f"cudaHostRegister: error {failed}")
+            raise self._no_memory(length, f"cudaHostRegister: error {failed}")
         weakref.finalize(self, _unpin, block).atexit = False
         for key, part in zip(sizes, block.split([*spans.values(), length - sum(spans.values())]), strict=False):
             self._pinned[key] = part[: sizes[key]]
+
+    def _host_memory(self, size: int) -> Tensor:
+        try:
+            return torch.empty(size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise self._no_memory(size, str(error)) from error
+
+    def _no_memory(self, size: int, reason: str) -> UserError:
+        return UserError(
+            f"{self._setting}=true: the host has no memory for what leaves the device ({size / 2**20:.1f} MiB on this "
+            f"rank; {reason}). Set it to false, or give the machine more memory."
+        )
 
 
 def _unpin(block: Tensor) -> None:

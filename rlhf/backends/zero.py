@@ -79,7 +79,8 @@ class ZeroState:
         zero = self._engine.optimizer
         if self._stage == 3:
             zero._partition_all_parameters()  # those that are whole, too
-            yield zero.grad_partitions_flat_buffer
+            if not zero.offload_optimizer:  # else it is on the host
+                yield zero.grad_partitions_flat_buffer
             yield from (bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None)
         yield from getattr(zero, "fp32_groups_gradients_flat", ())  # of BF16_Optimizer
         yield from self._module_tensors()
