@@ -94,7 +94,7 @@ def _train(c: Components) -> None:
 
         announce("update.before")
         c.guards.begin(step, metrics["reward/mean"])
-        work = c.work_sharing.share(home, collected.uids)
+        work = c.work_sharing.share(home, collected.uids, step)
         metrics |= estimate(c, home, work)
         c.run_log.show(c.collector.shown(collected))
         metrics |= update(c, work, step)
@@ -154,10 +154,10 @@ def update(c: Components, work: SharedWork, step: int) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if c.critic is not None:
         with c.clock.phase("update_critic"), c.critic.on_device():
-            metrics |= c.critic.update(work.batch, work.spread, c.guards)
+            metrics |= c.critic.update(work.batch, work.spread, c.guards, work.shuffle)
     if step > c.critic_warmup:
         with c.clock.phase("update_actor"), c.actor.on_device():
-            metrics |= c.actor.update(work.batch, work.spread, c.guards)
+            metrics |= c.actor.update(work.batch, work.spread, c.guards, work.shuffle)
     return metrics
 
 

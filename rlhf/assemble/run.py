@@ -133,7 +133,11 @@ def _build(
     run_log.start(driver.step, resumed=resumed)
     return Components(
         collector=collector,
-        work_sharing=WorkSharing(config.data.train_batch_size // config.actor.ppo_mini_batch_size, coordinator),
+        work_sharing=WorkSharing(
+            config.data.train_batch_size // config.actor.ppo_mini_batch_size,
+            coordinator,
+            config.trainer.seed if config.actor.shuffle else None,
+        ),
         engine=engine,
         actor=learners.actor,
         critic=learners.critic,

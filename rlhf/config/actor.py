@@ -43,6 +43,9 @@ class ActorConfig:
     a probe of the loaded model finds that they stay apart; true insists on it."""
     ppo_epochs: int = setting(1, ge=1)
     """Passes of the optimizer over each batch."""
+    shuffle: bool = setting(False)
+    """Draw the samples of each mini-batch anew in every epoch, for the critic as well; false keeps the samples of
+    consecutive prompts together, in the order of the data."""
     policy_loss: PolicyLossConfig = setting(PolicyLossConfig)
     clip_ratio_low: float = setting(0.2, ge=0)
     """Lower side of the clip: a ratio of new to old probability counts as at least 1 minus this."""

@@ -21,6 +21,7 @@ SETTINGS_OF_OTHERS = {
     "critic.model.use_remove_padding": "critic.use_remove_padding",
     "custom_reward_function.reward_kwargs": "reward.kwargs",
     "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
+    "critic.shuffle": "actor.shuffle",
     "data.filter_overlong_prompts": "data.overlong_prompts",
     "data.seed": "trainer.seed",
     "data.truncation": "data.overlong_prompts",

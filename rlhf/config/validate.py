@@ -181,6 +181,12 @@ def _optimizers(config: Config) -> Iterator[str]:
 
 def _losses(config: Config) -> Iterator[str]:
     actor, buffer, longest = config.actor, config.reward.overlong_buffer, config.data.max_response_length
+    if actor.shuffle and actor.ppo_mini_batch_size == config.data.train_batch_size:
+        yield (
+            f"actor.shuffle=true: a step is one mini-batch of all its prompts (actor.ppo_mini_batch_size="
+            f"{actor.ppo_mini_batch_size}), the same in any order; set actor.shuffle=false, or a smaller "
+            "actor.ppo_mini_batch_size."
+        )
     if actor.clip_ratio_low > 1:
         yield f"actor.clip_ratio_low={actor.clip_ratio_low}: must be at most 1; a ratio is never below 0."
     norm = "seq-mean-token-sum-norm"

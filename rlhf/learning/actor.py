@@ -18,6 +18,7 @@ from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
 from rlhf.learning.spread import Spread
 from rlhf.learning.update import Counts, Figures, Passes, Share, update
+from rlhf.learning.work_sharing import Shuffle
 from rlhf.ranks.collectives import all_sum
 
 
@@ -51,7 +52,7 @@ class Actor(Policy):
         # which tokens it counts must be known before.
         self.needs_old_log_probs = config.ppo_epochs * mini_batches > 1 or correction.rollout_rs is not None
 
-    def update(self, batch: Batch, spread: Spread, guards: Guards) -> Figures:
+    def update(self, batch: Batch, spread: Spread, guards: Guards, shuffle: Shuffle | None = None) -> Figures:
         """The optimizer steps on a step's samples, of which `batch` is this rank's part; returns `actor/...` and
         `rollout/...` figures. Collective.
 
@@ -60,8 +61,9 @@ class Actor(Policy):
         rejected: Figures = {}
         if self._correction.rollout_rs is not None and guards.refused is None:
             batch, rejected = self._reject(batch, self._correction.rollout_rs)
+        passes, share_of = self._passes, self._share_of
         figures = rejected | update(
-            self.backend, batch, spread, self._passes, self._share_of, guards, "actor", self._stepped
+            self.backend, batch, spread, passes, share_of, guards, "actor", shuffle, self._stepped
         )
         return {name if "/" in name else f"actor/{name}": value for name, value in figures.items()}
 

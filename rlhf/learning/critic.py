@@ -15,6 +15,7 @@ from rlhf.learning.predicted_tokens import PredictedTokens
 from rlhf.learning.spread import Spread
 from rlhf.learning.update import Counts, Figures, Passes, Share, update
 from rlhf.learning.walk import walk
+from rlhf.learning.work_sharing import Shuffle
 from rlhf.models.packing import is_packed
 
 CONSTANT = 1e-12
@@ -53,10 +54,10 @@ class Critic:
             result[rows, : values.shape[1]] = values
         return result
 
-    def update(self, batch: Batch, spread: Spread, guards: Guards) -> Figures:
+    def update(self, batch: Batch, spread: Spread, guards: Guards, shuffle: Shuffle | None = None) -> Figures:
         """The optimizer steps on a step's samples, of which `batch` is this rank's part, with `values` and `returns`;
         returns `critic/...` figures. Collective."""
-        figures = update(self.backend, batch, spread, self._passes, self._share_of, guards, "critic")
+        figures = update(self.backend, batch, spread, self._passes, self._share_of, guards, "critic", shuffle)
         if figures:
             square, error_square = figures.pop("return_square"), figures.pop("error_square")
             variance = square - figures["return_mean"] ** 2

@@ -14,6 +14,7 @@ from rlhf.events import announce, report
 from rlhf.learning.guards import Guards
 from rlhf.learning.spread import Spread
 from rlhf.learning.walk import mini_batch_plans
+from rlhf.learning.work_sharing import Shuffle
 from rlhf.models.packing import is_packed
 from rlhf.ranks.collectives import all_max, all_sum
 
@@ -57,6 +58,7 @@ def update(
     share_of: Callable[[Batch, Counts], Share],
     guards: Guards,
     who: str,
+    shuffle: Shuffle | None = None,
     stepped: Callable[[Figures], Figures] = lambda figures: {},
 ) -> Figures:
     """Take the optimizer steps of a step and return the means of their figures (`lr`: the last one's). Collective.
@@ -67,20 +69,26 @@ def update(
 
     Args:
         spread: the samples of all ranks, by mini-batch; `batch` has this rank's.
+        shuffle: draws other mini-batches for each epoch after the first; None keeps them.
         stepped: is given the figures of each optimizer step that was made, and returns further ones of it.
     """
     if guards.refused is not None:
         return {}
-    plans = mini_batch_plans(spread, passes.budget, padded=not is_packed(backend.module))
+    padded = not is_packed(backend.module)
+    plans = [mini_batch_plans(spread, passes.budget, padded=padded)] * passes.epochs
+    if shuffle is not None:
+        dealt = (shuffle.deal(epoch)[1] for epoch in range(1, passes.epochs))
+        plans[1:] = [mini_batch_plans(each, passes.budget, padded=padded) for each in dealt]
     steps: list[Figures] = []
-    done, micros = count(1), passes.epochs * sum(map(len, plans))
+    done, micros = count(1), sum(len(plan) for of_epoch in plans for plan in of_epoch)
 
     def tell() -> None:
         report(f"{who} update", next(done), micros)
 
-    for _ in range(passes.epochs):
-        for plan in plans:
-            figures = _accumulate(backend, batch, plan, passes, share_of, tell)
+    for epoch, of_epoch in enumerate(plans):
+        present = batch if shuffle is None or epoch == 0 else shuffle.moved(batch, epoch)
+        for plan in of_epoch:
+            figures = _accumulate(backend, present, plan, passes, share_of, tell)
             steps.append(figures)
             announce("update.mid")
             if not guards.allows(who, **{name: figures[name] for name in ("loss", "kl", "ref_kl") if name in figures}):

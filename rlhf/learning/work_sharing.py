@@ -1,8 +1,9 @@
 """Work of a step: its samples on the ranks that train on them, and the way of figures between there and home."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,8 +12,7 @@ from rlhf.learning.spread import Spread, spread
 from rlhf.ranks.collectives import all_to_all
 from rlhf.ranks.coordinator import Coordinator
 
-OF_SAMPLES = ("prompt_lengths", "response_lengths", "scores", "staleness")
-OF_TOKENS = ("response_mask", "rollout_log_probs")
+TRAVELLING = ("prompt_lengths", "response_lengths", "scores", "staleness", "response_mask", "rollout_log_probs")
 """Fields of a batch, beside the token ids, that go to the rank that trains on a sample."""
 
 Place = tuple[int, int]
@@ -74,6 +74,37 @@ class SampleRoute:
 
 
 @dataclass(frozen=True)
+class Shuffle:
+    """Mini-batches of a step that are drawn anew for each epoch, sample by sample: a pure function of (seed, step,
+    epoch) and the samples' lengths, however many ranks there are. Each draw is spread over the ranks as evenly as any
+    other."""
+
+    seed: int
+    step: int
+    mini_batches: int
+    coordinator: Coordinator
+    _prompts: list[int]
+    _responses: list[int]
+    """Tokens of every rank's samples in the order of uids."""
+
+    def deal(self, epoch: int) -> tuple[list[Place], Spread]:
+        """The place of every sample in an epoch, and how many each rank has of each mini-batch."""
+        return _deal(self._prompts, self._responses, self._order(epoch), self.mini_batches, self.coordinator.world_size)
+
+    def moved(self, batch: Batch, epoch: int) -> Batch:
+        """This rank's samples of an epoch from the `batch` of epoch 0, with everything that it has. Collective."""
+        places = [self.deal(number)[0] for number in (0, epoch)]
+        route = SampleRoute(places[0], places[1], torch.tensor(self._responses), self.coordinator)
+        names = [field.name for field in fields(batch) if field.name != "input_ids"]
+        return _moved(batch, route, torch.tensor(self._prompts), names)
+
+    def _order(self, epoch: int) -> list[int]:
+        # As the order of the prompts is drawn, by other counters than those.
+        bits = np.random.Philox(key=[self.seed, self.step], counter=[0, 0, 0, 1 + epoch])
+        return np.argsort(bits.random_raw(len(self._prompts)), kind="stable").tolist()
+
+
+@dataclass(frozen=True)
 class SharedWork:
     """A step's samples as the ranks train on them.
 
@@ -82,9 +113,11 @@ class SharedWork:
     """
 
     batch: Batch
-    """This rank's samples, mini-batch after mini-batch; of each in the order of uids."""
+    """This rank's samples, mini-batch after mini-batch; of each in the order of uids unless it is shuffled."""
     spread: Spread
     """How many every rank has of each mini-batch, and their lengths."""
+    shuffle: Shuffle | None
+    """Draws the mini-batches of each epoch; `batch` is that of epoch 0."""
     _there: SampleRoute
     _back: SampleRoute
 
@@ -102,10 +135,13 @@ class WorkSharing:
     """Spreads each step's samples over the ranks."""
 
     mini_batches: int
-    """Consecutive parts of a step, of equally many groups in the order of uids, one optimizer step each."""
+    """Parts of a step with equally many samples, one optimizer step each: consecutive groups in the order of uids, or
+    shuffled."""
     coordinator: Coordinator
+    shuffle_seed: int | None = None
+    """Draws the mini-batches of each epoch; None leaves them in order."""
 
-    def share(self, home: Batch, uids: Sequence[int]) -> SharedWork:
+    def share(self, home: Batch, uids: Sequence[int], step: int) -> SharedWork:
         """The work of a step whose samples lie in the `home` batches. Collective.
 
         Which rank works on a sample follows from the lengths of all, whatever their homes.
@@ -118,25 +154,38 @@ class WorkSharing:
         placed = sorted((fact[0], rank, row) for rank, of_rank in enumerate(every) for row, fact in enumerate(of_rank))
         homes = [(rank, row) for _, rank, row in placed]
         prompts, responses = ([every[rank][row][i] for rank, row in homes] for i in (1, 2))
-        lengths = [sum(both) for both in zip(prompts, responses, strict=True)]
-        ranks = self.coordinator.world_size
-        owners = spread(lengths, self.mini_batches, ranks)
-        counts, places = [0] * ranks, list[Place]()
-        for owner in owners:
-            places.append((owner, counts[owner]))
-            counts[owner] += 1
+        shuffle = None
+        if self.shuffle_seed is not None:
+            shuffle = Shuffle(self.shuffle_seed, step, self.mini_batches, self.coordinator, prompts, responses)
+            places, plan = shuffle.deal(0)
+        else:
+            in_order = range(len(prompts))
+            places, plan = _deal(prompts, responses, in_order, self.mini_batches, self.coordinator.world_size)
         there = SampleRoute(homes, places, torch.tensor(responses), self.coordinator)
         back = SampleRoute(places, homes, torch.tensor(responses), self.coordinator)
-        plan = Spread.owned(lengths, owners, self.mini_batches, ranks)
-        return SharedWork(_moved(home, there, torch.tensor(prompts)), plan, there, back)
+        return SharedWork(_moved(home, there, torch.tensor(prompts), TRAVELLING), plan, shuffle, there, back)
 
 
-def _moved(home: Batch, there: SampleRoute, prompts: Tensor) -> Batch:
-    """The batch of the samples that come here."""
-    present = [name for name in OF_SAMPLES if getattr(home, name) is not None]
-    fields = {name: there.of_samples(getattr(home, name)) for name in present}
-    fields |= {name: there.of_tokens(getattr(home, name)) for name in OF_TOKENS}
-    return Batch(input_ids=there.of_sequences(home.input_ids, prompts), **fields)
+def _deal(
+    prompts: Sequence[int], responses: Sequence[int], order: Sequence[int], mini_batches: int, ranks: int
+) -> tuple[list[Place], Spread]:
+    """The place of each sample, when they come in that `order`, and the spread of them; `prompts` and `responses` are
+    their tokens."""
+    lengths = [prompts[sample] + responses[sample] for sample in order]
+    owners = spread(lengths, mini_batches, ranks)
+    counts, places = [0] * ranks, [(0, 0)] * len(order)
+    for sample, owner in zip(order, owners, strict=True):
+        places[sample] = (owner, counts[owner])
+        counts[owner] += 1
+    return places, Spread.owned(lengths, owners, mini_batches, ranks)
+
+
+def _moved(batch: Batch, route: SampleRoute, prompts: Tensor, names: Iterable[str]) -> Batch:
+    """The batch of the samples that come here, with those of the fields `names` that `batch` has; `prompts` are the
+    lengths of the prompts of all samples."""
+    present = {name: value for name in names if (value := getattr(batch, name)) is not None}
+    moved = {name: route.of_tokens(v) if v.dim() == 2 else route.of_samples(v) for name, v in present.items()}
+    return Batch(input_ids=route.of_sequences(batch.input_ids, prompts), **moved)
 
 
 def _carry(source: Batch, target: Batch, route: SampleRoute, names: Sequence[str]) -> None:

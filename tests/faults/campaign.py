@@ -88,13 +88,17 @@ PROFILES = {
         )
     ),
     # More prompts per generation than a batch takes, so that groups are carried over almost every step, to be trained
-    # on late.
+    # on late; and what is drawn, masked and penalised otherwise than in the others.
     "dapo": Profile(
         (
             "algorithm=dapo",
             "data.gen_batch_size=6",
             "reward.overlong_buffer.len=2",
             "algorithm.rollout_correction.rollout_is=token",
+            "algorithm.mask_truncated_responses=true",
+            "actor.shuffle=true",
+            "rollout.min_p=0.02",
+            "rollout.repetition_penalty=1.05",
         )
     ),
     # Saves at 2, 4, 6 ... and the reference at 3, 6, 9 ...: some saves write the reference, others link it.

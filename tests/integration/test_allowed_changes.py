@@ -168,6 +168,7 @@ CASES: dict[str, Case] = {
         "algorithm.mask_truncated_responses=true",
         "actor.ppo_mini_batch_size=8",
         "actor.ppo_epochs=1",
+        "actor.shuffle=true",
         "actor.policy_loss.loss_mode=gspo",
         "actor.clip_ratio_low=1e-5",
         "actor.clip_ratio_high=1e-5",

@@ -78,7 +78,7 @@ def one_step(prompts: int, algorithm: AlgorithmConfig) -> dict[str, Any]:
         values = engine(tiny_value_model(), critic, BackendConfig())
         c.critic = Critic(values, critic, scale=20, budget=BUDGET, forward_budget=BUDGET)
     home, uids = home_of(prompts, coordinator)
-    work = WorkSharing(MINI_BATCHES, coordinator).share(home, uids)
+    work = WorkSharing(MINI_BATCHES, coordinator).share(home, uids, 1)
     figures = loop.estimate(c, home, work) | loop.update(c, work, 1)
     assert guards.refused is None
     weights = {name: tensor.clone() for name, tensor in c.actor.backend.full_tensors()}

@@ -50,7 +50,7 @@ def shared(case: str, coordinator: Coordinator) -> tuple[Batch, SharedWork, list
     rows = [group * GROUP + sample for group in mine for sample in range(GROUP)]
     home = whole_batch().select(torch.tensor(rows, dtype=torch.int64))
     uids = [100 + 7 * (row // GROUP) for row in rows]
-    return home, WorkSharing(MINI_BATCHES, coordinator).share(home, uids), rows
+    return home, WorkSharing(MINI_BATCHES, coordinator).share(home, uids, 1), rows
 
 
 def on_a_rank() -> dict[str, Any]:
@@ -126,10 +126,36 @@ def test_ranks_have_about_the_same_to_do(ranks):
         assert max(tokens) - min(tokens) <= max(length for lengths in of_ranks for length in lengths)
 
 
+def test_a_shuffle_is_a_draw_of_its_own_in_every_epoch_step_and_run():
+    def work(seed: int, step: int) -> SharedWork:
+        home = replace(whole_batch())
+        sharing = WorkSharing(MINI_BATCHES, Coordinator(GlooTransport()), seed)
+        return sharing.share(home, [r // GROUP for r in range(GROUPS * GROUP)], step)
+
+    with single_rank():
+        first = work(1, 1)
+        assert first.shuffle is not None
+        first.take_along(whole_batch(), "values", "advantages")
+        drawn = [first.batch, *(first.shuffle.moved(first.batch, epoch) for epoch in (1, 2))]
+        others = [work(2, 1).batch, work(1, 2).batch]
+        again = work(1, 1)
+        assert torch.equal(again.batch.staleness, first.batch.staleness)
+        for epoch, batch in enumerate(drawn):
+            # Each is the row of the whole batch.
+            expected = whole_batch().select(batch.staleness)
+            for name in FIELDS:
+                assert bits(getattr(batch, name)) == bits(getattr(expected, name)), name
+            lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
+            assert first.shuffle.deal(epoch)[1].lengths == [[lengths[:15]], [lengths[15:]]]
+        halves = {frozenset(batch.staleness[:15].tolist()) for batch in [*drawn, *others]}
+        assert len(halves) == 5, "other samples together"
+        assert all(len({row // GROUP for row in half}) > 15 // GROUP for half in halves), "samples, not whole groups"
+
+
 def test_one_rank_copies_nothing():
     with single_rank():
         home = replace(whole_batch())
-        work = WorkSharing(MINI_BATCHES, Coordinator(GlooTransport())).share(home, [r // GROUP for r in range(30)])
+        work = WorkSharing(MINI_BATCHES, Coordinator(GlooTransport())).share(home, [r // GROUP for r in range(30)], 1)
         for name in FIELDS:
             if name not in ("advantages", "values"):
                 assert getattr(work.batch, name).data_ptr() == getattr(home, name).data_ptr()

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +14,9 @@ from rlhf.batch import Batch
 from rlhf.config import ActorConfig, Config, CriticConfig, RolloutCorrectionConfig
 
 Rows = list[list[Tensor]]
-MiniLoss = Callable[[nn.Module, range, dict[str, float]], Tensor]
+MiniLoss = Callable[[nn.Module, Sequence[int], dict[str, float]], Tensor]
+SEED, STEP = 5, 3
+"""Of the mini-batches that are shuffled."""
 
 
 @dataclass
@@ -54,10 +57,10 @@ def plain_actor(
 
     bonus = PlainBonus(config.actor)
 
-    def loss_of(policy: nn.Module, mini: range, metrics: dict[str, float]) -> Tensor:
+    def loss_of(policy: nn.Module, mini: Sequence[int], metrics: dict[str, float]) -> Tensor:
         return actor_loss(policy, batch, mini, old, ref, config, metrics, bonus)
 
-    return walk(policy, config.actor, len(batch), mini_batches, total_steps, loss_of)
+    return walk(policy, config.actor, config.actor.shuffle, len(batch), mini_batches, total_steps, loss_of)
 
 
 class PlainBonus:
@@ -86,15 +89,16 @@ def plain_critic(model: nn.Module, batch: Batch, config: Config, mini_batches: i
     with torch.no_grad():
         old = [values_of(critic, batch, s) for s in range(len(batch))]
 
-    def loss_of(critic: nn.Module, mini: range, metrics: dict[str, float]) -> Tensor:
+    def loss_of(critic: nn.Module, mini: Sequence[int], metrics: dict[str, float]) -> Tensor:
         return critic_loss(critic, batch, mini, old, config, metrics)
 
-    return walk(critic, config.critic, len(batch), mini_batches, total_steps, loss_of)
+    return walk(critic, config.critic, config.actor.shuffle, len(batch), mini_batches, total_steps, loss_of)
 
 
 def walk(
     model: nn.Module,
     config: ActorConfig | CriticConfig,
+    shuffle: bool,
     samples: int,
     mini_batches: int,
     total_steps: int,
@@ -105,9 +109,13 @@ def walk(
     gradients: list[dict[str, Tensor]] = []
     metrics: defaultdict[str, float] = defaultdict(float)
     size = samples // mini_batches
-    for _ in range(config.ppo_epochs):
+    for epoch in range(config.ppo_epochs):
+        order = list(range(samples))
+        if shuffle:
+            bits = np.random.Philox(key=[SEED, STEP], counter=[0, 0, 0, epoch + 1]).random_raw(samples).tolist()
+            order.sort(key=lambda sample: bits[sample])
         for start in range(0, samples, size):
-            loss = loss_of(model, range(start, start + size), metrics)
+            loss = loss_of(model, order[start : start + size], metrics)
             metrics["loss"] += float(loss.detach())
             model.zero_grad()
             loss.backward()
@@ -145,7 +153,7 @@ def output_of(model: nn.Module, batch: Batch, sample: int) -> tuple[Tensor, Tens
 def actor_loss(
     policy: nn.Module,
     batch: Batch,
-    mini: range,
+    mini: Sequence[int],
     old: list[Tensor],
     ref: list[Tensor],
     config: Config,

@@ -31,10 +31,13 @@ from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
 from rlhf.learning.spread import Spread, spread
+from rlhf.learning.work_sharing import Shuffle, WorkSharing
 from rlhf.models.log_prob_head import LogProbModel
 from rlhf.models.log_prob_probe import check_log_probs
 from rlhf.models.packing import pack
-from tests.support.plain_update import log_softmax_of
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
+from tests.support.plain_update import SEED, STEP, log_softmax_of
 from tests.support.tiny_updates import random_batch, tiny_gemma2, tiny_qwen2, tiny_value_model, with_observations
 
 GROUP, PROMPTS, TOTAL_STEPS = 2, 12, 10
@@ -157,16 +160,20 @@ OLDER_CASES: dict[str, tuple[int, Config]] = {
     "older_samples": (2, actor_case(ppo_epochs=2, clip_ratio_high=0.28)),
     "older_samples_one_look": (1, actor_case(loss_agg_mode="seq-mean-token-mean")),
 }
+SHUFFLED_CASES: dict[str, tuple[int, Config]] = {
+    "shuffled_mini_batches": (3, actor_case(ppo_epochs=2, shuffle=True, use_kl_loss=True, kl_loss_coef=0.3)),
+}
 # The others have a head that is the embedding.
 OWN_HEAD_CASES: dict[str, tuple[int, Config]] = {
     "head_of_its_own_soft_capped": (2, actor_case(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.1)),
 }
-ACTOR_CASES |= REJECTING_CASES | ENTROPY_CASES | OLDER_CASES | OWN_HEAD_CASES
+ACTOR_CASES |= SHUFFLED_CASES | REJECTING_CASES | ENTROPY_CASES | OLDER_CASES | OWN_HEAD_CASES
 CRITIC_CASES: dict[str, tuple[int, Config]] = {
     "critic_clipped_values": (
         2,
         Config(critic=CriticConfig(ppo_epochs=2, cliprange_value=0.02, grad_clip=100.0)),
     ),
+    "critic_shuffled_mini_batches": (3, Config(actor=ActorConfig(shuffle=True), critic=CriticConfig(ppo_epochs=2))),
     "critic_seq-mean-token-mean": (3, Config(critic=CriticConfig(loss_agg_mode="seq-mean-token-mean", grad_clip=0.1))),
 }
 CASES = ACTOR_CASES | CRITIC_CASES
@@ -231,6 +238,16 @@ def share(batch: Batch, mini_batches: int, way: str) -> tuple[Batch, Spread]:
     return batch.select(mine), Spread.owned(lengths, owners, mini_batches, ranks)
 
 
+def shuffled(batch: Batch, mini_batches: int) -> tuple[Batch, Spread, Shuffle | None]:
+    """This rank's rows of the first epoch, and those of all, where the first rank has generated everything."""
+    coordinator = Coordinator(GlooTransport())
+    rows = list(range(len(batch))) if coordinator.is_leader else []
+    home = batch.select(torch.tensor(rows, dtype=torch.int64))
+    work = WorkSharing(mini_batches, coordinator, SEED).share(home, [row // GROUP for row in rows], STEP)
+    work.take_along(home, "advantages", "returns")
+    return work.batch, work.spread, work.shuffle
+
+
 def padded(batch: Batch, columns: int) -> Batch:
     """Wider tensors, with something in the padding that must not be read."""
 
@@ -272,7 +289,11 @@ def run_update(
     backend = backend or BackendConfig()
     mini_batches, config = CASES[case]
     config = with_optim(case, config, ppo_max_token_len_per_gpu=budget)
-    mine, held = share(batch_of(case), mini_batches, way)
+    shuffle: Shuffle | None = None
+    if config.actor.shuffle:
+        mine, held, shuffle = shuffled(batch_of(case), mini_batches)
+    else:
+        mine, held = share(batch_of(case), mini_batches, way)
     batch = padded(mine, extra_columns)
     guards = Guards(GuardsConfig())
     guards.begin(1, 0.0)
@@ -318,7 +339,8 @@ def run_update(
     events._listeners[:] = [keep_gradients]
     events._followers[:] = [lambda phase, done, total: micro_batches.append((done, total))]
     metrics = {
-        name.removeprefix("actor/").removeprefix("critic/"): v for name, v in role.update(batch, held, guards).items()
+        name.removeprefix("actor/").removeprefix("critic/"): v
+        for name, v in role.update(batch, held, guards, shuffle).items()
     }
     weights = {name: tensor.clone() for name, tensor in role.backend.full_tensors()}
     return {"weights": weights, "gradients": gradients, "metrics": metrics, "micro_batches": micro_batches}

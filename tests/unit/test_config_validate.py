@@ -138,6 +138,7 @@ REFUSED: list[tuple[dict, str]] = [
         "actor.ppo_mini_batch_size=48 must divide data.train_batch_size=64: "
         "set actor.ppo_mini_batch_size=16 or data.train_batch_size=96.",
     ),
+    ({"actor__shuffle": True}, "actor.shuffle=true: a step is one mini-batch of all its prompts"),
     ({"rollout__temperature": 0.0}, "rollout.temperature=0: samples would be greedy"),
     (
         {"algorithm__adv_estimator": "gae", "rollout__n": 1, "rollout__temperature": 0.0},
