@@ -120,6 +120,17 @@ PROFILES = {
         on_every_rank=("rollback.before", "rollback.after"),
         spare=16,
     ),
+    # Adapters beside frozen weights, the reference in the same module, and dropout, which draws from the generators.
+    "lora": Profile(
+        (
+            "actor.use_kl_loss=true",
+            "model.lora.enabled=true",
+            "model.lora.rank=8",
+            "model.lora.dropout=0.1",
+            "actor.optim.lr=2e-3",
+            "checkpoint.contents=[model,optimizer,extra]",
+        )
+    ),
     # Two more rewards from processes of their own: of one sample, and of all that a prompt has.
     "rewards": Profile(
         (
