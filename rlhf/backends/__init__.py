@@ -1,8 +1,10 @@
 """Training engines behind one interface (`base.py`); checkpoints are handed their state, never the engine itself."""
 
+import logging
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from rlhf.backends.base import TrainingBackend
@@ -10,7 +12,9 @@ from rlhf.backends.deepspeed import DeepSpeedBackend, import_deepspeed
 from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from rlhf.errors import UserError
-from rlhf.models.skeleton import materialise
+from rlhf.models.skeleton import materialise, wanted_in_float32
+
+log = logging.getLogger(__name__)
 
 
 def check_backend(config: BackendConfig, device: torch.device) -> None:
@@ -48,6 +52,8 @@ def build_backend(
     Of parameters on the meta device a rank's part gets memory, below stage 3 of DeepSpeed the whole at first; the
     caller fills `model_shards` and calls `after_load`.
     """
+    if config.autocast == "bfloat16" and dist.get_rank() == 0:
+        _tell_of_narrowed(model)
     if config.name == "deepspeed" and config.zero_stage < 3:
         materialise(model)
     kind = DeepSpeedBackend if config.name == "deepspeed" else Fsdp2Backend
@@ -61,3 +67,14 @@ def build_backend(
         hf_files=hf_files,
         offload=offload,
     )
+
+
+def _tell_of_narrowed(model: PreTrainedModel) -> None:
+    if names := wanted_in_float32(model, torch.bfloat16):
+        log.warning(
+            "backend.autocast=bfloat16: the passes compute with all weights in bfloat16, also with %d that %s wants in "
+            "float32, such as %s. What is trained is float32; backend.autocast=none computes in it, too.",
+            len(names),
+            model.config.model_type,
+            names[0],
+        )

@@ -58,14 +58,20 @@ def hold_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
     Buffers stay as they are, and so do weights that the architecture wants in float32 beside `dtype`.
     """
-    kept = model._get_dtype_plan(dtype)
+    kept = set(wanted_in_float32(model, dtype))
 
     def cast(name: str, p: nn.Parameter) -> nn.Parameter:
-        if not p.is_floating_point() or any(part in name for part in kept):
+        if not p.is_floating_point() or name in kept:
             return p
         return nn.Parameter(p.detach().to(dtype), p.requires_grad)
 
     replace_parameters(model, cast)
+
+
+def wanted_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+    """Names of the parameters that the architecture wants in float32 where the others are in `dtype`."""
+    kept = model._get_dtype_plan(dtype)
+    return [name for name, _ in model.named_parameters() if any(part in name for part in kept)]
 
 
 def materialise(model: PreTrainedModel) -> None:

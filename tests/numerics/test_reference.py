@@ -2,6 +2,7 @@
 parameters."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.assemble.learners import frozen as frozen_model
+from rlhf.backends import build_backend
 from rlhf.backends.fsdp2 import Fsdp2Backend, Fsdp2Model
 from rlhf.config import BackendConfig, FrozenFsdpConfig, OptimConfig, RefConfig
 from rlhf.learning.reference import Reference
@@ -19,7 +21,7 @@ from rlhf.models.weights import Loaded, ModelReader
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from tests.support.checkpoints import equal_bits
-from tests.support.numeric_ranks import run_ranks
+from tests.support.numeric_ranks import run_ranks, single_rank
 from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2
 
 CPU = torch.device("cpu")
@@ -124,6 +126,17 @@ def kept_narrow() -> list[tuple[str, bool, bool]]:
 def test_kept_in_bfloat16_it_computes_as_in_float32_with_the_same_weights(world_size):
     for found in run_ranks(world_size, kept_narrow):
         assert found == [("none", True, True), ("bfloat16", True, True)]
+
+
+@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
+def test_weights_that_the_architecture_wants_in_float32_and_does_not_get_are_told(autocast, caplog):
+    model = tiny_qwen2()
+    model._keep_in_fp32_modules_strict = {"input_layernorm"}
+    options: dict[str, Any] = {"grad_clip": 1.0, "total_optimizer_steps": 1, "hf_files": {}}
+    with single_rank():
+        build_backend(model, BackendConfig(autocast=autocast), OptimConfig(), CPU, **options)
+    told = "2 that qwen2 wants in float32, such as model.layers.0.input_layernorm.weight"
+    assert (told in caplog.text) is (autocast == "bfloat16")
 
 
 def test_weights_that_the_architecture_wants_in_float32_stay_so():
