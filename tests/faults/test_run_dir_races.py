@@ -64,7 +64,7 @@ def test_many_set_ups_by_eight_ranks(tmp_path, request, kind):
     """A race that is lost once in a hundred set-ups is found all but surely: by threads, which meet on the same files
     and locks at a hundredth of the cost. With --full-product by processes as well."""
     whole = request.config.getoption("--full-product", False)
-    set_ups = 500 if kind == "threads" else 1000 if whole else 60
+    set_ups = 500 if kind == "threads" else 1000 if whole else 30
     work = (PROCESSES, set_up_as_torchrun_does, make_config(tmp_path), set_ups)
     if kind == "threads":
         results = run_thread_ranks(*work, deadline_s=DEADLINE_S)

@@ -82,7 +82,7 @@ def ends(launches: ThreadPoolExecutor, undisturbed: Undisturbed, folder: Path, s
         "parquet": start(
             "parquet",
             f"reward.functions=[{folder}/rewards.py:detailed]",
-            "reward.timeout_s=2",
+            "reward.timeout_s=5",
             f"data.val_files={folder}/verl.jsonl",
             "data.val_max_samples=4",
             "reward.num_workers=4",
@@ -158,7 +158,7 @@ def test_parquet_with_verl_columns_a_function_with_details_and_one_that_hangs(en
     assert 1 <= first["reward/length"] <= 8
     assert initial["step"] == 0
     assert 0 <= initial["val/accuracy"] <= 0.75  # three of the four held-out rows can be scored
-    assert end.output.count("took longer than reward.timeout_s=2 on 4 samples, which score") == 1
+    assert end.output.count("took longer than reward.timeout_s=5 on 4 samples, which score") == 1
 
 
 def test_a_mistake_that_only_the_ranks_can_see_is_told_once_and_not_retried(ends, folder):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 PEERS_PYTHON = "RLHF_PEERS_PYTHON"
 """The variable that names that environment's Python."""
-DEADLINE_S = 240
+DEADLINE_S = 400
 
 
 def run_in_peers(script: Path, *arguments: object) -> str:

@@ -284,7 +284,7 @@ def test_none_is_no_score(scored):
 
 def test_a_batch_that_hangs_or_fails_takes_its_prompts_samples_with_it(scored):
     items = [*of_prompt(0, "a"), *of_prompt(1, "hang", "b"), *of_prompt(2, "raise", "c"), *of_prompt(3, "more")]
-    results = scored("trl.py:hangs", items, timeout_s=0.4, on_error="score", failed_score=-1.0)
+    results = scored("trl.py:hangs", items, timeout_s=2.0, on_error="score", failed_score=-1.0)
     assert scores(results) == [0.0, -1.0, -1.0, -1.0, -1.0, -1.0]
     assert [(result.timeouts, result.failures) for result in results] == [(0, 0), *[(1, 0)] * 2, *[(0, 1)] * 3]
     (told,) = scored.made[0].take_timeouts()

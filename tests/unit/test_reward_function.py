@@ -55,7 +55,7 @@ def test_keywords_and_extra_numbers_arrive(reward_of):
 
 def test_endless_loop_is_killed_and_the_rest_goes_on(reward_of):
     reward = reward_of(
-        "while solution_str == 'hang': pass\nreturn started", timeout_s=1.0, failed_score=-7.0, num_workers=1
+        "while solution_str == 'hang': pass\nreturn started", timeout_s=2.0, failed_score=-7.0, num_workers=1
     )
     before, hung, after = reward.score(items("ok", "hang", "ok"))
     assert (hung.score, hung.timeouts, hung.failures) == (-7.0, 1, 0)
@@ -67,7 +67,7 @@ def test_what_the_function_started_is_killed_with_it(reward_of):
     seconds = f"{os.getpid()}.25"
     reward = reward_of(
         f"import subprocess\nif solution_str == 'x': subprocess.run(['sleep', '{seconds}'])\nreturn 1.0",
-        timeout_s=1.0,
+        timeout_s=2.0,
         num_workers=1,
     )
     assert [result.timeouts for result in reward.score(items("y", "x"))] == [0, 1]
@@ -201,6 +201,7 @@ def test_reward_process_imports_no_torch():
         ("{}/rewards.py:scor", "Did you mean score"),
         ("{}/broken.py:score", "cannot be read as Python"),
         ("{}/rewards.py:blind", "takes none of solution_str, "),
+        ("{}/rewards.py:Made", "Made is a class, and a call of it would make an object. Write a function that uses it"),
         ("{}/rewards.py:by_position", "takes solution_str by position only"),
     ],
 )
@@ -211,18 +212,18 @@ def test_bad_specs_are_found_before_anything_runs(tmp_path, spec, message):
         "def score(**kwargs): return 1\n"
         "def blind(data_source, ground_truth): return 1\n"
         "def by_position(solution_str, /, **kwargs): return 1\n"
+        "class Made: pass\n"
     )
     with pytest.raises(UserError, match=r"reward\.functions=") as caught:
         check_reward(RewardConfig(functions=[spec.format(tmp_path)]), RewardModelConfig())
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["plain", "Made", "assigned", "imported", "guarded", "unpacked"])
+@pytest.mark.parametrize("name", ["plain", "assigned", "imported", "guarded", "unpacked"])
 def test_good_specs_pass(tmp_path, name):
     (tmp_path / "rewards.py").write_text(
         "from os import path as imported\n"
         "def plain(solution_str, ground_truth, data_source, extra_info=None, scale=1.0): return 1\n"
-        "class Made:\n    pass\n"
         "assigned = plain\n"
         "unpacked, other = plain, plain\n"
         "try:\n    import nothing\nexcept ImportError:\n    def guarded(**kwargs): return 1\n"

@@ -124,7 +124,7 @@ def test_the_first_function_decides_what_is_correct(reward_of):
 
 
 def test_order_is_kept_whoever_is_slow(reward_of):
-    reward = reward_of("FILE:moody", "FILE:length", "math_verify", timeout_s=1.0, num_workers=2)
+    reward = reward_of("FILE:moody", "FILE:length", "math_verify", timeout_s=2.0, num_workers=2)
     responses = ["42", "hang", *(["7" * n for n in range(1, 6)]), "hang", "42"]
     results = reward.score(items(*responses))
     assert [r.terms["length"] for r in results] == [len(response) for response in responses]
@@ -176,17 +176,17 @@ def test_a_failure_ends_the_run_by_default(reward_of, bad, error, message):
 
 @pytest.mark.parametrize("on_error", ["stop", "score"])
 def test_a_timeout_is_scored_whatever_the_policy(reward_of, on_error):
-    reward = reward_of("FILE:length", "FILE:moody", on_error=on_error, failed_score=-2.0, timeout_s=1.0)
+    reward = reward_of("FILE:length", "FILE:moody", on_error=on_error, failed_score=-2.0, timeout_s=2.0)
     (result,) = reward.score(items("hang"))
     assert result == RewardResult(2.0, {"length": 4.0, "moody": -2.0}, timeouts=1)
 
 
 def test_timeouts_are_told_together_with_their_number_and_one_sample(reward_of, folder, caplog):
-    reward = reward_of("FILE:length", "FILE:moody", failed_score=-2.0, timeout_s=0.5)
+    reward = reward_of("FILE:length", "FILE:moody", failed_score=-2.0, timeout_s=2.0)
     reward.score(items("hang", "fine", "hang"))
     (told,) = reward.take_timeouts()
     assert told.function == f"{folder}/rewards.py:moody"
-    assert "took longer than reward.timeout_s=0.5 on 2 samples, which score -2. The first: " in str(told)
+    assert "took longer than reward.timeout_s=2 on 2 samples, which score -2. The first: " in str(told)
     assert str(told).count("response='hang'") == 1
     assert reward.take_timeouts() == caplog.messages == []
 
