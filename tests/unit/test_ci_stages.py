@@ -55,7 +55,10 @@ def finish(script: "subprocess.Popen[str]", folder: Path) -> str:
 
 
 def runs(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_what_fails_is_named_and_what_needs_it_does_not_run(tmp_path):

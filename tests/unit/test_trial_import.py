@@ -76,7 +76,7 @@ def test_a_file_that_ends_its_process_is_told_with_its_last_words(folder, trial)
 
 
 def children() -> set[int]:
-    """Process ids of this process's children; other tests may have left it some, such as the server of forks."""
+    """Process ids of this process's children; other tests may have left it some, which may end meanwhile."""
     return {child.pid for child in psutil.Process().children()}
 
 
@@ -86,7 +86,7 @@ def test_an_error_of_the_body_waits_for_no_import(folder, trial):
     with pytest.raises(ValueError, match="of the body"), trial("waits.py"):
         raise ValueError("of the body")
     assert time.monotonic() - start < 120
-    assert children() == before
+    assert children() <= before
 
 
 def test_a_long_import_is_left_to_the_ranks_and_a_rewards_is_refused(folder, monkeypatch):
@@ -103,7 +103,7 @@ def test_nothing_of_the_users_starts_nothing():
     ours = RewardConfig(functions=["exact_match"])
     before = children()
     with trial_import([]), trial_start(ours), trial_start(None):
-        assert children() == before
+        assert children() <= before
 
 
 def test_what_a_file_has_left_behind_holds_nothing_up(folder):
