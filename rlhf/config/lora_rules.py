@@ -27,7 +27,12 @@ def lora_problems(config: Config) -> Iterator[str]:
             f"ref.update_freq={config.ref.update_freq}: with model.lora.enabled=true the reference is the model "
             "without its adapters, of which there is no second copy that could move; set ref.update_freq=null."
         )
-    if config.ref.fsdp_config != FrozenFsdpConfig():
+    if config.ref.fsdp_config.param_offload:
+        yield (
+            "ref.fsdp_config.param_offload=true: with model.lora.enabled=true the reference is the actor's model "
+            "without its adapters; set actor.fsdp_config.param_offload instead."
+        )
+    if config.ref.fsdp_config.model_dtype != FrozenFsdpConfig().model_dtype:
         yield (
             f"ref.fsdp_config.model_dtype={config.ref.fsdp_config.model_dtype}: with model.lora.enabled=true the "
             "reference is the model without its adapters; set model.lora.base_dtype instead."

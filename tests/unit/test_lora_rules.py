@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from rlhf.config import Config, LoraConfig
+from rlhf.config import Config, FrozenFsdpConfig, LoraConfig
 from rlhf.config import lora_rules as rules
 from rlhf.config.validate import validate
 from rlhf.errors import UserError
@@ -62,6 +62,9 @@ def test_settings_beside_others():
     assert len(refusal(config).splitlines()) == 3
     config.ref.fsdp_config.model_dtype = "bfloat16"
     assert "set model.lora.base_dtype instead." in refusal(config)
+    config.ref.fsdp_config = FrozenFsdpConfig(param_offload=True)
+    assert "its adapters; set actor.fsdp_config.param_offload instead." in refusal(config)
+    assert "model_dtype" not in refusal(config)
 
 
 def test_peft_missing_or_old(monkeypatch):
