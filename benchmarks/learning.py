@@ -1,9 +1,10 @@
 """python -m benchmarks.learning: does each algorithm learn, with a policy that moves within a batch?
 
-Trains every entry of `algorithm=` from the same start with several optimizer steps per batch, so that ratios, clips and
-the critic matter, and prints a Markdown table of the held-out accuracy (greedy) along the way: the mean over the seeds
-and, of several, their standard deviation. The start is the bundled policy with noise on its weights, which leaves a
-fifth of its accuracy: it has to learn to add again, and how fast it does tells the algorithms apart.
+Trains every entry of `algorithm=`, and the default one with each setting of `VARIANTS`, from the same start with
+several optimizer steps per batch, so that ratios, clips and the critic matter, and prints a Markdown table of the
+held-out accuracy (greedy) along the way: the mean over the seeds and, of several, their standard deviation. The start
+is the bundled policy with noise on its weights, which leaves a fifth of its accuracy: it has to learn to add again, and
+how fast it does tells the algorithms apart. Rows are independent of each other: `--rows` prints some of them.
 
 Exit code 0 only when every run gains at least 20 points, clips something, and with a critic explains some of the
 returns' variance.
@@ -42,6 +43,30 @@ CRITIC = (
     f"critic.path={tiny.FOLDER}",
     "critic.ppo_epochs=2",
 )
+
+WEIGHED = "algorithm.rollout_correction.rollout_is=token"
+VARIANTS: dict[str, tuple[str, ...]] = {
+    # 5 % of the policy's weights; the rate is ten times that of the recipe.
+    "lora": (
+        *("model.lora.enabled=true", "model.lora.rank=4", "actor.optim.lr=2e-3"),
+        "checkpoint.contents=[model,optimizer,extra]",
+    ),
+    "shuffle": ("actor.shuffle=true",),
+    "mask_truncated_responses": ("algorithm.mask_truncated_responses=true",),
+    "min_p": ("rollout.min_p=0.05", WEIGHED),
+    "repetition_penalty": ("rollout.repetition_penalty=1.05", WEIGHED),
+    "rollout_is": (WEIGHED,),
+    "icepop": (
+        "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=5",
+        "algorithm.rollout_correction.rollout_rs_threshold_lower=0.5",
+    ),
+    "use_bias_correction_kl": ("actor.use_bias_correction_kl=true",),
+    "entropy_ctrl": ("actor.entropy_ctrl.type=adaptive",),
+    "decay_norm_and_bias": ("actor.optim.decay_norm_and_bias=true",),
+}
+"""Rows beside those of the algorithms: the default algorithm with other settings."""
+ROWS = (*ALGORITHMS, *VARIANTS)
 
 
 @dataclass(frozen=True)
@@ -99,22 +124,32 @@ def weakened_policy(folder: Path) -> Path:
     return folder
 
 
-def settings_of(algorithm: str) -> tuple[str, ...]:
-    """The settings of its run that are not the command's to choose."""
-    return (*SETTINGS, *CRITIC) if ESTIMATORS[ALGORITHMS[algorithm].adv_estimator].critic else SETTINGS
+def settings_of(row: str) -> tuple[str, ...]:
+    """The settings of a row's runs that are not the command's to choose."""
+    if row in VARIANTS:
+        return (*SETTINGS, *VARIANTS[row])
+    critic = CRITIC if ESTIMATORS[ALGORITHMS[row].adv_estimator].critic else ()
+    return (f"algorithm={row}", *SETTINGS, *critic)
 
 
 def train(folder: Path, policy: Path, name: str, seed: int, arguments: argparse.Namespace) -> Run:
-    """One run to its end; raises CalledProcessError when it fails."""
+    """One run to its end.
+
+    Raises:
+        RuntimeError: it has failed; with the end of what it said.
+    """
     label = f"{name}_{seed}"
     command = [
-        *(sys.executable, "-m", "rlhf.train", f"algorithm={name}", f"trainer.seed={seed}", f"model.path={policy}"),
+        *(sys.executable, "-m", "rlhf.train", f"trainer.seed={seed}", f"model.path={policy}"),
         *(f"trainer.default_local_dir={folder}", f"trainer.experiment_name={label}", *settings_of(name)),
         *(f"trainer.total_training_steps={arguments.steps}", f"trainer.test_freq={arguments.every}"),
         *arguments.overrides,
     ]
     with (folder / f"{label}.log").open("w") as log:
-        subprocess.run(command, stdout=log, stderr=log, check=True)
+        code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
+    if code:
+        said = "\n".join((folder / f"{label}.log").read_text(errors="replace").splitlines()[-20:])
+        raise RuntimeError(f"{label} has ended with exit code {code}:\n{said}")
     lines = (folder / "rlhf" / label / "metrics.jsonl").read_text().splitlines()
     return Run.of([json.loads(line) for line in lines])
 
@@ -126,7 +161,7 @@ def mean_and_deviation(values: Sequence[float], form: str = ".1f") -> str:
 
 
 def row(name: str, runs: Sequence[Run]) -> str:
-    """The table's row of one algorithm."""
+    """A row of the table."""
     curve = [mean_and_deviation([100 * run.accuracy[step] for run in runs]) for step in sorted(runs[0].accuracy)]
     gain = mean_and_deviation([100 * run.gain for run in runs])
     clipped = mean_and_deviation([100 * run.clipped for run in runs], ".2f")
@@ -137,7 +172,7 @@ def row(name: str, runs: Sequence[Run]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=__doc__)
-    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--every", type=int, default=8, help="steps between evaluations")
@@ -147,22 +182,22 @@ def main() -> int:
     marks = [*range(0, arguments.steps, arguments.every), arguments.steps]
     say = sys.stdout.write
     say(f"seeds {', '.join(map(str, arguments.seeds))}; accuracies and clipped tokens in %\n\n")
-    say(f"| algorithm | {' | '.join(f'step {m}' for m in marks)} | gain | clipped | explained variance |\n")
+    say(f"| row | {' | '.join(f'step {m}' for m in marks)} | gain | clipped | explained variance |\n")
     say("|---" * (len(marks) + 4) + "|\n")
     problems = []
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(arguments.jobs) as pool:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as path, ThreadPoolExecutor(arguments.jobs) as pool:
+        folder = Path(path)
         policy = weakened_policy(folder / "policy")
         started = {
-            algorithm: [pool.submit(train, folder, policy, algorithm, seed, arguments) for seed in arguments.seeds]
-            for algorithm in arguments.algorithms
+            name: [pool.submit(train, folder, policy, name, seed, arguments) for seed in arguments.seeds]
+            for name in arguments.rows
         }
-        for algorithm, futures in started.items():
+        for name, futures in started.items():
             runs = [future.result() for future in futures]
-            say(row(algorithm, runs))
+            say(row(name, runs))
             sys.stdout.flush()
             for seed, run in zip(arguments.seeds, runs, strict=True):
-                problems += [f"{algorithm}, seed {seed}: {problem}" for problem in run.problems()]
+                problems += [f"{name}, seed {seed}: {problem}" for problem in run.problems()]
     say("".join(f"\n{problem}" for problem in problems) + "\n" * bool(problems))
     return 1 if problems else 0
 

@@ -1,8 +1,7 @@
 """The benchmark of learning sees a policy that does not learn, a clip that never acts, a critic that knows nothing."""
 
-from benchmarks.learning import Run, row, settings_of, weakened_policy
+from benchmarks.learning import ROWS, Run, row, settings_of, weakened_policy
 from rlhf.compose import compose_config
-from rlhf.config.algorithm_table import ALGORITHMS
 from rlhf.config.library import Library
 from rlhf.config.validate import validate
 
@@ -36,9 +35,10 @@ def test_a_row_has_the_mean_and_the_spread_over_the_seeds():
     assert row("ppo", [one, two]) == expected
 
 
-def test_every_algorithm_takes_several_optimizer_steps_per_batch(tmp_path):
+def test_every_row_takes_several_optimizer_steps_per_batch(tmp_path):
     policy = weakened_policy(tmp_path / "policy")
-    for name in ALGORITHMS:
-        config = compose_config([f"algorithm={name}", f"model.path={policy}", *settings_of(name)], Library.find(None))
+    composed = {name: compose_config([f"model.path={policy}", *settings_of(name)], Library.find(None)) for name in ROWS}
+    for name, config in composed.items():
         validate(config, {})
         assert config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs == 8
+        assert (config == composed["grpo"]) == (name == "grpo"), "a variant is not the default"
