@@ -1,23 +1,26 @@
 """Learners of a run: actor, critic and reference policy in their training engines, filled with their weights."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from rlhf.assemble.found_models import Found, FoundModels
 from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
-from rlhf.config import ActorConfig, BackendConfig, Config, CriticConfig, FrozenFsdpConfig, LoraConfig
+from rlhf.config import ActorConfig, BackendConfig, Config, CriticConfig, FrozenFsdpConfig, LoraConfig, ModelConfig
 from rlhf.config.lora_rules import base_dtype
 from rlhf.learning.actor import Actor
 from rlhf.learning.critic import Critic
 from rlhf.learning.reference import Reference
 from rlhf.learning.utilization import Utilization
 from rlhf.models import loading
+from rlhf.models.adapter_config import adapter_config
 from rlhf.models.adapter_layers import Adapters, add_adapters, without_adapters
 from rlhf.models.adapter_start import fill_from_folder, fill_from_seed, put
 from rlhf.models.flops import UpdateFlops, peak_flops
@@ -28,6 +31,7 @@ from rlhf.models.packing_probe import choose_packing
 from rlhf.models.skeleton import hold_in
 from rlhf.models.weights import Loaded
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.hf_layout import ADAPTER_CONFIG
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ def _trained(
         device,
         grad_clip=section.grad_clip,
         total_optimizer_steps=steps_per_pass * section.ppo_epochs,
-        hf_files=loading.hf_files(model.config, found.tokenizer, generation),
+        hf_files=loading.hf_files(model.config, found.tokenizer, generation) | adapter_files(config.model, model),
         offload=section.fsdp_config,
     )
     loaded.fill(backend.base_shards() or backend.model_shards())
@@ -147,6 +151,16 @@ def _trained(
     with backend.on_device():
         choose_packing(backend.module, section.use_remove_padding, f"{who}.use_remove_padding")
     return backend
+
+
+def adapter_files(settings: ModelConfig, model: PreTrainedModel) -> dict[str, bytes]:
+    """adapter_config.json, of a model that has adapters."""
+    adapters = Adapters.of(model)
+    if adapters is None:
+        return {}
+    names = (name for name, _ in adapters.trained(model.named_parameters()))
+    document = adapter_config(asdict(settings.lora), names, settings.path, model.config.model_type)
+    return {ADAPTER_CONFIG: (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()}
 
 
 def begin_adapters(backend: TrainingBackend, lora: LoraConfig, seed: int, coordinator: Coordinator) -> None:

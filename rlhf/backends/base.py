@@ -51,6 +51,9 @@ class TrainingBackend(Model, TrainState, Protocol):
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of `base_shards`, whole, on this rank's device, as they are held. Collective."""
 
+    def adapter_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of adapters, whole, on this rank's device, in `dtype` if it is given. Collective."""
+
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every weight and persistent buffer, whole, on this rank's device. Collective; `on_device` or not.
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.backends.gather import whole_tensors
+from rlhf.backends.gather import shared_out, whole_tensors
 from rlhf.backends.training import Scheduled, adamw_options, parameter_groups
 from rlhf.backends.zero import ZeroState, partition
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
@@ -133,7 +133,16 @@ class DeepSpeedBackend(Scheduled):
 
     def hf_parts(self) -> FileParts:
         """See `TrainState.hf_parts`."""
-        return parts_in_files({name: shard.shape for name, shard in self.model_shards().items()}, self._hf_config)
+        weights = self.base_shards() or self.model_shards()
+        return parts_in_files({name: shard.shape for name, shard in weights.items()}, self._hf_config)
+
+    def adapter_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainingBackend.adapter_tensors`."""
+        return whole_tensors(self.model_shards().items(), dtype=dtype, device=self._engine.device)
+
+    def merged_shards(self) -> Shards:
+        """See `TrainState.merged_shards`."""
+        return shared_out(self.full_tensors())
 
     def optimizer_shards(self) -> Shards:
         """See `TrainState.optimizer_shards`."""

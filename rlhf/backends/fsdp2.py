@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rlhf.backends.gather import whole_tensors
+from rlhf.backends.gather import shared_out, whole_tensors
 from rlhf.backends.mesh import data_mesh, replica_of, replicas_of
 from rlhf.backends.offload import Offload
 from rlhf.backends.training import MOMENTS, Scheduled, adamw_options, empty_moments, parameter_groups
@@ -154,6 +154,14 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
         """See `TrainingBackend.base_tensors`."""
         return whole_tensors(self.base_shards().items(), self._sharding, device=self._device)
 
+    def adapter_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainingBackend.adapter_tensors`."""
+        return whole_tensors(self.model_shards().items(), self._sharding, dtype=dtype)
+
+    def merged_shards(self) -> Shards:
+        """See `TrainState.merged_shards`."""
+        return shared_out(self.full_tensors())
+
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.full_tensors`."""
         if self._adapters is None:
@@ -164,7 +172,8 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
 
     def hf_parts(self) -> FileParts:
         """See `TrainState.hf_parts`."""
-        return parts_in_files({name: shard.shape for name, shard in self.model_shards().items()}, self._hf_config)
+        weights = self.base_shards() or self.model_shards()
+        return parts_in_files({name: shard.shape for name, shard in weights.items()}, self._hf_config)
 
     def optimizer_shards(self) -> Shards:
         """See `TrainState.optimizer_shards`."""

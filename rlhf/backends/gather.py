@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf.storage.shards import Shard
+from rlhf.storage.shards import Shard, Shards
 
 BUCKET_BYTES = 8 << 20
 """Tensors are gathered together up to this size, a larger one by itself. Larger buckets are slower on a CPU, whose
@@ -62,6 +62,20 @@ def whole_tensors(
         bucket.append(i)
         size += whole * width
     yield from gathered(bucket)
+
+
+@torch.no_grad()
+def shared_out(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
+    """This rank's part of each tensor, about as many elements of each on every rank, in memory of the host's own.
+    Collective where the walk over `tensors` is."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    shards: dict[str, Shard] = {}
+    for name, tensor in tensors:
+        share = math.ceil(tensor.numel() / ranks)
+        part = tensor.detach().reshape(-1)[rank * share : (rank + 1) * share]
+        start = min(rank * share, tensor.numel())
+        shards[name] = Shard(tuple(tensor.shape), start, part.to("cpu", copy=True), owner=True)
+    return shards
 
 
 def cast_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

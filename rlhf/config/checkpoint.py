@@ -16,6 +16,9 @@ class CheckpointConfig:
     folder)."""
     hf_dtype: str | None = setting(None, choices=("float32", "bfloat16", "float16"), resume="harmless")
     """Type of the weights in `hf_model`; null keeps that of the training, float32, from which alone a run can go on."""
+    hf_adapter: str = setting("keep", choices=("keep", "merge"), resume="harmless")
+    """Form of `hf_model` where adapters are trained (`model.lora`): `keep` writes a folder of peft's, `merge` the whole
+    model, base and adapter in one."""
     load_contents: list[str] | None = setting(None, resume="start")
     """Parts that a run which begins at `trainer.resume_from_path` reads there; null means `contents`, or all that is
     there of one that was imported from another tool. From checkpoints of its own a run takes all that they hold."""

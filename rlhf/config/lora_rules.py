@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-from rlhf.config import Config, FrozenFsdpConfig, LoraConfig
+from rlhf.config import CheckpointConfig, Config, FrozenFsdpConfig, LoraConfig
 from rlhf.config.lora import ALL_LINEAR
 
 PEFT = "0.21"
@@ -20,6 +20,8 @@ def lora_problems(config: Config) -> Iterator[str]:
         for field in fields(lora):
             if (value := getattr(lora, field.name)) != getattr(LoraConfig(), field.name):
                 yield f"model.lora.{field.name}={value}: has effect only with model.lora.enabled=true."
+        if config.checkpoint.hf_adapter != CheckpointConfig().hf_adapter:
+            yield f"checkpoint.hf_adapter={config.checkpoint.hf_adapter}: has effect only with model.lora.enabled=true."
         return
     yield from _modules(lora)
     if config.ref.update_freq is not None:
@@ -37,11 +39,13 @@ def lora_problems(config: Config) -> Iterator[str]:
             f"ref.fsdp_config.model_dtype={config.ref.fsdp_config.model_dtype}: with model.lora.enabled=true the "
             "reference is the model without its adapters; set model.lora.base_dtype instead."
         )
-    if "hf_model" in config.checkpoint.contents:
-        yield (
-            f"checkpoint.contents={config.checkpoint.contents}: hf_model is of whole models, and with "
-            "model.lora.enabled=true a checkpoint holds adapters; leave hf_model out."
-        )
+    for key in ("contents", "load_contents"):
+        contents = getattr(config.checkpoint, key) or []
+        if "hf_model" in contents and "model" not in contents:
+            yield (
+                f"checkpoint.{key}={contents}: with model.lora.enabled=true hf_model is for other tools, and a run "
+                "goes on from model alone; add model."
+            )
     if backend.name != "deepspeed":
         return
     dtype = base_dtype(config)

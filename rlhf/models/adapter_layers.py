@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf.config.lora import ALL_LINEAR, LoraConfig
 from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.models.merged_weight import Factors, output_norms
 from rlhf.models.skeleton import hold_in
 
 ADAPTER = "default"
@@ -183,16 +184,9 @@ class Adapters:
                 yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def _merge(self, layer: str, weight: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-        """As in peft: LoRA's sum (arXiv 2106.09685), or with a magnitude m DoRA's m (W + D) / |W + D| by rows (arXiv
-        2402.09353, equation 5)."""
-        known = self._layers[layer]
-        delta = (parts[f"{layer}.{B}"].float() @ parts[f"{layer}.{A}"].float()) * known.scaling
-        delta = delta.T if known.transposed else delta
-        total = weight + delta
-        if (magnitude := parts.get(f"{layer}.{MAGNITUDE}")) is None:
-            return total
-        factor = magnitude.float() / output_norms(total, transposed=known.transposed)
-        return (factor[None, :] if known.transposed else factor[:, None]) * total
+        known, magnitude = self._layers[layer], parts.get(f"{layer}.{MAGNITUDE}")
+        a, b = parts[f"{layer}.{A}"], parts[f"{layer}.{B}"]
+        return Factors(a, b, known.scaling, magnitude, known.transposed).merged(weight)
 
     def norms(self, base: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Magnitudes that DoRA begins with, of the whole weights of `base`, by their names in checkpoints."""
@@ -200,11 +194,6 @@ class Adapters:
             layer, _, kind = name.rpartition(".")
             if layer in self._layers and kind == "weight":
                 yield f"{layer}.{MAGNITUDE}", output_norms(weight.float(), transposed=self._layers[layer].transposed)
-
-
-def output_norms(weight: Tensor, *, transposed: bool) -> Tensor:
-    """The norm of the weights of each output, [out], of [out, in], or of [in, out] where `transposed`."""
-    return torch.linalg.norm(weight.T if transposed else weight, dim=1)
 
 
 def own_name(name: str) -> str:

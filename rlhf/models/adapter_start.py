@@ -9,12 +9,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhf.errors import UserError
+from rlhf.models.adapter_config import PREFIX
 from rlhf.models.adapter_folder import WEIGHTS
 from rlhf.models.adapter_layers import A
 from rlhf.storage.shards import Shard, Shards
-
-PREFIX = "base_model.model."
-"""What names in peft's files begin with."""
 
 
 @torch.no_grad()

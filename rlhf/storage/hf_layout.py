@@ -16,6 +16,11 @@ SHARD_BYTES = 5_000_000_000
 WEIGHTS, WEIGHTS_INDEX, MODEL_CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 STEM = "model"
 """Beginning of the names of the files."""
+GENERATION_CONFIG = "generation_config.json"
+ADAPTER_STEM, ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
+"""Names of an adapter's weights, without their ending, and of its settings, as peft reads them."""
+ONE_FILE = 1 << 60
+"""Bytes that no adapter has, which peft reads from one file."""
 METADATA = {"format": "pt"}
 """Metadata of each file: some tools open none that lacks it."""
 FLOAT_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}

@@ -15,6 +15,10 @@ class TrainState(Protocol):
     def model_shards(self) -> Shards:
         """Live views of this rank's weights and persistent buffers; loading writes into them."""
 
+    def merged_shards(self) -> Shards:
+        """Shards of base and adapters in one, float32, made for this call on the host: each rank has a part of each
+        tensor. Only where adapters are trained. Collective."""
+
     def optimizer_shards(self) -> Shards:
         """Live views of this rank's optimizer moments and step counts, named `<parameter>.<moment>`."""
 
@@ -31,7 +35,8 @@ class TrainState(Protocol):
         """The tensors of a Hugging Face folder, where they are others than those of `model_shards`."""
 
     def hf_files(self) -> Mapping[str, bytes]:
-        """The small files of a Hugging Face folder: config, generation config, tokenizer, chat template."""
+        """The small files of a Hugging Face folder: config, generation config, tokenizer, chat template, and
+        adapter_config.json where adapters are trained."""
 
 
 class MovingReference(Protocol):

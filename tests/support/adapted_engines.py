@@ -1,16 +1,19 @@
 """Training backends of a tiny model with adapters for tests, and the same model with peft alone."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf.assemble.learners import adapter_files
 from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
-from rlhf.config import LoraConfig
+from rlhf.config import LoraConfig, ModelConfig
+from rlhf.models.adapter_config import PREFIX
 from rlhf.models.adapter_layers import Adapters, add_adapters, peft_settings
-from rlhf.models.adapter_start import PREFIX, fill_from_seed, put
+from rlhf.models.adapter_start import fill_from_seed, put
 from tests.support.engines import CPU, ENGINES, OPTIM
 from tests.support.tiny_updates import tiny_qwen2
 
@@ -18,15 +21,20 @@ LORA = LoraConfig(enabled=True, rank=4, alpha=8.0)
 DORA = LoraConfig(enabled=True, rank=4, alpha=8.0, use_dora=True, use_rslora=True)
 
 
-def adapted_engine(kind: str, seed: int = 0, lora: LoraConfig = LORA, *, recompute: bool = False) -> TrainingBackend:
-    """`tiny_qwen2(0)` with adapters that begin with `seed`, in the engine that `ENGINES` calls `kind`."""
+def adapted_engine(
+    kind: str, seed: int = 0, lora: LoraConfig = LORA, *, recompute: bool = False, base: Path | None = None
+) -> TrainingBackend:
+    """`tiny_qwen2(0)` with adapters that begin with `seed`, in the engine that `ENGINES` calls `kind`; `base` is the
+    folder that a run would have it from."""
     model, config = tiny_qwen2(0), ENGINES[kind]
     add_adapters(model, lora, torch.bfloat16 if config.autocast == "bfloat16" else torch.float32)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    backend = build_backend(
-        model, config, OPTIM, CPU, grad_clip=0.5, total_optimizer_steps=20, hf_files={"config.json": b"{}"}
-    )
+    files = {"config.json": b"{}"}
+    if base is not None:
+        own = {"config.json": (base / "config.json").read_bytes()}
+        files = own | adapter_files(ModelConfig(path=str(base), lora=lora), model)
+    backend = build_backend(model, config, OPTIM, CPU, grad_clip=0.5, total_optimizer_steps=20, hf_files=files)
     shards, adapters = backend.model_shards(), Adapters.of(backend.module)
     assert adapters is not None
     fill_from_seed(shards, seed)

@@ -114,7 +114,7 @@ def test_kept_as_what_it_is(adapter, factors, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_dora": True}, "use_dora=True, which is not merged here"),
+        ({"use_dora": True}, "has lora_A, lora_B of .* speaks of lora_A, lora_B, lora_magnitude_vector"),
         ({"peft_type": "IA3"}, "peft_type=IA3, which is not merged here"),
         ({"base_model_name_or_path": None}, "does not name a base model. Set --hf_model_path"),
         ({"base_model_name_or_path": "/nowhere"}, "base_model_name_or_path=/nowhere"),
@@ -129,10 +129,14 @@ def test_what_cannot_be_merged_is_one_line(settings, message, adapter, base):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({f"{Q}.lora_B": None}, r"has only lora_A of model\.layers\.0\.self_attn\.q_proj\.weight"),
+        ({f"{Q}.lora_B": None}, r"has lora_A of model\.layers\.0\.self_attn\.q_proj\.weight"),
         ({f"{Q}.lora_B": torch.ones(9, 4)}, r"is no adapter of this base: .*q_proj\.weight is \(16, 16\) there"),
         ({"model.other.lora_A": torch.ones(4, 4), "model.other.lora_B": torch.ones(4, 4)}, "other.weight is not in it"),
-        ({f"{Q}.lora_magnitude_vector": torch.ones(4)}, "a part of an adapter that is not known here"),
+        (
+            {f"{Q}.lora_magnitude_vector": torch.ones(4)},
+            r"has lora_A, lora_B, lora_magnitude_vector of .* speaks of lora_A",
+        ),
+        ({f"{Q}.lora_other": torch.ones(4)}, "a part of an adapter that is not known here"),
     ],
 )
 def test_an_adapter_of_another_base_is_refused(change, message, adapter, factors):

@@ -50,11 +50,11 @@ def test_settings_by_themselves(lora, said):
 def test_settings_beside_others():
     config = config_of(use_dora=True, base_dtype="bfloat16")
     config.actor.use_kl_loss = True
-    config.ref.update_freq, config.checkpoint.contents = 5, ["model", "hf_model"]
+    config.ref.update_freq, config.checkpoint.contents = 5, ["hf_model"]
     config.backend.name, config.backend.zero_stage = "deepspeed", 3
     lines = refusal(config).splitlines()
     assert "ref.update_freq=5: with model.lora.enabled=true the reference is the model without its adapters" in lines[0]
-    assert "leave hf_model out" in lines[1]
+    assert "hf_model is for other tools, and a run goes on from model alone; add model." in lines[1]
     assert "with backend.autocast=none is float32; set model.lora.base_dtype=null." in lines[2]
     assert "model.lora.use_dora=true" in lines[3]
     assert "backend.zero_stage=2" in lines[3]

@@ -1,7 +1,9 @@
 """Export of a finished run for other tools, when a command asks it for `hf_model` after the fact."""
 
 import logging
+from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> Non
         return
     with output_folder(target, overwrite=True, sources=[checkpoint]) as folder:
         for role in manifest.roles:
-            _write_role(checkpoint, role, settings.hf_dtype, folder)
+            _write_role(checkpoint, role, settings, folder)
         prove(folder, [write_json(folder, SOURCE, origin)])
     log.info("The model for other tools, as of %s, was written to %s.", checkpoint.name, target)
 
@@ -74,7 +76,7 @@ def explain_no_export(run_dir: Path, settings: CheckpointConfig, step: int) -> N
 def _is_there(checkpoint: Path, manifest: Manifest, settings: CheckpointConfig, target: Path) -> bool:
     """Whether the checkpoint itself, or `target`, has what is asked for; says where."""
     place = None
-    if "hf_model" in manifest.contents and _dtype(settings.hf_dtype) == _dtype(_stored_dtype(checkpoint, manifest)):
+    if "hf_model" in manifest.contents and _form(asdict(settings)) == _form(_stored(checkpoint, manifest)):
         place = checkpoint / manifest.roles[0] / HF_FOLDER
     elif _written_from(target) == _origin(checkpoint, settings):
         place = target
@@ -86,17 +88,18 @@ def _is_there(checkpoint: Path, manifest: Manifest, settings: CheckpointConfig, 
 def _origin(checkpoint: Path, settings: CheckpointConfig) -> dict[str, Any]:
     """What an export says of where it is from."""
     mark = xxhash.xxh3_128_hexdigest(manifest_bytes(checkpoint))
-    return {"checkpoint": checkpoint.name, "manifest": mark, "dtype": settings.hf_dtype}
+    return {"checkpoint": checkpoint.name, "manifest": mark, "form": _form(asdict(settings))}
 
 
-def _dtype(asked: str | None) -> str:
-    """The type that `checkpoint.hf_dtype` means; training is in float32."""
-    return asked or "float32"
+def _form(settings: Mapping[str, Any]) -> list[str]:
+    """What the section `checkpoint` makes of an export: the type of its weights (training is in float32), and whether
+    adapters are kept."""
+    return [settings.get("hf_dtype") or "float32", settings.get("hf_adapter") or "keep"]
 
 
-def _stored_dtype(checkpoint: Path, manifest: Manifest) -> str | None:
+def _stored(checkpoint: Path, manifest: Manifest) -> Mapping[str, Any]:
     config = yaml.safe_load(CheckedFiles(checkpoint, manifest.files).content(CONFIG))
-    return config["checkpoint"].get("hf_dtype")
+    return config["checkpoint"]
 
 
 def _written_from(target: Path) -> Any:
@@ -107,7 +110,7 @@ def _written_from(target: Path) -> Any:
         return None
 
 
-def _write_role(checkpoint: Path, role: str, dtype: str | None, folder: Path) -> None:
-    options = HfOptions(dtype=dtype, compared=False, value_model=role == "critic")
-    with closing(open_source(Origin(checkpoint, role=role))) as source:
+def _write_role(checkpoint: Path, role: str, settings: CheckpointConfig, folder: Path) -> None:
+    options = HfOptions(dtype=settings.hf_dtype, compared=False, value_model=role == "critic")
+    with closing(open_source(Origin(checkpoint, role=role, adapter=settings.hf_adapter))) as source:
         hf_work(source, checkpoint, options).write(folder / role)

@@ -17,11 +17,20 @@ from torch import Tensor
 
 from rlhf.checkpoint.save.block_plan import BlockPlan, Extent, HeldBytes, MixedBlock, plan_blocks
 from rlhf.errors import UserError
+from rlhf.models.adapter_config import PREFIX
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.file_parts import FileParts, shards_in_files
 from rlhf.storage.files import SharedFile, WrittenFile
 from rlhf.storage.hashing import BLOCK
-from rlhf.storage.hf_layout import FLOAT_TYPES, WeightsFile, index_of_weights, lay_out_weights, saying_dtype
+from rlhf.storage.hf_layout import (
+    ADAPTER_STEM,
+    FLOAT_TYPES,
+    ONE_FILE,
+    WeightsFile,
+    index_of_weights,
+    lay_out_weights,
+    saying_dtype,
+)
 from rlhf.storage.shard_index import ITEM_BYTES, FileShards, Tensors, rows_of_ranks
 from rlhf.storage.shards import DTYPES, Shard, Shards, as_bytes, lay_out, tensor_table
 
@@ -29,28 +38,32 @@ from rlhf.storage.shards import DTYPES, Shard, Shards, as_bytes, lay_out, tensor
 @dataclass(frozen=True)
 class HfExport:
     """This rank's part of an export: its shards of the weights as they are trained, what the files have of each
-    (`parts`), and the files, whose tensors have the types `tensors`."""
+    (`parts`), and the files, whose tensors have the types `tensors`; whether the shards were `made` for it, and are
+    nobody's live state."""
 
     shards: Shards
     parts: FileParts
     tensors: Tensors
     files: list[WeightsFile]
+    made: bool = False
 
     @classmethod
     def of(cls, shards: Shards, dtype: str | None, parts: FileParts) -> "HfExport":
         """The export of `shards`, floating-point weights in `dtype` (as in `checkpoint.hf_dtype`)."""
-        wanted = None if dtype is None else FLOAT_TYPES[dtype]
-        in_files = shards_in_files(shards, parts)
-        tensors = {
-            name: (wanted if wanted and in_files[name].local.is_floating_point() else kind, shape)
-            for name, (kind, shape) in tensor_table(in_files).items()
-        }
+        tensors = _in_dtype(shards_in_files(shards, parts), dtype)
         return cls(shards, parts, tensors, lay_out_weights(tensors))
 
     @cached_property
     def in_files(self) -> Shards:
         """Views of the shards, as those of the tensors of the files."""
         return shards_in_files(self.shards, self.parts)
+
+    @classmethod
+    def of_adapter(cls, shards: Shards, dtype: str | None) -> "HfExport":
+        """The export of an adapter's `shards`, by their names in a checkpoint, as peft reads them."""
+        named = {PREFIX + name: shard for name, shard in shards.items()}
+        tensors = _in_dtype(named, dtype)
+        return cls(named, {}, tensors, lay_out_weights(tensors, ONE_FILE, ADAPTER_STEM))
 
     def small_files(self, files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:
         """All files of the folder but the weights: `files`, whose configuration says `dtype`, and the index if there is
@@ -61,6 +74,14 @@ class HfExport:
     def nbytes(self) -> int:
         """Bytes of all files, whoever writes them."""
         return sum(file.size for file in self.files)
+
+
+def _in_dtype(shards: Shards, dtype: str | None) -> Tensors:
+    wanted = None if dtype is None else FLOAT_TYPES[dtype]
+    return {
+        name: (wanted if wanted and shards[name].local.is_floating_point() else kind, shape)
+        for name, (kind, shape) in tensor_table(shards).items()
+    }
 
 
 @dataclass

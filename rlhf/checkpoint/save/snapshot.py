@@ -5,7 +5,7 @@ The big tensors are live views until they are written, or copied by a Stager.
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf.checkpoint.driver_state import DriverState
 from rlhf.checkpoint.save.hf_export import HfExport
 from rlhf.ranks.rng import rng_state
+from rlhf.storage.hf_layout import ADAPTER_CONFIG, GENERATION_CONFIG, MODEL_CONFIG
 from rlhf.storage.layout import CARRIED, CONFIG, DRIVER_STATE, HF_FOLDER, REFERENCE, SCHEDULE, rank_file
 from rlhf.storage.shards import Shards
 from rlhf.storage.state import Carried, MovingReference, Stateful, TrainState
@@ -87,11 +88,12 @@ def take_snapshot(
     reference_at: Path | None = None,
     metrics: Mapping[str, float] | None = None,
     hf_dtype: str | None = None,
+    hf_adapter: str = "keep",
 ) -> Snapshot:
     """Collect what `contents` asks for. Collective.
 
-    `reference_at` is a published checkpoint that holds the reference as it is now; `hf_dtype` is
-    `checkpoint.hf_dtype`.
+    `reference_at` is a published checkpoint that holds the reference as it is now; `hf_dtype` and
+    `hf_adapter` are those of `checkpoint`.
     """
     snapshot = Snapshot(step, list(contents), sorted(state.roles), metrics=dict(metrics or {}))
     for name, role in state.roles.items():
@@ -100,8 +102,9 @@ def take_snapshot(
             if "model" in contents:
                 snapshot.components[f"{name}/model"] = weights
             if "hf_model" in contents:
-                export = snapshot.exports[f"{name}/{HF_FOLDER}"] = HfExport.of(weights, hf_dtype, role.hf_parts())
-                small = export.small_files(role.hf_files(), hf_dtype) if rank == 0 else {}
+                export, files = _export(role, weights, hf_dtype, hf_adapter)
+                snapshot.exports[f"{name}/{HF_FOLDER}"] = export
+                small = export.small_files(files, hf_dtype) if rank == 0 else {}
                 snapshot.files |= {f"{name}/{HF_FOLDER}/{file}": content for file, content in small.items()}
         if "optimizer" in contents:
             snapshot.components[f"{name}/optimizer"] = role.optimizer_shards()
@@ -122,6 +125,18 @@ def take_snapshot(
         snapshot.files[DRIVER_STATE] = _json(state.driver.state_dict() | states)
         snapshot.files[CONFIG] = config_yaml.encode()
     return snapshot
+
+
+def _export(role: TrainState, weights: Shards, dtype: str | None, adapter: str) -> tuple[HfExport, Mapping[str, bytes]]:
+    """The export of a role, and the small files that go with it. Collective."""
+    files = role.hf_files()
+    if ADAPTER_CONFIG not in files:
+        return HfExport.of(weights, dtype, role.hf_parts()), files
+    leave_out = (MODEL_CONFIG, GENERATION_CONFIG) if adapter == "keep" else (ADAPTER_CONFIG,)
+    files = {name: content for name, content in files.items() if name not in leave_out}
+    if adapter == "keep":
+        return HfExport.of_adapter(weights, dtype), files
+    return replace(HfExport.of(role.merged_shards(), dtype, role.hf_parts()), made=True), files
 
 
 def _own(tensor: Tensor) -> Tensor:

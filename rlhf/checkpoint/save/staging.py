@@ -32,7 +32,8 @@ class Stager:
         copies.
         """
         written = [shards for folder, shards in snapshot.components.items() if folder not in linked]
-        written += [export.shards for export in snapshot.exports.values()]
+        live = {folder: export for folder, export in snapshot.exports.items() if not export.made}
+        written += [export.shards for export in live.values()]
         # An export's shards are a component's, where that is saved too: one copy is enough.
         distinct = {id(shards): shards for shards in written}
         copies = iter(self._copies([s.local for shards in distinct.values() for s in shards.values() if s.owner]))
@@ -43,8 +44,8 @@ class Stager:
         components = {
             folder: shards if folder in linked else staged[id(shards)] for folder, shards in snapshot.components.items()
         }
-        exports = {
-            folder: replace(export, shards=staged[id(export.shards)]) for folder, export in snapshot.exports.items()
+        exports = snapshot.exports | {
+            folder: replace(export, shards=staged[id(export.shards)]) for folder, export in live.items()
         }
         return replace(snapshot, components=components, exports=exports)
 

@@ -20,7 +20,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import CONFIG
 
-EXPORT_SETTINGS = ("checkpoint.contents", "checkpoint.hf_dtype")
+EXPORT_SETTINGS = ("checkpoint.contents", "checkpoint.hf_dtype", "checkpoint.hf_adapter")
 """Settings that a finished run still acts on, if they ask for an export."""
 MODEL_NAMES = ("model.path", "model.revision", "critic.path", "reward_model.path", "reward_model.revision")
 """Settings that a resume compares by what they name."""

@@ -5,7 +5,7 @@ import argparse
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.hf_output import add_output_options, tell, to_hf_folder
-from rlhf.checkpoint.verbs.origins import check_places
+from rlhf.checkpoint.verbs.origins import add_adapter_option, check_places
 from rlhf.checkpoint.verbs.places import local_folder
 
 NAME = "export"
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="Hugging Face folder with config and tokenizer, should those of the run not be there any more",
     )
+    add_adapter_option(parser)
     add_output_options(parser)
 
 
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from rlhf.checkpoint.interop.huggingface.hf_plan import HfOptions
     from rlhf.checkpoint.interop.source import Origin
 
-    origin = Origin(arguments.path, model_files=arguments.hf_model_path, role=arguments.role)
+    origin = Origin(arguments.path, model_files=arguments.hf_model_path, role=arguments.role, adapter=arguments.adapter)
     options = HfOptions(dtype=arguments.dtype, shard_bytes=arguments.max_shard_size)
     result = to_hf_folder(origin, "native", options, arguments.target, arguments.overwrite)
     return tell(result, arguments.json, console)

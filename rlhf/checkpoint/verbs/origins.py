@@ -27,8 +27,13 @@ def add_origin_options(parser: argparse.ArgumentParser) -> None:
         help="folder of the checkpoint, or a run directory; further ones with parts of it from other nodes' disks",
     )
     parser.add_argument("--role", default="actor", help="model of a checkpoint with several: actor (default), critic")
+    add_adapter_option(parser)
+
+
+def add_adapter_option(parser: argparse.ArgumentParser) -> None:
+    """Give a verb the option for checkpoints whose weights are an adapter's."""
     parser.add_argument(
-        "--adapter", choices=("keep", "merge"), help="a peft adapter: keep it, or merge it into its base"
+        "--adapter", choices=("keep", "merge"), help="an adapter (LoRA): keep it as peft's, or merge it into its base"
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.hf_output import DTYPES, size_of, to_hf_folder
+from rlhf.checkpoint.verbs.origins import add_adapter_option
 from rlhf.checkpoint.verbs.places import checkpoints_at, local_folder
 from rlhf.errors import EXIT_DONE, UserError
 from rlhf.printable import printable
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--private", action="store_true", help="nobody else sees it; a public one is refused")
     parser.add_argument("--revision", metavar="BRANCH", help="a branch, made if it is not there (main)")
     parser.add_argument("--commit-message", metavar="TEXT", help="of the one commit")
+    add_adapter_option(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights; without it each keeps its type")
     parser.add_argument(
         "--max-shard-size", type=size_of, metavar="SIZE", help="most bytes of one file of weights, such as 2GB (5GB)"
@@ -53,10 +55,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     """Look at the checkpoint, ask the Hub whether it may be done, merge, and send."""
     path = arguments.path
     ready = any((path / name).is_file() for name in FOLDERS)
-    if ready and (arguments.dtype or arguments.max_shard_size or arguments.hf_model_path):
+    if ready and (arguments.dtype or arguments.max_shard_size or arguments.hf_model_path or arguments.adapter):
         raise UserError(
-            f"{path} is a Hugging Face folder, which is sent as it is: --dtype, --max-shard-size and --hf_model_path "
-            "are for a checkpoint. Give them to merge or export, or push the checkpoint."
+            f"{path} is a Hugging Face folder, which is sent as it is: --dtype, --max-shard-size, --adapter and "
+            "--hf_model_path are for a checkpoint. Give them to merge or export, or push the checkpoint."
         )
     url, repo_id = _push_folder(arguments) if ready else _push_checkpoint(arguments)
     if arguments.json:
@@ -91,7 +93,11 @@ def _push_checkpoint(arguments: argparse.Namespace) -> tuple[str, str]:
     checkpoints_at(arguments.path)
     with closing(open_source(Origin(arguments.path, model_files=arguments.hf_model_path))) as source:
         # The one that is sent, whatever a run that goes on saves meanwhile.
-        origin = Origin(source.path, model_files=arguments.hf_model_path)
+        origin = Origin(source.path, model_files=arguments.hf_model_path, adapter=arguments.adapter)
+        if source.adapted:
+            from rlhf.checkpoint.interop.huggingface.adapters import choose  # with torch
+
+            choose(arguments.adapter, source.path)
         message = arguments.commit_message or f"Step {source.manifest.step}"
     repo_id = _prepared(arguments)
     card = card_of(origin, NATIVE, repo_id)

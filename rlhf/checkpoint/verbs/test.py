@@ -75,8 +75,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
     with closing(open_source(Origin(arguments.test_hf_dir), "huggingface")) as known:
         origin = origin_of(arguments)
-        # A layout that does not bring its configuration has the reference's.
-        origin = replace(origin, model_files=origin.model_files or arguments.test_hf_dir)
+        # A layout that does not bring its configuration has the reference's, which is no base of an adapter.
+        if origin.adapter != "merge":
+            origin = replace(origin, model_files=origin.model_files or arguments.test_hf_dir)
         with closing(open_source(origin, arguments.backend)) as source:
             verdict = _verdict(arguments, source, known)
     if arguments.json:

@@ -149,7 +149,7 @@ def _adapted(
     folder: Path, origin: Origin, tensors: Mapping[str, ReadableTensor], contents: Contents
 ) -> dict[str, ReadableTensor]:
     """The adapter, or base and adapter in one."""
-    choice = adapters.choose(origin, folder)
+    choice = adapters.choose(origin.adapter, folder)
     base, factors = adapters.split_adapter(tensors, folder)
     adapter = adapters.Adapter(folder, _adapter_config(folder, factors, origin), factors)
     if choice == adapters.KEEP:

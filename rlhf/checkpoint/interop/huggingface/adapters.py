@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlhf.checkpoint.interop.named_tensors import ReadableTensor
-from rlhf.checkpoint.interop.source import Origin, TensorInfo
+from rlhf.checkpoint.interop.source import TensorInfo
 from rlhf.errors import UserError
+from rlhf.models.adapter_config import PREFIX
+from rlhf.models.merged_weight import KINDS, factors_of
 
 KEEP, MERGE = "keep", "merge"
 CHOICES = (KEEP, MERGE)
-PREFIX = "base_model.model."
-FACTOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.weight)?")
+FACTOR = re.compile(rf"(.+)\.({'|'.join(KINDS)})(?:\.weight)?")
 REPLACED = re.compile(r"\.(?:modules_to_save|base_layer)(?=\.)")
 WITH_NAME = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)\.([^.]+)(?=\.|$)")
 
@@ -32,10 +32,10 @@ class Adapter:
     tensors: dict[str, ReadableTensor]
 
 
-def choose(origin: Origin, path: Path) -> str:
+def choose(asked: str | None, path: Path) -> str:
     """Choice of the user's for the adapter in `path`; raises UserError when there is none."""
-    if origin.adapter in CHOICES:
-        return str(origin.adapter)
+    if asked in CHOICES:
+        return str(asked)
     raise UserError(
         f"{path} has a LoRA adapter: its base model alone is not what was trained. Set --adapter={MERGE} to have both "
         f"in one model, or --adapter={KEEP} to have the adapter by itself."
@@ -69,9 +69,9 @@ def is_adapted(names: Mapping[str, Any]) -> bool:
 def merged(base: Mapping[str, ReadableTensor], adapter: Adapter) -> dict[str, ReadableTensor]:
     """Tensors of the model that base and adapter are together.
 
-    W + scaling * B A for each weight with factors, computed in float32 when it is read and rounded once to W's type;
-    modules that were trained whole replace the base's. Raises UserError for a kind of adapter that is not known here,
-    or of another base.
+    W + scaling * B A for each weight with factors, with DoRA's magnitude where there is one, computed in float32 when
+    it is read and rounded once to W's type; modules that were trained whole replace the base's. Raises UserError for a
+    kind of adapter that is not known here, or of another base.
     """
     _check(adapter)
     result, factors = dict(base), dict[str, dict[str, ReadableTensor]]()
@@ -97,7 +97,7 @@ def _plain(name: str) -> str:
 
 def _check(adapter: Adapter) -> None:
     config = adapter.config
-    for setting, expected in (("peft_type", "LORA"), ("use_dora", False), ("lora_bias", False)):
+    for setting, expected in (("peft_type", "LORA"), ("lora_bias", False)):
         if config.get(setting, expected) not in (expected, None):
             raise UserError(
                 f"{adapter.path} is an adapter with {setting}={config[setting]}, which is not merged here. Merge it "
@@ -116,13 +116,17 @@ def _with_factors(
 ) -> "MergedTensor":
     embedding = "lora_embedding_A" in pair
     kind = "lora_embedding_" if embedding else "lora_"
-    if {f"{kind}A", f"{kind}B"} != pair.keys():
-        raise UserError(f"{adapter.path} has only {', '.join(pair)} of {weight}. Restore the adapter.")
+    needed = {f"{kind}A", f"{kind}B"} | ({"lora_magnitude_vector"} if adapter.config.get("use_dora") else set())
+    if needed != pair.keys():
+        raise UserError(
+            f"{adapter.path} has {', '.join(pair)} of {weight}, where its adapter_config.json speaks of "
+            f"{', '.join(sorted(needed))}. Restore the adapter."
+        )
     a, b = pair[f"{kind}A"], pair[f"{kind}B"]
     transposed = embedding or bool(adapter.config.get("fan_in_fan_out"))
     shape = (b.info.shape[0], a.info.shape[-1])
     _check_base(adapter, weight, base, shape[::-1] if transposed else shape)
-    return MergedTensor(base[weight], a, b, _scaling(adapter.config, weight, a.info.shape[0]), transposed)
+    return MergedTensor(base[weight], pair, _scaling(adapter.config, weight, a.info.shape[0]), transposed)
 
 
 def _scaling(config: Mapping[str, Any], weight: str, rank: int) -> float:
@@ -140,8 +144,7 @@ class MergedTensor:
     """Weight with its factors added; while ranges of it are read, the whole of it is in memory."""
 
     base: ReadableTensor
-    a: ReadableTensor
-    b: ReadableTensor
+    factors: Mapping[str, ReadableTensor]
     scaling: float
     transposed: bool
     _whole: Tensor | None = field(default=None, repr=False)
@@ -159,10 +162,8 @@ class MergedTensor:
         return whole[start:stop].clone()
 
     def _merge(self) -> Tensor:
-        product = (_whole(self.b).float() @ _whole(self.a).float()).mul_(self.scaling)
-        weight = _whole(self.base)
-        delta = product.T if self.transposed else product
-        return torch.add(weight.float(), delta).to(weight.dtype).reshape(-1)
+        factors = factors_of({n: _whole(t) for n, t in self.factors.items()}, self.scaling, transposed=self.transposed)
+        return factors.merged(_whole(self.base)).to(self.base.info.dtype).reshape(-1)
 
 
 def _whole(tensor: ReadableTensor) -> Tensor:

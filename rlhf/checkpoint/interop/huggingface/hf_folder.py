@@ -8,19 +8,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from rlhf.checkpoint.interop.huggingface.adapters import choose, is_adapted
 from rlhf.checkpoint.interop.huggingface.hf_plan import HfOptions, HfPlan, Progress, as_json, in_dtype, planned
 from rlhf.checkpoint.interop.small_files import parse_model_config, read_small_files
 from rlhf.checkpoint.interop.source import TensorInfo, TensorSource
 from rlhf.errors import UserError
 from rlhf.storage.files import WrittenFile, write_file
-from rlhf.storage.hf_layout import MODEL_CONFIG, WeightsFile
+from rlhf.storage.hf_layout import ADAPTER_CONFIG, ADAPTER_STEM, GENERATION_CONFIG, MODEL_CONFIG, ONE_FILE, WeightsFile
 from rlhf.storage.shard_index import Tensors
 from rlhf.storage.shards import DTYPE_NAMES, DTYPES, as_bytes
 
 T = TypeVar("T")
-ADAPTER, ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
-ONE_FILE = 1 << 60
-"""Bytes that no adapter has, which peft reads from one file."""
 RANGE_BYTES = 8 << 20
 """Bytes of a tensor that are read at a time. Larger ones cost more: the C library takes memory for them from the system
 anew each time, and clearing its pages takes longer than reading."""
@@ -39,10 +37,12 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
     tensors = dict(contents.tensors)
     if odd := next((name for name, info in tensors.items() if info.dtype not in DTYPE_NAMES), None):
         raise UserError(f"{where}: {odd} has the type {tensors[odd].dtype}, which is not written here.")
+    if contents.adapter is None and is_adapted(tensors):
+        choose(None, where)
     if contents.adapter is not None:
-        small = {name: text for name, text in small.items() if name not in (MODEL_CONFIG, "generation_config.json")}
+        small = {name: text for name, text in small.items() if name not in (MODEL_CONFIG, GENERATION_CONFIG)}
         small[ADAPTER_CONFIG] = as_json(contents.adapter)
-        return HfPlan(in_dtype(_table(tensors), options.dtype), small, ONE_FILE, ADAPTER)
+        return HfPlan(in_dtype(_table(tensors), options.dtype), small, ONE_FILE, ADAPTER_STEM)
     config = parse_model_config(small, contents.model_files)
     changes: dict[str, Any] = {}
     if options.need_architecture(config):

@@ -37,7 +37,7 @@ def hf_work(source: TensorSource, where: Path, options: HfOptions) -> HfWork:
     Weights of our own checkpoints that stay as they are stored are copied, without torch, which takes longer to import
     than a GB to copy.
     """
-    if isinstance(source, NativeCheckpoint):
+    if isinstance(source, NativeCheckpoint) and not source.adapted:
         plan = plan_as_stored(source.weights.tensors, source.model_files, options)
         if plan is not None:
             return Copied(source, plan)

@@ -81,7 +81,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _adapted(path: Path, origin: Origin, contents: Contents) -> dict[str, ReadableTensor]:
     """The adapter, or base and adapter in one."""
-    choice = adapters.choose(origin, path)
+    choice = adapters.choose(origin.adapter, path)
     config = _json(path / ADAPTER_CONFIG)
     file = ADAPTER if (path / ADAPTER).is_file() else OLD_ADAPTER
     if not (path / file).is_file():

@@ -4,13 +4,14 @@ Imports torch only to give tensors: what copies weights as they are does without
 """
 
 import logging
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
 from rlhf.checkpoint.driver_state import parse_driver_state
-from rlhf.checkpoint.interop.native.native_model_files import NativeModelFiles
+from rlhf.checkpoint.interop.native.native_model_files import NativeModelFiles, base_folder, start_settings
 from rlhf.checkpoint.interop.source import Contents, Origin, TrainedSoFar
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
@@ -23,9 +24,13 @@ from rlhf.storage.whole_tensors import WholeTensors
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlhf.checkpoint.interop.huggingface.adapters import Adapter
+    from rlhf.checkpoint.interop.named_tensors import ReadableTensor
     from rlhf.checkpoint.interop.native.native_tensors import NativeTensors
 
 NAME = "native"
+KEEP = "keep"
+"""`Origin.adapter` for the adapter by itself."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 REFERENCE_ROLE = "ref"
 
@@ -81,6 +86,9 @@ def _of_checkpoint(path: Path, error: DamagedCheckpoint | UserError) -> DamagedC
 class NativeCheckpoint:
     """One open checkpoint of this trainer, whose files may lie in several folders (`parts` of storage domains).
 
+    Where its weights are `adapted`, they are adapters beside a base that lies elsewhere: `origin.adapter` says what is
+    read, the adapter as peft has it, both merged, or (None) what is stored.
+
     Its weights are known by types and places without torch, which `contents` and `read` import.
     """
 
@@ -96,6 +104,8 @@ class NativeCheckpoint:
         self._absent = [] if self._optimizer else ["the optimizer's moments: checkpoint.contents had no optimizer"]
         self._progress = self._trained_so_far(origin.role)
         self._given = origin.model_files
+        self.adapted = any(".lora_" in name for name in self.weights.tensors)
+        self._asked = origin.adapter if self.adapted else None
         self._own = None if self._given else NativeModelFiles(self.path, self.manifest, self.files, origin.role)
 
     def _weights_of(self, role: str) -> tuple[str, ShardIndex | WholeTensors]:
@@ -137,6 +147,11 @@ class NativeCheckpoint:
     @cached_property
     def contents(self) -> Contents:
         """See `TensorSource.contents`."""
+        if self._asked is not None:
+            infos = {name: tensor.info for name, tensor in self._adapter_tensors.items()}
+            kept = self._adapter.config if self._asked == KEEP else None
+            absent = ["the optimizer's moments: they are of an adapter", *self._absent]
+            return Contents(infos, {}, self._progress, self.model_files, adapter=kept, absent=absent)
         tensors = self._components[0].infos
         moments = {n: info for part in self._components[1:] for n, info in part.infos.items() if _is_moment(n)}
         return Contents(tensors, moments, self._progress, self.model_files, absent=self._absent)
@@ -153,9 +168,26 @@ class NativeCheckpoint:
         together = self.manifest.world_size * BLOCK
         return [NativeTensors(TensorReader(self.files, *place), together) for place in places]
 
+    @cached_property
+    def _adapter(self) -> "Adapter":
+        from rlhf.checkpoint.interop.native.native_adapter import adapter_in  # with torch
+
+        return adapter_in(self.path, self._components[0], start_settings(self.path, self.files), self.model_files)
+
+    @cached_property
+    def _adapter_tensors(self) -> "Mapping[str, ReadableTensor]":
+        """The adapter's, or those of base and adapter together."""
+        if self._asked == KEEP:
+            return self._adapter.tensors
+        from rlhf.checkpoint.interop.native.native_adapter import merged_into
+
+        return merged_into(base_folder(self.path, self.manifest, self.files, self._given), self._adapter)
+
     def read(self, name: str, start: int, stop: int) -> "Tensor":
         """See `TensorSource.read`."""
         try:
+            if self._asked is not None:
+                return self._adapter_tensors[name].read(start, stop)
             return self._components[name not in self.contents.tensors].read(name, start, stop)
         except DamagedCheckpoint as error:
             raise self.damaged(error) from None
@@ -166,7 +198,8 @@ class NativeCheckpoint:
 
     def close(self) -> None:
         """See `TensorSource.close`."""
-        self.__dict__.pop("_components", None)
+        for name in ("_components", "_adapter", "_adapter_tensors"):
+            self.__dict__.pop(name, None)
         if self._own is not None:
             self._own.close()
 

@@ -53,19 +53,10 @@ def _of_checkpoint(files: CheckedFiles, manifest: Manifest, folder: str) -> dict
 
 
 def _of_start(checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: str) -> dict[str, bytes]:
-    try:
-        config: Any = yaml.safe_load(files.content(CONFIG))
-        model = config["model"]
-        setting, path, revision = "model.path", model["path"], model["revision"]
-        if role == "critic" and config["critic"]["path"] is not None:
-            setting, path, revision = "critic.path", config["critic"]["path"], None
-        template = model["chat_template"] if setting == "model.path" else None
-    except (yaml.YAMLError, KeyError, TypeError, RecursionError, DamagedCheckpoint) as error:
-        raise UserError(f"{checkpoint / CONFIG} does not say where its model is from ({error}). {REMEDY}") from None
-    folder = _found(checkpoint, setting, str(path), revision)
-    known = manifest.fingerprints.get(setting)
-    if known is not None and any(folder.glob("*.safetensors")) and fingerprint(folder) != known:
-        raise UserError(f"{setting}={path} is no longer what {checkpoint} was trained from. {REMEDY}")
+    model, setting, path, revision = _start(checkpoint, files, role)
+    template = model["chat_template"] if setting == "model.path" else None
+    folder = _found(checkpoint, setting, path, revision)
+    _check_start(checkpoint, manifest, setting, path, folder)
     contents = read_small_files(folder)
     if template is not None:
         if not (text := Path(template).expanduser()).is_file():
@@ -74,15 +65,50 @@ def _of_start(checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: s
     return contents
 
 
-def _found(checkpoint: Path, setting: str, path: str, revision: str | None) -> Path:
-    """The folder that a setting of a checkpoint names; small files of a Hub name are downloaded."""
+def start_settings(checkpoint: Path, files: CheckedFiles) -> Any:
+    """The section `model` of a checkpoint's configuration. Raises UserError when it says none."""
+    return _start(checkpoint, files, "actor")[0]
+
+
+def base_folder(checkpoint: Path, manifest: Manifest, files: CheckedFiles, given: Path | None) -> Path:
+    """The folder with the weights that adapters of a checkpoint were trained beside: `given`, or `model.path` of its
+    configuration. Raises UserError when it is not there, or another one."""
+    _, setting, path, revision = _start(checkpoint, files, "actor")
+    folder = given or _found(checkpoint, setting, path, revision, weights=True)
+    _check_start(checkpoint, manifest, setting, str(folder) if given else path, folder)
+    return folder
+
+
+def _start(checkpoint: Path, files: CheckedFiles, role: str) -> tuple[Any, str, str, str | None]:
+    """The section `model` of the configuration, and which setting names the role's start: its name, the path and the
+    revision."""
+    try:
+        config: Any = yaml.safe_load(files.content(CONFIG))
+        model = config["model"]
+        setting, path, revision = "model.path", model["path"], model["revision"]
+        if role == "critic" and config["critic"]["path"] is not None:
+            setting, path, revision = "critic.path", config["critic"]["path"], None
+        model["chat_template"]
+    except (yaml.YAMLError, KeyError, TypeError, RecursionError, DamagedCheckpoint) as error:
+        raise UserError(f"{checkpoint / CONFIG} does not say where its model is from ({error}). {REMEDY}") from None
+    return model, setting, str(path), revision
+
+
+def _check_start(checkpoint: Path, manifest: Manifest, setting: str, path: str, folder: Path) -> None:
+    known = manifest.fingerprints.get(setting)
+    if known is not None and any(folder.glob("*.safetensors")) and fingerprint(folder) != known:
+        raise UserError(f"{setting}={path} is no longer what {checkpoint} was trained from. {REMEDY}")
+
+
+def _found(checkpoint: Path, setting: str, path: str, revision: str | None, *, weights: bool = False) -> Path:
+    """The folder that a setting of a checkpoint names; small files of a Hub name are downloaded, and its weights."""
     local = Path(path).expanduser()
     if local.is_dir():
         return local
     from rlhf.models.loading import ModelSource, resolve_path  # with transformers, which only a Hub name needs
 
     try:
-        return resolve_path(ModelSource(setting, path, revision), weights=False)
+        return resolve_path(ModelSource(setting, path, revision), weights=weights)
     except UserError as error:
         raise UserError(
             f"{checkpoint} was trained from {setting}={path}, which cannot be had: {error} {REMEDY}"
