@@ -403,25 +403,35 @@ def test_structure_arguments_of_vllm_and_weights_that_do_not_fit(rank: None):
     engine.close()
 
 
-def test_experts_are_handed_over_one_by_one(rank: None):
-    """vLLM has the names of the files. After a reload it would compute with experts that it has not packed."""
+def experts_beside_the_embedded_engine() -> list[tuple[Any, Any, float]]:
+    """After each of two updates: what vLLM and the embedded engine say, and how far their log-probs are apart."""
     torch.manual_seed(5)
     tokenizer, sizes = tiny_tokenizer(), {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
     config = tiny_config("mixtral", num_attention_heads=2, **sizes)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     model.config.architectures = [type(model).__name__]
-    engine = build(model, tokenizer)
+    engine, found = build(model, tokenizer), []
     for version in (1, 2):
         engine.update_weights(model.named_parameters, version)
         assert engine._check_weights._computed == set()
         plain = build_embedded_engine(model, tokenizer, RolloutConfig())
-        said = sampled(engine, requests(tokenizer), GREEDY, seed=1, step=1)
-        expected = sampled(plain, requests(tokenizer), GREEDY, seed=1, step=1)
-        assert [s.token_ids for s in said] == [s.token_ids for s in expected]
-        for one, other in zip(said, expected, strict=True):
-            torch.testing.assert_close(one.log_probs, other.log_probs, rtol=1e-4, atol=1e-4)
+        said, expected = (sampled(e, requests(tokenizer), GREEDY, seed=1, step=1) for e in (engine, plain))
+        pairs = zip(said, expected, strict=True)
+        apart = max(float((torch.tensor(a.log_probs) - torch.tensor(b.log_probs)).abs().max()) for a, b in pairs)
+        found.append(([s.token_ids for s in said], [s.token_ids for s in expected], apart))
         shaken(model, 0.4)
     engine.close()
+    return found
+
+
+def test_experts_are_handed_over_one_by_one():
+    """vLLM has the names of the files. After a reload it would compute with experts that it has not packed. In a
+    process of its own: in one that has had a dense model vLLM takes none with experts."""
+    (found,) = run_ranks(1, experts_beside_the_embedded_engine)
+    assert found[0] != found[1]
+    for said, expected, apart in found:
+        assert said == expected
+        assert apart < 1e-4
 
 
 def on_two_ranks(backend_name: str, tensor_parallel: int, folder: Path) -> dict[str, Any]:
