@@ -13,7 +13,7 @@ from rlhf.config.algorithm_rules import needs_critic
 from rlhf.errors import UserError
 from rlhf.models import loading, weights
 from rlhf.models.adapter_folder import check_not_quantised
-from rlhf.models.adapter_layers import check_targets
+from rlhf.models.adapter_layers import add_adapters
 from rlhf.models.loading import ModelSource
 from rlhf.models.model_files import ModelFiles, find_files
 from rlhf.models.weights import Loaded
@@ -36,7 +36,7 @@ class Found:
     def check_adapters(self, lora: LoraConfig) -> None:
         """Raise UserError unless it can have the adapters that `lora` asks for; no weights are looked at."""
         check_not_quantised(self.files.source.path, getattr(self.hf_config, "quantization_config", None))
-        check_targets(self.hf_config, loading.empty_model(self.files.source, self.hf_config), lora)
+        add_adapters(loading.empty_model(self.files.source, self.hf_config), lora, torch.float32)
 
 
 @dataclass(frozen=True)

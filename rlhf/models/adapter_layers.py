@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.config.lora import ALL_LINEAR, LoraConfig
@@ -34,70 +34,89 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.d
     """Give the layers of `model` that `config` names adapters, float32 on the meta device; its own weights are frozen,
     and cast to `base_dtype`.
 
-    Call `check_targets` first.
+    Raises:
+        UserError: see `target_names`; or peft would adapt others.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
+    targets = target_names(model, config)
     hold_in(model, base_dtype)
     # The model stays what it is, and its names but for those of adapted layers; no random numbers are drawn.
-    inject_adapter_in_model(PeftConfig(**peft_settings(config)), model, low_cpu_mem_usage=True)
+    inject_adapter_in_model(PeftConfig(**peft_settings(config, targets)), model, low_cpu_mem_usage=True)
+    # For some models peft takes the name of a layer for those of experts that were linear layers once.
+    if others := sorted(_adapted(model).keys() ^ set(targets)):
+        raise UserError(
+            f"model.lora.target_modules={config.target_modules}: peft would adapt fused experts in the place of layers "
+            f"of {model.config.model_type} ({others[0]}). Leave these out: model.lora.exclude_modules="
+            f"[{others[0].rpartition('.')[2]}]."
+        )
     for module in _adapted(model).values():
         if config.dropout:
             module.lora_dropout[ADAPTER] = UpdateDropout(config.dropout)
 
 
-def peft_settings(config: LoraConfig) -> dict[str, Any]:
-    """Arguments of peft's own LoraConfig."""
+def peft_settings(config: LoraConfig, targets: Iterable[str]) -> dict[str, Any]:
+    """Arguments of peft's own LoraConfig, for layers of these names."""
     return {
         "task_type": "CAUSAL_LM",
         "r": config.rank,
         # peft writes it into its files as it is, and other tools read whole numbers.
         "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
-        "target_modules": config.target_modules if config.target_modules == ALL_LINEAR else list(config.target_modules),
-        "exclude_modules": list(config.exclude_modules) or None,
+        "target_modules": list(targets),
         "lora_dropout": config.dropout,
         "use_rslora": config.use_rslora,
         "use_dora": config.use_dora,
     }
 
 
-def check_targets(hf_config: PretrainedConfig, model: PreTrainedModel, config: LoraConfig) -> None:
-    """Raise UserError unless every layer that `config` names is one of `model`, on any device, and can have an
-    adapter."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """The layers of `model`, on any device, that `config` names.
+
+    Raises:
+        UserError: there are none of a name, or they are no linear layers, or the head.
+    """
+    layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     head = model.get_output_embeddings()
-    fitting = {name for name, module in layers.items() if module is not head}
-    ends = sorted({name.rpartition(".")[2] for name in fitting})
-    named: set[str] = set() if config.target_modules != ALL_LINEAR else fitting
-    left_out: set[str] = set()
-    lists = {"exclude_modules": left_out}
-    if config.target_modules != ALL_LINEAR:
-        lists["target_modules"] = named
-    for key, found in lists.items():
-        for end in getattr(config, key):
-            said = f"model.lora.{key}={list(getattr(config, key))}"
-            meant = {name for name, _ in model.named_modules() if name == end or name.endswith(f".{end}")}
-            if not meant:
-                raise UserError(
-                    f"{said}: {hf_config.model_type} has no module called {end!r}.{did_you_mean(nearest(end, ends))} "
-                    f"Its linear layers are {', '.join(ends)}."
-                )
-            if key == "target_modules" and (wrong := sorted(meant - fitting)):
-                what = (
-                    "the head, whose log-probs are taken in chunks of its own weight"
-                    if wrong[0] in layers
-                    else (f"a {type(model.get_submodule(wrong[0])).__name__}, and adapters are for linear layers")
-                )
-                raise UserError(
-                    f"{said}: {wrong[0]} is {what}. Leave {end!r} out; its linear layers are {', '.join(ends)}."
-                )
-            found |= meant
-    if not named - left_out:
+    fitting = {name for name in layers if model.get_submodule(name) is not head}
+    left_out = _named(model, "exclude_modules", config.exclude_modules, fitting)
+    if config.target_modules == ALL_LINEAR:
+        wanted = fitting
+    else:
+        wanted = _named(model, "target_modules", config.target_modules, fitting)
+        if wrong := sorted(wanted - fitting):
+            what = f"a {type(model.get_submodule(wrong[0])).__name__}, and adapters are for linear layers"
+            if wrong[0] in layers:
+                what = "the head, whose log-probs are taken in chunks of its own weight"
+            raise UserError(
+                f"model.lora.target_modules={list(config.target_modules)}: {wrong[0]} is {what}. Leave it out; its "
+                f"linear layers are {_ends(fitting)}."
+            )
+    if not wanted - left_out:
         raise UserError(
             f"model.lora.exclude_modules={list(config.exclude_modules)}: leaves out every layer that "
             "model.lora.target_modules names. Leave out fewer."
         )
+    return sorted(wanted - left_out)
+
+
+def _named(model: PreTrainedModel, key: str, ends: Iterable[str], fitting: set[str]) -> set[str]:
+    """The modules whose names end so."""
+    found: set[str] = set()
+    for end in ends:
+        meant = {name for name, _ in model.named_modules() if name == end or name.endswith(f".{end}")}
+        if not meant:
+            near = did_you_mean(nearest(end, _ends(fitting).split(", ")))
+            raise UserError(
+                f"model.lora.{key}={list(ends)}: {model.config.model_type} has no module called {end!r}.{near} Its "
+                f"linear layers are {_ends(fitting)}."
+            )
+        found |= meant
+    return found
+
+
+def _ends(names: Iterable[str]) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
 
 
 @contextmanager

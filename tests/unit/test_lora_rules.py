@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlhf.config import Config, FrozenFsdpConfig, LoraConfig
 from rlhf.config import lora_rules as rules
 from rlhf.config.validate import validate
 from rlhf.errors import UserError
 from rlhf.models.adapter_folder import check_adapter_start
-from rlhf.models.adapter_layers import check_targets
+from rlhf.models.adapter_layers import add_adapters, target_names
 from tests.support.refusals import refused
 from tests.support.tiny_updates import tiny_qwen2
 
@@ -80,13 +81,14 @@ def test_peft_missing_or_old(monkeypatch):
 
 
 def targets(**lora: Any) -> str:
-    model = tiny_qwen2()
-    return refused(check_targets, model.config, model, LoraConfig(**{"enabled": True} | lora))
+    return refused(target_names, tiny_qwen2(), LoraConfig(**{"enabled": True} | lora))
 
 
 def test_target_modules_are_there():
-    model = tiny_qwen2()
-    check_targets(model.config, model, LoraConfig(target_modules=["q_proj", "mlp.up_proj"], exclude_modules=["0"]))
+    names = target_names(
+        tiny_qwen2(), LoraConfig(target_modules=["q_proj", "mlp.up_proj"], exclude_modules=["0.mlp.up_proj"])
+    )
+    assert names == [f"model.layers.{n}" for n in ("0.self_attn.q_proj", "1.mlp.up_proj", "1.self_attn.q_proj")]
     message = targets(target_modules=["q_proj", "qproj"])
     assert "qwen2 has no module called 'qproj'. Did you mean q_proj? Its linear layers are down_proj, " in message
     assert "no module called 'nope'" in targets(exclude_modules=["nope"])
@@ -95,11 +97,33 @@ def test_target_modules_are_there():
     assert "lm_head is the head" in targets(target_modules=["lm_head"])
 
 
-def test_fused_experts_are_no_linear_layers():
-    model = tiny_qwen2()
-    model.model.layers[0].experts = nn.ParameterDict({"down_proj": nn.Parameter(nn.Linear(2, 2).weight[None])})
-    message = refused(check_targets, model.config, model, LoraConfig(target_modules=["experts"]))
-    assert "model.layers.0.experts is a ParameterDict, and adapters are for linear layers" in message
+def tiny_moe(*dense: int) -> PreTrainedModel:
+    config = Qwen3MoeConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        mlp_only_layers=list(dense),
+    )
+    with torch.device("meta"):
+        return Qwen3MoeForCausalLM(config)
+
+
+def test_fused_experts_get_no_adapters():
+    """peft by itself takes all-linear for experts and their router, too, and names of dense layers for experts."""
+    model = tiny_moe()
+    add_adapters(model, LoraConfig(), torch.float32)
+    assert {name for name, p in model.named_parameters() if p.requires_grad and ".mlp." in name} == set()
+    assert len([p for p in model.parameters() if p.requires_grad]) == 2 * 2 * 4
+    message = refused(target_names, tiny_moe(), LoraConfig(target_modules=["experts"]))
+    assert "model.layers.0.mlp.experts is a Qwen3MoeExperts, and adapters are for linear layers" in message
+    message = refused(add_adapters, tiny_moe(0), LoraConfig(), torch.float32)
+    assert "peft would adapt fused experts in the place of layers of qwen3_moe (model.layers.0.mlp." in message
+    add_adapters(tiny_moe(0), LoraConfig(exclude_modules=["mlp.gate_proj", "up_proj", "down_proj"]), torch.float32)
 
 
 @pytest.fixture
