@@ -76,7 +76,8 @@ class Run:
     accuracy: dict[int, float]
     """Held-out accuracy by step, from 0."""
     clipped: float
-    """Mean share of tokens whose loss the clip changed; of SAPO, which has none, the share that its gate took off."""
+    """Mean share of tokens whose loss the clip changed. Without a clip: of KL-Cov the share with a penalty, of
+    SAPO what its gate took off."""
     explained: float | None
     """Explained variance of the returns: the mean over the best quarter of the steps in a row, since it falls again
     when all is solved; None without a critic. One that says the same of every response has at most 0 in each step."""
@@ -90,9 +91,7 @@ class Run:
         windows = [variances[start : start + width] for start in range(len(variances) - width + 1)]
         return cls(
             {record["step"]: record["val/accuracy"] for record in records if "val/accuracy" in record},
-            statistics.fmean(
-                r["actor/pg_clipfrac"] if "actor/pg_clipfrac" in r else 1 - r["actor/sapo_weight"] for r in steps
-            ),
+            statistics.fmean(map(_clipped, steps)),
             max(map(statistics.fmean, windows)) if variances else None,
         )
 
@@ -109,6 +108,13 @@ class Run:
             yield "clipped nothing"
         if self.explained is not None and not self.explained > 0:
             yield f"the critic explains {self.explained:.2f} of the returns' variance"
+
+
+def _clipped(record: dict) -> float:
+    for name in ("actor/pg_clipfrac", "actor/kl_cov_frac"):
+        if name in record:
+            return record[name]
+    return 1 - record["actor/sapo_weight"]
 
 
 def weakened_policy(folder: Path) -> Path:

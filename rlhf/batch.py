@@ -47,6 +47,12 @@ class Batch:
     """[N, R] float32, 1 on those tokens of the mask that the policy's loss counts; None counts all."""
     truncated: Tensor | None = None
     """[N] bool: responses that the limit of tokens has cut off. Only the estimator asks."""
+    uids: Tensor | None = None
+    """[N] int64: the prompts' places in the stream. With `numbers` what tells a sample from all others of its step."""
+    numbers: Tensor | None = None
+    """[N] int64: which of its prompt's samples each is."""
+    chosen: Tensor | None = None
+    """[N, R] float32, 1 on the tokens of a mini-batch that the policy loss treats otherwise; None but in its update."""
     staleness: Tensor | None = None
     """[N] int64: steps between the policy that sampled and the one before the update; None when that is 0 for every
     sample on every rank."""

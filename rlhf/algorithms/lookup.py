@@ -3,18 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from rlhf.algorithms import advantages, losses
 from rlhf.algorithms.advantages import Estimate, EstimatorInput
 from rlhf.algorithms.losses import PolicyLoss
 from rlhf.algorithms.user import checked_estimator, checked_policy_loss
-from rlhf.config import ActorConfig, AlgorithmConfig
+from rlhf.config import AlgorithmConfig
 from rlhf.config.algorithm_table import ESTIMATORS, POLICY_LOSSES
 from rlhf.user_functions import load_function
 
 AdvantageEstimator = Callable[[EstimatorInput, AlgorithmConfig], Estimate]
-PolicyLossFunction = Callable[[Tensor, Tensor, Tensor, Tensor, ActorConfig], PolicyLoss]
+PolicyLossFunction = Callable[..., PolicyLoss]
+"""Of log-probs now and before the update, advantages and mask, [N, R] each, and the section `actor`; and of the tokens
+that are chosen, [N, R], where `POLICY_LOSSES` says so."""
 
 
 def load_estimator(name: str) -> AdvantageEstimator:

@@ -81,6 +81,37 @@ def cispo(
     return PolicyLoss(losses, {"pg_clipfrac": masked((weights != ratio).to(ratio.dtype), mask)})
 
 
+def clip_cov(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig, chosen: Tensor
+) -> PolicyLoss:
+    """PPO's clipped surrogate, in which tokens that were `chosen` ([N, R], 0 or 1) have no part.
+
+    Chosen at random among those whose covariance of log-prob and advantage is large. Other arguments as in `vanilla`,
+    without dual clip. The figures: what clipping changed (`pg_clipfrac`) and what was chosen (`clip_cov_frac`).
+
+    Source: Clip-Cov (arXiv 2505.22617) section 4.2.
+    """
+    losses, clipped = _clipped(_ratio(log_probs, old_log_probs, mask), masked(advantages, mask), config)
+    chosen = masked(chosen, mask)
+    return PolicyLoss(losses * (1 - chosen), {"pg_clipfrac": clipped, "clip_cov_frac": chosen})
+
+
+def kl_cov(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig, chosen: Tensor
+) -> PolicyLoss:
+    """The surrogate without a clip, -A * r, and for `chosen` tokens ([N, R], 0 or 1) a KL penalty besides:
+    + ppo_kl_coef * |log_probs - old_log_probs|.
+
+    Chosen are those with the largest covariance of log-prob and advantage. Other arguments as in `vanilla`; one figure,
+    what was chosen (`kl_cov_frac`).
+
+    Source: KL-Cov (arXiv 2505.22617) section 4.2, with the penalty of verl and of the authors' code.
+    """
+    chosen, away = masked(chosen, mask), masked(log_probs - old_log_probs, mask).abs()
+    surrogate = -masked(advantages, mask) * _ratio(log_probs, old_log_probs, mask)
+    return PolicyLoss(surrogate + config.policy_loss.ppo_kl_coef * chosen * away, {"kl_cov_frac": chosen})
+
+
 def sapo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig) -> PolicyLoss:
     """The surrogate with a soft gate in the clip's place: -A * 4 / tau * sigmoid(tau * (r - 1)), tau `tau_pos` for
     A > 0 and `tau_neg` else.

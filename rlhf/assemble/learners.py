@@ -96,6 +96,7 @@ def build_learners(
         scale=scale,
         mini_batches=mini_batches,
         log_prob_budget=budgets.old_log_probs,
+        seed=config.trainer.seed,
     )
     if reference is not None and not lora.enabled and is_packed(actor.backend.module):
         pack(model.module)  # of the actor's architecture

@@ -14,7 +14,18 @@ KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
 @dataclass
 class PolicyLossConfig:
     loss_mode: str = setting("vanilla")
-    """The policy loss: `vanilla` (PPO's clip), `gspo`, `cispo`, `sapo`, or `path/to/file.py:function`."""
+    """The policy loss: `vanilla` (PPO's clip), `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, or
+    `path/to/file.py:function`."""
+    clip_cov_ratio: float = setting(0.0002, gt=0, le=1)
+    """Share of a mini-batch's tokens that `clip_cov` leaves out, at least one."""
+    clip_cov_lb: float = setting(1.0)
+    """Covariance of log-prob and advantage above which `clip_cov` leaves out a token."""
+    clip_cov_ub: float = setting(5.0)
+    """Covariance of log-prob and advantage below which `clip_cov` leaves out a token."""
+    kl_cov_ratio: float = setting(0.0002, gt=0, le=1)
+    """Share of a mini-batch's tokens that have `kl_cov`'s penalty, at least one."""
+    ppo_kl_coef: float = setting(0.1, ge=0)
+    """Weight of `kl_cov`'s penalty."""
 
 
 @dataclass

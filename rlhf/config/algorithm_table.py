@@ -31,11 +31,32 @@ ESTIMATORS = {
     "remax": Estimator(greedy_baseline=True),
     "pass_at_k": Estimator(group=True),
 }
-POLICY_LOSSES = ("vanilla", "gspo", "cispo", "sapo")
-"""The functions of these names in `rlhf.algorithms.losses`."""
+
+
+@dataclass(frozen=True)
+class PolicyLossNeeds:
+    """Needs of a policy loss; `rlhf.algorithms.losses` has the function of the same name."""
+
+    chosen: Literal["at random", "largest", "none"] = "none"
+    """Takes tokens that are chosen in each mini-batch by the covariance of their log-probs and advantages."""
+
+
+POLICY_LOSSES = {
+    "vanilla": PolicyLossNeeds(),
+    "gspo": PolicyLossNeeds(),
+    "cispo": PolicyLossNeeds(),
+    "sapo": PolicyLossNeeds(),
+    "clip_cov": PolicyLossNeeds(chosen="at random"),
+    "kl_cov": PolicyLossNeeds(chosen="largest"),
+}
 
 SETTINGS_OF_ONE = {
     "algorithm.pass_at_k": "pass_at_k",
+    "actor.policy_loss.clip_cov_ratio": "clip_cov",
+    "actor.policy_loss.clip_cov_lb": "clip_cov",
+    "actor.policy_loss.clip_cov_ub": "clip_cov",
+    "actor.policy_loss.kl_cov_ratio": "kl_cov",
+    "actor.policy_loss.ppo_kl_coef": "kl_cov",
     "actor.tau_pos": "sapo",
     "actor.tau_neg": "sapo",
 }
@@ -115,5 +136,7 @@ ALGORITHMS = {
     ),
     "cispo": Algorithm("grpo", loss_mode="cispo", others={"actor.clip_ratio_low": 1.0}),
     "sapo": Algorithm("grpo", loss_mode="sapo", loss_agg_mode="seq-mean-token-mean"),
+    "clip_cov": Algorithm("grpo", loss_mode="clip_cov"),
+    "kl_cov": Algorithm("grpo", loss_mode="kl_cov"),
     "pass_at_k": Algorithm("pass_at_k"),
 }

@@ -189,6 +189,12 @@ def _losses(config: Config) -> Iterator[str]:
         )
     if actor.clip_ratio_low > 1:
         yield f"actor.clip_ratio_low={actor.clip_ratio_low}: must be at most 1; a ratio is never below 0."
+    policy_loss = actor.policy_loss
+    if policy_loss.loss_mode == "clip_cov" and policy_loss.clip_cov_lb >= policy_loss.clip_cov_ub:
+        yield (
+            f"actor.policy_loss.clip_cov_lb={policy_loss.clip_cov_lb}: must be less than "
+            f"actor.policy_loss.clip_cov_ub={policy_loss.clip_cov_ub}, or no token is between them."
+        )
     norm = "seq-mean-token-sum-norm"
     if actor.loss_scale_factor is not None and norm not in (actor.loss_agg_mode, config.critic.loss_agg_mode):
         yield (

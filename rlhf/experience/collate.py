@@ -36,6 +36,8 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
         scores=tensor([score for group in groups for score in group.scores], torch.float32),
         baselines=None if None in baselines else tensor(baselines, torch.float32),
         truncated=tensor([sample.finish_reason == "length" for _, sample in rows], torch.bool),
+        uids=tensor([group.uid for group, _ in rows], torch.int64),
+        numbers=tensor([sample.sample for _, sample in rows], torch.int64),
         staleness=tensor([version - sample.version for _, sample in rows], torch.int64),
     )
 

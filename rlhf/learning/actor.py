@@ -1,6 +1,7 @@
 """Actor: the policy in training."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from rlhf.learning.entropy_control import EntropyControl
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
 from rlhf.learning.spread import Spread
-from rlhf.learning.update import Counts, Figures, Passes, Share, update
+from rlhf.learning.token_choice import TokenChoice
+from rlhf.learning.update import Around, Counts, Figures, Passes, Share, update
 from rlhf.learning.work_sharing import Shuffle
 from rlhf.ranks.collectives import all_sum
 
@@ -30,6 +32,7 @@ class Actor(Policy):
         scale: the length that the loss mode `seq-mean-token-sum-norm` divides by.
         mini_batches: optimizer steps per pass over a batch.
         log_prob_budget: tokens of a forward pass on one rank, where no gradients are wanted.
+        seed: of the run, for policy losses that choose tokens at random.
     """
 
     def __init__(
@@ -42,10 +45,12 @@ class Actor(Policy):
         scale: int,
         mini_batches: int,
         log_prob_budget: int,
+        seed: int = 0,
     ) -> None:
         super().__init__(backend, temperature, log_prob_budget)
         self.backend, self._config, self._correction, self._scale = backend, config, correction, scale
         self.entropy_control = EntropyControl(config)
+        self._choice = TokenChoice(config, seed)
         self._policy_loss = load_policy_loss(config.policy_loss.loss_mode)
         self._passes = Passes(config.ppo_epochs, config.ppo_max_token_len_per_gpu, config.loss_agg_mode)
         # With one optimizer step per batch the update's own pass sees the policy that the old log-probs are of; but
@@ -62,9 +67,8 @@ class Actor(Policy):
         if self._correction.rollout_rs is not None and guards.refused is None:
             batch, rejected = self._reject(batch, self._correction.rollout_rs)
         passes, share_of = self._passes, self._share_of
-        figures = rejected | update(
-            self.backend, batch, spread, passes, share_of, guards, "actor", shuffle, self._stepped
-        )
+        around = Around(partial(self._with_choice, guards.step), self._bonus_follows)
+        figures = rejected | update(self.backend, batch, spread, passes, share_of, guards, "actor", shuffle, around)
         return {name if "/" in name else f"actor/{name}": value for name, value in figures.items()}
 
     def _share_of(self, micro: Batch, counts: Counts) -> Share:
@@ -79,7 +83,8 @@ class Actor(Policy):
 
         log_probs, entropy = self.log_probs(micro, with_entropy=config.needs_entropy)
         old = micro.old_log_probs if micro.old_log_probs is not None else log_probs.detach()
-        losses, figures = self._policy_loss(log_probs, old, micro.advantages, counted, config)
+        chosen = () if micro.chosen is None else (micro.chosen,)
+        losses, figures = self._policy_loss(log_probs, old, micro.advantages, counted, config, *chosen)
         weights: Tensor | None = None
         if self._correction.rollout_is is not None or micro.staleness is not None:
             weights, truncated = self._importance_weights(micro, old)
@@ -108,7 +113,21 @@ class Actor(Policy):
         largest = mismatch.max() if mismatch.numel() else mismatch.new_zeros(())
         return Share(loss, sums, {"rollout/logprob_diff_max": largest})
 
-    def _stepped(self, figures: Figures) -> Figures:
+    @torch.no_grad()
+    def _with_choice(self, step: int, batch: Batch, plan: list[list[int]]) -> Batch:
+        """The batch with the tokens chosen that the policy loss treats otherwise in the mini-batch whose rows are in
+        `plan`. Collective, and one more forward pass, if it does so at all: the choice is of the policy as it is."""
+        if self._choice.kind == "none":
+            return batch
+        log_probs, mask = torch.zeros_like(batch.rollout_log_probs), torch.zeros_like(batch.counted)
+        for rows in plan:
+            of_rows, _ = self.log_probs(batch.micro_batch(rows), with_entropy=False)
+            if rows:
+                log_probs[rows, : of_rows.shape[1]] = of_rows
+                mask[rows] = batch.counted[rows]
+        return replace(batch, chosen=self._choice.choose(batch, mask, log_probs, step))
+
+    def _bonus_follows(self, figures: Figures) -> Figures:
         """Let the entropy bonus follow an optimizer step; returns the weight that it had in it, if it moves."""
         if not self.entropy_control.moves:
             return {}

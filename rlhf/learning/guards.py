@@ -66,6 +66,11 @@ class Guards:
         self._row: list[Event] = []
 
     @property
+    def step(self) -> int:
+        """The step of the batch at hand."""
+        return self._step
+
+    @property
     def rolls_back(self) -> bool:
         """Whether a refused batch sends the run back to its newest checkpoint."""
         return self._config.action == "rollback"

@@ -50,6 +50,16 @@ class Passes:
     loss_agg_mode: str
 
 
+@dataclass(frozen=True)
+class Around:
+    """Calls of an update's owner around each optimizer step, the same on every rank."""
+
+    begins: Callable[[Batch, list[list[int]]], Batch]
+    """Given the batch and a mini-batch's rows by micro-batch, returns the batch to take them from."""
+    made: Callable[[Figures], Figures]
+    """Given the figures of an optimizer step that was made, returns further ones of it."""
+
+
 def update(
     backend: TrainingBackend,
     batch: Batch,
@@ -59,7 +69,7 @@ def update(
     guards: Guards,
     who: str,
     shuffle: Shuffle | None = None,
-    stepped: Callable[[Figures], Figures] = lambda figures: {},
+    around: Around | None = None,
 ) -> Figures:
     """Take the optimizer steps of a step and return the means of their figures (`lr`: the last one's). Collective.
 
@@ -70,7 +80,6 @@ def update(
     Args:
         spread: the samples of all ranks, by mini-batch; `batch` has this rank's.
         shuffle: draws other mini-batches for each epoch after the first; None keeps them.
-        stepped: is given the figures of each optimizer step that was made, and returns further ones of it.
     """
     if guards.refused is not None:
         return {}
@@ -88,7 +97,8 @@ def update(
     for epoch, of_epoch in enumerate(plans):
         present = batch if shuffle is None or epoch == 0 else shuffle.moved(batch, epoch)
         for plan in of_epoch:
-            figures = _accumulate(backend, present, plan, passes, share_of, tell)
+            chosen = present if around is None else around.begins(present, plan)
+            figures = _accumulate(backend, chosen, plan, passes, share_of, tell)
             steps.append(figures)
             announce("update.mid")
             if not guards.allows(who, **{name: figures[name] for name in ("loss", "kl", "ref_kl") if name in figures}):
@@ -97,7 +107,8 @@ def update(
             figures |= backend.optimizer_step()
             if not guards.allows(who, grad_norm=figures["grad_norm"]):
                 return _means(steps)
-            figures |= stepped(figures)
+            if around is not None:
+                figures |= around.made(figures)
     return _means(steps)
 
 

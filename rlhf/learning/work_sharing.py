@@ -12,7 +12,10 @@ from rlhf.learning.spread import Spread, spread
 from rlhf.ranks.collectives import all_to_all
 from rlhf.ranks.coordinator import Coordinator
 
-TRAVELLING = ("prompt_lengths", "response_lengths", "scores", "staleness", "response_mask", "rollout_log_probs")
+TRAVELLING = (
+    *("prompt_lengths", "response_lengths", "scores", "uids", "numbers", "staleness"),
+    *("response_mask", "rollout_log_probs"),
+)
 """Fields of a batch, beside the token ids, that go to the rank that trains on a sample."""
 
 Place = tuple[int, int]

@@ -95,6 +95,13 @@ def all_max(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def all_gather(tensor: Tensor) -> Tensor:
+    """Tensors of one shape of all ranks, one behind the other in the order of ranks."""
+    every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, tensor.contiguous())
+    return torch.cat(every)
+
+
 def any_rank(flag: bool, device: torch.device) -> bool:
     """Whether `flag` is set on any rank; the same answer everywhere."""
     return bool(all_max(torch.tensor(float(flag), device=device)).item())

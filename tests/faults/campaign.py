@@ -88,10 +88,13 @@ PROFILES = {
         )
     ),
     # More prompts per generation than a batch takes, so that groups are carried over almost every step, to be trained
-    # on late; and what is drawn, masked and penalised otherwise than in the others.
+    # on late; and what is drawn, masked, left out and penalised otherwise than in the others.
     "dapo": Profile(
         (
             "algorithm=dapo",
+            "actor.policy_loss.loss_mode=clip_cov",
+            "actor.policy_loss.clip_cov_ratio=0.2",
+            "actor.policy_loss.clip_cov_lb=0.01",
             "data.gen_batch_size=6",
             "reward.overlong_buffer.len=2",
             "algorithm.rollout_correction.rollout_is=token",

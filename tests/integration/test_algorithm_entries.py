@@ -13,7 +13,7 @@ from rlhf.reward import check_reward
 from tests.support.launching import TINY_POLICY, ranks, records
 
 LIBRARY = Library.find(None)
-SAME_BUT_FOR_A_FUNCTION = {"sapo", "pass_at_k"}
+SAME_BUT_FOR_A_FUNCTION = {"sapo", "pass_at_k", "clip_cov"}
 """As `grpo` but for one pure function, of which tests/numerics knows all."""
 RECIPES, ALGORITHMS = LIBRARY.entries("recipes"), LIBRARY.entries("algorithm")
 

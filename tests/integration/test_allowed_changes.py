@@ -101,6 +101,13 @@ SCENARIOS: dict[str, list[str]] = {
     "lora": [*FILES, *KL, "model.lora.enabled=true", "model.lora.rank=8"],
     "entropy below": [*FILES, "actor.entropy_ctrl.type=adaptive", "actor.entropy_ctrl.target_entropy=9"],
     "entropy above": [*FILES, "actor.entropy_ctrl.type=adaptive", "actor.entropy_ctrl.target_entropy=0"],
+    "clip cov": [
+        *FILES,
+        "actor.policy_loss.loss_mode=clip_cov",
+        "actor.policy_loss.clip_cov_ratio=0.2",
+        "actor.policy_loss.clip_cov_lb=0.01",
+    ],
+    "kl cov": [*FILES, "actor.policy_loss.loss_mode=kl_cov", "actor.policy_loss.kl_cov_ratio=0.2"],
     "pass at k": [*FILES, "algorithm.adv_estimator=pass_at_k"],
     "sapo": [*FILES, "actor.policy_loss.loss_mode=sapo"],
     "corrected": [*FILES, "algorithm.rollout_correction.rollout_is=token"],
@@ -257,6 +264,13 @@ CASES: dict[str, Case] = {
         "actor.entropy_ctrl.max_coeff=0.01",
     ),
     **of("entropy above", "actor.entropy_ctrl.min_coeff=0.005"),
+    **of(
+        "clip cov",
+        "actor.policy_loss.clip_cov_ratio=0.9",
+        "actor.policy_loss.clip_cov_lb=-9",
+        "actor.policy_loss.clip_cov_ub=0.02",
+    ),
+    **of("kl cov", "actor.policy_loss.kl_cov_ratio=0.9", "actor.policy_loss.ppo_kl_coef=5"),
     **of("pass at k", "algorithm.pass_at_k=3"),
     **of("sapo", "actor.tau_pos=9", "actor.tau_neg=9"),
     **of(

@@ -10,7 +10,7 @@ from torch import Tensor
 from rlhf.algorithms import losses
 from rlhf.algorithms.aggregation import loss_count, loss_sum
 from rlhf.algorithms.losses import PolicyLoss, value_loss
-from rlhf.config import ActorConfig
+from rlhf.config import ActorConfig, PolicyLossConfig
 from tests.support import float_reference as reference
 from tests.support.tables import MODES, Rows, close, random_mask, random_table, slopes, tensor
 
@@ -88,6 +88,43 @@ def test_policy_loss_and_its_gradient(name, clip, mode):
     assert changed[FIGURES[name][0]] == {True, False}, "clipping must have happened for both signs of the advantage"
     if name == "vanilla":
         assert changed["pg_clipfrac_lower"] == {False}, "and dual clip for negative advantages only"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_a_policy_loss_with_chosen_tokens_and_its_gradient(name, clip, mode):
+    rng = random.Random(3)
+    config = ActorConfig(
+        clip_ratio_low=clip[0], clip_ratio_high=clip[1], policy_loss=PolicyLossConfig(ppo_kl_coef=clip[2])
+    )
+    for _ in range(CASES):
+        rows, columns = rng.randint(1, 4), rng.randint(1, 6)
+        old, mask = random_table(rng, rows, columns, 1.0), random_mask(rng, rows, columns)
+        new = [[o + rng.gauss(0, 0.8) for o in row] for row in old]
+        advantages = random_table(rng, rows, columns, 1.0)
+        chosen = [[float(rng.random() < 0.4) for _ in row] for row in old]
+
+        def tokens(x, old=old, advantages=advantages, chosen=chosen, mask=mask):
+            result = []
+            for row in zip(x, old, advantages, chosen, mask, strict=True):
+                of_row = zip(*(reference.tokens_of(values, row[-1]) for values in row[:-1]), strict=True)
+                if name == "clip_cov":
+                    result.append([reference.clip_cov(*token, *clip[:2]) for token in of_row])
+                else:
+                    result.append([reference.kl_cov(*token, clip[2]) for token in of_row])
+            return result
+
+        x, m = tensor(new, mask).requires_grad_(), torch.tensor(mask)
+        loss = getattr(losses, name)
+        result, figures = loss(x, tensor(old, mask), tensor(advantages, mask), m, config, tensor(chosen, mask))
+        (loss_sum(result, m, mode, 7) / loss_count(m, mode)).backward()
+        close(x.grad, slopes(value_of(tokens, mask, mode), new))
+        close(result.detach(), part(tokens(new), 0, mask))
+        assert list(figures) == {"clip_cov": ["pg_clipfrac", "clip_cov_frac"], "kl_cov": ["kl_cov_frac"]}[name]
+        for index, figure in enumerate(figures.values(), start=1):
+            assert not figure.requires_grad
+            close(figure, part(tokens(new), index, mask))
 
 
 @pytest.mark.parametrize("name", FIGURES)

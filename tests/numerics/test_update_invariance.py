@@ -96,7 +96,7 @@ def plain() -> dict[str, Plain]:
     assert metrics["seq-mean-token-mean_k2_entropy"]["grad_norm"] < 100
     for case in ("seq-mean-token-sum_k1_token_correction", "cispo_sequence_correction_norm"):
         assert 0.1 < metrics[case]["rollout/is_truncated"] < 0.9
-    assert 0.1 < metrics["icepop_rejected_tokens_one_look"]["rollout/is_truncated"] < 0.9
+    assert 0.1 < metrics["clip_cov_icepop_rejected_tokens"]["rollout/is_truncated"] < 0.9
     for case in REJECTING_CASES:
         config, batch = CASES[case][1].algorithm.rollout_correction, batch_of(case)
         policy = start_policies(case)[0].double()

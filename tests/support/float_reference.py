@@ -147,6 +147,18 @@ def cispo(log_prob: float, now: float, old: float, advantage: float, low: float,
     return [-weight * advantage * log_prob, float(weight != ratio)]
 
 
+def clip_cov(log_prob: float, old: float, advantage: float, chosen: float, low: float, high: float) -> list[float]:
+    """The loss, whether PPO's clip changed it, whether the token was chosen to have none."""
+    loss, clipped, _ = vanilla(log_prob, old, advantage, low, high, math.inf)
+    return [0.0 if chosen else loss, clipped, chosen]
+
+
+def kl_cov(log_prob: float, old: float, advantage: float, chosen: float, weight: float) -> list[float]:
+    """The loss, and whether the token was chosen to be held near the old policy."""
+    ratio = math.exp(clip(log_prob - old, -20, 20))
+    return [-advantage * ratio + (weight * abs(log_prob - old) if chosen else 0.0), chosen]
+
+
 def sapo(log_prob: float, old: float, advantage: float, tau_pos: float, tau_neg: float) -> list[float]:
     """The loss, and the gate's slope at the ratio by that at 1."""
     ratio, tau = math.exp(clip(log_prob - old, -20, 20)), tau_pos if advantage > 0 else tau_neg

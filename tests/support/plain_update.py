@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rlhf.batch import Batch
 from rlhf.config import ActorConfig, Config, CriticConfig, RolloutCorrectionConfig
+from rlhf.learning.token_choice import PURPOSE
 
 Rows = list[list[Tensor]]
 MiniLoss = Callable[[nn.Module, Sequence[int], dict[str, float]], Tensor]
@@ -165,8 +166,11 @@ def actor_loss(
     weighs = correction.rollout_is is not None or batch.staleness is not None
     tokens = Tokens()
     counted = {s: near_tokens(batch, s, old[s], correction) for s in mini}
+    predicted = {s: log_softmax_of(policy, batch, s) for s in mini}
+    chosen = chosen_tokens(batch, counted, {s: p.detach() for s, (p, _) in predicted.items()}, old, actor)
     for s in mini:
-        log_probs, entropies = log_softmax_of(policy, batch, s)
+        log_probs, entropies = predicted[s]
+        tokens.add_row("chosen")
         tokens.add_row(
             "pg", "kl_loss", "bonus", "entropy", "kl", "ref_kl", "difference", "engine_kl", "weight", "truncated"
         )
@@ -174,7 +178,8 @@ def actor_loss(
         engine = {t: float(old[s][t] - batch.rollout_log_probs[s, t]) for t in written(batch, s)}
         for t in written(batch, s):
             log_prob = log_probs[t]
-            loss = token_loss(log_prob, old[s][t], sequence, float(batch.advantages[s, t]), actor)
+            loss = token_loss(log_prob, old[s][t], sequence, float(batch.advantages[s, t]), actor, (s, t) in chosen)
+            tokens.add(chosen=float((s, t) in chosen))
             if weighs:
                 log_weight = sum(engine.values()) if correction.rollout_is == "sequence" else engine[t]
                 if correction.rollout_is is None and not batch.staleness[s]:
@@ -206,6 +211,8 @@ def actor_loss(
         loss = loss + actor.kl_loss_coef * kl_loss
         metrics["kl_loss"] += float(kl_loss.detach())
         metrics["ref_kl"] += tokens.mean("ref_kl")
+    if actor.policy_loss.loss_mode in ("clip_cov", "kl_cov"):
+        metrics[f"{actor.policy_loss.loss_mode}_frac"] += tokens.mean("chosen")
     for name in ("entropy", "kl"):
         metrics[name] += tokens.mean(name)
     metrics["rollout/logprob_diff_mean"] += tokens.mean("difference")
@@ -235,12 +242,54 @@ def near_tokens(batch: Batch, sample: int, old: Tensor, correction: RolloutCorre
     return places if lower <= whole[kind.split("_")[1]] <= upper else []
 
 
-def token_loss(log_prob: Tensor, old: Tensor, sequence: Tensor, advantage: float, config: ActorConfig) -> Tensor:
-    """PPO's (with the dual clip), GSPO's and CISPO's; `sequence` is the mean log-ratio of the row."""
+def chosen_tokens(
+    batch: Batch, counted: dict[int, list[int]], log_probs: dict[int, Tensor], old: list[Tensor], config: ActorConfig
+) -> set[tuple[int, int]]:
+    """Row and place of the tokens of a mini-batch that Clip-Cov leaves out, or that KL-Cov punishes; of step 1, seed
+    0."""
+    settings, tokens = config.policy_loss, [(s, t) for s, places in counted.items() for t in places]
+    if settings.loss_mode not in ("clip_cov", "kl_cov"):
+        return set()
+    p = {(s, t): float(log_probs[s][t]) for s, t in tokens}
+    a = {(s, t): float(batch.advantages[s, t]) for s, t in tokens}
+    mean_p, mean_a = (sum(values.values()) / len(tokens) for values in (p, a))
+    covariance = {token: (p[token] - mean_p) * (a[token] - mean_a) for token in tokens}
+    if settings.loss_mode == "kl_cov":
+        ranked = sorted(tokens, key=lambda token: -covariance[token])
+        return set(ranked[: max(int(settings.kl_cov_ratio * len(tokens)), 1)])
+    candidates = []
+    for s, t in tokens:
+        ratio, advantage = math.exp(p[s, t] - float(old[s][t])), a[s, t]
+        clipped = min(max(ratio, 1 - config.clip_ratio_low), 1 + config.clip_ratio_high)
+        inside = settings.clip_cov_lb < covariance[s, t] < settings.clip_cov_ub
+        if inside and -advantage * clipped <= -advantage * ratio:
+            candidates.append((noise(0, 1, int(batch.uids[s]), int(batch.numbers[s]), PURPOSE, t), s, t))
+    count = max(int(settings.clip_cov_ratio * len(tokens)), 1)
+    return {(s, t) for _, s, t in sorted(candidates)[:count]}
+
+
+def noise(*coordinates: int) -> int:
+    """A hash of 64 bits with a sign, in Python's integers (splitmix64 of each in turn)."""
+    mask, golden = (1 << 64) - 1, 0x9E3779B97F4A7C15
+    key = golden
+    for value in coordinates:
+        key = (key + value * golden) & mask
+        key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        key = (key ^ (key >> 27)) * 0x94D049BB133111EB & mask
+        key ^= key >> 31
+    return key - (1 << 64) if key >> 63 else key
+
+
+def token_loss(
+    log_prob: Tensor, old: Tensor, sequence: Tensor, advantage: float, config: ActorConfig, chosen: bool
+) -> Tensor:
+    """PPO's (with the dual clip), GSPO's, CISPO's and the others; `sequence` is the mean log-ratio of the row."""
     low, high = 1 - config.clip_ratio_low, 1 + config.clip_ratio_high
     ratio = torch.exp(log_prob - old)
     if config.policy_loss.loss_mode == "cispo":
         return -ratio.detach().clamp(low, high) * advantage * log_prob
+    if config.policy_loss.loss_mode == "kl_cov":
+        return -advantage * ratio + config.policy_loss.ppo_kl_coef * chosen * (log_prob - old).abs()
     if config.policy_loss.loss_mode == "sapo":
         tau = config.tau_pos if advantage > 0 else config.tau_neg
         return -advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
@@ -249,6 +298,8 @@ def token_loss(log_prob: Tensor, old: Tensor, sequence: Tensor, advantage: float
         # What GSPO differentiates when the advantage varies by token: the row's ratio, by the token's own log-prob.
         ratio = ratio.detach() * torch.exp(log_prob - log_prob.detach())
     loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(low, high))
+    if config.policy_loss.loss_mode == "clip_cov" and chosen:
+        return loss * 0.0
     if config.policy_loss.loss_mode == "vanilla" and advantage < 0:
         loss = torch.min(loss, torch.tensor(-advantage * config.clip_ratio_c, dtype=torch.float64))
     return loss

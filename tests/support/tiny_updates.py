@@ -80,6 +80,8 @@ def random_batch(
         response_mask=pad_sequence([torch.ones(int(n)) for n in responses], batch_first=True),
         rollout_log_probs=pad_sequence(log_probs, batch_first=True),
         scores=torch.randint(0, 2, (samples,), generator=generator).float(),
+        uids=torch.arange(samples) // 2,
+        numbers=torch.arange(samples) % 2,
         advantages=_padded(generator, responses),
         returns=_padded(generator, responses),
     )

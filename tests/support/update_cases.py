@@ -50,11 +50,16 @@ OPTIM = OptimConfig(
 
 
 def actor_case(
-    correction: str | None = None, loss_mode: str = "vanilla", rejection: dict[str, Any] | None = None, **settings: Any
+    correction: str | None = None,
+    loss_mode: str | PolicyLossConfig = "vanilla",
+    rejection: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Config:
     corrected = RolloutCorrectionConfig(correction, rollout_is_threshold=1.5, **rejection or {})
     return Config(
-        actor=ActorConfig(policy_loss=PolicyLossConfig(loss_mode), **settings),
+        actor=ActorConfig(
+            policy_loss=PolicyLossConfig(loss_mode) if isinstance(loss_mode, str) else loss_mode, **settings
+        ),
         algorithm=AlgorithmConfig(rollout_correction=corrected),
     )
 
@@ -136,23 +141,32 @@ REJECTING_CASES: dict[str, tuple[int, Config]] = {
             grad_clip=0.2,
         ),
     ),
-    "icepop_rejected_tokens_one_look": (
+    "clip_cov_icepop_rejected_tokens": (
         1,
         actor_case(
             "token",
+            PolicyLossConfig("clip_cov", clip_cov_ratio=0.1, clip_cov_lb=0.3, clip_cov_ub=1.5),
             rejection={
                 "rollout_is_threshold_lower": 0.7,
                 "rollout_rs": "token_k3",
                 "rollout_rs_threshold": 0.3,
             },
+            ppo_epochs=2,
+            clip_ratio_low=0.05,
+            clip_ratio_high=0.05,
             entropy_coeff=0.1,
         ),
     ),
 }
 ENTROPY_CASES: dict[str, tuple[int, Config]] = {
-    "entropy_at_a_target": (
+    "kl_cov_entropy_at_a_target": (
         3,
-        actor_case(ppo_epochs=2, entropy_coeff=0.1, entropy_ctrl=EntropyCtrlConfig("adaptive", 2.98, 0.2, 0.02, 0.4)),
+        actor_case(
+            loss_mode=PolicyLossConfig("kl_cov", kl_cov_ratio=0.2, ppo_kl_coef=0.5),
+            ppo_epochs=2,
+            entropy_coeff=0.1,
+            entropy_ctrl=EntropyCtrlConfig("adaptive", 2.98, 0.2, 0.02, 0.4),
+        ),
     ),
 }
 # Without a correction for every sample, those that are older than the policy are weighed.
@@ -182,7 +196,7 @@ OBSERVING_CASES = {
     "gspo_straight_through",
     "cispo_sequence_correction_norm",
     "older_samples_one_look",
-    "icepop_rejected_tokens_one_look",
+    "clip_cov_icepop_rejected_tokens",
     "critic_seq-mean-token-mean",
 }
 # The others leave norms and biases without weight decay.

@@ -132,8 +132,8 @@ REFUSED: list[tuple[dict, str]] = [
     ({"actor__policy_loss__loss_mode": "dapo"}, "dapo is a whole algorithm; write algorithm=dapo."),
     (
         {"actor__policy_loss__loss_mode": "gpso"},
-        "actor.policy_loss.loss_mode=gpso: must be one of vanilla, gspo, cispo, sapo, or path/to/file.py:function. "
-        "Did you mean gspo?",
+        "actor.policy_loss.loss_mode=gpso: must be one of vanilla, gspo, cispo, sapo, clip_cov, kl_cov, or "
+        "path/to/file.py:function. Did you mean gspo?",
     ),
     ({"algorithm__adv_estimator": "nowhere.py:f"}, "algorithm.adv_estimator=nowhere.py:f: no file "),
     ({"rollout__n": 1}, "rollout.n=1: grpo compares the samples of one prompt; set rollout.n to 2 or more."),

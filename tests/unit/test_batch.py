@@ -15,7 +15,16 @@ from rlhf.rollout import Sample
 
 PAD = 99
 VERSION = 9
-PER_TOKEN = ("token_rewards", "advantages", "returns", "values", "old_log_probs", "ref_log_probs")
+PER_TOKEN = (
+    "loss_mask",
+    "chosen",
+    "token_rewards",
+    "advantages",
+    "returns",
+    "values",
+    "old_log_probs",
+    "ref_log_probs",
+)
 CPU = torch.device("cpu")
 
 

@@ -212,6 +212,14 @@ REFUSED: list[tuple[dict, str]] = [
         {"actor__entropy_ctrl__type": "adaptive", "actor__entropy_coeff": 0.3, "actor__entropy_ctrl__max_coeff": 0.1},
         "actor.entropy_coeff=0.3: is where the adaptive coefficient starts, and must be within",
     ),
+    (
+        {"actor__policy_loss__loss_mode": "clip_cov", "actor__policy_loss__clip_cov_lb": 5.0},
+        "actor.policy_loss.clip_cov_lb=5.0: must be less than actor.policy_loss.clip_cov_ub=5.0, or no token is",
+    ),
+    (
+        {"actor__policy_loss__kl_cov_ratio": 0.1},
+        "has effect only with actor.policy_loss.loss_mode=kl_cov (it is vanilla)",
+    ),
     ({"actor__use_bias_correction_kl": True}, "actor.use_bias_correction_kl=true: has effect only with a KL in the"),
     (
         SERVED | {"rollout__async_steps": 1},

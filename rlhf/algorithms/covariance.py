@@ -1,0 +1,68 @@
+"""Choice of tokens by the covariance of their log-probs and advantages, over all ranks of a mini-batch."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf.algorithms.statistics import masked
+
+
+class OverRanks(NamedTuple):
+    """Collectives of a choice over all ranks, each called equally often on every rank."""
+
+    all_sum: Callable[[Tensor], Tensor]
+    """Sum over ranks of a small tensor."""
+    all_gather: Callable[[Tensor], Tensor]
+    """Tensors of one shape of all ranks, one behind the other: [K] to [ranks * K]."""
+
+
+def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor, ranks: OverRanks) -> tuple[Tensor, int]:
+    """Each token's part of the covariance over all ranks' tokens: (log p - mean of log p) * (A - mean of A).
+
+    Args:
+        log_probs, advantages: [N, R].
+        mask: [N, R], 1 on the tokens that count.
+
+    Returns:
+        [N, R] float64, 0 outside the mask, and the number of tokens on all ranks.
+
+    Source: Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv
+    2505.22617) section 4.2.
+    """
+    p, a = (masked(values, mask).double() for values in (log_probs, advantages))
+    sums = ranks.all_sum(torch.stack([p.sum(), a.sum(), mask.double().sum()]))
+    mean_p, mean_a = sums[0] / sums[2].clamp(min=1), sums[1] / sums[2].clamp(min=1)
+    return masked((p - mean_p) * (a - mean_a), mask), int(sums[2])
+
+
+def first(values: Tensor, keys: Tensor, candidates: Tensor, count: int, ranks: OverRanks) -> Tensor:
+    """The `count` candidates of all ranks with the least values, of equal ones those with the least keys.
+
+    Args:
+        values: [N, R] float64.
+        keys: [N, R] int64; no two candidates have the same value and key.
+        candidates: [N, R] bool.
+        count: at least 1, the same on every rank.
+
+    Returns:
+        [N, R] bool. Of fewer candidates all.
+    """
+    mine = _sorted(values[candidates], keys[candidates])[:count]
+    # Others' places are filled with what no candidate is behind.
+    room = count - len(mine)
+    padded = [
+        torch.nn.functional.pad(mine[:, 0].view(torch.float64), (0, room), value=torch.inf),
+        torch.nn.functional.pad(mine[:, 1], (0, room), value=torch.iinfo(torch.int64).max),
+    ]
+    every = _sorted(*map(ranks.all_gather, padded))
+    last_value, last_key = every[count - 1, :1].view(torch.float64), every[count - 1, 1]
+    return candidates & ((values < last_value) | ((values == last_value) & (keys <= last_key)))
+
+
+def _sorted(values: Tensor, keys: Tensor) -> Tensor:
+    """[K, 2] int64: values, as their bits, and keys, by the one and then by the other."""
+    by_key = keys.argsort(stable=True)
+    order = by_key[values[by_key].argsort(stable=True)]
+    return torch.stack([values[order].view(torch.int64), keys[order]], dim=1)

@@ -1,0 +1,50 @@
+"""Covariances of tokens and the choice among them against loops over floats; how ranks share it is a matter of
+test_update_invariance.py."""
+
+import random
+
+import pytest
+import torch
+
+from rlhf.algorithms.advantages import only_rank
+from rlhf.algorithms.covariance import OverRanks, covariances, first
+from tests.support.tables import close, random_mask, random_table, tensor
+
+ALONE = OverRanks(only_rank, only_rank)
+
+
+def test_covariances_are_of_the_tokens_in_the_mask():
+    rng = random.Random(0)
+    for _ in range(20):
+        rows, columns = rng.randint(1, 5), rng.randint(1, 6)
+        p, a = (random_table(rng, rows, columns, 2.0) for _ in range(2))
+        mask = random_mask(rng, rows, columns)
+        ours, tokens = covariances(tensor(p, mask), tensor(a, mask), torch.tensor(mask), ALONE)
+        inside = [(i, j) for i in range(rows) for j in range(columns) if mask[i][j]]
+        mean_p, mean_a = (sum(table[i][j] for i, j in inside) / len(inside) for table in (p, a))
+        expected = [[(p[i][j] - mean_p) * (a[i][j] - mean_a) * mask[i][j] for j in range(columns)] for i in range(rows)]
+        close(ours, expected, tolerance=1e-12)
+        assert tokens == len(inside)
+
+
+@pytest.mark.parametrize("kinds", [1, 3, 1000])
+def test_the_first_candidates_by_value_and_then_by_key(kinds):
+    """With few kinds of values most are equal; of fewer candidates than asked for all are taken, of none nothing."""
+    rng = random.Random(kinds)
+    for _ in range(60):
+        rows, columns = rng.randint(1, 4), rng.randint(1, 6)
+        places = [(i, j) for i in range(rows) for j in range(columns)]
+        values = [[rng.randrange(kinds) - kinds / 3 for _ in range(columns)] for _ in range(rows)]
+        keys = torch.randint(-(2**63), 2**63 - 1, (rows, columns), generator=torch.Generator().manual_seed(rows))
+        candidates = torch.tensor([[rng.random() < 0.7 for _ in range(columns)] for _ in range(rows)])
+        count = rng.randint(1, 12)
+        ours = first(tensor(values), keys, candidates, count, ALONE)
+        wanted = sorted((values[i][j], int(keys[i, j]), i, j) for i, j in places if candidates[i, j])[:count]
+        assert {(i, j) for i, j in places if ours[i, j]} == {(i, j) for *_, i, j in wanted}
+
+
+def test_without_tokens_there_is_nothing_to_choose():
+    nothing = torch.zeros(2, 0)
+    found, tokens = covariances(nothing, nothing, nothing, ALONE)
+    assert tokens == 0
+    assert first(found, torch.zeros(2, 0, dtype=torch.int64), nothing.bool(), 1, ALONE).shape == (2, 0)
