@@ -122,6 +122,8 @@ def _build(
     guards = Guards(config.guards, quiet=not coordinator.is_leader)
 
     parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards, "history": run_log}
+    if advantages.scaling.remembers:
+        parts["reward_scaling"] = advantages.scaling
     if learners.actor.entropy_control.moves:
         parts["entropy_control"] = learners.actor.entropy_control
     files = models.fingerprints | user_files(config)

@@ -77,6 +77,11 @@ class AlgorithmConfig:
     mask_truncated_responses: bool = setting(False)
     """Train on no token of a response that `data.max_response_length` has cut off (DAPO's overlong filtering); its
     reward still counts in what others are compared with."""
+    normalize_reward: str | None = setting(None, choices=("batch", "running"))
+    """Subtract from the whole reward of each response the mean, and divide by the standard deviation, of the step's
+    responses (`batch`) or of all so far (`running`), before the KL in the reward and the advantages."""
+    reward_clip_range: list[float] | None = setting(None)
+    """Lowest and highest reward, after the normalisation."""
     use_kl_in_reward: bool = setting(False)
     """Subtract the KL to the reference policy from the reward of each token."""
     kl_penalty: str = setting("k1", choices=KL_KINDS)

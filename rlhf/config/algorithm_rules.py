@@ -1,5 +1,6 @@
 """Rules of the algorithm: names and files of its functions, and what its estimator needs of the rest of the run."""
 
+import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -133,6 +134,21 @@ def correction_problems(config: Config) -> Iterator[str]:
         yield (
             f"{section}.rollout_rs_threshold_lower={least}: is the smallest ratio of a k1, and has no effect with "
             f"rollout_rs={kind}; set it to null."
+        )
+
+
+def reward_problems(config: Config) -> Iterator[str]:
+    """A normalisation of rewards without effect, and a clip without a range; one line each."""
+    algorithm, name = config.algorithm, config.algorithm.adv_estimator
+    kind, bounds = algorithm.normalize_reward, algorithm.reward_clip_range
+    if bounds is not None and not (len(bounds) == 2 and all(map(math.isfinite, bounds)) and bounds[0] < bounds[1]):
+        yield f"algorithm.reward_clip_range={bounds}: must be two numbers, the lower one first, such as [-5.0,5.0]."
+    by_deviation = name in ("grpo", "pass_at_k") and algorithm.norm_adv_by_std_in_grpo
+    undone = by_deviation or name == "reinforce_plus_plus_baseline"
+    if kind is not None and undone and bounds is None and not algorithm.kl_in_reward:
+        yield (
+            f"algorithm.normalize_reward={kind}: has no effect with {name}, which divides by a deviation of its own; "
+            "set it to null, or algorithm.reward_clip_range to a range."
         )
 
 

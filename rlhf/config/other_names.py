@@ -89,6 +89,7 @@ SETTINGS_OF_OTHERS = {
     "ref_model_mixup_alpha": "ref.alpha",
     "ref_model_sync_steps": "ref.update_freq",
     "report_to": "trainer.logger",
+    "reward_clip_range": "algorithm.reward_clip_range",
     "reward_funcs": "reward.functions",
     "reward_weights": "reward.weights",
     "run_name": "trainer.experiment_name",

@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from rlhf.config import BackendConfig, Config
-from rlhf.config.algorithm_rules import algorithm_problems, correction_problems, entropy_problems
+from rlhf.config.algorithm_rules import algorithm_problems, correction_problems, entropy_problems, reward_problems
 from rlhf.config.checkpoint_rules import checkpoint_problems
 from rlhf.config.lora_rules import lora_problems, missing_peft
 from rlhf.config.other_names import MINUS_ONE
@@ -59,6 +59,7 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: b
             _kl,
             correction_problems,
             entropy_problems,
+            reward_problems,
             rollout_problems,
             _filter_groups,
             algorithm_problems,

@@ -1,5 +1,6 @@
 """Advantages of a batch from its rewards: the KL in the reward, then the estimator that the algorithm names."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from rlhf.algorithms.statistics import masked
 from rlhf.batch import Batch
 from rlhf.config import AlgorithmConfig
 from rlhf.learning.guards import Guards
+from rlhf.learning.reward_scaling import RewardScaling
 from rlhf.ranks.collectives import all_max, all_sum
 
 
@@ -23,6 +25,7 @@ class Advantages:
         self._config, self._group_size = config, group_size
         self._estimator = load_estimator(config.adv_estimator)
         self.kl_coef = config.kl_ctrl.kl_coef
+        self.scaling = RewardScaling(config)
         self.uses_kl = config.kl_in_reward
         """Whether `fill` needs `old_log_probs` and `ref_log_probs`."""
         self.reads = ("values", "old_log_probs", "ref_log_probs") if self.uses_kl else ("values",)
@@ -37,12 +40,12 @@ class Advantages:
         Needs `values` with a critic, `baselines` for ReMax. Truncated responses that are to be masked leave the mask
         after the estimator has seen them: their scores count in the statistics of their group and of the batch.
         """
-        figures = {}
         mask = batch.response_mask
-        batch.token_rewards = batch.scores_on_last_tokens()
+        scores, baselines, figures = self.scaling.apply(batch, guards)
+        batch.token_rewards = replace(batch, scores=scores).scores_on_last_tokens()
         if self.uses_kl:
-            figures = self._subtract_kl(batch, mask, guards)
-        inputs = EstimatorInput(batch.token_rewards, mask, self._group_size, batch.values, batch.baselines, all_sum)
+            figures |= self._subtract_kl(batch, mask, guards)
+        inputs = EstimatorInput(batch.token_rewards, mask, self._group_size, batch.values, baselines, all_sum)
         batch.advantages, batch.returns = self._estimator(inputs, self._config)
         if self._config.mask_truncated_responses:
             figures |= _mask_truncated(batch)

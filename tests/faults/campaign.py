@@ -72,10 +72,11 @@ PROFILES = {
     "grpo": Profile(
         ("actor.use_kl_loss=true", "actor.entropy_ctrl.type=adaptive", "actor.entropy_ctrl.target_entropy=1.0")
     ),
-    # A critic with its warm-up, and a coefficient that moves with every batch.
+    # A critic with its warm-up, a coefficient that moves with every batch, and rewards normalised over all so far.
     "ppo": Profile(
         (
             "algorithm=ppo",
+            "algorithm.normalize_reward=running",
             "algorithm.lam=0.9",
             "algorithm.kl_ctrl.type=adaptive",
             "algorithm.kl_ctrl.kl_coef=0.05",

@@ -67,6 +67,7 @@ SCENARIOS: dict[str, list[str]] = {
     "ppo": [
         *FILES,
         "algorithm=ppo",
+        "algorithm.normalize_reward=running",
         "algorithm.use_kl_in_reward=true",
         "algorithm.kl_ctrl.type=adaptive",
         "algorithm.kl_ctrl.horizon=100",
@@ -212,6 +213,8 @@ CASES: dict[str, Case] = {
     ),
     **of(
         "ppo",
+        "algorithm.normalize_reward=batch",
+        "algorithm.reward_clip_range=[0.5,0.6]",
         "trainer.critic_warmup=4",
         "algorithm.gamma=0.7",
         "algorithm.lam=0.7",
@@ -406,6 +409,7 @@ def figures(run_dir: Path) -> dict[str, Any]:
         "weights": {name: hash_ for name, hash_ in hashes.items() if "/model/" in name},
         "kl_coef": driver["kl_control"]["kl_coef"],  # of the next step
         "entropy": driver.get("entropy_control"),
+        "rewards": driver.get("reward_scaling"),
     }
 
 

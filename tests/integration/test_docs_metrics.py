@@ -71,6 +71,8 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     ppo = (
         "algorithm=ppo",
         "actor.use_kl_loss=false",
+        "algorithm.normalize_reward=running",
+        "algorithm.reward_clip_range=[-5,5]",
         f"reward.functions=[exact_match,{function}:judged]",
         "checkpoint.journal=true",
         "algorithm.mask_truncated_responses=true",

@@ -70,6 +70,8 @@ ACCEPTED: dict[str, dict] = {
     "a buffer that is off": {"reward__overlong_buffer__len": 1000},
     "KL in reward and loss": {"actor__use_kl_loss": True, "algorithm__use_kl_in_reward": True},
     "an adaptive coefficient": {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"},
+    "rewards normalised": {"algorithm__normalize_reward": "running", "algorithm__norm_adv_by_std_in_grpo": False},
+    "rewards clipped": {"algorithm__normalize_reward": "batch", "algorithm__reward_clip_range": [-1.0, 1.0]},
     "a bonus that follows the entropy": {"actor__entropy_ctrl__type": "adaptive", "actor__calculate_entropy": False},
     "rejection": {
         CORRECTION + "rollout_is": "token",
@@ -219,6 +221,12 @@ REFUSED: list[tuple[dict, str]] = [
     (
         {"actor__policy_loss__kl_cov_ratio": 0.1},
         "has effect only with actor.policy_loss.loss_mode=kl_cov (it is vanilla)",
+    ),
+    ({"algorithm__reward_clip_range": [1.0]}, "algorithm.reward_clip_range=[1.0]: must be two numbers, the lower one"),
+    ({"algorithm__reward_clip_range": [1.0, -1.0]}, "algorithm.reward_clip_range=[1.0, -1.0]: must be two numbers"),
+    (
+        {"algorithm__normalize_reward": "batch"},
+        "algorithm.normalize_reward=batch: has no effect with grpo, which divides",
     ),
     ({"actor__use_bias_correction_kl": True}, "actor.use_bias_correction_kl=true: has effect only with a KL in the"),
     (

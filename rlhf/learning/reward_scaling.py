@@ -1,0 +1,75 @@
+"""Scaling of rewards before advantages are made of them: normalisation over a batch or the run so far, and a clip."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.batch import Batch
+from rlhf.config import AlgorithmConfig
+from rlhf.learning.guards import Guards
+from rlhf.ranks.collectives import all_sum
+
+EPSILON = 1e-8
+
+
+class RewardScaling:
+    """Normalises and clips the whole rewards of responses: clip((s - mean) / sqrt(var + 1e-8), low, high).
+
+    Mean and unbiased variance are of the batch over all ranks, or with `running` of all responses so far, those of the
+    batch among them. A batch that the guards refuse for its rewards leaves no trace in them.
+
+    Source: Zheng et al., "Secrets of RLHF in Large Language Models Part I: PPO" (arXiv 2307.04964) section 5.3.1.
+    """
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._kind, self._bounds = config.normalize_reward, config.reward_clip_range
+        self._count, self._mean, self._squares = 0.0, 0.0, 0.0
+
+    @property
+    def remembers(self) -> bool:
+        """Whether earlier batches count for later ones."""
+        return self._kind == "running"
+
+    def apply(self, batch: Batch, guards: Guards) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+        """Scores and baselines of `batch`, [N] each, as advantages are to be made of them; and figures over all ranks.
+        Collective."""
+        scores, baselines, figures = batch.scores.double(), batch.baselines, dict[str, float]()
+        if self._kind is not None:
+            mean, deviation = self._moments(scores, guards)
+            scores = (scores - mean) / deviation
+            # Less the same mean: it falls out of the difference, but for a clip.
+            baselines = None if baselines is None else (baselines.double() - mean) / deviation
+            figures |= {"reward/norm_mean": mean, "reward/norm_std": deviation}
+        if self._bounds is not None:
+            low, high = self._bounds
+            outside = ((scores < low) | (scores > high)).double().sum()
+            clipped, count = all_sum(torch.stack([outside, outside.new_tensor(len(scores))])).tolist()
+            scores = scores.clamp(low, high)
+            baselines = None if baselines is None else baselines.clamp(low, high)
+            figures["reward/clip_frac"] = clipped / max(count, 1.0)
+        return scores.to(batch.scores.dtype), None if baselines is None else baselines.to(batch.scores.dtype), figures
+
+    def _moments(self, scores: Tensor, guards: Guards) -> tuple[float, float]:
+        """Mean and deviation to normalise `scores` with, those of this rank; takes them up if it remembers."""
+        total, count = all_sum(torch.stack([scores.sum(), scores.new_tensor(len(scores))])).tolist()
+        mean = total / max(count, 1.0)
+        squares = all_sum((scores - mean).square().sum()).item()
+        if self.remembers:
+            # Chan et al., "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
+            every, away = self._count + count, mean - self._mean
+            squares += self._squares + away**2 * self._count * count / max(every, 1.0)
+            mean = self._mean + away * count / max(every, 1.0)
+            count = every
+            if guards.refused is None:
+                self._count, self._mean, self._squares = count, mean, squares
+        return mean, math.sqrt(squares / max(count - 1, 1.0) + EPSILON)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Count, mean and sum of squared deviations of the rewards so far."""
+        return {"count": self._count, "mean": self._mean, "squares": self._squares}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over `state_dict`."""
+        self._count, self._mean, self._squares = state["count"], state["mean"], state["squares"]
