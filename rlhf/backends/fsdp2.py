@@ -38,7 +38,7 @@ class Fsdp2Model:
         self.module: nn.Module = shard(with_log_probs(model, use_liger=config.use_liger), config, device)
         self._sharding = data_mesh(device, config.dp_replicate).get_all_groups()[-1]
         self._device = device
-        self._weights = Offload(self._local_weights if param_offload else None, "param_offload")
+        self._weights = Offload(self._local_weights if param_offload else None, "fsdp_config.param_offload")
         self._weights.watch(self.module)
         self._weights.leave()
 
@@ -111,7 +111,9 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
         self._grad_clip = grad_clip
         for parameter in trained:
             optimizer.state[parameter] = empty_moments(parameter)
-        self._moments = Offload(self._local_moments if offload.optimizer_offload else None, "optimizer_offload")
+        self._moments = Offload(
+            self._local_moments if offload.optimizer_offload else None, "fsdp_config.optimizer_offload"
+        )
         self._moments.leave()
 
     def _local_moments(self) -> Iterator[Tensor]:

@@ -49,10 +49,10 @@ class ZeroState:
         # The parameters of a flat tensor have one step count between them, a checkpoint has one for each.
         self._steps = {name: torch.zeros(()) for name in self._ranges}
         idle = offload.optimizer_offload
-        self._in_passes = Offload(self._pass_tensors if offload.param_offload else None, "param_offload")
+        self._in_passes = Offload(self._pass_tensors if offload.param_offload else None, "fsdp_config.param_offload")
         self._in_passes.watch(engine)
-        self._masters = Offload(self._master_tensors if idle else None, "optimizer_offload")
-        self._moments = Offload(self._moment_tensors if idle else None, "optimizer_offload")
+        self._masters = Offload(self._master_tensors if idle else None, "fsdp_config.optimizer_offload")
+        self._moments = Offload(self._moment_tensors if idle else None, "fsdp_config.optimizer_offload")
 
     def for_passes(self) -> AbstractContextManager[None]:
         """The module's weights are on the device in the block, and what their gradients are summed and sent in."""

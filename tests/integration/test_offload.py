@@ -147,7 +147,10 @@ def test_the_same_bits_and_nothing_left_on_the_device(ranks, kinds, tmp_path):
         for plain, both in found.values():
             assert equal_bits(both["seen"], plain["seen"])
             assert plain["said"] == ""
-            assert both["said"] == "param_offload=true: the model was called while its weights are on the host."
+            assert (
+                both["said"]
+                == "fsdp_config.param_offload=true: the model was called while its weights are on the host."
+            )
             whole = plain["left"][0]
             assert all(size > 0 for size in whole.values())
             idle, working = {"weights": 0, "optimizer": 0}, whole | {"optimizer": 0}
