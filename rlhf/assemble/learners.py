@@ -81,7 +81,7 @@ def build_learners(
     utilization.add("actor", UpdateFlops.of(policy.model), config.actor.ppo_epochs)
     mini_batches = config.data.train_batch_size // config.actor.ppo_mini_batch_size
     scale = config.actor.loss_scale_factor or config.data.max_response_length
-    actor_steps = max(1, total_steps - config.trainer.critic_warmup) * mini_batches
+    actor_steps = max(1, total_steps - config.trainer.critic_warmup)
     backend = _trained(config, config.actor, models.policy, policy, actor_steps, coordinator, device)
     if lora.enabled and config.needs_reference:
         apart = partial(without_adapters, backend.module)
@@ -104,7 +104,7 @@ def build_learners(
     if models.critic is not None:
         start = models.critic.load(loading.load_value_model, coordinator, device)
         utilization.add("critic", UpdateFlops.of(start.model), config.critic.ppo_epochs)
-        backend = _trained(config, config.critic, models.critic, start, total_steps * mini_batches, coordinator, device)
+        backend = _trained(config, config.critic, models.critic, start, total_steps, coordinator, device)
         critic = Critic(backend, config.critic, scale=scale, budget=budgets.critic, forward_budget=budgets.values)
     return Learners(actor, critic, reference, utilization)
 
@@ -123,24 +123,26 @@ def _trained(
     section: ActorConfig | CriticConfig,
     found: Found,
     loaded: Loaded,
-    steps_per_pass: int,
+    training_steps: int,
     coordinator: Coordinator,
     device: torch.device,
 ) -> TrainingBackend:
-    """The model of `found` in training; `steps_per_pass`: the run's optimizer steps if each batch is walked once."""
+    """The model of `found` in training, in so many `training_steps` of the run."""
     model = loaded.model
     if config.model.enable_gradient_checkpointing:
         # Renamed in transformers 5.2x, where the old name warns.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     generation: Any = getattr(model, "generation_config", None)
+    updates = config.data.train_batch_size // config.actor.ppo_mini_batch_size * section.ppo_epochs
     backend = build_backend(
         model,
         config.backend,
         section.optim,
         device,
         grad_clip=section.grad_clip,
-        total_optimizer_steps=steps_per_pass * section.ppo_epochs,
+        total_optimizer_steps=training_steps * updates,
+        updates_per_step=updates,
         hf_files=loading.hf_files(model.config, found.tokenizer, generation) | adapter_files(config.model, model),
         offload=section.fsdp_config,
     )

@@ -43,6 +43,7 @@ def build_backend(
     *,
     grad_clip: float,
     total_optimizer_steps: int,
+    updates_per_step: int = 1,
     hf_files: Mapping[str, bytes],
     offload: TrainedFsdpConfig | None = None,
 ) -> TrainingBackend:
@@ -50,7 +51,7 @@ def build_backend(
     phases. Collective.
 
     Of parameters on the meta device a rank's part gets memory, below stage 3 of DeepSpeed the whole at first; the
-    caller fills `model_shards` and calls `after_load`.
+    caller fills `model_shards` and calls `after_load`. A training step has `updates_per_step` optimizer steps.
     """
     if config.autocast == "bfloat16" and dist.get_rank() == 0:
         _tell_of_narrowed(model)
@@ -64,6 +65,7 @@ def build_backend(
         device,
         grad_clip=grad_clip,
         total_optimizer_steps=total_optimizer_steps,
+        updates_per_step=updates_per_step,
         hf_files=hf_files,
         offload=offload,
     )

@@ -32,11 +32,15 @@ class TrainingBackend(Model, TrainState, Protocol):
         """Add the gradient of `loss`, the sum over all ranks of their losses, to the accumulated one. Collective."""
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, advance the schedule, clear gradients; inside `on_device`. Returns `grad_norm` (over all ranks,
-        before clipping) and the `lr` used.
+        """Clip, step, advance a schedule that goes by optimizer steps, clear gradients; inside `on_device`. Returns
+        `grad_norm` (over all ranks, before clipping) and the `lr` used.
 
         A gradient whose norm is not finite is cleared and nothing else happens: the caller looks at `grad_norm`.
         """
+
+    def end_update(self) -> None:
+        """The training step's optimizer steps are over: a schedule that goes by training steps advances, if one of
+        them was taken."""
 
     def zero_grad(self) -> None:
         """Forget the accumulated gradient."""

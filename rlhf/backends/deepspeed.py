@@ -34,7 +34,7 @@ LARGEST_PERSISTENT = 100_000
 
 
 class DeepSpeedBackend(Scheduled):
-    """A model in training: float32 master weights, AdamW in float32 and a learning-rate schedule over optimizer steps.
+    """A model in training: float32 master weights, AdamW in float32 and a learning-rate schedule.
 
     With `autocast=bfloat16` the module is bfloat16 and its gradients are summed over micro-batches and ranks in
     float32; at stage 0 those of one rank are summed in bfloat16.
@@ -49,6 +49,7 @@ class DeepSpeedBackend(Scheduled):
         *,
         grad_clip: float,
         total_optimizer_steps: int,
+        updates_per_step: int = 1,
         hf_files: Mapping[str, bytes],
         offload: TrainedFsdpConfig | None = None,
     ) -> None:
@@ -72,7 +73,7 @@ class DeepSpeedBackend(Scheduled):
                 model=with_log_probs(model, use_liger=config.use_liger).train(), optimizer=optimizer, config=settings
             )
         self.module: nn.Module = self._engine
-        super().__init__(optimizer, optim, total_optimizer_steps, hf_files)
+        super().__init__(optimizer, optim, total_optimizer_steps, updates_per_step, hf_files)
         self._hf_config = model.config
         # The type in which every rank has the module's weights whole: the master weights, cast.
         self._whole: torch.dtype | None = None
@@ -107,7 +108,7 @@ class DeepSpeedBackend(Scheduled):
             self._engine.step()
         norm = float(self._engine.get_global_grad_norm() if clipped is None else clipped.grad_norm)
         if math.isfinite(norm):
-            self.scheduler.step()
+            self.step_taken()
             self._state.stepped()
         return {"grad_norm": norm, "lr": float(lr)}
 

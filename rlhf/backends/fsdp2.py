@@ -83,7 +83,7 @@ class Fsdp2Model:
 
 
 class Fsdp2Backend(Fsdp2Model, Scheduled):
-    """A model in training: AdamW in float32 and a learning-rate schedule over optimizer steps. What needs no gradient
+    """A model in training: AdamW in float32 and a learning-rate schedule. What needs no gradient
     stays as it is."""
 
     def __init__(
@@ -95,6 +95,7 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
         *,
         grad_clip: float,
         total_optimizer_steps: int,
+        updates_per_step: int = 1,
         hf_files: Mapping[str, bytes],
         offload: TrainedFsdpConfig | None = None,
     ) -> None:
@@ -106,7 +107,7 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
         self._adapters = Adapters.of(self.module)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameter_groups(self.module, optim), **adamw_options(optim))
-        Scheduled.__init__(self, optimizer, optim, total_optimizer_steps, hf_files)
+        Scheduled.__init__(self, optimizer, optim, total_optimizer_steps, updates_per_step, hf_files)
         self._hf_config = model.config
         self._grad_clip = grad_clip
         for parameter in trained:
@@ -133,7 +134,7 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
         if torch.isfinite(norm):
             with self._moments.on_device():
                 self.optimizer.step()
-            self.scheduler.step()
+            self.step_taken()
         self.zero_grad()
         return {"grad_norm": float(norm), "lr": float(lr)}
 

@@ -15,31 +15,60 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Scheduled:
-    """AdamW with a learning-rate schedule over optimizer steps, and the part of a train state (see
-    `rlhf.storage.state.TrainState`) that is no tensor."""
+    """AdamW with a learning-rate schedule over optimizer or training steps, and the part of a train state (see
+    `rlhf.storage.state.TrainState`) that is no tensor.
+
+    Steps of both kinds are counted, so that a resume may change what the schedule goes by.
+    """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         optim: OptimConfig,
         total_optimizer_steps: int,
+        updates_per_step: int,
         hf_files: Mapping[str, bytes],
     ) -> None:
         self.optimizer, self._hf_files = optimizer, hf_files
-        self.scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(optim, step, total_optimizer_steps))
+        self._interval = optim.lr_scheduler_interval
+        total = total_optimizer_steps // (1 if self._interval == "optimizer_step" else updates_per_step)
+        self.scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(optim, step, total))
+        self._taken = dict.fromkeys(("optimizer_step", "training_step"), 0)
+        # Whether an optimizer step was taken since the last training step was counted.
+        self._moved = False
+
+    def end_update(self) -> None:
+        """See `TrainingBackend.end_update`."""
+        if self._moved:
+            self._count("training_step")
+        self._moved = False
+
+    def step_taken(self) -> None:
+        """Count an optimizer step that was taken."""
+        self._moved = True
+        self._count("optimizer_step")
+
+    def _count(self, step: str) -> None:
+        self._taken[step] += 1
+        if step == self._interval:
+            self.scheduler.step()
 
     def extra_state(self) -> dict[str, Any]:
         """See `TrainState.extra_state`."""
         state = {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
         # All groups have the same rate, and how many there are is nobody's concern.
-        return {"lr_scheduler": {k: v[:1] if k in ("base_lrs", "_last_lr") else v for k, v in state.items()}}
+        schedule = {k: v[:1] if k in ("base_lrs", "_last_lr") else v for k, v in state.items()}
+        return {"lr_scheduler": schedule, "steps_taken": dict(self._taken)}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """See `TrainState.load_extra_state`. Of the saved schedule only the position counts: rates and shape are the
         present configuration's."""
         scheduler = self.scheduler
         rates = scheduler.base_lrs
-        scheduler.load_state_dict({**state["lr_scheduler"], "base_lrs": rates, "lr_lambdas": [None]})
+        self._taken, self._moved = dict(state["steps_taken"]), False
+        position = self._taken[self._interval]
+        place = {"last_epoch": position, "_step_count": position + 1}
+        scheduler.load_state_dict({**state["lr_scheduler"], **place, "base_lrs": rates, "lr_lambdas": [None]})
         factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
         scheduler._last_lr = [rate * factor for rate in rates]
         for group, lr in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
@@ -100,8 +129,8 @@ def empty_moments(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def learning_rate_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
-    """The share of `optim.lr` at optimizer step `step` (0 is the first): linear warm-up, then constant, linear or
-    cosine decay."""
+    """The share of `optim.lr` at step `step` of the schedule (0 is the first) of `total_steps`: linear warm-up, then
+    constant, linear or cosine decay."""
     if step < optim.lr_warmup_steps:
         return (step + 1) / optim.lr_warmup_steps
     if optim.lr_scheduler_type == "constant":

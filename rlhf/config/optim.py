@@ -19,8 +19,10 @@ class OptimConfig:
     """Weight decay also of the weights of norms, of biases and of other vectors, which without it have none."""
     lr_scheduler_type: str = setting("constant", choices=("constant", "linear", "cosine"))
     """Shape of the learning rate after the warm-up."""
+    lr_scheduler_interval: str = setting("optimizer_step", choices=("optimizer_step", "training_step"))
+    """Steps that the schedule and its warm-up count: the optimizer's, of which a training step has `ppo_epochs` for
+    each mini-batch, or training steps, each a rollout, at one rate throughout (verl's way)."""
     lr_warmup_steps: int = setting(0, ge=0)
-    """Optimizer steps over which the rate rises linearly from 0; a training step has `ppo_epochs` for each mini-batch.
-    (verl counts training steps.)"""
+    """Steps of `lr_scheduler_interval` over which the rate rises linearly from 0."""
     min_lr_ratio: float = setting(0.0, ge=0, le=1)
     """The end of `linear` and `cosine`, as a share of `lr`."""

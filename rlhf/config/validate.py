@@ -172,10 +172,12 @@ def _optimizers(config: Config) -> Iterator[str]:
             yield f"{key}.optim.betas={optim.betas}: must be two numbers, each at least 0 and less than 1."
         if steps is None or steps <= idle:
             continue
-        updates = (steps - idle) * role.ppo_epochs * mini_batches
-        if optim.lr_warmup_steps >= updates:
+        by_updates = optim.lr_scheduler_interval == "optimizer_step"
+        scheduled = (steps - idle) * (role.ppo_epochs * mini_batches if by_updates else 1)
+        if optim.lr_warmup_steps >= scheduled:
+            unit = optim.lr_scheduler_interval.replace("_", " ")
             yield (
-                f"{key}.optim.lr_warmup_steps={optim.lr_warmup_steps}: the run has {updates} optimizer steps "
+                f"{key}.optim.lr_warmup_steps={optim.lr_warmup_steps}: the run has {scheduled} {unit}s "
                 f"(trainer.total_training_steps={steps}); the warm-up must be shorter."
             )
 

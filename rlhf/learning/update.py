@@ -71,7 +71,8 @@ def update(
     shuffle: Shuffle | None = None,
     around: Around | None = None,
 ) -> Figures:
-    """Take the optimizer steps of a step and return the means of their figures (`lr`: the last one's). Collective.
+    """Take the optimizer steps of a training step and return the means of their figures (`lr`: the last one's).
+    Collective.
 
     The loss of a mini-batch is its aggregate over all ranks: the same number and gradient whatever the split into
     micro-batches and ranks (up to rounding). A mini-batch that `guards` refuse ends the update: its gradient is thrown
@@ -103,12 +104,18 @@ def update(
             announce("update.mid")
             if not guards.allows(who, **{name: figures[name] for name in ("loss", "kl", "ref_kl") if name in figures}):
                 backend.zero_grad()
-                return _means(steps)
+                return _ended(backend, steps)
             figures |= backend.optimizer_step()
             if not guards.allows(who, grad_norm=figures["grad_norm"]):
-                return _means(steps)
+                return _ended(backend, steps)
             if around is not None:
                 figures |= around.made(figures)
+    return _ended(backend, steps)
+
+
+def _ended(backend: TrainingBackend, steps: list[Figures]) -> Figures:
+    """Means over the optimizer steps of an update that is over, which the learning rate's schedule may go by."""
+    backend.end_update()
     return _means(steps)
 
 

@@ -86,6 +86,7 @@ PROFILES = {
             "critic.ppo_epochs=2",
             "critic.optim.lr=1e-3",
             "critic.optim.lr_scheduler_type=linear",
+            "critic.optim.lr_scheduler_interval=training_step",
         )
     ),
     # More prompts per generation than a batch takes, so that groups are carried over almost every step, to be trained

@@ -349,6 +349,8 @@ def aggregate(rows: Rows, mode: str, config: Config) -> Tensor:
 def learning_rate(config: ActorConfig | CriticConfig, step: int, total_steps: int) -> float:
     """The cosine schedule with warm-up; the only shape used here."""
     optim = config.optim
+    if optim.lr_scheduler_interval == "training_step":
+        step = 0  # the update is the first one's; its rate is one of the warm-up
     if step < optim.lr_warmup_steps:
         return optim.lr * (step + 1) / optim.lr_warmup_steps
     progress = (step - optim.lr_warmup_steps) / (total_steps - optim.lr_warmup_steps)

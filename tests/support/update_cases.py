@@ -201,11 +201,15 @@ OBSERVING_CASES = {
 }
 # The others leave norms and biases without weight decay.
 ALL_DECAYED_CASES = {"token-mean_k3_clipped_norm", "critic_seq-mean-token-mean"}
+# In the others every optimizer step has a rate of its own.
+BY_TRAINING_STEPS_CASES = {"cispo_sequence_correction_norm", "critic_clipped_values"}
 
 
 def with_optim(case: str, config: Config, **settings: Any) -> Config:
     """`config` of a case with its optimizer and `settings`, in both roles."""
-    settings["optim"] = replace(OPTIM, decay_norm_and_bias=case in ALL_DECAYED_CASES)
+    interval = "training_step" if case in BY_TRAINING_STEPS_CASES else "optimizer_step"
+    decays = case in ALL_DECAYED_CASES
+    settings["optim"] = replace(OPTIM, decay_norm_and_bias=decays, lr_scheduler_interval=interval)
     return replace(config, actor=replace(config.actor, **settings), critic=replace(config.critic, **settings))
 
 
@@ -356,5 +360,7 @@ def run_update(
         name.removeprefix("actor/").removeprefix("critic/"): v
         for name, v in role.update(batch, held, guards, shuffle).items()
     }
+    updates = mini_batches * (config.actor if case in ACTOR_CASES else config.critic).ppo_epochs
+    assert role.backend.extra_state()["steps_taken"] == {"optimizer_step": updates, "training_step": 1}
     weights = {name: tensor.clone() for name, tensor in role.backend.full_tensors()}
     return {"weights": weights, "gradients": gradients, "metrics": metrics, "micro_batches": micro_batches}

@@ -39,6 +39,12 @@ ACCEPTED: dict[str, dict] = {
         "actor__ppo_mini_batch_size": 32,
         "actor__optim__lr_warmup_steps": 19,
     },
+    "warm-up counts training steps": {
+        "trainer__total_training_steps": 10,
+        "actor__ppo_mini_batch_size": 32,
+        "actor__optim__lr_scheduler_interval": "training_step",
+        "actor__optim__lr_warmup_steps": 9,
+    },
     "several files": {"data__train_files": ["a.jsonl", "b/*.parquet"]},
     "the policy's warm-up counts its own steps": {
         "trainer__total_training_steps": 10,
@@ -303,6 +309,15 @@ REFUSED: list[tuple[dict, str]] = [
     (
         {"trainer__total_training_steps": 10, "actor__optim__lr_warmup_steps": 10},
         "actor.optim.lr_warmup_steps=10: the run has 10 optimizer steps",
+    ),
+    (
+        {
+            "trainer__total_training_steps": 10,
+            "actor__ppo_mini_batch_size": 32,
+            "actor__optim__lr_scheduler_interval": "training_step",
+            "actor__optim__lr_warmup_steps": 10,
+        },
+        "actor.optim.lr_warmup_steps=10: the run has 10 training steps",
     ),
     ({"trainer__experiment_name": "a/b"}, "trainer.experiment_name='a/b': must be a plain folder name"),
     ({"trainer__experiment_name": ""}, "trainer.experiment_name='': must be a plain folder name"),

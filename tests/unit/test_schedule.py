@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,100 @@ def test_a_restored_schedule_goes_on_identically(shape, stop):
         assert restored.extra_state() == whole.extra_state()
     expected = [3e-4 * learning_rate_factor(optim, step, TOTAL) for step in range(stop, TOTAL + 2)]
     assert rest == pytest.approx(expected)
+
+
+UPDATES = 3
+BY_TRAINING_STEPS = OptimConfig(
+    lr=3e-4,
+    lr_scheduler_type="cosine",
+    lr_scheduler_interval="training_step",
+    lr_warmup_steps=2,
+    min_lr_ratio=0.1,
+    weight_decay=0.0,
+)
+BY_OPTIMIZER_STEPS = replace(BY_TRAINING_STEPS, lr_scheduler_interval="optimizer_step")
+
+
+def in_training_steps(optim: OptimConfig = BY_TRAINING_STEPS) -> Fsdp2Backend:
+    """Of a run of `TOTAL` training steps with `UPDATES` optimizer steps each."""
+    options = {"grad_clip": 1.0, "total_optimizer_steps": TOTAL * UPDATES, "updates_per_step": UPDATES, "hf_files": {}}
+    return Fsdp2Backend(tiny_qwen2(), BackendConfig(), optim, torch.device("cpu"), **options)
+
+
+def by_hand(step: int) -> float:
+    """The rate of `BY_TRAINING_STEPS`, by its definition."""
+    if step < 2:
+        return 3e-4 * (step + 1) / 2
+    angle = math.pi * min(1.0, (step - 2) / (TOTAL - 2))
+    return 3e-4 * (0.1 + 0.9 * math.cos(angle / 2) ** 2)
+
+
+def training_step(backend: Fsdp2Backend, bad: tuple[int, ...] = ()) -> list[float]:
+    """Rates of the optimizer steps of one training step, of which the `bad` ones have a gradient that is not finite."""
+    found = []
+    for update in range(UPDATES):
+        if update in bad:
+            for parameter in backend.module.parameters():
+                parameter.grad = torch.full_like(parameter, math.nan)
+        found += rates(backend, 1)
+    backend.end_update()
+    return found
+
+
+def test_a_schedule_of_training_steps_is_constant_within_them():
+    with single_rank():
+        backend = in_training_steps()
+        for step in range(TOTAL + 2):
+            assert training_step(backend) == pytest.approx([by_hand(step)] * UPDATES, rel=1e-12)
+        assert backend.extra_state()["steps_taken"] == {"optimizer_step": 3 * (TOTAL + 2), "training_step": TOTAL + 2}
+
+
+def test_a_training_step_counts_once_if_an_optimizer_step_was_taken():
+    with single_rank():
+        backend = in_training_steps()
+        training_step(backend, bad=(0, 2))
+        training_step(backend, bad=(0, 1, 2))
+        backend.end_update()  # of a batch that was refused at once
+        assert backend.extra_state()["steps_taken"] == {"optimizer_step": 1, "training_step": 1}
+        assert training_step(backend) == [by_hand(1)] * UPDATES
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2, 9])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(a, b) for a in (0, 1) for b in (0, 1)],
+    ids=["optimizer", "to_training", "to_optimizer", "training"],
+)
+def test_a_resume_goes_on_in_either_interval(before, after, stop):
+    """Also to the other one, from where it would be by then; some steps were skipped before."""
+    intervals = BY_OPTIMIZER_STEPS, BY_TRAINING_STEPS
+
+    def walk(backend: Fsdp2Backend, *steps: int) -> list[list[float]]:
+        return [training_step(backend, bad=(1,) if step == 1 else ()) for step in steps]
+
+    with single_rank():
+        saved, whole = in_training_steps(intervals[before]), in_training_steps(intervals[after])
+        walk(saved, *range(stop))
+        walk(whole, *range(stop))
+        resumed = in_training_steps(intervals[after])
+        resumed.load_extra_state(json.loads(json.dumps(saved.extra_state())))
+        rest = range(stop, stop + 4)
+        assert walk(resumed, *rest) == walk(whole, *rest)
+        assert resumed.extra_state() == whole.extra_state()
+
+
+def test_a_roll_back_from_within_a_training_step_leaves_no_trace():
+    with single_rank():
+        backend, plain = in_training_steps(), in_training_steps()
+        for each in (backend, plain):
+            training_step(each)
+        state = json.loads(json.dumps(backend.extra_state()))
+        training_step(backend)
+        rates(backend, 2)
+        backend.load_extra_state(state)
+        backend.end_update()
+        assert backend.extra_state() == plain.extra_state()
+        assert training_step(backend) == training_step(plain)
 
 
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
 from rlhf.checkpoint.driver_state import parse_driver_state
@@ -128,14 +128,16 @@ class NativeCheckpoint:
         return folder, WholeTensors(self.files, folder, whole)
 
     def _trained_so_far(self, role: str) -> TrainedSoFar:
-        schedule = None
+        schedule: dict[str, Any] | None = None
+        taken: dict[str, Any] = {}
         if (name := f"{role}/{SCHEDULE}") in self.manifest.files:
             document = self.files.document(name)
-            schedule = document.get("lr_scheduler") if isinstance(document, dict) else None
+            if isinstance(document, dict):
+                schedule, taken = document.get("lr_scheduler"), document.get("steps_taken") or {}
         if schedule is None:
             self._absent.append("the learning rate schedule: checkpoint.contents had no extra")
         state = parse_driver_state(self.files.content(DRIVER_STATE), DRIVER_STATE)
-        return TrainedSoFar(state["step"], (schedule or {}).get("last_epoch"), schedule)
+        return TrainedSoFar(state["step"], taken.get("optimizer_step"), schedule)
 
     @property
     def model_files(self) -> Path:

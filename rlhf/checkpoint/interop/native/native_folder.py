@@ -115,7 +115,8 @@ def _write_role(
     if (position := _position(source)) is not None:
         # All that a load takes of it: rates and shape are the run's own settings.
         schedule = {"last_epoch": position, "_step_count": position + 1}
-        files.append(write_json(root, f"{role}/{SCHEDULE}", {"lr_scheduler": schedule}))
+        taken = {"optimizer_step": position, "training_step": done.manifest.step}
+        files.append(write_json(root, f"{role}/{SCHEDULE}", {"lr_scheduler": schedule, "steps_taken": taken}))
         have += [] if "extra" in have else ["extra"]
         done.taken.append(f"{role}: place in the learning rate schedule, after {position} optimizer steps")
     done.absent += [f"{role}: {line}" for line in source.contents.absent]
