@@ -62,6 +62,10 @@ class UpdateFlops:
     """Weights of the head, which response tokens pass."""
     attention: int
     """Layers times heads times their size: what a pair of tokens takes two products of."""
+    frozen_body: int = 0
+    """Those of `body` that are not trained: they take no gradient of their own."""
+    frozen_head: int = 0
+    """The same of `head`."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "UpdateFlops | None":
@@ -75,13 +79,17 @@ class UpdateFlops:
         head = model.get_output_embeddings()
         products = [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        in_head = 0 if head is None else head.weight.numel()
         return cls(
             sum(module.weight.numel() for module in products),
-            0 if head is None else head.weight.numel(),
+            in_head,
             layers * heads * size,
+            sum(module.weight.numel() for module in products if not module.weight.requires_grad),
+            0 if head is None or head.weight.requires_grad else in_head,
         )
 
     def of_tokens(self, tokens: TokenCounts) -> int:
         """Operations of one pass over a batch."""
         # Two operations per weight, the backward pass takes twice the forward one; half of all pairs are causal.
-        return 6 * (self.body * tokens.total + self.head * tokens.responses + self.attention * tokens.squares)
+        trained = 6 * (self.body * tokens.total + self.head * tokens.responses + self.attention * tokens.squares)
+        return trained - 2 * (self.frozen_body * tokens.total + self.frozen_head * tokens.responses)

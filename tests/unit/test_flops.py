@@ -9,11 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from rlhf.batch import Batch, TokenCounts
+from rlhf.config import LoraConfig
 from rlhf.learning.critic import response_values
 from rlhf.learning.log_probs import response_log_probs
 from rlhf.learning.utilization import Utilization
+from rlhf.models.adapter_layers import add_adapters
 from rlhf.models.flops import PEAKS, UpdateFlops, peak_flops
 from rlhf.models.log_prob_head import with_log_probs
+from rlhf.models.skeleton import materialise
 from tests.support.tiny_updates import random_batch, tiny_qwen2, tiny_value_model
 
 
@@ -48,6 +51,27 @@ def test_operations_are_those_that_torch_counts(model, outputs):
     tokens = TokenCounts(samples * length, samples * 20, samples * length**2)
     not_needed = 6 * flops.attention * tokens.squares
     assert flops.of_tokens(tokens) == counted(policy, outputs, batch) - not_needed
+
+
+def test_frozen_weights_take_no_gradient_of_their_own():
+    policy = tiny_qwen2()
+    add_adapters(policy, LoraConfig(rank=4), torch.float32)
+    materialise(policy)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    policy.set_attn_implementation("eager")
+    batch = random_batch(seed=1, samples=3, prompt=(5, 5), response=(20, 20))
+    flops, samples, length = UpdateFlops.of(policy), 3, 25
+    assert flops is not None
+    tokens = TokenCounts(samples * length, samples * 20, samples * length**2)
+    # Of the first layer's q, k and v and of their A nobody wants the gradient of the input; and the head's logits are
+    # made twice.
+    first = policy.model.layers[0].self_attn
+    projections = [getattr(first, f"{name}_proj") for name in "qkv"]
+    inputs = sum(p.base_layer.weight.numel() + p.lora_A["default"].weight.numel() for p in projections)
+    others = 2 * inputs * tokens.total - 2 * flops.head * tokens.responses - 6 * flops.attention * tokens.squares
+    assert flops.of_tokens(tokens) == counted(policy, log_probs, batch) + others
 
 
 def test_what_is_not_dense_is_not_known():
