@@ -70,11 +70,8 @@ def test_new_adapters_follow_from_the_seed_alone():
     torch.manual_seed(1)
     first = weights_of(adapted_engine("fsdp2", seed=3))
     torch.manual_seed(2)
-    before = torch.get_rng_state()
     assert equal_bits(weights_of(adapted_engine("fsdp2", seed=3)), first)
     assert not equal_bits(weights_of(adapted_engine("fsdp2", seed=4)), first)
-    torch.manual_seed(2)
-    assert torch.equal(torch.get_rng_state(), before)
     a = [tensor for name, tensor in first.items() if "lora_A" in name]
     bounds = [tensor.shape[1] ** -0.5 for tensor in a]
     assert all(0.8 * bound < tensor.abs().max() <= bound for tensor, bound in zip(a, bounds, strict=True))
