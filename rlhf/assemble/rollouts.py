@@ -1,6 +1,7 @@
 """Rollouts of a run: the reward, the engine, the collector of each step's batch and the evaluator."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,8 +58,12 @@ def build_engine(
     longest = config.data.max_prompt_length + config.data.max_response_length
     if config.rollout.name == "vllm":
         from rlhf.rollout.vllm.colocated import build_vllm_engine
+        from rlhf.rollout.vllm.native_adapters import build_adapter_engine
 
-        return build_vllm_engine(
+        lora = config.model.lora
+        native = lora.enabled and config.rollout.lora == "native"
+        build: Callable[..., RolloutEngine] = partial(build_adapter_engine, lora) if native else build_vllm_engine
+        return build(
             config.rollout, files, folder, eos, coordinator, device, max_model_len=longest, seed=config.trainer.seed
         )
     from rlhf.rollout.servers.server_engine import build_server_engine

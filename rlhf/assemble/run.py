@@ -101,7 +101,8 @@ def _build(
     loaded = policy.load(loading.load_model, coordinator, device)
     engine = build_engine(config, policy, loaded.model, coordinator, device)
     learners = build_learners(config, models, loaded, driver.total_steps, coordinator, device)
-    sampler = PolicySampler(engine, learners.actor.backend, config.trainer.seed)
+    native = config.model.lora.enabled and config.rollout.lora == "native"
+    sampler = PolicySampler(engine, learners.actor.backend, config.trainer.seed, native)
 
     fingerprints = models.fingerprints | {"prompts": train_set.fingerprint}
     collector = build_collector(config, stream, sampler, reward, policy, driver, fingerprints, coordinator, device)

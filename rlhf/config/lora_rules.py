@@ -6,9 +6,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-from rlhf.config import CheckpointConfig, Config, FrozenFsdpConfig, LoraConfig
+from rlhf.config import CheckpointConfig, Config, FrozenFsdpConfig, LoraConfig, RolloutConfig
 from rlhf.config.lora import ALL_LINEAR
 
+VLLM_RANK = 512
+"""The largest rank that vLLM serves."""
 PEFT = "0.21"
 """The oldest release of peft whose layers are known to work here."""
 
@@ -20,6 +22,8 @@ def lora_problems(config: Config) -> Iterator[str]:
         for field in fields(lora):
             if (value := getattr(lora, field.name)) != getattr(LoraConfig(), field.name):
                 yield f"model.lora.{field.name}={value}: has effect only with model.lora.enabled=true."
+        if config.rollout.lora != RolloutConfig().lora:
+            yield f"rollout.lora={config.rollout.lora}: has effect only with model.lora.enabled=true."
         if config.checkpoint.hf_adapter != CheckpointConfig().hf_adapter:
             yield f"checkpoint.hf_adapter={config.checkpoint.hf_adapter}: has effect only with model.lora.enabled=true."
         return
@@ -46,6 +50,7 @@ def lora_problems(config: Config) -> Iterator[str]:
                 f"checkpoint.{key}={contents}: with model.lora.enabled=true hf_model is for other tools, and a run "
                 "goes on from model alone; add model."
             )
+    yield from _native(config)
     if backend.name != "deepspeed":
         return
     dtype = base_dtype(config)
@@ -60,6 +65,27 @@ def lora_problems(config: Config) -> Iterator[str]:
             "model.lora.use_dora=true: DoRA reads a layer's frozen weight beside the layer's own pass, and "
             "backend.zero_stage=3 has it whole only in that; set backend.zero_stage=2, or backend=fsdp2."
         )
+
+
+def _native(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.lora != "native":
+        return
+    instead = "set rollout.lora=merged."
+    if rollout.name != "vllm":
+        of = {"embedded": "its engine computes with whole weights", "vllm_server": "servers are sent whole weights"}
+        why = of.get(str(rollout.name), "no engine is named")
+        yield f"rollout.lora=native: needs rollout=vllm, and it is {rollout.name} ({why}); {instead}"
+    if config.model.lora.use_dora:
+        yield f"rollout.lora=native: vLLM serves no DoRA (model.lora.use_dora=true); {instead}"
+    if rollout.tensor_model_parallel_size > 1:
+        yield (
+            f"rollout.lora=native: what several devices hold of an adapter "
+            f"(rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}) is not verified; {instead}"
+        )
+    if config.model.lora.rank > VLLM_RANK:
+        rank = config.model.lora.rank
+        yield f"rollout.lora=native: vLLM serves adapters up to rank {VLLM_RANK} (model.lora.rank={rank}); {instead}"
 
 
 def base_dtype(config: Config) -> str:

@@ -86,6 +86,9 @@ class RolloutConfig:
     sleep_level: int = setting(2, ge=0, le=2, resume="harmless")
     """Memory that `vllm` gives back while the ranks train: 0 nothing, 1 weights (kept in the CPU's memory) and cache, 2
     both, for good."""
+    lora: str = setting("merged", choices=("merged", "native"))
+    """Way of adapters (`model.lora`) into the engine: `merged` sends whole weights, base and adapter in one; `native`
+    sends the adapters alone, which vLLM applies in each pass beside the base that it keeps."""
     structured_outputs: dict[str, Any] = setting({})
     """Form of the responses, as vLLM's StructuredOutputsParams: {json: ...}, {regex: ...}, {choice: [...]}, {grammar:
     ...}."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import cast
 
 from rlhf.backends.base import TrainingBackend
-from rlhf.rollout import BackgroundEngine, Request, RolloutEngine, Sample
+from rlhf.rollout import AdapterEngine, BackgroundEngine, Request, RolloutEngine, Sample
 
 
 @dataclass
@@ -17,6 +17,8 @@ class PolicySampler:
     engine: RolloutEngine
     actor: TrainingBackend
     seed: int
+    native_adapters: bool = False
+    """Whether `engine` is an `AdapterEngine`, which keeps the base and gets the adapters alone."""
     seconds: float = field(default=0.0, init=False)
     """Seconds of generation on this rank, so far, without the weights, for which ranks wait for each other."""
     sync_seconds: float = field(default=0.0, init=False)
@@ -66,7 +68,12 @@ class PolicySampler:
         started = time.monotonic()
         if version != self._version:
             # Cast before they are gathered: a bfloat16 engine makes that half the bytes.
-            self.engine.update_weights(partial(self.actor.full_tensors, self.engine.dtype), version)
+            actor, dtype = self.actor, self.engine.dtype
+            if self.native_adapters:
+                engine = cast(AdapterEngine, self.engine)
+                engine.update_adapters(actor.base_tensors, partial(actor.adapter_tensors, dtype), version)
+            else:
+                self.engine.update_weights(partial(actor.full_tensors, dtype), version)
             self._version = version
         self.sync_seconds += time.monotonic() - started
 

@@ -23,6 +23,15 @@ FLOAT32_WEIGHTS = ("gemma", "olmo")
 
 
 @dataclass(frozen=True)
+class TokenCost:
+    """Bytes of a token in a layer, beside those of the model's own weights."""
+
+    kept: int = 0
+    """For the backward pass."""
+    moment: int = 0
+
+
+@dataclass(frozen=True)
 class PassCost:
     """Bytes of a pass through a model, per token unless it says otherwise."""
 
@@ -54,9 +63,9 @@ class PassCost:
         return tokens * (self.by_layer + self.moment + self.pairs * longest)
 
 
-def pass_cost(model: ModelShapes, width: int, attention: str) -> PassCost:
+def pass_cost(model: ModelShapes, width: int, attention: str, more: TokenCost = TokenCost()) -> PassCost:
     """The costs of a pass in a type of `width` bytes with an implementation of attention: `sdpa`, `eager`,
-    `flash_attention_2`, or one of the first two `_by_sequence` in packed rows."""
+    `flash_attention_2`, or one of the first two `_by_sequence` in packed rows; `more` is that of adapters."""
     norms = sum(_norm(model, size, width, layer_norm=layer_norm) for size, layer_norm in model.norms)
     # What rotates queries and keys keeps neither.
     norms -= width * sum(size for size in model.norms_within_attention)
@@ -66,11 +75,11 @@ def pass_cost(model: ModelShapes, width: int, attention: str) -> PassCost:
     outputs = model.attention * (2 if attention == PACKED else 1)
     queries = width * (model.attention + keys_and_values + outputs) + 4 * model.heads
     inner = 4 if model.gated else 5 if model.activation in STEPWISE else 2
-    one = norms + queries + inner * model.inner * width
+    one = norms + queries + inner * model.inner * width + more.kept
     layers = len(model.layers)
     last_is_layer_norm = bool(model.norms) and model.norms[0][1]
     final = _norm(model, model.hidden, width, layer_norm=last_is_layer_norm) + model.hidden * width
-    moment = (3 * model.inner + 3 * model.hidden) * width
+    moment = (3 * model.inner + 3 * model.hidden) * width + more.moment
     # The softmax in float32 and, where that is another type, in the pass's.
     pairs = model.heads * (4 if width == 4 else 4 + width) if eager else 0
     return PassCost(layers * one, one, layers * model.hidden * width, final, moment, pairs)

@@ -1,9 +1,11 @@
 """Bytes of a checkpoint on disk, and of the copy in memory that a save behind the training is written from."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhf.config import CheckpointConfig
+from rlhf.planning.adapter_state import Adapted
 from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.training_state import MOMENTS, WIDTHS, sharded
 
@@ -23,21 +25,25 @@ class CheckpointSize:
 
 
 def checkpoint_size(
-    roles: Mapping[str, ModelShapes], reference: ModelShapes | None, config: CheckpointConfig, ranks: int
+    roles: Mapping[str, ModelShapes | Adapted], reference: ModelShapes | None, config: CheckpointConfig, ranks: int
 ) -> CheckpointSize:
-    """A save of the models in training and, where it moves, of the reference."""
+    """A save of the models in training, of which a frozen base is no part, and, where it moves, of the reference."""
     contents = set(config.contents)
     parts: dict[str, int] = {}
     copied = 0
     for role, model in roles.items():
-        shards = 4 * sharded(model.weights, ranks)
+        shards = 4 * sharded(model.trained if isinstance(model, Adapted) else model.weights, ranks)
         if "model" in contents:
             parts[f"{role}/model"] = 4 * model.count
         if "optimizer" in contents:
             parts[f"{role}/optimizer"] = 4 * MOMENTS * model.count
             copied += MOMENTS * shards
         if "hf_model" in contents:
-            parts[f"{role}/huggingface"] = WIDTHS[config.hf_dtype or "float32"] * model.count
+            written = model.count
+            if isinstance(model, Adapted) and config.hf_adapter == "merge":
+                written = model.base.count
+                copied += 4 * math.ceil(written / ranks)
+            parts[f"{role}/huggingface"] = WIDTHS[config.hf_dtype or "float32"] * written
         copied += shards if contents & {"model", "hf_model"} else 0
     if reference is not None and contents & {"model", "hf_model"}:
         parts["ref"] = 4 * reference.count

@@ -1,11 +1,12 @@
 """Plan of a run's memory: bytes on a rank's device in each phase of a step, on its host, and on disk."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf.config import Config, FrozenFsdpConfig, TrainedFsdpConfig
 from rlhf.config.algorithm_rules import needs_critic
-from rlhf.planning.activations import PACKED, PassCost, chunk_bytes, pass_cost
+from rlhf.planning.activations import PACKED, PassCost, TokenCost, chunk_bytes, pass_cost
+from rlhf.planning.adapter_state import Adapted, adapted, adapted_state
 from rlhf.planning.checkpoint_size import CheckpointSize, checkpoint_size
 from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.pass_sizes import (
@@ -103,11 +104,15 @@ class _Pass:
     device: str
     param_offload: bool
     optimizer_offload: bool = False
+    adapted: Adapted | None = None
+    """The policy with its adapters, where `model` is its frozen base."""
 
     def resident(self, phase: str) -> dict[str, int]:
         """Bytes on the device throughout a phase; what is offloaded is still there in that in which it is loaded."""
         items = {"weights": self.state.weights, "optimizer": self.state.optimizer, "buffers": self.state.standing}
-        if self.param_offload and phase not in (*PHASES[self.role], LOADING):
+        # The reference is the actor's base.
+        phases = PHASES[self.role] if self.adapted is None else (*PHASES[self.role], *PHASES["reference"])
+        if self.param_offload and phase not in (*phases, LOADING):
             del items["weights"], items["buffers"]
         if self.optimizer_offload and phase != LOADING:
             del items["optimizer"]
@@ -156,7 +161,9 @@ class _Pass:
         attention = config.model.attn_implementation
         own = {"critic": config.critic.use_remove_padding, "reward model": config.reward_model.use_remove_padding}
         packed = own.get(self.role, config.actor.use_remove_padding) is not False and attention == "sdpa"
-        return pass_cost(self.model, compute_width(config.backend), PACKED if packed else attention)
+        width = compute_width(config.backend)
+        more = TokenCost() if self.adapted is None else self.adapted.token_cost(width)
+        return pass_cost(self.model, width, PACKED if packed else attention, more)
 
     def _chunk(self, work: PassSize) -> dict[str, int]:
         if self.role not in ("actor", "reference"):
@@ -178,11 +185,19 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
         state = frozen_state(model, config.backend, kept, ranks)
         return _Pass(role, model, state, device, target.cuda and kept.param_offload)
 
+    policy = None
+    if config.model.lora.enabled:
+        policy = adapted(models.policy, config.model.lora, config.backend)
     actor = trained("actor", models.policy, config.actor.fsdp_config)
+    if policy is not None:
+        actor = replace(actor, state=adapted_state(policy, config.backend, ranks), adapted=policy)
     critic = None
     if models.critic is not None and needs_critic(config):
         critic = trained("critic", models.critic, config.critic.fsdp_config)
     reference = frozen("reference", models.policy, config.ref.fsdp_config) if config.needs_reference else None
+    if reference is not None and policy is not None:
+        # The actor's own base, without its adapters.
+        reference = replace(reference, state=TrainingState(0, gathered=actor.state.gathered))
     reward = None
     if models.reward_model is not None:
         reward = frozen("reward model", models.reward_model, config.reward_model.fsdp_config)
@@ -194,8 +209,9 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
         ranks,
         config.model.attn_implementation,
         target.memory if target.cuda else None,
+        policy,
     )
-    roles = {each.role: each.model for each in (actor, critic) if each is not None}
+    roles = {each.role: each.adapted or each.model for each in (actor, critic) if each is not None}
     moving = models.policy if reference is not None and config.ref.update_freq is not None else None
     checkpoint = checkpoint_size(roles, moving, config.checkpoint, ranks)
     spread = [each for each in (actor, critic, reference, reward) if each is not None]

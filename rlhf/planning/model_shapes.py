@@ -44,7 +44,12 @@ class ModelShapes:
     @cached_property
     def layers(self) -> list[Shapes]:
         """Weights of each layer."""
-        return [weights for name, weights in self.units.items() if name not in (ROOT, HEAD)]
+        return [self.units[name] for name in self.layer_names]
+
+    @cached_property
+    def layer_names(self) -> list[str]:
+        """Names of the units that are layers."""
+        return [name for name in self.units if name not in (ROOT, HEAD)]
 
     @cached_property
     def vocabulary(self) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rlhf.config import DataConfig, RolloutConfig
 from rlhf.planning.activations import pass_cost
+from rlhf.planning.adapter_state import Adapted
 from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.training_state import WIDTHS
 
@@ -44,13 +45,18 @@ def engine_memory(
     ranks: int,
     attention: str,
     device_memory: int | None,
+    policy: Adapted | None = None,
 ) -> EngineMemory:
     """The engine that `rollout.name` names, beside a rank that has `samples` of it generated together.
 
     Args:
         device_memory: bytes of a GPU; None on a CPU, or where it is not known.
+        policy: what `model` is the base of, where adapters are trained.
     """
     handed = _hand_over(model, WIDTHS[rollout.engine_dtype], ranks)
+    native = policy is not None and rollout.lora == "native"
+    if policy is not None:
+        handed = _adapters_handed_over(policy, handed, ranks, merged=not native)
     if rollout.name == "embedded":
         weights = {"engine weights": WIDTHS[rollout.engine_dtype] * model.count}
         moment = _embedded(model, rollout, data, samples, attention)
@@ -59,7 +65,8 @@ def engine_memory(
         handed += 3 * PUSH_BUCKET
         return EngineMemory({}, {}, {"hand-over": handed})
     tensor_parallel = rollout.tensor_model_parallel_size
-    weights_bytes = math.ceil(WIDTHS[rollout.engine_dtype] * model.count / tensor_parallel)
+    held = model.count + (policy.count if policy is not None and native else 0)
+    weights_bytes = math.ceil(WIDTHS[rollout.engine_dtype] * held / tensor_parallel)
     per_token = math.ceil(token_bytes(model, rollout) / tensor_parallel)
     if device_memory is None:
         cache = rollout.max_num_seqs * (data.max_prompt_length + data.max_response_length) * per_token
@@ -71,7 +78,7 @@ def engine_memory(
         generating,
         {"engine asleep": ASLEEP} if sleeps else generating,
         {"engine weights": weights_bytes, "hand-over": handed} | ({} if sleeps else {"engine cache": cache}),
-        weights_bytes if sleeps and rollout.sleep_level == 1 else 0,
+        weights_bytes if sleeps and (rollout.sleep_level == 1 or native) else 0,
         cache // max(per_token, 1),
     )
 
@@ -83,6 +90,14 @@ def _hand_over(model: ModelShapes, width: int, ranks: int) -> int:
     if ranks == 1:
         return largest if width < 4 else 0
     return 3 * max(GATHER_BUCKET, largest)
+
+
+def _adapters_handed_over(policy: Adapted, handed: int, ranks: int, *, merged: bool) -> int:
+    """Adapters whole, where several ranks have them, and of a weight that is merged the base's, the product of its
+    factors and their sum, in float32, beside what it is cast to."""
+    adapters = 4 * policy.count if ranks > 1 or not merged else 0
+    largest = max((columns * rows for columns, rows in policy.linear), default=0)
+    return adapters + max(handed, (policy.base_width + 8 + 4) * largest if merged else 0)
 
 
 def _embedded(

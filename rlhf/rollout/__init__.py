@@ -2,12 +2,22 @@
 
 from typing import TYPE_CHECKING, Any
 
-from rlhf.rollout.engine import BackgroundEngine, Request, RolloutEngine, Sample, SamplingParams, Weights, as_spans
+from rlhf.rollout.engine import (
+    AdapterEngine,
+    BackgroundEngine,
+    Request,
+    RolloutEngine,
+    Sample,
+    SamplingParams,
+    Weights,
+    as_spans,
+)
 
 if TYPE_CHECKING:
     from rlhf.rollout.embedded import EmbeddedEngine, build_embedded_engine, check_lengths, eos_token_ids
 
 __all__ = [
+    "AdapterEngine",
     "BackgroundEngine",
     "EmbeddedEngine",
     "Request",

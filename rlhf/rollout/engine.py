@@ -118,3 +118,13 @@ class BackgroundEngine(RolloutEngine, Protocol):
         What could not be generated then (an engine died) is generated now, by the policy as it is by now, after
         `version` steps.
         """
+
+
+class AdapterEngine(RolloutEngine, Protocol):
+    """An engine that keeps a frozen base and applies adapters beside it. All calls are collective."""
+
+    def update_adapters(self, base: Weights, adapters: Weights, version: int) -> None:
+        """Take over adapters, by their names in a checkpoint, and at the first call the base that they are for.
+
+        `version` is the step that the adapters belong to.
+        """

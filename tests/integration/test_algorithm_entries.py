@@ -74,10 +74,19 @@ SMALL = [
     "data.max_response_length=8",
     "backend.autocast=none",
 ]
+WITHOUT_VLLM = ["rollout.gpu_memory_utilization=0.5"]
 SMALL_RECIPES = {
     "offline": [],
     "minimal": [*SMALL, "data.train_files={sums}"],
     "gsm8k_qwen_0.5b": [*SMALL, "data.train_files={sums}", "data.val_files=null", "data.prompt_key=prompt"],
+    "gsm8k_qwen_7b_lora": [*SMALL, "data.train_files={sums}", "data.val_files=null", "data.prompt_key=prompt"],
+    "gsm8k_qwen_7b_lora_24gb": [
+        *SMALL,
+        "data.train_files={sums}",
+        "data.val_files=null",
+        "data.prompt_key=prompt",
+        *WITHOUT_VLLM,
+    ],
     "dapo_math": [
         *SMALL,
         "data.train_files={sums}",
@@ -109,7 +118,10 @@ def test_dapo_warms_up_over_the_papers_twenty_rollout_steps():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_passes_the_checks_as_it_is(name):
-    to_be_set = ["model.path=org/name", "data.train_files=a.jsonl"] if name == "minimal" else []
-    config = compose_config([f"recipes={name}", *to_be_set], LIBRARY)
+    to_be_set = {
+        "minimal": ["model.path=org/name", "data.train_files=a.jsonl"],
+        "gsm8k_qwen_7b_lora_24gb": WITHOUT_VLLM,
+    }
+    config = compose_config([f"recipes={name}", *to_be_set.get(name, [])], LIBRARY)
     validate(config, {})
     check_reward(config.reward, config.reward_model)

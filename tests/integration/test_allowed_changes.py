@@ -312,6 +312,7 @@ ELSEWHERE: dict[str, str] = {
     "rollout.structured_outputs": ENGINE,
     "rollout.async_steps": ENGINE,
     "rollout.engine_kwargs.vllm": ENGINE,
+    "rollout.lora": ENGINE,
     "reward.network": SANDBOX,
     "reward.writable": SANDBOX,
     "reward.memory_gb": SANDBOX,

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlhf.config import Config, FrozenFsdpConfig, LoraConfig
 from rlhf.config import lora_rules as rules
+from rlhf.config.lora_rules import lora_problems
 from rlhf.config.validate import validate
 from rlhf.errors import UserError
 from rlhf.models.adapter_folder import check_adapter_start
@@ -190,3 +191,31 @@ def test_suggested_rate():
     assert rules.suggested_rate(config) == pytest.approx(1e-5)
     config.actor.optim.lr = 3e-6
     assert rules.suggested_rate(config) is None
+
+
+@pytest.mark.parametrize(
+    ("lora", "rollout", "said"),
+    [
+        ({}, {"name": "embedded"}, "needs rollout=vllm, and it is embedded (its engine computes with whole weights)"),
+        ({}, {"name": "vllm_server"}, "needs rollout=vllm, and it is vllm_server (servers are sent whole weights)"),
+        ({"use_dora": True}, {"name": "vllm"}, "vLLM serves no DoRA (model.lora.use_dora=true)"),
+        ({"rank": 600}, {"name": "vllm"}, "vLLM serves adapters up to rank 512 (model.lora.rank=600)"),
+        ({}, {"name": "vllm", "tensor_model_parallel_size": 2}, "what several devices hold of an adapter"),
+    ],
+)
+def test_an_engine_that_cannot_serve_adapters_is_refused(lora, rollout, said):
+    config = config_of(**lora)
+    config.rollout.lora = "native"
+    for name, value in rollout.items():
+        setattr(config.rollout, name, value)
+    lines = [line for line in lora_problems(config) if line.startswith("rollout.lora=native: ")]
+    assert said in lines[0]
+    assert lines[0].endswith("set rollout.lora=merged.")
+
+
+def test_ways_of_adapters_without_adapters_are_refused():
+    config = config_of(enabled=False)
+    config.rollout.lora, config.checkpoint.hf_adapter = "native", "merge"
+    lines = [*lora_problems(config)]
+    assert "rollout.lora=native: has effect only with model.lora.enabled=true." in lines
+    assert "checkpoint.hf_adapter=merge: has effect only with model.lora.enabled=true." in lines

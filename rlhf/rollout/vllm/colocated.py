@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from rlhf.models.fused_experts import parts_in_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.engine import Request, Sample, Weights, places_by_params
 from rlhf.rollout.exchange import gather_requests
-from rlhf.rollout.vllm.held_weights import held_digests, record_packing, weight_check
+from rlhf.rollout.vllm.held_weights import held_digests, plain_name, record_packing, weight_check
 from rlhf.rollout.vllm.process_state import ProcessState
 from rlhf.rollout.vllm.repacking import repack
 from rlhf.rollout.vllm.requests import request_seed, sampling_kwargs
@@ -107,13 +107,7 @@ class VllmEngine:
         """
         with self._process_state.entered(), torch.no_grad():
             self._wake("weights")
-            stream = iter(weights())
-            try:
-                self._load(stream)
-            finally:
-                # The other ranks are still gathering them.
-                for _ in stream:
-                    pass
+            self._load_all(weights)
             self._verify(version)
             self._llm.reset_prefix_cache()
         self.version = version
@@ -180,16 +174,25 @@ class VllmEngine:
             held = [ranks[rank] for rank in self._group]
         self._check_weights.check(read_digests(self._sent), held, f"step {version}")
 
+    def _load_all(self, weights: Weights) -> None:
+        stream = iter(weights())
+        try:
+            self._load(stream)
+        finally:
+            # The other ranks are still gathering them.
+            for _ in stream:
+                pass
+
     def _load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         model = self._model()
         record_packing(model, self.dtype)
-        expected = {name for name, _ in model.named_parameters()}
+        expected = {plain_name(name) for name, _ in model.named_parameters()}
         load = model.load_weights
         loaded: set[str] = set()
 
         def load_and_tell(weights: Iterable[tuple[str, Tensor]]) -> Any:
             names = load(weights)
-            loaded.update(expected if names is None else names)
+            loaded.update(expected if names is None else map(plain_name, names))
             return names
 
         # vLLM only logs what did not come.
@@ -249,8 +252,15 @@ class VllmEngine:
         # The ranks of a group all see the same samples.
         counts = self._coordinator.rank == self._group[0]
         return self._llm.generate(
-            prompts, [sampling(request) for request in requests], use_tqdm=_Reporting if counts else False
+            prompts,
+            [sampling(request) for request in requests],
+            use_tqdm=_Reporting if counts else False,
+            lora_request=self._lora_request(),
         )
+
+    def _lora_request(self) -> Any:
+        """The adapters that vLLM is to apply; None for none."""
+        return None
 
     def _samples(self, request: Request, completions: Sequence[Any]) -> list[Sample]:
         return [self._sample(request, i, completions[i % len(completions)]) for i in range(request.params.n)]
@@ -286,6 +296,7 @@ def build_vllm_engine(
     *,
     max_model_len: int,
     seed: int,
+    kind: Callable[..., VllmEngine] = VllmEngine,
 ) -> VllmEngine:
     """An engine on this rank's device, asleep where it can be. Collective; needs the ranks' process group.
 
@@ -295,6 +306,7 @@ def build_vllm_engine(
         eos: the tokens that end a response.
         max_model_len: tokens of the longest prompt with its response.
         seed: vLLM's own; that of a sample is the request's.
+        kind: the engine's class.
 
     Raises:
         UserError: vLLM does not take the model or the arguments.
@@ -318,7 +330,7 @@ def build_vllm_engine(
     except BaseException:
         scratch.close()
         raise
-    engine = VllmEngine(
+    engine = kind(
         llm,
         process_state,
         config.structured_outputs,

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from rlhf.rollout.weight_digest import Digest, WeightCheck, digest, read_digests
 
+FACTORS = {"lora_A": "lora_a", "lora_B": "lora_b"}
+"""Factors of adapters, by the names of peft: those that `held_digests` gives them, after the layer's."""
 _PACKED = "_rlhf_packed_digest"
 
 
@@ -42,7 +44,8 @@ def _recording(process: Any, dtype: torch.dtype) -> Any:
 
 
 def held_digests(model: nn.Module, dtype: torch.dtype) -> dict[str, Digest]:
-    """The digest in `dtype` of each parameter, or of this device's part of it.
+    """The digest in `dtype` of each parameter, or of this device's part of it, and of the factors (`FACTORS`) of the
+    adapter that it serves.
 
     Key and value heads that several devices have are counted on the first of them.
     """
@@ -51,13 +54,23 @@ def held_digests(model: nn.Module, dtype: torch.dtype) -> dict[str, Digest]:
     for path, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             # A tied weight has one of its names.
-            name = names.setdefault(id(parameter), f"{path}.{own}" if path else own)
+            name = names.setdefault(id(parameter), plain_name(f"{path}.{own}" if path else own))
             packed = getattr(module, _PACKED, None) if own == "weight" else None
             if parameter.numel() and name not in found:
                 found[name] = digest(_counted(module, parameter), dtype)
             if packed is not None and not (name in found and torch.equal(found[name], packed)):
                 found[name] = packed  # this is what the layer computes with
+        for held in FACTORS.values():
+            # One adapter at a time is served; layers that fuse several have a slice for each.
+            slices = [stacked[0] for stacked in getattr(module, f"{held}_stacked", ())]
+            if slices:
+                found[f"{path}.{held}"] = torch.stack([digest(part, dtype) for part in slices]).sum(0)
     return read_digests(found)
+
+
+def plain_name(name: str) -> str:
+    """The name of a weight that vLLM has in a layer around it, which serves adapters, without that layer."""
+    return name.replace(".base_layer.", ".")
 
 
 def _counted(module: Any, parameter: Tensor) -> Tensor:

@@ -1,0 +1,156 @@
+"""Memory of a policy that is trained by adapters (LoRA): their shapes, and the state of a frozen base with them."""
+
+import math
+from dataclasses import dataclass
+
+from rlhf.config import BackendConfig, LoraConfig
+from rlhf.config.lora import ALL_LINEAR
+from rlhf.models.adapter_config import FAN_IN_FAN_OUT
+from rlhf.planning.activations import TokenCost
+from rlhf.planning.model_shapes import ROOT, ModelShapes, Shapes, is_head
+from rlhf.planning.training_state import (
+    LARGEST_BUCKET,
+    LIVE_PARAMETERS,
+    MOMENTS,
+    TrainingState,
+    compute_width,
+    sharded,
+)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A frozen base and the weights that are trained, float32, by unit as `ModelShapes.units` has them."""
+
+    base: ModelShapes
+    lora: LoraConfig
+    base_width: int
+    """Bytes of a weight of the base."""
+    units: dict[str, Shapes]
+    linear: list[tuple[int, int]]
+    """Columns and rows of the weights with adapters in the layer that has most of these."""
+
+    @property
+    def trained(self) -> Shapes:
+        """Shapes of the adapters by their names."""
+        return {name: shape for unit in self.units.values() for name, shape in unit.items()}
+
+    @property
+    def count(self) -> int:
+        """Weights in training."""
+        return sum(map(math.prod, self.trained.values()))
+
+    def token_cost(self, width: int) -> TokenCost:
+        """Cost of a token in a layer beside the base's, in a pass in a type of `width` bytes: the product between the
+        factors of each pair, what dropout and DoRA keep; for a moment an adapter's output."""
+        kept = moment = 0
+        # Where base and adapters meet as they are stored, the input is cast for the adapter.
+        cast = 4 if width == 4 and self.base_width == 2 else 0
+        for columns, rows in self.linear:
+            kept += self.lora.rank * width + cast * columns
+            kept += (width + 1) * columns if self.lora.dropout else 0
+            kept += 2 * width * rows if self.lora.use_dora else 0
+            moment = max(moment, 2 * width * rows)
+        return TokenCost(kept, moment)
+
+    def rebuilt(self) -> int:
+        """Bytes of the largest weight with its adapter, float32, which DoRA makes whole three times in each pass."""
+        largest = max((columns * rows for columns, rows in self.linear), default=0)
+        return 4 * 3 * largest if self.lora.use_dora else 0
+
+
+def adapted(model: ModelShapes, lora: LoraConfig, backend: BackendConfig) -> Adapted:
+    """The policy that `model` becomes with the settings `lora`."""
+    width = {"float32": 4, "bfloat16": 2, None: compute_width(backend)}[lora.base_dtype]
+    units: dict[str, Shapes] = {}
+    linear: dict[str, list[tuple[int, int]]] = {}
+    for unit, weights in model.units.items():
+        found: dict[str, tuple[int, ...]] = {}
+        for name, shape in weights.items():
+            module = name.removesuffix(".weight")
+            if len(shape) != 2 or module == name or not _is_target(module, lora, in_layer=unit != ROOT):
+                continue
+            rows, columns = shape[::-1] if model.config.get("model_type") in FAN_IN_FAN_OUT else shape
+            linear.setdefault(unit, []).append((columns, rows))
+            found |= {f"{module}.lora_A": (lora.rank, columns), f"{module}.lora_B": (rows, lora.rank)}
+            if lora.use_dora:
+                found[f"{module}.lora_magnitude_vector"] = (rows,)
+        units[unit] = found
+    most = max(linear.values(), key=lambda pairs: sum(columns + rows for columns, rows in pairs), default=[])
+    return Adapted(model, lora, width, units, most)
+
+
+def _is_target(module: str, lora: LoraConfig, *, in_layer: bool) -> bool:
+    """Whether peft gives a module of that name an adapter; `all-linear` leaves out the head."""
+    if _ends(module, lora.exclude_modules):
+        return False
+    if lora.target_modules == ALL_LINEAR:
+        return in_layer and not is_head(module)
+    return _ends(module, lora.target_modules)
+
+
+def _ends(module: str, names: list[str]) -> bool:
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def adapted_state(policy: Adapted, config: BackendConfig, ranks: int) -> TrainingState:
+    """The policy in training, with the engine that `config` names."""
+    if config.name == "deepspeed":
+        return _deepspeed(policy, config, ranks)
+    return _fsdp2(policy, config, ranks // config.dp_replicate)
+
+
+def _unit_bytes(policy: Adapted, config: BackendConfig) -> dict[str, int]:
+    """Bytes of each unit in a pass: in the type of the pass, or each weight in its own."""
+    in_half = config.autocast == "bfloat16"
+    base, own = (2, 2) if in_half else (policy.base_width, 4)
+    return {
+        unit: base * sum(map(math.prod, weights.values())) + own * sum(map(math.prod, policy.units[unit].values()))
+        for unit, weights in policy.base.units.items()
+    }
+
+
+def _fsdp2(policy: Adapted, config: BackendConfig, ranks: int) -> TrainingState:
+    base, width = policy.base, compute_width(config)
+    trained = sharded(policy.trained, ranks)
+    units = _unit_bytes(policy, config)
+    root = units[ROOT]
+    layers = [size for name, size in units.items() if name in policy.base.layer_names]
+    layer, unit = max(layers, default=0), max((size for name, size in units.items() if name != ROOT), default=0)
+    arriving = unit if ranks > 1 else 0
+    gathered = root + max(layer + unit + arriving, root if ranks > 1 else 0)
+    if not config.reshard_after_forward:
+        gathered = sum(units.values())
+    in_layer = max((sum(map(math.prod, shapes.values())) for shapes in policy.units.values()), default=0)
+    return TrainingState(
+        policy.base_width * sharded(base.weights, ranks) + 4 * trained,
+        4 * MOMENTS * trained,
+        4 * trained,
+        gathered,
+        layer=(8 + width) * in_layer + 4 * math.ceil(in_layer / ranks) + policy.rebuilt(),
+    )
+
+
+def _deepspeed(policy: Adapted, config: BackendConfig, ranks: int) -> TrainingState:
+    width, count, stage = compute_width(config), policy.count, config.zero_stage
+    in_half = config.autocast == "bfloat16"
+    base = (2 if in_half else policy.base_width) * policy.base.count
+    share = math.ceil(count / ranks) if stage else count
+    optimizer = (4 * share if stage or in_half else 0) + 4 * MOMENTS * share
+    whole = base + width * count
+    gradients = {0: width * count, 1: 4 * count}.get(stage, 4 * share)
+    bucket = 4 * min(LARGEST_BUCKET, count) if stage > 1 else 0
+    on_host = config.offload_optimizer
+    kept = 0 if on_host and stage > 1 else gradients
+    in_layer = max((sum(map(math.prod, shapes.values())) for shapes in policy.units.values()), default=0)
+    return TrainingState(
+        math.ceil(whole / ranks) if stage == 3 else whole,
+        0 if on_host else optimizer,
+        0 if stage == 3 else kept,
+        min(2 * LIVE_PARAMETERS, whole) if stage == 3 else 0,
+        layer=(0 if stage == 3 else bucket) + width * in_layer + policy.rebuilt(),
+        stepped=0 if on_host else 4 * share,
+        loaded=0 if stage == 3 else policy.base_width * policy.base.count,
+        standing=kept + bucket if stage == 3 else 0,
+        host=optimizer + gradients if on_host else 0,
+    )

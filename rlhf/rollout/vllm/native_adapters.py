@@ -1,0 +1,122 @@
+"""Adapters served by vLLM in the ranks' own processes, beside a base that it is given once."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.config import LoraConfig, RolloutConfig
+from rlhf.errors import UserError
+from rlhf.models.adapter_config import PREFIX
+from rlhf.rollout.engine import Weights
+from rlhf.rollout.vllm.colocated import VllmEngine, build_vllm_engine
+from rlhf.rollout.vllm.held_weights import FACTORS
+from rlhf.rollout.weight_digest import digest
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks that vLLM can be started for."""
+
+
+class AdapterVllmEngine(VllmEngine):
+    """A `VllmEngine` that keeps the frozen base and serves the policy's adapters with each request.
+
+    At each update the adapters come anew, in the engine's precision and under a new number; the old ones go. What is
+    verified is both: the base as it was sent once, and the adapters.
+    """
+
+    def __init__(self, *arguments: Any, lora: LoraConfig, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        # As adapter_config.json has them; which layers there are vLLM reads from the tensors.
+        self._settings = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora, "target_modules": []}
+        self._scaling = lora.alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
+        self._base_sent: dict[str, Tensor] = {}
+        self._number = 0
+
+    def update_adapters(self, base: Weights, adapters: Weights, version: int) -> None:
+        """Take over adapters, and at the first call the base that they are for. Collective, as the walks are.
+
+        Args:
+            base: the frozen weights by the names that they have without adapters.
+            adapters: `X.lora_A.weight` and `X.lora_B.weight` for each weight `X.weight` with one.
+
+        Raises:
+            UserError: vLLM serves no adapters for one of these weights.
+            WeightsNotHeld: vLLM does not hold base or adapters afterwards.
+        """
+        with self._process_state.entered(), torch.no_grad():
+            self._wake("weights")
+            if not self._base_sent:
+                self._load_all(base)
+                self._base_sent = self._sent
+            # Copies: vLLM multiplies by the scale in place.
+            found = {name: tensor.detach().to("cpu", self.dtype, copy=True) for name, tensor in adapters()}
+            self._sent = self._base_sent | {self._held_name(n): self._digest(n, tensor) for n, tensor in found.items()}
+            self._number += 1
+            self._llm.collective_rpc(self._exchange, args=(found,))
+            self._verify(version)
+            self._llm.reset_prefix_cache()
+        self.version = version
+
+    def _lora_request(self) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        # By this number it finds what `_exchange` has put there, and never looks for files.
+        return LoRARequest(f"policy {self._number}", self._number, "in memory")
+
+    def _exchange(self, worker: Any, adapters: Mapping[str, Tensor]) -> None:
+        """Put `adapters` in the place of those before, in a worker of vLLM's."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        manager = worker.model_runner.lora_manager._adapter_manager
+        helper = PEFTHelper.from_dict(dict(self._settings))
+        helper.validate_legal(manager.lora_config)
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            self._number,
+            {PREFIX + name: tensor for name, tensor in adapters.items()},
+            helper,
+            device="cpu",
+            dtype=self.dtype,
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        )
+        manager.remove_all_adapters()
+        manager.add_adapter(adapter)
+        # What vLLM does not know it leaves out without a word.
+        if unserved := sorted(adapter.loras.keys() - manager.modules.keys()):
+            raise UserError(
+                f"rollout.lora=native: vLLM serves no adapters for {', '.join(unserved[:3])} of this model "
+                f"({len(unserved)} in all). Set rollout.lora=merged."
+            )
+        manager.activate_adapter(self._number)
+
+    def _held_name(self, name: str) -> str:
+        for end, held in FACTORS.items():
+            name = name.replace(f".{end}.weight", f".{held}")
+        return name
+
+    def _digest(self, name: str, tensor: Tensor) -> Tensor:
+        """Of what vLLM makes of it: it multiplies B by the scale."""
+        scaled = tensor if "lora_A" in name or self._scaling == 1 else tensor * self._scaling
+        return digest(scaled, self.dtype)
+
+
+def build_adapter_engine(lora: LoraConfig, config: RolloutConfig, *arguments: Any, **named: Any) -> AdapterVllmEngine:
+    """An `AdapterVllmEngine` as `build_vllm_engine` builds engines, with its further arguments. Collective.
+
+    It keeps its weights in its sleep: the base does not come again.
+
+    Raises:
+        UserError: vLLM does not take the model or the arguments.
+    """
+    rank = next(allowed for allowed in RANKS if lora.rank <= allowed)
+    ours = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+    of_vllm = replace(config.engine_kwargs, vllm=ours | config.engine_kwargs.vllm)
+    config = replace(config, sleep_level=min(1, config.sleep_level), engine_kwargs=of_vllm)
+    engine = build_vllm_engine(config, *arguments, **named, kind=partial(AdapterVllmEngine, lora=lora))
+    assert isinstance(engine, AdapterVllmEngine)
+    return engine
