@@ -91,7 +91,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     end = ranks(folder / "log", small(folder, "dynamic", sums, *every, *dynamic))
     assert end.code == 0, end.output
     for loss in ("clip_cov", "kl_cov"):
-        end = ranks(folder / "log", small(folder, loss, sums, f"algorithm={loss}", "trainer.total_training_steps=1"))
+        end = ranks(folder / "log", small(folder, loss, sums, f"algorithm={loss}", "trainer.total_training_steps=2"))
         assert end.code == 0, end.output
     copy_run(folder / "rlhf" / "dynamic", folder / "rlhf" / "resumed", last_step=2)
     end = ranks(folder / "log", small(folder, "resumed", sums, *every, *dynamic))
