@@ -69,7 +69,7 @@ MODEL_PATHS: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda m: m,
         "has no config.json, so it is no model in Hugging Face format. Did you mean {m}/qwen",
     ),
-    "adapter": (lambda m: adapter(m), "Hugging Face format. It holds an adapter (LoRA): merge it into its model first"),
+    "adapter": (lambda m: adapter(m), "Hugging Face format. It holds an adapter (LoRA): name its base model there"),
     "file": (lambda m: m / "readme.txt", "is a file; give the folder that holds config.json."),
 }
 
