@@ -9,7 +9,7 @@ import xxhash
 import rlhf
 from rlhf.config import Config
 from rlhf.config.schema import SETTINGS
-from rlhf.models.fingerprint import fingerprint_file
+from rlhf.models.fingerprint import fingerprint, fingerprint_file
 from rlhf.user_functions import hash_of_files
 
 
@@ -20,6 +20,7 @@ def course_of(config: Config, run_id: str, fingerprints: Mapping[str, str]) -> s
         run_id: the run's identity.
         fingerprints: hashes of what settings only name: model files, prompts.
     """
+    adapters = config.model.lora.path
     facts = {
         "rlhf": rlhf.__version__,
         "run_id": run_id,
@@ -27,6 +28,8 @@ def course_of(config: Config, run_id: str, fingerprints: Mapping[str, str]) -> s
         # What a resume leaves out (say, the optimizer's moments) changes the weights of every later step.
         "contents": sorted(config.checkpoint.load_contents or config.checkpoint.contents),
         "files": dict(fingerprints),
+        # No resume asks for them, but a start that is repeated before the first save may be from others.
+        "adapters": None if adapters is None else fingerprint(Path(adapters).expanduser()),
         "functions": hash_of_files([config.algorithm.adv_estimator, config.actor.policy_loss.loss_mode]),
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())

@@ -142,6 +142,22 @@ def test_samples_of_another_course_are_dropped_with_all_later_ones(runs, what):
     assert runs.names() == [runs.file(2).name]
 
 
+@pytest.mark.parametrize("other", ["another folder", "the same folder"])
+def test_samples_of_other_adapters_to_begin_with_are_dropped(runs, tmp_path, other):
+    """`model.lora.path` is asked only at the start, which a run repeats that was killed before its first save."""
+    for name, content in (("first", b"a"), ("second", b"b")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(content)
+    runs.config.model.lora.path = str(tmp_path / "first")
+    fill(runs.at(1))
+    assert runs.at(1).samples(UIDS) is not None
+    if other == "another folder":
+        runs.config.model.lora.path = str(tmp_path / "second")
+    else:
+        (tmp_path / "first" / "adapter_model.safetensors").write_bytes(b"b")
+    assert runs.at(1).samples(UIDS) is None
+
+
 def test_harmless_settings_change_nothing(runs):
     fill(runs.at(3))
     trainer = TrainerConfig(default_local_dir="elsewhere", nproc=2, save_freq=7, threads_per_rank=1)
