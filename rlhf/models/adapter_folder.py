@@ -7,6 +7,7 @@ from typing import Any
 from rlhf.config.lora import LoraConfig
 from rlhf.errors import UserError
 from rlhf.models.fingerprint import fingerprint
+from rlhf.models.folder_check import torn
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PLAIN = {
@@ -49,6 +50,8 @@ def check_adapter_start(lora: LoraConfig, model_path: str) -> None:
     if config is None or not (folder / WEIGHTS).is_file():
         missing = CONFIG if config is None else WEIGHTS
         raise UserError(f"{said}: has no {missing} to read, so it is no folder of an adapter that peft has saved.")
+    if problem := torn(folder / WEIGHTS):
+        raise UserError(f"{said}: {WEIGHTS} {problem}")
     _check_kind(said, config)
     _check_settings(said, config, lora)
     _check_base(said, config, model_path)
@@ -95,11 +98,14 @@ def _check_base(said: str, config: dict[str, Any], model_path: str) -> None:
     named = config.get("base_model_name_or_path")
     if not named or named == model_path:
         return
-    theirs, ours = Path(str(named)).expanduser(), Path(model_path).expanduser()
-    # Of a folder and a Hub's name nobody can tell here whether they are the same.
-    same = fingerprint(theirs) == fingerprint(ours) if theirs.is_dir() and ours.is_dir() else None
-    if same is None and not theirs.is_absolute() and not theirs.is_dir() and not ours.is_dir():
-        same = False
+    try:
+        theirs, ours = Path(str(named)).expanduser(), Path(model_path).expanduser()
+        # Of a folder and a Hub's name nobody can tell here whether they are the same.
+        same = fingerprint(theirs) == fingerprint(ours) if theirs.is_dir() and ours.is_dir() else None
+        if same is None and not theirs.is_absolute() and not theirs.is_dir() and not ours.is_dir():
+            same = False
+    except (OSError, RuntimeError):  # no name of a folder, or of one that is not for us to read
+        same = None
     if same is False:
         raise UserError(
             f"{said}: is an adapter of {named}, and model.path={model_path} is another model. Set model.path={named}."
@@ -107,6 +113,8 @@ def _check_base(said: str, config: dict[str, Any], model_path: str) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():  # a pipe would never end
+        return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -41,7 +41,7 @@ def check_folder(setting: str, name: str, *, tokenizer: bool = True, weights: bo
     if missing:
         raise UserError(f"{said}: the folder has no {' and no '.join(missing)}. Complete it, or name another.")
     for file in (named or [SINGLE] * (folder / SINGLE).is_file()) if weights else ():
-        if problem := _torn(folder / file):
+        if problem := torn(folder / file):
             raise UserError(f"{said}: {file} {problem}")
 
 
@@ -64,9 +64,9 @@ def _missing(folder: Path, named: list[str]) -> Iterator[str]:
         yield "weights (*.safetensors)"
 
 
-def _torn(path: Path) -> str | None:
-    """What is wrong with a file in safetensors by its header and its size: 8 bytes of the header's length, the header
-    in JSON, and tensors up to the largest of its offsets."""
+def torn(path: Path) -> str | None:
+    """Fault of a file in safetensors, by its header and its size, and the remedy: 8 bytes of the header's length, the
+    header in JSON, and tensors up to the largest of its offsets. None if there is none."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(len(LFS_POINTER))

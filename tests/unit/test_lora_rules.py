@@ -1,11 +1,13 @@
 """Refusals of adapters' settings, bases and folders, before any weight is loaded."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlhf.config import Config, FrozenFsdpConfig, LoraConfig
@@ -134,7 +136,7 @@ def folders(tmp_path) -> tuple[Path, Path]:
     for folder in (base, adapter):
         folder.mkdir()
     (base / "config.json").write_text('{"model_type": "qwen2"}')
-    (adapter / "adapter_model.safetensors").touch()
+    save_file({"a": torch.zeros(2)}, adapter / "adapter_model.safetensors")
     write(adapter, base)
     return base, adapter
 
@@ -184,6 +186,29 @@ def test_adapter_of_another_base(folders, tmp_path):
     with pytest.raises(UserError, match="is an adapter of org/base"):
         check_adapter_start(LoraConfig(enabled=True, path=str(adapter)), "org/other")
     check_adapter_start(LoraConfig(enabled=True, path=str(adapter)), str(base))  # nobody can tell
+
+
+def test_a_torn_adapter_is_told_before_the_base_is_loaded(folders):
+    base, adapter = folders
+    file = adapter / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert f"model.lora.path={adapter}: adapter_model.safetensors has" in start(base, adapter)
+    file.write_bytes(b"torn")
+    assert "adapter_model.safetensors begins with no header in safetensors" in start(base, adapter)
+
+
+@pytest.mark.parametrize("named", ["~nobody-of-this-name/base", "a" * 5000, "\0", ["a", "list"]], ids=range(4))
+def test_a_name_of_a_base_that_no_folder_can_have(folders, named):
+    base, adapter = folders
+    write(adapter, base, base_model_name_or_path=named)
+    check_adapter_start(LoraConfig(enabled=True, path=str(adapter)), str(base))
+
+
+def test_a_pipe_in_the_place_of_a_file_is_no_file(folders):
+    base, adapter = folders
+    (adapter / "adapter_config.json").unlink()
+    os.mkfifo(adapter / "adapter_config.json")
+    assert "has no adapter_config.json to read" in start(base, adapter)
 
 
 def test_suggested_rate():
