@@ -159,7 +159,8 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
 
     def adapter_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.adapter_tensors`."""
-        return whole_tensors(self.model_shards().items(), self._sharding, dtype=dtype)
+        shards = self.model_shards().items()
+        return whole_tensors(shards, self._sharding, dtype=dtype, device=self._device)
 
     def merged_shards(self) -> Shards:
         """See `TrainState.merged_shards`."""
