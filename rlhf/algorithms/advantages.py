@@ -142,7 +142,7 @@ def pass_at_k(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     the mean over those ways that take response i. `norm_adv_by_std_in_grpo=false` leaves the division out. With
     scores of 0 and 1, m is the unbiased pass@k of the group.
 
-    Source: Pass@k Training (arXiv 2508.10751), the analytical derivation of section 2, which is for scores of 0 and 1;
+    Source: Pass@k Training (arXiv 2508.10751), the analytical derivation, which is for scores of 0 and 1;
     Pass@K Policy Optimization (arXiv 2505.15201) for the largest of any scores.
     """
     n, k = inputs.group_size, config.pass_at_k

@@ -29,7 +29,7 @@ def covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor, ranks: Over
         [N, R] float64, 0 outside the mask, and the number of tokens on all ranks.
 
     Source: Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv
-    2505.22617) section 4.2.
+    2505.22617).
     """
     p, a = (masked(values, mask).double() for values in (log_probs, advantages))
     sums = ranks.all_sum(torch.stack([p.sum(), a.sum(), mask.double().sum()]))

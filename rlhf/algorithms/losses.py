@@ -89,7 +89,7 @@ def clip_cov(
     Chosen at random among those whose covariance of log-prob and advantage is large. Other arguments as in `vanilla`,
     without dual clip. The figures: what clipping changed (`pg_clipfrac`) and what was chosen (`clip_cov_frac`).
 
-    Source: Clip-Cov (arXiv 2505.22617) section 4.2.
+    Source: Clip-Cov (arXiv 2505.22617).
     """
     losses, clipped = _clipped(_ratio(log_probs, old_log_probs, mask), masked(advantages, mask), config)
     chosen = masked(chosen, mask)
@@ -105,7 +105,7 @@ def kl_cov(
     Chosen are those with the largest covariance of log-prob and advantage. Other arguments as in `vanilla`; one figure,
     what was chosen (`kl_cov_frac`).
 
-    Source: KL-Cov (arXiv 2505.22617) section 4.2, with the penalty of verl and of the authors' code.
+    Source: KL-Cov (arXiv 2505.22617), with the penalty of verl and of the authors' code.
     """
     chosen, away = masked(chosen, mask), masked(log_probs - old_log_probs, mask).abs()
     surrogate = -masked(advantages, mask) * _ratio(log_probs, old_log_probs, mask)
@@ -119,7 +119,7 @@ def sapo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Ten
     The gradient is that of -A * r times 4 p (1 - p), p the sigmoid: 1 at r = 1, less the further r is from there, and
     never 0. Arguments as in `vanilla`. One figure: that weight, `sapo_weight`.
 
-    Source: SAPO (arXiv 2511.20347) section 3.
+    Source: SAPO (arXiv 2511.20347).
     """
     ratio, advantages = _ratio(log_probs, old_log_probs, mask), masked(advantages, mask)
     temperatures = torch.where(advantages > 0, config.tau_pos, config.tau_neg)

@@ -19,7 +19,7 @@ from rlhf.storage.hashing import BLOCK
 from rlhf.storage.layout import MANIFEST, step_of
 from rlhf.storage.reading import CheckedFiles, read_regular
 
-FORMAT = 6
+FORMAT = 7
 LARGEST_BYTES = 256 << 20
 """More than any manifest has: enough for the hashes of 30 TB."""
 BLOCKS_AT_A_TIME = 64
