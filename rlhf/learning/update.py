@@ -57,7 +57,8 @@ class Around:
     begins: Callable[[Batch, list[list[int]]], Batch]
     """Given the batch and a mini-batch's rows by micro-batch, returns the batch to take them from."""
     made: Callable[[Figures], Figures]
-    """Given the figures of an optimizer step that was made, returns further ones of it."""
+    """Given the figures of an optimizer step that was made, returns further ones of it. Not called where no rank had a
+    token: means are 0 then."""
 
 
 def update(
@@ -99,7 +100,7 @@ def update(
         present = batch if shuffle is None or epoch == 0 else shuffle.moved(batch, epoch)
         for plan in of_epoch:
             chosen = present if around is None else around.begins(present, plan)
-            figures = _accumulate(backend, chosen, plan, passes, share_of, tell)
+            figures, tokens = _accumulate(backend, chosen, plan, passes, share_of, tell)
             steps.append(figures)
             announce("update.mid")
             if not guards.allows(who, **{name: figures[name] for name in ("loss", "kl", "ref_kl") if name in figures}):
@@ -108,7 +109,7 @@ def update(
             figures |= backend.optimizer_step()
             if not guards.allows(who, grad_norm=figures["grad_norm"]):
                 return _ended(backend, steps)
-            if around is not None:
+            if around is not None and tokens:
                 figures |= around.made(figures)
     return _ended(backend, steps)
 
@@ -126,12 +127,13 @@ def _accumulate(
     passes: Passes,
     share_of: Callable[[Batch, Counts], Share],
     tell: Callable[[], None],
-) -> Figures:
-    """The gradient of one mini-batch, whose micro-batches have the rows of `plan`, and its figures over all ranks;
-    `tell` is called after each micro-batch."""
+) -> tuple[Figures, int]:
+    """The gradient of one mini-batch, whose micro-batches have the rows of `plan`; its figures over all ranks, and the
+    number of their tokens. `tell` is called after each micro-batch."""
     mine = [row for rows in plan for row in rows]
     shares = [loss_count(batch.counted[mine], passes.loss_agg_mode), batch.response_mask[mine].sum()]
-    counts = all_sum(torch.stack(shares).double()).clamp(min=1).tolist()
+    found = all_sum(torch.stack(shares).double())
+    counts = found.clamp(min=1).tolist()
     sums: dict[str, Tensor] = {}
     largest: dict[str, Tensor] = {}
     for rows in plan:
@@ -145,7 +147,7 @@ def _accumulate(
     figures = dict(zip(sums, all_sum(torch.stack(list(sums.values()))).tolist(), strict=True))
     if largest:
         figures |= dict(zip(largest, all_max(torch.stack(list(largest.values()))).tolist(), strict=True))
-    return figures
+    return figures, int(found[1])
 
 
 def _means(steps: list[Figures]) -> Figures:

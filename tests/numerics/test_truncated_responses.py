@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf.batch import Batch
-from rlhf.config import ActorConfig, AlgorithmConfig, BackendConfig, CriticConfig, GuardsConfig
+from rlhf.config import ActorConfig, AlgorithmConfig, BackendConfig, CriticConfig, EntropyCtrlConfig, GuardsConfig
 from rlhf.config.actor import LOSS_AGG_MODES
 from rlhf.config.algorithm import RolloutCorrectionConfig
 from rlhf.config.algorithm_table import ESTIMATORS
@@ -92,6 +92,20 @@ def trained(role: str, mode: str, absent: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_the_update_is_that_of_a_batch_without_them(role: str, mode: str) -> None:
     torch.testing.assert_close(trained(role, mode, False), trained(role, mode, True), rtol=1e-5, atol=1e-6)
+
+
+def test_a_mini_batch_without_a_token_says_nothing_of_the_entropy() -> None:
+    """Its mean would be that of no tokens, 0, and raise an adaptive bonus."""
+    made, _ = filled("gae", True)
+    made.response_mask[:6] = 0
+    control = EntropyCtrlConfig("adaptive", target_entropy=1e-3, delta=0.1)
+    config = ActorConfig(ppo_max_token_len_per_gpu=60, optim=OPTIM, entropy_coeff=0.5, entropy_ctrl=control)
+    with single_rank():
+        backend, correction = engine(tiny_qwen2(), config, BackendConfig()), RolloutCorrectionConfig()
+        actor = Actor(backend, config, correction, temperature=1.0, scale=9, mini_batches=2, log_prob_budget=60)
+        made.old_log_probs = made.rollout_log_probs
+        actor.update(made, as_held(made, 2), guards())
+    assert actor.entropy_control.state_dict()["coefficient"] == pytest.approx(0.4)
 
 
 def test_truncated_is_what_the_limit_cut_off() -> None:
