@@ -15,6 +15,7 @@ from rlhf.config.algorithm_rules import algorithm_problems, correction_problems,
 from rlhf.config.checkpoint_rules import checkpoint_problems
 from rlhf.config.lora_rules import lora_problems, missing_peft
 from rlhf.config.other_names import MINUS_ONE
+from rlhf.config.path_rules import homeless_paths, overwritten_starts
 from rlhf.config.rollout_rules import missing_engine, rollout_problems
 from rlhf.config.schema import SETTINGS, Setting, meant
 from rlhf.errors import UserError, did_you_mean, nearest
@@ -49,6 +50,7 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: b
         UserError: with every problem found, one per line, each naming the setting, its value and what to set.
     """
     problems = [p for setting in SETTINGS.values() if (p := _out_of_bounds(setting, config))]
+    problems += homeless_paths(config)
     # Cross-field checks may divide by a value that is itself out of bounds.
     if not problems:
         for check in (
@@ -69,6 +71,7 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: b
             lora_problems,
             _rollback,
             _resume,
+            overwritten_starts,
         ):
             problems += check(config)
         if here:

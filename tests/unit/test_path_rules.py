@@ -1,0 +1,40 @@
+"""Paths that nothing can look for, and starts that an overwriting would delete."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf.config import Config, LoraConfig
+from rlhf.config.validate import validate
+from tests.support.refusals import refused
+
+
+@pytest.mark.parametrize("key", ["model.path", "model.lora.path", "trainer.default_local_dir", "data.train_files"])
+def test_the_home_of_nobody(key: str) -> None:
+    config, name = Config(), "~nobody-of-this-name/here"
+    config.model.path = config.data.train_files = "org/name"
+    config.model.lora.enabled = True
+    *sections, last = key.split(".")
+    section = config
+    for one in sections:
+        section = getattr(section, one)
+    setattr(section, last, [name] if key == "data.train_files" else name)
+    said = f"{key}={name}: there is no user '~nobody-of-this-name' here; write the path without ~."
+    assert refused(validate, config, {}) == said
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_what_a_run_begins_with_is_not_overwritten(tmp_path: Path, overwrite: bool) -> None:
+    config = Config()
+    config.model.path = config.data.train_files = "org/name"
+    config.trainer.default_local_dir, config.trainer.overwrite = str(tmp_path / "link"), overwrite
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    folder = config.run_dir / "global_step_4" / "actor" / "huggingface"
+    folder.mkdir(parents=True)
+    config.model.lora = LoraConfig(enabled=True, path=str(folder))
+    if not overwrite:
+        validate(config, {})
+        return
+    said = refused(validate, config, {})
+    assert f"trainer.overwrite=true: would delete model.lora.path={folder}, which is in the run directory" in said
