@@ -45,7 +45,10 @@ def check_adapter_start(lora: LoraConfig, model_path: str) -> None:
         return
     folder, said = Path(lora.path).expanduser(), f"model.lora.path={lora.path}"
     if not folder.is_dir():
-        raise UserError(f"{said}: there is no such folder.")
+        raise UserError(
+            f"{said}: there is no such folder. Correct it; a run that goes on from checkpoints of its own needs none, "
+            "set model.lora.path=null."
+        )
     config = _read(folder / CONFIG)
     if config is None or not (folder / WEIGHTS).is_file():
         missing = CONFIG if config is None else WEIGHTS
