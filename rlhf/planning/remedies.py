@@ -68,6 +68,8 @@ def _candidates(config: Config, plan: Plan) -> Iterator[tuple[str, Any]]:
         yield "model.enable_gradient_checkpointing", True
     if config.model.attn_implementation == "eager":
         yield "model.attn_implementation", "sdpa"
+    if not config.model.lora.enabled and not plan.fits:
+        yield "model.lora.enabled", True
     longest, budgets = longest_sample(config), config.token_budgets
     for setting, budget in (
         ("actor.ppo_max_token_len_per_gpu", budgets.actor),

@@ -231,6 +231,16 @@ def test_a_remedy_saves_what_it_says(seven_b):
     assert remedy.fits == other.fits
 
 
+def test_adapters_are_a_remedy_where_the_whole_model_does_not_fit(seven_b, capsys):
+    options = [f"model.path={seven_b}", "rollout=vllm", "backend.autocast=bfloat16", "rollout.dtype=bfloat16"]
+    options += ["model.enable_gradient_checkpointing=true", "actor.ppo_max_token_len_per_gpu=4096"]
+    one = document(capsys, *options, "trainer.nproc=1", "--device-memory", "80GB", code=DOES_NOT_FIT)
+    (adapters,) = (found for found in one["remedies"] if found["set"] == "model.lora.enabled=true")
+    assert adapters["fits"]
+    roomy = document(capsys, *options, "trainer.nproc=1", "--device-memory", "800GB")
+    assert not [found for found in roomy["remedies"] if "lora" in found["set"]]
+
+
 def test_an_engine_of_ones_own_is_a_remedy_for_long_samples(seven_b, capsys):
     """The bundled engine has room for all samples that it decodes together, each as long as the longest."""
     long = ["data.max_response_length=20480", "rollout.max_num_seqs=256", "trainer.nproc=8", "--device-memory=80GB"]
