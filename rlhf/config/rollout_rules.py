@@ -1,5 +1,6 @@
 """Rules across the settings of the rollout engines."""
 
+import json
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -91,7 +92,7 @@ def _only_vllm(config: Config) -> Iterator[str]:
         if value != getattr(default, key):
             yield (
                 f"rollout.{key}={value}: has effect only with rollout=vllm or rollout=vllm_server (it is "
-                f"{config.rollout.name})."
+                f"{config.rollout.name}); set rollout=vllm, or rollout.{key}={json.dumps(getattr(default, key))}."
             )
     if config.rollout.engine_kwargs.vllm:
         yield (

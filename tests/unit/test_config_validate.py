@@ -160,7 +160,8 @@ REFUSED: list[tuple[dict, str]] = [
     ({"rollout__stop": [""]}, "rollout.stop=['']: an empty stop string"),
     (
         {"rollout__enforce_eager": True},
-        "rollout.enforce_eager=True: has effect only with rollout=vllm or rollout=vllm_server",
+        "has effect only with rollout=vllm or rollout=vllm_server (it is embedded); set rollout=vllm, or "
+        "rollout.enforce_eager=false.",
     ),
     ({"rollout__sleep_level": 1}, "rollout.sleep_level=1: has effect only with rollout=vllm (it is embedded)."),
     (
