@@ -16,7 +16,7 @@ class ValKwargsConfig:
     """Sample from the k likeliest tokens; -1 or 0 from all."""
     min_p: float = setting(0.0, ge=0, le=1, resume="harmless")
     """Sample from the tokens with at least this share of the likeliest one's probability; 0 from all."""
-    repetition_penalty: float = setting(1.0, gt=0, resume="harmless")
+    repetition_penalty: float = setting(1.0, ge=0.01, le=100.0, resume="harmless")
     """See `rollout.repetition_penalty`; greedy responses have it, too."""
     n: int = setting(1, ge=1, resume="harmless")
     """Samples per held-out prompt; the accuracy is their mean."""
@@ -63,7 +63,7 @@ class RolloutConfig:
     """Sample from the k likeliest tokens; -1 or 0 from all."""
     min_p: float = setting(0.0, ge=0, le=1)
     """Sample from the tokens with at least this share of the likeliest one's probability; 0 from all."""
-    repetition_penalty: float = setting(1.0, gt=0)
+    repetition_penalty: float = setting(1.0, ge=0.01, le=100.0)
     """Divides the logits of the tokens that the prompt or the response has already (multiplies negative ones); 1 is
     none, more is fewer repetitions."""
     stop: list[str] = setting([])

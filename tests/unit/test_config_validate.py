@@ -156,7 +156,7 @@ REFUSED: list[tuple[dict, str]] = [
     ({"rollout__top_k": 1}, "rollout.top_k=1: the 8 samples"),
     ({"rollout__min_p": 1.0}, "rollout.min_p=1: the 8 samples"),
     ({"rollout__min_p": 1.5}, "rollout.min_p=1.5: must be at most 1."),
-    ({"rollout__repetition_penalty": 0.0}, "rollout.repetition_penalty=0.0: must be greater than 0."),
+    ({"rollout__repetition_penalty": 1e-45}, "rollout.repetition_penalty=1e-45: must be at least 0.01."),
     ({"rollout__stop": [""]}, "rollout.stop=['']: an empty stop string"),
     (
         {"rollout__enforce_eager": True},
