@@ -13,6 +13,10 @@ class DamagedCheckpoint(Exception):
     """A checkpoint's bytes are not the ones that were committed (or it was never committed)."""
 
 
+class OtherFormat(DamagedCheckpoint):
+    """A checkpoint's bytes are as committed, by a version of the trainer with another format: nothing to set aside."""
+
+
 class SaveFailed(Exception):
     """A save did not commit. The previous checkpoint is intact.
 

@@ -4,9 +4,11 @@ import logging
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from rlhf.checkpoint.commit.manifest import read_manifest, write_manifest
 from rlhf.compose import compose_config
 from rlhf.config import Config
 from rlhf.config.library import Library
@@ -60,6 +62,21 @@ def test_an_allowed_change_goes_on_where_there_is_something_left_to_train(config
     config.trainer.total_training_steps = 10
     prepare(config)
     assert finished_step(config) is None
+
+
+def test_checkpoints_of_another_version_are_left_as_they_are(config):
+    """They once were set aside as damaged, one after the other."""
+    save_steps(config, PlainRole(), 8, 10)
+    for step in (8, 10):
+        folder = step_dir(config.run_dir, step)
+        manifest = read_manifest(folder)
+        (folder / "manifest.json").unlink()
+        write_manifest(folder, replace(manifest, format=1))
+    said = refusal(config)
+    assert "has format 1" in said
+    assert "use the version that saved it" in said
+    assert "trainer.overwrite=true" in said
+    assert sorted(steps(config)) == [8, 10]
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])

@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from rlhf.checkpoint.commit.manifest_form import problems_of
-from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
 from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.hashing import BLOCK
 from rlhf.storage.layout import MANIFEST, step_of
@@ -130,7 +130,7 @@ def read_manifest(root: Path) -> Manifest:
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
     """The manifest whose file `path` holds the bytes `raw`; raises DamagedCheckpoint unless every one of them is as
-    written, and each field of its type (see `manifest_form`)."""
+    written, and each field of its type (see `manifest_form`); OtherFormat where another version has saved it."""
     try:
         document = json.loads(raw)
         payload = document.get("payload") if isinstance(document, dict) else None
@@ -140,8 +140,11 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
         # space.
         if _text(payload) != raw:
             raise ValueError("its checksum does not match")
-        if payload.get("format") != FORMAT:
-            raise ValueError(f"format {reprlib.repr(payload.get('format'))} is not {FORMAT}")
+        if (found := payload.get("format")) != FORMAT:
+            raise OtherFormat(
+                f"{path} has format {reprlib.repr(found)}, and this version of the trainer reads format {FORMAT} only: "
+                "use the version that saved it"
+            )
         if payload.keys() != (names := {field.name for field in fields(Manifest)}):
             raise ValueError(f"fields are missing or unknown: {reprlib.repr(sorted(payload.keys() ^ names))}")
         if problem := next(problems_of(payload), None):

@@ -14,7 +14,7 @@ from rlhf.checkpoint.commit.manifest import (
     read_manifest,
 )
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
 from rlhf.storage.layout import MANIFEST, scan, step_of
 from rlhf.storage.reading import CheckedFiles
 
@@ -116,6 +116,8 @@ def _holding(path: Path) -> _Holding:
     try:
         raw = manifest_bytes(path)
         manifest = parse_manifest(raw, path / MANIFEST)
+    except OtherFormat:
+        raise
     except DamagedCheckpoint as error:
         return _Holding(problem=str(error))
     present = _present(path, manifest)

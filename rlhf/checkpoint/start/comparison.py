@@ -17,7 +17,7 @@ from rlhf.config.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.models.fingerprint import fingerprint
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
 from rlhf.storage.layout import CONFIG
 
 EXPORT_SETTINGS = ("checkpoint.contents", "checkpoint.hf_dtype", "checkpoint.hf_adapter")
@@ -48,6 +48,8 @@ def check_same_run(
                 continue
             check = partial(_check, path, located.manifest, config, trainer, begins=path == source)
             coordinator.on_rank(located.holder(CONFIG), check)
+        except OtherFormat as error:
+            raise UserError(f"{error}; or {NEW_RUN}.") from None
         except DamagedCheckpoint:
             continue  # a resume passes it over, too, and says so
         return
