@@ -121,7 +121,9 @@ dist.barrier()
 (run_dir / "hung").touch()
 status.event(5, "step.begin")
 if rank == 1:
+    (run_dir / "begun").touch()
     hanger.wait_for_nobody()
+hanger.wait_for(run_dir / "begun")  # so that the rank that causes it is overdue first
 status.event(5, "rollout.before")
 dist.all_reduce(torch.zeros(1))
 """

@@ -48,6 +48,12 @@ def wait_for_nobody() -> None:
     dist.recv(torch.zeros(1), src=1 - dist.get_rank(), tag=77)
 
 
+def wait_for(mark: Path) -> None:
+    """Until a file is there."""
+    while not mark.exists():
+        time.sleep(0.01)
+
+
 def pause() -> None:
     time.sleep(9)
 

@@ -21,7 +21,7 @@ LIBRARY = Library.find(None)
         ("algorithm=g", ["algorithm=grpo", "algorithm=gspo"]),
         ("recipes=min", ["recipes=minimal"]),
         ("trainer.watchdog=", ["trainer.watchdog=false", "trainer.watchdog=true"]),
-        ("actor.optim.lr_s", ["actor.optim.lr_scheduler_type="]),
+        ("actor.optim.lr_s", ["actor.optim.lr_scheduler_interval=", "actor.optim.lr_scheduler_type="]),
         (
             "actor.optim.lr_scheduler_type=c",
             ["actor.optim.lr_scheduler_type=constant", "actor.optim.lr_scheduler_type=cosine"],
