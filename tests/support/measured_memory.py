@@ -31,6 +31,8 @@ def measured(folder: Path, overrides: list[str], device: str = "cpu") -> dict[st
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     listener = {
+        # Memory of tensors, and not of the gaps that glibc's heap keeps between them: each larger one is mapped apart.
+        "MALLOC_MMAP_THRESHOLD_": str(256 << 10),
         "RLHF_EVENT_LISTENER": "tests.support.measured_memory:seen",
         "MEASURED_MEMORY": str(folder / "measured.jsonl"),
         "MEASURED_DEVICE": device,
