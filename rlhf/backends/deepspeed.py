@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.backends.gather import shared_out, whole_tensors
+from rlhf.backends.gather import shared_out, shared_out_bytes, whole_tensors
 from rlhf.backends.training import Scheduled, adamw_options, parameter_groups
 from rlhf.backends.zero import ZeroState, partition
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
@@ -144,6 +144,10 @@ class DeepSpeedBackend(Scheduled):
     def merged_shards(self) -> Shards:
         """See `TrainState.merged_shards`."""
         return shared_out(self.full_tensors())
+
+    def merged_bytes(self) -> int:
+        """See `TrainState.merged_bytes`."""
+        return shared_out_bytes(shard.shape for shard in self.base_shards().values())
 
     def optimizer_shards(self) -> Shards:
         """See `TrainState.optimizer_shards`."""

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rlhf.backends.gather import shared_out, whole_tensors
+from rlhf.backends.gather import shared_out, shared_out_bytes, whole_tensors
 from rlhf.backends.mesh import data_mesh, replica_of, replicas_of
 from rlhf.backends.offload import Offload
 from rlhf.backends.training import MOMENTS, Scheduled, adamw_options, empty_moments, parameter_groups
@@ -165,6 +165,10 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
     def merged_shards(self) -> Shards:
         """See `TrainState.merged_shards`."""
         return shared_out(self.full_tensors())
+
+    def merged_bytes(self) -> int:
+        """See `TrainState.merged_bytes`."""
+        return shared_out_bytes(shard.shape for shard in self.base_shards().values())
 
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.full_tensors`."""

@@ -78,6 +78,11 @@ def shared_out(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
     return shards
 
 
+def shared_out_bytes(shapes: Iterable[Sequence[int]]) -> int:
+    """Bytes of the first rank's part, which is the largest, of float32 tensors that `shared_out` is given."""
+    return sum(4 * math.ceil(math.prod(shape) / dist.get_world_size()) for shape in shapes)
+
+
 def cast_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """`dtype` for a floating-point tensor, where it is not None; otherwise the tensor's own."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

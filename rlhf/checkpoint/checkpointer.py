@@ -104,7 +104,8 @@ class Checkpointer:
             resume_source(self._trainer),
         )
         if self._behind is not None and self._saved_step is None:  # later the copies have their memory
-            check_memory(self._state.live_bytes(self._settings.contents), self._coordinator)
+            copied = self._state.copied_bytes(self._settings.contents, self._settings.hf_adapter)
+            check_memory(copied, self._coordinator)
         if self._copies is not None:
             self._copies.start()  # now that no checkpoint can be set aside under its hands
         if loaded is None:

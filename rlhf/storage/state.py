@@ -19,6 +19,9 @@ class TrainState(Protocol):
         """Shards of base and adapters in one, float32, made for this call on the host: each rank has a part of each
         tensor. Only where adapters are trained. Collective."""
 
+    def merged_bytes(self) -> int:
+        """Bytes of this rank's `merged_shards`. Makes none, and is not collective."""
+
     def optimizer_shards(self) -> Shards:
         """Live views of this rank's optimizer moments and step counts, named `<parameter>.<moment>`."""
 

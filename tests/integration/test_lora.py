@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.backends.base import TrainingBackend
@@ -75,6 +76,9 @@ def one_run(kind: str, folder: Path) -> dict[str, Any]:
     said: dict[str, Any] = {"new": look_at(backend), "base": gathered(backend.base_shards())}
     train(backend, *range(STEPS))
     said |= {"trained": look_at(backend), "base_after": gathered(backend.base_shards()), "state": state_of(backend)}
+    merged = torch.tensor(sum(shard.local.nbytes for shard in backend.merged_shards().values()))
+    dist.all_reduce(merged, dist.ReduceOp.MAX)
+    said["merged_bytes"] = backend.merged_bytes(), int(merged)
     checkpointer = make_checkpointer(config_of(folder, kind), backend, STEPS)
     checkpointer.save(STEPS)
     checkpointer.finish()
@@ -167,6 +171,11 @@ def test_a_base_in_bfloat16_is_merged_in_float32(found, half):
     assert seen["weights"][f"{name}.lora_A.weight"].dtype == torch.float32
     # The engine computes in bfloat16 what peft has in float32.
     assert 0 < (seen["logits"].float() - seen["peft"]).abs().max() < 0.3
+
+
+def test_memory_of_a_merge_is_known_before(found, kind):
+    told, taken = found[kind]["merged_bytes"]
+    assert told == taken > 0
 
 
 def test_engines_agree(found, plain):

@@ -162,7 +162,7 @@ def test_values_that_float16_does_not_have_end_the_run_with_what_to_do(tmp_path)
 def test_copy_of_the_weights_is_shared_with_the_export_and_counted_once(tmp_path):
     role = PlainRole()
     state = RunState({"actor": role}, make_driver())
-    assert {state.live_bytes(contents) for contents in (["model"], ["hf_model"], ["model", "hf_model"])} == {4000}
+    assert {state.copied_bytes(contents) for contents in (["model"], ["hf_model"], ["model", "hf_model"])} == {4000}
     config = make_config(tmp_path)
     config.checkpoint.async_save, config.checkpoint.contents = True, ["model", "hf_model"]
     checkpointer = make_checkpointer(config, role, 1)

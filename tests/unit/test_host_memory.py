@@ -7,6 +7,7 @@ import pytest
 from rlhf.checkpoint.save import host_memory
 from rlhf.checkpoint.save.host_memory import available_memory, check_memory
 from rlhf.errors import UserError
+from rlhf.storage.hf_layout import ADAPTER_CONFIG
 from tests.support.checkpoints import PlainRole, make_checkpointer, make_config
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
@@ -87,6 +88,28 @@ def test_a_run_whose_copies_do_not_fit_ends_before_it_trains(tmp_path, monkeypat
     checkpointer.finish()
     monkeypatch.setattr(host_memory, "available_memory", lambda: 0)
     assert checkpointer.resume()
+
+
+class MergedRole(PlainRole):
+    """A role whose weight is an adapter's, of a model of 900,000 bytes."""
+
+    def hf_files(self):
+        return {ADAPTER_CONFIG: b"{}"}
+
+    def merged_bytes(self):
+        return 900_000
+
+
+def test_a_model_merged_for_each_save_is_counted(tmp_path, monkeypatch):
+    config = make_config(tmp_path)
+    config.checkpoint.async_save, config.checkpoint.contents = True, ["model", "optimizer", "extra", "hf_model"]
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 1_699_999)
+    assert not make_checkpointer(config, MergedRole(100_000)).resume()  # an adapter's own folder: its weights' copy
+    config.checkpoint.hf_adapter = "merge"
+    with pytest.raises(UserError, match=r"need 1\.6 MiB of memory"):
+        make_checkpointer(config, MergedRole(100_000)).resume()
+    config.checkpoint.contents.remove("hf_model")
+    assert not make_checkpointer(config, MergedRole(100_000)).resume()
 
 
 def save_and_go_back(rank: int, folder: Path) -> bool:

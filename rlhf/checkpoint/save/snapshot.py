@@ -39,13 +39,17 @@ class RunState:
     def __post_init__(self) -> None:
         self.initial = {name: json.dumps(stateful.state_dict()) for name, stateful in self.stateful.items()}
 
-    def live_bytes(self, contents: Collection[str]) -> int:
-        """Bytes of the live tensors that this rank writes in a save of `contents` (see `checkpoint.contents`)."""
+    def copied_bytes(self, contents: Collection[str], hf_adapter: str = "keep") -> int:
+        """Bytes of this rank's copies in a save of `contents` behind the training: of the live tensors that it writes,
+        and of its part of a model that is merged for an export. Arguments as in `checkpoint`."""
         live = [role.model_shards() for role in self.roles.values() if {"model", "hf_model"} & set(contents)]
         live += [role.optimizer_shards() for role in self.roles.values() if "optimizer" in contents]
         if self.reference is not None:
             live.append(self.reference.shards())
-        return sum(shard.local.nbytes for shards in live for shard in shards.values() if shard.owner)
+        size = sum(shard.local.nbytes for shards in live for shard in shards.values() if shard.owner)
+        if "hf_model" in contents and hf_adapter == "merge":
+            size += sum(role.merged_bytes() for role in self.roles.values() if ADAPTER_CONFIG in role.hf_files())
+        return size
 
 
 @dataclass
