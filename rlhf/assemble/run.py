@@ -1,6 +1,7 @@
 """Every component of one rank, from the resolved configuration: data and settings are checked before weights load."""
 
 import logging
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rlhf.assemble.found_models import find_models
 from rlhf.assemble.learners import Learners, build_learners
 from rlhf.assemble.rollouts import build_collector, build_engine, build_reward, evaluation_params
 from rlhf.backends import check_backend
+from rlhf.backends.base import TrainingBackend
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.driver_state import DriverState
@@ -32,7 +34,6 @@ from rlhf.learning.work_sharing import WorkSharing
 from rlhf.loop import Components
 from rlhf.models import loading
 from rlhf.models.parameter_count import in_words
-from rlhf.models.weights import Loaded
 from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.phase_clock import PhaseClock
@@ -132,7 +133,8 @@ def _build(
     report("looking for a checkpoint")
     resumed = checkpointer.resume()
     if coordinator.is_leader:
-        log.info("%s", _facts(loaded, policy.hf_config.model_type, train_set, val_set, driver, coordinator, device))
+        actor, kind = learners.actor.backend, policy.hf_config.model_type
+        log.info("%s", _facts(actor, kind, train_set, val_set, driver, coordinator, device))
     run_log.start(driver.step, resumed=resumed)
     return Components(
         collector=collector,
@@ -222,7 +224,7 @@ def _run_log(config: Config, driver: DriverState, shown: ShowsProgress, *, leads
 
 
 def _facts(
-    policy: Loaded,
+    policy: TrainingBackend,
     model_type: str,
     train_set: PromptSet,
     val_set: PromptSet | None,
@@ -231,10 +233,14 @@ def _facts(
     device: torch.device,
 ) -> str:
     """What is known of the run only now, in a line."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in policy.model.parameters()]
-    parameters = f"{in_words(sum(size for size, _ in sizes))} parameters"
-    if not all(trained for _, trained in sizes):
-        parameters += f", {in_words(sum(size for size, trained in sizes if trained))} of them trained,"
+    # Of the shards, which have the whole shapes in every engine.
+    trained, base = (
+        sum(math.prod(shard.shape) for shard in shards.values())
+        for shards in (policy.model_shards(), policy.base_shards())
+    )
+    parameters = f"{in_words(base or trained)} parameters"
+    if base:
+        parameters += f", frozen, and {in_words(trained)} in adapters"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     held_out = "" if val_set is None else f" and {val_set.counted} held-out"
     return (
