@@ -3,8 +3,10 @@
 Some engines by default, or all of them with --full-product.
 """
 
+import copy
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.backends.base import TrainingBackend
-from rlhf.config import Config, LoraConfig
+from rlhf.config import Config, LoraConfig, RolloutConfig
+from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.models.adapter_layers import without_adapters
+from rlhf.rollout import build_embedded_engine
+from rlhf.rollout.weight_digest import WeightsNotHeld
 from tests.support.adapted_engines import DORA, LORA, adapted_engine, with_peft_alone
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
 from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, gathered, logits_of, loss_of, state_of, tokens, train
@@ -67,6 +72,7 @@ def work(rank: int, folder: str, float32: list[str], bfloat16: list[str]) -> dic
     said["dora"] = {kind: look_at(trained(kind, DORA), DORA) for kind in ("fsdp2", "zero2")}
     said["recomputed"] = {kind: weights_of(trained(kind, recompute=True)) for kind in ("fsdp2", "zero3")}
     said["dropped"] = dropped()
+    said["kept_silently"] = {kind: kept_silently(kind) for kind in ("fsdp2", "zero3")}
     return said
 
 
@@ -132,6 +138,23 @@ def dropped() -> list[Tensor]:
     return said
 
 
+def kept_silently(kind: str) -> str:
+    """The error of a hand-over to an engine that leaves its weights as they were."""
+    backend = adapted_engine(kind)
+    engine = build_embedded_engine(tiny_qwen2(0), SimpleNamespace(eos_token_id=1), RolloutConfig(dtype="float32"))
+    sampler = PolicySampler(engine, backend, seed=0)
+    sampler.generate([], version=0, step=1)
+    train(backend, 0)
+    # Weights arrive, and land beside those that the engine samples with.
+    copies = copy.deepcopy(engine.model).state_dict(keep_vars=True)
+    engine.model.state_dict = lambda keep_vars: copies
+    with pytest.raises(WeightsNotHeld) as error:
+        sampler.generate([], version=1, step=2)
+    del engine.model.state_dict
+    sampler.generate([], version=1, step=2)
+    return str(error.value)
+
+
 @pytest.mark.parametrize("when", ["new", "trained"])
 def test_forward_is_that_of_peft_alone_to_the_bit(found, plain, when):
     seen = found[plain][when]
@@ -176,6 +199,16 @@ def test_a_base_in_bfloat16_is_merged_in_float32(found, half):
 def test_memory_of_a_merge_is_known_before(found, kind):
     told, taken = found[kind]["merged_bytes"]
     assert told == taken > 0
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_an_engine_that_keeps_the_weights_of_old_adapters_is_found(found, engine):
+    names = found["fsdp2"]["new"]["weights"]
+    adapted = sum(name.endswith("lora_A.weight") for name in names)
+    # The base has not changed, and is held.
+    told = f"(step 1). Changed in training, but still the old ones in the engine: {adapted} ("
+    assert told in found["kept_silently"][engine]
+    assert "Neither" not in found["kept_silently"][engine]
 
 
 def test_engines_agree(found, plain):
