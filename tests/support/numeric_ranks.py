@@ -1,6 +1,7 @@
 """Real ranks on gloo for a test: several, each running a function in a process of its own, or this process as the only
 one."""
 
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,10 +33,17 @@ def _rank(rank: int, world_size: int, function: Callable[[], Any], folder: str) 
 
 @contextmanager
 def single_rank(backend: str = "gloo") -> Iterator[None]:
-    """This process as the only rank."""
+    """This process as the only rank.
+
+    It stays one where vLLM runs in it, which makes its groups once in a process.
+    """
+    if dist.is_initialized():
+        yield
+        return
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
             yield
         finally:
-            dist.destroy_process_group()
+            if "vllm.distributed.parallel_state" not in sys.modules:
+                dist.destroy_process_group()
