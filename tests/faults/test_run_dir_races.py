@@ -45,8 +45,9 @@ def set_up_as_torchrun_does(rank: int, config: Config, set_ups: int) -> dict[str
             prepare(config, coordinator)
             # Nobody goes on before the directory is ready.
             assert not leftover.exists()
-            StatusWriter(run_dir, rank)
+            status = StatusWriter(run_dir, rank)
             coordinator.gather(None)
+            os.close(status._fd)  # which lives as long as a rank, and threads leave their process many
         assert mark.exists() == (number > 0 and not config.trainer.overwrite)
         identity = read_run_file(run_dir)["run_id"]
         assert (identity in runs) == (number > 0 and not config.trainer.overwrite)
