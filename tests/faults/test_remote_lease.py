@@ -114,6 +114,29 @@ def test_who_leaves_in_order_keeps_nobody_waiting(store, tmp_path, leases, monke
     second.take()
 
 
+def test_a_renewal_under_way_does_not_outlive_the_lease(store, tmp_path, leases, monkeypatch):
+    monkeypatch.setattr(lease_module, "GIVE_BACK_S", LONG_S)
+    lease = machine("alpha", store, tmp_path, leases)
+    lease.take()
+    write, begun, go_on, written = store.write, threading.Event(), threading.Event(), threading.Event()
+
+    def slowly(*arguments) -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE_S)
+        write(*arguments)
+        written.set()
+
+    monkeypatch.setattr(store, "write", slowly)
+    assert begun.wait(DEADLINE_S)
+    giving_back = threading.Thread(target=lease.release)
+    giving_back.start()
+    giving_back.join(0.3)  # if it does not wait for the renewal, it is over by now
+    go_on.set()
+    giving_back.join(DEADLINE_S)
+    assert written.wait(DEADLINE_S)
+    assert store.read(LEASE) is None
+
+
 def test_a_dead_process_of_this_machine_keeps_nobody_waiting(store, tmp_path, leases, monkeypatch):
     monkeypatch.setattr(lease_module, "EXPIRY_S", LONG_S)
     first, second = (machine(name, store, tmp_path, leases) for name in ("alpha", "beta"))

@@ -176,10 +176,12 @@ def make_driver(step: int = 0) -> DriverState:
 
 
 def resume(config: Config, role: TrainState | Mapping[str, TrainState], *arguments: Any, **parts: Any) -> int | None:
-    """Resume with a new checkpointer (see `make_checkpointer`) and return the step, None when there is no
-    checkpoint."""
+    """Resume with a new checkpointer (see `make_checkpointer`), which has ended then, and return the step, None when
+    there is no checkpoint."""
     driver = make_driver()
-    return driver.step if make_checkpointer(config, role, 0, *arguments, driver=driver, **parts).resume() else None
+    checkpointer = make_checkpointer(config, role, 0, *arguments, driver=driver, **parts)
+    with checkpointer.committing():
+        return driver.step if checkpointer.resume() else None
 
 
 def begin_at(config: Config, source: Path, load: list[str] | None = None) -> None:

