@@ -64,8 +64,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "use_bias_correction_kl": ("actor.use_bias_correction_kl=true",),
     "entropy_ctrl": ("actor.entropy_ctrl.type=adaptive",),
     "decay_norm_and_bias": ("actor.optim.decay_norm_and_bias=true",),
+    "lr_scheduler_interval": ("actor.optim.lr_scheduler_interval=training_step", "actor.optim.lr_warmup_steps=4"),
+    "normalize_reward": ("algorithm=rloo", "algorithm.normalize_reward=running"),  # GRPO divides by its own deviation
 }
-"""Rows beside those of the algorithms: the default algorithm with other settings."""
+"""Rows beside those of the algorithms: the default algorithm, or another one that is named, with other settings."""
 ROWS = (*ALGORITHMS, *VARIANTS)
 
 

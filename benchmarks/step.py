@@ -99,6 +99,7 @@ def command_of(way: str, spec: dict, trl: str | None) -> list[str]:
             *(f"data.train_batch_size={spec['prompts_per_step']}", f"data.max_response_length={spec['max_tokens']}"),
             *(f"rollout.n={spec['n']}", f"rollout.max_num_seqs={spec['prompts_per_step'] * spec['n']}"),
             *(f"actor.ppo_mini_batch_size={spec['prompts_per_step']}", f"actor.optim.lr={spec['lr']}"),
+            "actor.use_kl_loss=false",
             f"actor.ppo_max_token_len_per_gpu={spec['micro_batch'] * (LONGEST_PROMPT + spec['max_tokens'])}",
             *(f"trainer.total_training_steps={spec['steps']}", "trainer.val_before_train=false"),
             *("trainer.save_freq=0", "trainer.test_freq=0", f"trainer.nproc={spec['ranks']}", "trainer.device=cpu"),
