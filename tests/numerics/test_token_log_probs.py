@@ -60,21 +60,24 @@ def gradients(inputs: Sequence[Tensor], log_probs: Tensor, entropy: Tensor | Non
 @pytest.mark.parametrize("chunk", [1 << 24, 7 * VOCAB, 1])
 @pytest.mark.parametrize("finish", [None, soft_capped])
 @pytest.mark.parametrize("entropy_in_loss", [True, False])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 def test_values_and_gradients(chunk, finish, entropy_in_loss, dtype, tolerance, monkeypatch):
+    """Against float64. A gradient's error is measured by the largest element of its tensor."""
     monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", chunk)
     *inputs, labels = drawn(dtype)
-    expected = plain(*inputs, labels, finish)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = plain(*exact, labels, finish)
     hidden, weight, bias = inputs
     options: dict[str, Any] = {"weight": weight, "bias": bias, "finish": finish, "with_entropy": True}
     found = token_log_probs(hidden, labels, TEMPERATURE, **options)
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, check_dtype=False)
+    for gradient, true in zip(
         gradients(inputs, found[0], found[1] if entropy_in_loss else None),
-        gradients(inputs, expected[0], expected[1] if entropy_in_loss else None),
-        rtol=tolerance,
-        atol=10 * tolerance,
-    )
+        gradients(exact, expected[0], expected[1] if entropy_in_loss else None),
+        strict=True,
+    ):
+        largest = true.abs().max().item()
+        torch.testing.assert_close(gradient, true, rtol=0, atol=tolerance * largest, check_dtype=False)
     assert token_log_probs(hidden, labels, TEMPERATURE, **options | {"with_entropy": False})[1] is None
 
 
