@@ -1,11 +1,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlhf.checkpoint.__main__ import main
+from rlhf.checkpoint.commit.manifest import FORMAT, read_manifest, write_manifest
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.resolved import to_yaml
 from rlhf.storage.layout import step_dir
@@ -149,6 +151,28 @@ def test_a_damaged_manifest(run_dir, command):
         code, out, _ = command(action, step_dir(run_dir, 10))
         assert code == 1
         assert f"{step_dir(run_dir, 10)} has no manifest.json: it was never committed" in out
+
+
+def test_a_checkpoint_of_another_format_is_not_called_damaged(run_dir, command):
+    root = step_dir(run_dir, 10)
+    manifest = read_manifest(root)
+    (root / "manifest.json").unlink()
+    write_manifest(root, replace(manifest, format=FORMAT - 1))
+    remedy = (
+        f"{root}/manifest.json has format {FORMAT - 1}, and this version of the trainer reads format {FORMAT} only: use"
+    )
+    code, out, _ = command("list", run_dir)
+    assert code == 1
+    assert "damaged" not in out
+    assert f"other format: {remedy}" in " ".join(out.split())
+    for action in ("list", "verify"):
+        code, out, _ = command(action, run_dir, "--json")
+        (found,) = json.loads(out)["runs"] if action == "list" else [json.loads(out)]
+        other, whole = found["checkpoints"]
+        assert code == 1
+        assert (other["state"], other["step"]) == ("other format", 10)
+        assert other["problem"].startswith(remedy)
+        assert (whole["state"], whole["problem"]) == ("committed" if action == "list" else "intact", None)
 
 
 @pytest.mark.parametrize("name", ["driver_state.json", "actor/optimizer/index.safetensors"])

@@ -11,7 +11,7 @@ from rich.table import Table
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.commit.retention import figures_of, ranking_metric, reasons
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
-from rlhf.checkpoint.verbs.places import looked_at
+from rlhf.checkpoint.verbs.places import Unreadable, looked_at
 from rlhf.checkpoint.verbs.runs import FoundRun, rules_of_save
 from rlhf.checkpoint.verbs.shown import as_json, sizes_of
 from rlhf.checkpoint.verbs.stored_rules import RULES
@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     else:
         for problem in problems:
             console.print(printable(problem))
-    damaged = any(row["problem"] is not None for document in documents for row in document["checkpoints"])
-    return EXIT_CRASHED if damaged or problems else EXIT_DONE
+    unread = any(row["problem"] is not None for document in documents for row in document["checkpoints"])
+    return EXIT_CRASHED if unread or problems else EXIT_DONE
 
 
 def _looked_through(found: FoundRun) -> dict[str, Any]:
@@ -52,10 +52,10 @@ def _looked_through(found: FoundRun) -> dict[str, Any]:
     rules = None if found.alone else found.rules()
     rows: list[dict[str, Any]] = []
     for checkpoint in found.checkpoints:
-        row: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "state": "damaged", "problem": None}
+        row: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "problem": None}
         manifest = looked_at(Path(checkpoint.name), checkpoint.manifest)
-        if isinstance(manifest, str):
-            row["problem"] = manifest
+        if isinstance(manifest, Unreadable):
+            row |= {"state": manifest.state, "problem": manifest}
         else:
             if rules is None and not found.alone:
                 rules = rules_of_save(checkpoint, manifest)
@@ -102,7 +102,8 @@ def _show(document: dict[str, Any], console: Console) -> None:
     for row in document["checkpoints"]:
         kept = "" if row["kept"] is None else ", ".join(row["kept"]) or "may go"
         if row["problem"] is not None:
-            table.add_row(str(row["step"]), "", "", "", "", "", "", kept, printable(f"damaged: {row['problem']}"))
+            state = printable(f"{row['state']}: {row['problem']}")
+            table.add_row(str(row["step"]), "", "", "", "", "", "", kept, state)
             continue
         cells = (row["step"], row["created"], row["size"], row["ranks"], row["backend"], ", ".join(row["contents"]))
         figure = f"{row['metrics'][metric]:.4f}" if metric in row["metrics"] else ""

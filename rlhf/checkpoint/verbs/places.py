@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlhf.errors import UserError
-from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
 from rlhf.storage.layout import MANIFEST, scan, step_of
 
 T = TypeVar("T")
@@ -42,13 +42,26 @@ def checkpoints_at(path: Path) -> list[Path]:
     )
 
 
-def looked_at(place: Path, look: Callable[[], T]) -> T | str:
-    """The result of `look` at `place`, or one line about why there is none."""
+class Unreadable(str):
+    """One line about why there is nothing to be read at a place; `state` is the word for a checkpoint there."""
+
+    state: str
+
+    def __new__(cls, line: str, state: str = "damaged") -> "Unreadable":
+        made = super().__new__(cls, line)
+        made.state = state
+        return made
+
+
+def looked_at(place: Path, look: Callable[[], T]) -> T | Unreadable:
+    """The result of `look` at `place`, or why there is none."""
     try:
         return look()
+    except OtherFormat as error:
+        return Unreadable(str(error), "other format")
     except DamagedCheckpoint as error:
-        return str(error)
+        return Unreadable(str(error))
     except OSError as error:
-        return f"{error.filename or place} cannot be read: {error.strerror}"
+        return Unreadable(f"{error.filename or place} cannot be read: {error.strerror}")
     except UnicodeDecodeError:
-        return f"{place} holds a text that is none"
+        return Unreadable(f"{place} holds a text that is none")

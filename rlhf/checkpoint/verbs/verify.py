@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rlhf.checkpoint.commit.manifest import Manifest, damage_in
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
-from rlhf.checkpoint.verbs.places import looked_at
+from rlhf.checkpoint.verbs.places import Unreadable, looked_at
 from rlhf.checkpoint.verbs.runs import FoundCheckpoint
 from rlhf.checkpoint.verbs.shown import as_json, sizes_of
 from rlhf.checkpoint.verbs.work_bar import work_bar
@@ -42,10 +42,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 def _verified(checkpoint: FoundCheckpoint) -> tuple[str, dict[str, Any]]:
     """What is said of a checkpoint, in words and as a document."""
-    document: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "state": "damaged", "problem": None}
+    document: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "problem": None}
     manifest = looked_at(Path(checkpoint.name), lambda: verify_found(checkpoint))
-    if isinstance(manifest, str):
-        return manifest, document | {"problem": manifest}
+    if isinstance(manifest, Unreadable):
+        return manifest, document | {"state": manifest.state, "problem": manifest}
     here, files = len(checkpoint.here(manifest)), len(manifest.files)
     what = "intact" if here == files else f"this disk's part is intact ({here} of {files} files)"
     document |= {"step": manifest.step, "state": "intact" if here == files else "part"}
