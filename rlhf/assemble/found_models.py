@@ -13,7 +13,8 @@ from rlhf.config.algorithm_rules import needs_critic
 from rlhf.errors import UserError
 from rlhf.models import loading, weights
 from rlhf.models.adapter_folder import check_not_quantised
-from rlhf.models.adapter_layers import add_adapters
+from rlhf.models.adapter_layers import Adapters, add_adapters
+from rlhf.models.adapter_start import check_stored
 from rlhf.models.loading import ModelSource
 from rlhf.models.model_files import ModelFiles, find_files
 from rlhf.models.weights import Loaded
@@ -34,9 +35,16 @@ class Found:
         return weights.load(self.files, self.hf_config, load_from, coordinator, device)
 
     def check_adapters(self, lora: LoraConfig) -> None:
-        """Raise UserError unless it can have the adapters that `lora` asks for; no weights are looked at."""
+        """Raise UserError unless it can have the adapters that `lora` asks for, and `lora.path`, where it is set, has
+        such; no weights of the model are looked at."""
         check_not_quantised(self.files.source.path, getattr(self.hf_config, "quantization_config", None))
-        add_adapters(loading.empty_model(self.files.source, self.hf_config), lora, torch.float32)
+        model = loading.empty_model(self.files.source, self.hf_config)
+        add_adapters(model, lora, torch.float32)
+        if lora.path is not None:
+            adapters = Adapters.of(model)
+            assert adapters is not None
+            shapes = {name: p.shape for name, p in adapters.trained(model.named_parameters())}
+            check_stored(shapes, Path(lora.path).expanduser())
 
 
 @dataclass(frozen=True)

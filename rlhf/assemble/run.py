@@ -33,6 +33,7 @@ from rlhf.learning.guards import Guards
 from rlhf.learning.work_sharing import WorkSharing
 from rlhf.loop import Components
 from rlhf.models import loading
+from rlhf.models.model_files import on_every_rank
 from rlhf.models.parameter_count import in_words
 from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
@@ -83,7 +84,7 @@ def _build(
     models = find_models(config, coordinator, device, scratch)
     policy = models.policy
     if config.model.lora.enabled:
-        policy.check_adapters(config.model.lora)
+        on_every_rank(lambda: policy.check_adapters(config.model.lora), coordinator)
     check_lengths(policy.hf_config, config.data.max_prompt_length, config.data.max_response_length)
     report("reading the prompts")
     train_set, val_set = _prompt_sets(config, policy.tokenizer, coordinator)

@@ -1,7 +1,10 @@
 """Values that adapters begin with: from the run's seed, or from a folder of peft's."""
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -31,6 +34,23 @@ def fill_from_seed(shards: Shards, seed: int) -> None:
             shard.local.zero_()
 
 
+def check_stored(shapes: Mapping[str, Sequence[int]], folder: Path) -> None:
+    """Raise UserError unless `folder`, one of peft's, has adapters of these names and shapes; no tensor is read."""
+    said = f"model.lora.path={folder}: {WEIGHTS}"
+    with _reading(folder) as (opened, stored):
+        for name in sorted(shapes.keys() ^ stored.keys()):
+            where = "has no" if name in shapes else "has an adapter that the settings do not ask for:"
+            raise UserError(f"{said} {where} {name}. Set model.lora.target_modules as they were for that adapter.")
+        for name, shape in shapes.items():
+            found = opened.get_slice(stored[name]).get_shape()
+            if list(found) != list(shape):
+                raise UserError(
+                    f"{said}: {name} has shape {list(found)}, the adapter of this model {list(shape)}: it is of "
+                    "another base than model.path, or of another rank. Name the base and set the rank that it was "
+                    "trained with."
+                )
+
+
 @torch.no_grad()
 def fill_from_folder(shards: Shards, folder: Path) -> None:
     """Fill this rank's part of the adapters from a folder of peft's.
@@ -38,24 +58,20 @@ def fill_from_folder(shards: Shards, folder: Path) -> None:
     Raises:
         UserError: the folder's adapters are of other layers or shapes.
     """
-    file = folder / WEIGHTS
-    said = f"model.lora.path={folder}"
+    check_stored({name: shard.shape for name, shard in shards.items()}, folder)
+    with _reading(folder) as (opened, stored):
+        for name, shard in shards.items():
+            put(shard, opened.get_tensor(stored[name]))
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[tuple[Any, dict[str, str]]]:
+    """The folder's file of tensors, opened, and their names in it by those in checkpoints."""
     try:
-        with safe_open(file, framework="pt") as opened:
-            stored = {name.removeprefix(PREFIX): name for name in opened.keys()}  # noqa: SIM118
-            for name in sorted(shards.keys() ^ stored.keys()):
-                where = "has no" if name in shards else "has an adapter that the settings do not ask for:"
-                raise UserError(f"{said}: {where} {name}. Set model.lora.target_modules as they were for that adapter.")
-            for name, shard in shards.items():
-                whole = opened.get_tensor(stored[name])
-                if tuple(whole.shape) != tuple(shard.shape):
-                    raise UserError(
-                        f"{said}: {name} has shape {list(whole.shape)}, the adapter of this model "
-                        f"{list(shard.shape)}: it is of another base than model.path, or of another rank."
-                    )
-                put(shard, whole)
+        with safe_open(folder / WEIGHTS, framework="pt") as opened:
+            yield opened, {name.removeprefix(PREFIX): name for name in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{said}: {WEIGHTS} can't be read: {error}. Restore it.") from error
+        raise UserError(f"model.lora.path={folder}: {WEIGHTS} can't be read: {error}. Restore it.") from error
 
 
 def put(shard: Shard, whole: Tensor) -> None:

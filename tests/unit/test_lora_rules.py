@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rlhf.assemble.found_models import Found
 from rlhf.config import Config, FrozenFsdpConfig, LoraConfig
 from rlhf.config import lora_rules as rules
 from rlhf.config.lora_rules import lora_problems
 from rlhf.config.validate import validate
 from rlhf.errors import UserError
 from rlhf.models.adapter_folder import check_adapter_start
-from rlhf.models.adapter_layers import add_adapters, target_names
+from rlhf.models.adapter_layers import Adapters, add_adapters, target_names
+from rlhf.models.loading import ModelSource
+from rlhf.models.model_files import ModelFiles
 from tests.support.refusals import refused
 from tests.support.tiny_updates import tiny_qwen2
 
@@ -198,6 +201,31 @@ def test_a_torn_adapter_is_told_before_the_base_is_loaded(folders):
     assert f"model.lora.path={adapter}: adapter_model.safetensors has" in start(base, adapter)
     file.write_bytes(b"torn")
     assert "adapter_model.safetensors begins with no header in safetensors" in start(base, adapter)
+
+
+def test_layers_and_shapes_are_told_before_the_base_is_loaded(folders):
+    """Of a base that has no weights at all."""
+    base, adapter = folders
+    model = tiny_qwen2(0)
+    lora = LoraConfig(enabled=True, rank=4, target_modules=["q_proj"], path=str(adapter))
+    source = ModelSource("model.path", str(base), None, False, "eager")
+    found = Found(ModelFiles(source, base, None, None, ""), model.config, PreTrainedTokenizerFast)
+    add_adapters(model, lora, torch.float32)
+    stored = {
+        f"base_model.model.{name}": torch.zeros(p.shape)
+        for name, p in Adapters.of(model).trained(model.named_parameters())
+    }
+    last, file = max(stored), adapter / "adapter_model.safetensors"
+    told = f"model.lora.path={adapter}: adapter_model.safetensors"
+
+    save_file(stored, file)
+    found.check_adapters(lora)
+    save_file(stored | {last: torch.zeros(8, 4)}, file)
+    name, shape = last.removeprefix("base_model.model."), list(stored[last].shape)
+    message = refused(found.check_adapters, lora)
+    assert message.startswith(f"{told}: {name} has shape [8, 4], the adapter of this model {shape}: it is of another")
+    save_file({key: tensor for key, tensor in stored.items() if key != last}, file)
+    assert refused(found.check_adapters, lora).startswith(f"{told} has no {name}. Set model.lora.target_modules as")
 
 
 @pytest.mark.parametrize("named", ["~nobody-of-this-name/base", "a" * 5000, "\0", ["a", "list"]], ids=range(4))
