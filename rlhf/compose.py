@@ -27,7 +27,7 @@ from rlhf.config.algorithm_rules import idle_critic
 from rlhf.config.help_texts import commented_yaml
 from rlhf.config.library import PACKAGE, Library
 from rlhf.config.other_names import OWN_RECIPE
-from rlhf.config.schema import SECTIONS, SETTINGS, hint, instead, nearest_setting, setting_of
+from rlhf.config.schema import SECTIONS, SETTINGS, form_hint, hint, instead, nearest_setting, setting_of
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.library_folder import LibraryFolder
 from rlhf.planning.suited import Machine, suited
@@ -116,8 +116,7 @@ def composition(overrides: list[str], library: Library, machine: Machine | None 
             setting = setting_of(key)
             assert setting is not None
             said = f"{key}={'null' if value is None else value}: must be {setting.expects}."
-            listed = isinstance(value, str) and setting.expects.startswith("a list")
-            problems.append(said + f" Write '{key}=[{value}]'." * listed)
+            problems.append(said + form_hint(setting, value))
     if problems:
         raise UserError("\n".join(problems))
     with _interpolating():
@@ -298,7 +297,7 @@ def _composition_problem(error: HydraException, choices: list[str], library: Lib
         section, _, leaf = key.rpartition(".")
         return f"{where}{key}: sections are nested in a recipe. Write `{leaf}:` indented below `{section}:`."
     if setting := setting_of(key):
-        return f"{where}{key}: {reason}; must be {setting.expects}."
+        return f"{where}{key}: {reason}; must be {setting.expects}.{form_hint(setting, getattr(cause, 'value', None))}"
     return f"{where}{reason}"
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from rlhf.config import Config, EntropyCtrlConfig
 from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES, SETTINGS_OF_ONE, Estimator
-from rlhf.config.schema import SETTINGS, meant
-from rlhf.errors import UserError, did_you_mean
+from rlhf.config.schema import SETTINGS, value_hint
+from rlhf.errors import UserError
 from rlhf.user_functions import check_positional
 
 ESTIMATOR_TAKES = ("inputs", "config")
@@ -92,7 +92,7 @@ def _wrong_name(setting: str, name: str, known: Collection[str], takes: tuple[st
         return f"{setting}={name}: {name} is a whole algorithm; write algorithm={name}."
     return (
         f"{setting}={name}: must be one of {', '.join(known)}, or path/to/file.py:function."
-        f"{did_you_mean(meant(name, known))}"
+        f"{value_hint(setting, name, known)}"
     )
 
 

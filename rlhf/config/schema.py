@@ -8,7 +8,15 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from rlhf.config import Config
-from rlhf.config.other_names import OWN_FUNCTION, OWN_RECIPE, PREFIXES, REMARKS, SETTINGS_OF_OTHERS, VALUES_OF_OTHERS
+from rlhf.config.other_names import (
+    OWN_FUNCTION,
+    OWN_RECIPE,
+    PREFIXES,
+    REMARKS,
+    REMARKS_ON_VALUES,
+    SETTINGS_OF_OTHERS,
+    VALUES_OF_OTHERS,
+)
 from rlhf.errors import did_you_mean, nearest
 
 
@@ -119,11 +127,32 @@ def meant(value: str, choices: Collection[str]) -> str | None:
     return nearest(value, choices)
 
 
+def value_hint(key: str, value: str, choices: Collection[str]) -> str:
+    """The end of a message about a value that is none of the setting's choices: what is said of it, or the choice that
+    is meant; empty when nothing is near."""
+    said = REMARKS_ON_VALUES.get((key, value))
+    return f" {said}" if said else did_you_mean(meant(value, choices))
+
+
+def form_hint(setting: Setting, value: Any) -> str:
+    """The end of a message about a value of another type than the setting's: how what is meant is written here."""
+    if not isinstance(value, str):
+        return ""
+    if setting.expects.startswith("a list"):
+        return f" Write '{setting.key}=[{value}]'."
+    bounds = value.split("_")
+    if f"{setting.key}_lower" in SETTINGS and len(bounds) == 2:  # verl's text of two bounds
+        return f" Write {setting.key}_lower={bounds[0]} {setting.key}={bounds[1]}."
+    return ""
+
+
 def instead(group: str, value: str, known: Collection[str]) -> str:
     """The end of a message about a value that the group of that name, with these entries, does not have: the override
     that was meant, or what such values are written as."""
-    if found := setting_instead(group, value) or meant(value, known):
+    if found := setting_instead(group, value):
         return did_you_mean(found)
+    if said := value_hint(group, value, known):
+        return said
     if group == "model" and value[0].isalnum() and value != "null":
         return f" A folder or a Hub name is written model.path={value}."
     if group == "reward":

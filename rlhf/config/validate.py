@@ -17,7 +17,7 @@ from rlhf.config.lora_rules import lora_problems, missing_peft
 from rlhf.config.other_names import MINUS_ONE
 from rlhf.config.path_rules import homeless_paths, overwritten_starts
 from rlhf.config.rollout_rules import missing_engine, rollout_problems
-from rlhf.config.schema import SETTINGS, Setting, meant
+from rlhf.config.schema import SETTINGS, Setting, value_hint
 from rlhf.errors import UserError, did_you_mean, nearest
 
 TEMPLATE_ARGUMENTS = {
@@ -90,7 +90,9 @@ def _out_of_bounds(setting: Setting, config: Config) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return f"{shown}: must be a finite number."
     if rules["choices"] and value not in rules["choices"]:
-        return f"{shown}: must be one of {', '.join(rules['choices'])}.{did_you_mean(meant(value, rules['choices']))}"
+        return (
+            f"{shown}: must be one of {', '.join(rules['choices'])}.{value_hint(setting.key, value, rules['choices'])}"
+        )
     if rules["ge"] is not None and value < rules["ge"]:
         instead = f"; {MINUS_ONE[setting.key]}" if value == -1 and setting.key in MINUS_ONE else ""
         return f"{shown}: must be at least {rules['ge']}{instead}."

@@ -3,9 +3,12 @@
 import pytest
 
 from rlhf.arguments import parse
+from rlhf.compose import compose_config
+from rlhf.config.algorithm_table import ESTIMATORS
 from rlhf.config.library import Library
-from rlhf.config.other_names import REMARKS, SETTINGS_OF_OTHERS, VALUES_OF_OTHERS
+from rlhf.config.other_names import REMARKS, REMARKS_ON_VALUES, SETTINGS_OF_OTHERS, VALUES_OF_OTHERS
 from rlhf.config.schema import SECTIONS, SETTINGS, hint, meant, nearest_setting, remark, setting_of
+from rlhf.config.validate import validate
 from rlhf.errors import UserError, nearest
 
 # The settings of examples/grpo_trainer/run_qwen2_5_7b_math.sh and of its neighbours in verl, in their order.
@@ -43,7 +46,15 @@ def test_settings_that_remarks_name_are_there():
 
 def test_values_that_are_offered_are_choices():
     choices = {choice for setting in SETTINGS.values() for choice in setting.metadata["choices"]}
-    assert set(VALUES_OF_OTHERS.values()) <= choices | {"grpo", "reinforce_plus_plus"}
+    assert set(VALUES_OF_OTHERS.values()) <= choices | ESTIMATORS.keys()
+
+
+def test_settings_of_remarks_on_values_are_there_and_the_values_are_not():
+    groups = Library.find(None).groups
+    for key, value in REMARKS_ON_VALUES:
+        setting = SETTINGS.get(key)
+        assert key in groups or setting is not None
+        assert value not in {*ESTIMATORS, *(() if setting is None else setting.metadata["choices"])}
 
 
 @pytest.mark.parametrize("key", VERL_SCRIPT.split())
@@ -65,6 +76,12 @@ def test_every_setting_of_a_script_of_verls_has_an_answer(key):
         ("pretrain", "model.path"),
         ("ds.zero_stage", "backend.zero_stage"),
         ("tracking.wandb.project", "trainer.project_name"),
+        ("actor_rollout_ref.model.lora.adapter_path", "model.lora.path"),
+        ("critic.checkpoint.save_contents", "checkpoint.contents"),
+        ("critic.optim.clip_grad", "critic.grad_clip"),
+        ("delta", "actor.clip_ratio_c"),
+        ("num_generations_eval", "rollout.val_kwargs.n"),
+        ("vllm_max_model_length", "rollout.engine_kwargs.vllm.max_model_len"),
     ],
 )
 def test_a_name_of_another_trainers(typed, ours):
@@ -96,6 +113,41 @@ def test_a_number_of_samples_is_not_taken_for_one_of_tokens(typed, ours):
 def test_a_data_type_of_the_whole_model_is_told_apart(typed):
     assert "backend.autocast=bfloat16" in hint(typed)
     assert "rollout.dtype" in hint(typed)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("actor_rollout_ref.rollout.mode", "rollout=vllm_server"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "no sample is split over ranks"),
+        ("reward.reward_model.enable", "reward_model among reward.functions"),
+        ("dtype", "backend.autocast=bfloat16"),
+    ],
+)
+def test_a_name_without_a_counterpart_is_not_taken_for_one_that_is_spelled_alike(typed, said):
+    assert said in hint(typed)
+    assert "Did you mean" not in hint(typed)
+
+
+RATIOS = "algorithm.rollout_correction.rollout_is_threshold"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (f'{RATIOS}="0.5_5.0"', f"{RATIOS}=0.5_5.0: must be a number. Write {RATIOS}_lower=0.5 {RATIOS}=5.0."),
+        (f"{RATIOS}=a_lot_more", f"{RATIOS}=a_lot_more: must be a number."),
+        ("algorithm=grpo_passk", "verl's rewards the best sample alone; the nearest here is algorithm=pass_at_k"),
+        ("algorithm.adv_estimator=grpo_passk", "the nearest here is algorithm=pass_at_k, with algorithm.pass_at_k=K."),
+        ("algorithm.adv_estimator=rloo_vectorized", "Did you mean rloo?"),
+        ("algorithm.normalize_reward=true", "OpenRLHF's is algorithm.normalize_reward=running."),
+        ("algorithm.normalize_reward=false", "Not to normalise is null."),
+    ],
+)
+def test_a_value_that_verl_or_openrlhf_takes(typed, said):
+    with pytest.raises(UserError) as refusal:
+        validate(compose_config([typed], Library.find(None)), {})
+    assert said in str(refusal.value)
 
 
 def test_a_share_of_the_steps_is_not_offered_as_their_number():
