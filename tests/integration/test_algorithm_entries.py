@@ -93,7 +93,7 @@ SMALL_RECIPES = {
         "data.val_files=null",
         "data.gen_batch_size=12",
         "reward.overlong_buffer.len=2",
-        "actor.optim.lr_warmup_steps=2",
+        "actor.optim.lr_warmup_steps=1",
     ],
 }
 
@@ -109,8 +109,8 @@ def test_a_recipe_trains_two_steps(name, tmp_path, sums):
 
 def test_dapo_warms_up_over_the_papers_twenty_rollout_steps():
     config = compose_config(["recipes=dapo_math"], LIBRARY)
-    per_rollout_step = config.actor.ppo_epochs * config.data.train_batch_size // config.actor.ppo_mini_batch_size
-    assert config.actor.optim.lr_warmup_steps == 20 * per_rollout_step
+    optim = config.actor.optim
+    assert (optim.lr_warmup_steps, optim.lr_scheduler_interval) == (20, "training_step")
     # Of 17 thousand prompts; dynamic sampling may take all that a step's generations have.
     drawn = config.data.gen_batch_size * config.algorithm.filter_groups.max_num_gen_batches
     assert config.trainer.total_epochs * 17_000 // drawn > 100
