@@ -94,7 +94,8 @@ def _train(c: Components) -> None:
 
         announce("update.before")
         c.guards.begin(step, metrics["reward/mean"])
-        work = c.work_sharing.share(home, collected.uids, step)
+        with c.clock.phase("share"):
+            work = c.work_sharing.share(home, collected.uids, step)
         metrics |= estimate(c, home, work)
         c.run_log.show(c.collector.shown(collected))
         metrics |= update(c, work, step)
@@ -142,9 +143,11 @@ def estimate(c: Components, home: Batch, work: SharedWork) -> dict[str, float]:
     if c.critic is not None:
         with c.clock.phase("values"), c.critic.on_device():
             batch.values = c.critic.all_values(batch, work.spread)
-    with c.clock.phase("adv"):
+    with c.clock.phase("share"):
         work.bring_home(home, *c.advantages.reads)
+    with c.clock.phase("adv"):
         figures = c.advantages.fill(home, c.guards)
+    with c.clock.phase("share"):
         work.take_along(home, *c.advantages.writes)
     return figures
 

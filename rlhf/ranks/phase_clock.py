@@ -11,8 +11,8 @@ PREFIX = "timing_s/"
 
 
 class PhaseClock:
-    """Seconds that this rank spent in each phase of a step: `ref`, `old_log_prob`, `values`, `adv`, `update_critic`,
-    `update_actor`.
+    """Seconds that this rank spent in each phase of a step: `share`, `ref`, `old_log_prob`, `values`, `adv`,
+    `update_critic`, `update_actor`.
 
     On CUDA the host runs ahead of the device, and its own time would count the work of one phase to the next phase
     that looks at a number. There the device's clock counts: events in its queue, which cost it nothing, are read once

@@ -110,6 +110,14 @@ def test_a_finished_run_leaves_checkpoints_history_and_report(undisturbed, nproc
     assert not [path for path in run_dir.iterdir() if path.name.startswith((".tmp-", ".trash-"))]
 
 
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_each_phase_of_a_step_has_its_seconds(undisturbed, nproc):
+    for record in records(undisturbed.run_dir(nproc)):
+        parts = {name: record[f"timing_s/{name}"] for name in ("gen", "share", "ref", "adv", "update_actor")}
+        assert min(parts.values()) >= 0
+        assert sum(parts.values()) <= record["timing_s/step"]
+
+
 def test_the_number_of_ranks_does_not_change_the_samples(undisturbed):
     one, two = (history(undisturbed.run_dir(nproc))[0] for nproc in (1, 2))
     for name in ("reward/mean", "reward/std", "tokens/total", "response_length/mean", "response_length/max"):
