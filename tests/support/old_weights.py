@@ -1,0 +1,38 @@
+"""Embedded engine that keeps its old weights at one hand-over of a run: subscribed through RLHF_EVENT_LISTENER."""
+
+import os
+from pathlib import Path
+from unittest import mock
+
+from rlhf.events import LISTENER_VARIABLE
+from rlhf.rollout import Weights
+from rlhf.rollout.embedded import EmbeddedEngine
+
+MARKER_VARIABLE = "RLHF_TEST_OLD_WEIGHTS"
+VERSION = 5
+"""Steps of the policy whose weights do not arrive."""
+
+_taking = EmbeddedEngine.update_weights
+
+
+def environment(marker: Path) -> dict[str, str]:
+    """Variables of a start whose engine keeps old weights once; `marker` is there from then on."""
+    return {MARKER_VARIABLE: str(marker), LISTENER_VARIABLE: f"{__name__}:on_event"}
+
+
+def on_event(event: str) -> None:
+    """The listener; puts `_keeping` in the place of the engine's method before the first hand-over."""
+    EmbeddedEngine.update_weights = _keeping
+
+
+def _keeping(engine: EmbeddedEngine, weights: Weights, version: int) -> None:
+    marker = Path(os.environ[MARKER_VARIABLE])
+    if version != VERSION or marker.exists():
+        _taking(engine, weights, version)
+        return
+    marker.touch()
+    own = engine.model.state_dict(keep_vars=True)
+    copies = {id(weight): weight.clone() for weight in own.values()}
+    elsewhere = {name: copies[id(weight)] for name, weight in own.items()}
+    with mock.patch.object(engine.model, "state_dict", return_value=elsewhere):
+        _taking(engine, weights, version)
