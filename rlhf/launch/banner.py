@@ -102,8 +102,8 @@ def _length(config: Config) -> str:
 
 def _device(config: Config) -> str:
     """The devices, and what was chosen for them."""
-    t, machine = config.trainer, Machine.here()
-    ranks, device = "1 rank" if t.nproc == 1 else f"{t.nproc} ranks", t.device
+    t, machine, count = config.trainer, Machine.here(), number_of_ranks(config)[0]
+    ranks, device = "1 rank" if count == 1 else f"{count:,} ranks", t.device
     if not machine.is_cuda(t.device):
         if t.device == "auto":
             device = "cpu (no GPU here)"

@@ -39,6 +39,13 @@ def test_a_new_run(config):
     assert shown["log"] == "runs/rlhf/default/run.log"
 
 
+def test_the_ranks_are_those_of_all_machines(config, monkeypatch):
+    config.trainer.device, config.trainer.nproc = "cpu", 8
+    for name, value in (("RANK", "0"), ("LOCAL_WORLD_SIZE", "8"), ("WORLD_SIZE", "16")):
+        monkeypatch.setenv(name, value)
+    assert rows(config)["device"].startswith("cpu, 16 ranks, ")
+
+
 def test_a_model_that_is_kept_narrow_is_told(config):
     config.actor.use_kl_loss, config.actor.kl_loss_coef = True, 0.1
     config.ref.fsdp_config.model_dtype = "bfloat16"
