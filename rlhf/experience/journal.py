@@ -179,7 +179,7 @@ class Journal:
     def _fits(self, header: dict[str, Any]) -> bool:
         ours = self._header
         # Of the batch before the first step of a process nothing is known but that it led to the checkpoint.
-        return header == ours | ({"after": header["after"]} if ours["after"] is None else {})
+        return header == ours | ({"after": header.get("after")} if ours["after"] is None else {})
 
     def _append(self, payloads: list[bytes]) -> None:
         if not payloads or not self._writable:

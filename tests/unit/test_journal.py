@@ -19,7 +19,8 @@ from rlhf.config import (
     TrainerConfig,
 )
 from rlhf.experience.groups import Group
-from rlhf.experience.journal import FOLDER, Journal, combined, digests
+from rlhf.experience.journal import FOLDER, FORMAT, Journal, combined, digests
+from rlhf.experience.journal_records import frame, samples_payload, to_payload
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import RewardResult
@@ -180,6 +181,15 @@ def test_samples_are_those_of_the_batch_before(runs, written, read, known):
     fill(runs.at(3, after=written))
     assert knows_all(runs.at(3, after=read)) == known
     assert runs.file(3).exists() == known
+
+
+def test_a_file_of_another_format_is_dropped(runs):
+    fill(runs.at(3))
+    header = {"format": FORMAT - 1, "run": "of a version that knew of no batches before"}
+    samples = frame(samples_payload(4, SAMPLES[4]))
+    runs.file(3).write_bytes(frame(to_payload(header)) + samples)
+    assert runs.at(3).samples(UIDS) is None
+    assert not runs.file(3).exists()
 
 
 def test_batches_are_told_apart_to_the_last_bit():
