@@ -21,9 +21,14 @@ def _collective() -> Iterator[None]:
 
 
 class GlooTransport:
-    """Transport over a gloo group of its own; a world of one without an initialised process group.
+    """Transport between the ranks of a run, over a gloo group of its own; a world of one where torch.distributed is not
+    initialised.
 
-    A call may take `timeout`, by default as long as one of the training's group.
+    Args:
+        timeout: longest a call may take; None for that of the training's group.
+
+    Raises:
+        LostPeer: of every call, when a rank is gone or does not answer in time.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
