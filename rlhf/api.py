@@ -12,8 +12,9 @@ from typing import Any
 from rlhf.compose import compose_config
 from rlhf.config import Config
 from rlhf.config.library import Library
+from rlhf.config.path_rules import on_one_machine
 from rlhf.config.redaction import Redaction
-from rlhf.config.validate import on_one_machine, validate
+from rlhf.config.validate import validate
 from rlhf.errors import EXIT_DONE, RunEnded, UserError
 from rlhf.launch.banner import banner
 from rlhf.launch.callbacks import Callback, Callbacks

@@ -1,0 +1,67 @@
+"""Rules of the backend: its settings beside the device and each other, and the packages that it takes."""
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from packaging.version import Version
+
+from rlhf.config import BackendConfig, Config
+
+
+def backend_problems(config: Config) -> Iterator[str]:
+    """Settings of the backend that it lacks, or that have no effect on the device; one line each."""
+    backend = config.backend
+    if backend.use_liger and config.actor.needs_entropy:
+        yield (
+            "backend.use_liger=true: Liger's kernel gives no entropy; set actor.calculate_entropy=false, "
+            "actor.entropy_coeff=0 and actor.entropy_ctrl.type=fixed."
+        )
+    if config.trainer.tf32 and config.trainer.device == "cpu":
+        yield "trainer.tf32=true: TF32 is a format of GPUs, but trainer.device=cpu; set it to false."
+    if backend.use_liger and config.trainer.device == "cpu":
+        yield "backend.use_liger=true: Liger's kernels are for GPUs, but trainer.device=cpu; set it to false."
+    if backend.name != "deepspeed":
+        for key in ("zero_stage", "offload_optimizer"):
+            value = getattr(backend, key)
+            if value != getattr(BackendConfig(), key):
+                yield f"backend.{key}={value}: has effect only with backend=deepspeed (it is {backend.name})."
+        return
+    if backend.dp_replicate != 1:
+        yield (
+            f"backend.dp_replicate={backend.dp_replicate}: has effect only with backend=fsdp2 (it is {backend.name}); "
+            "set backend.dp_replicate=1."
+        )
+    if backend.offload_optimizer and backend.zero_stage == 0:
+        yield "backend.offload_optimizer=true: needs ZeRO; set backend.zero_stage=1, 2 or 3."
+    for role, section in (("actor", config.actor), ("critic", config.critic)):
+        if backend.offload_optimizer and section.fsdp_config.optimizer_offload:
+            yield (
+                f"{role}.fsdp_config.optimizer_offload=true: backend.offload_optimizer=true has the optimizer in the "
+                "host's memory for good; set one of the two to false."
+            )
+    if backend.offload_optimizer and config.trainer.device == "cpu":
+        yield (
+            "backend.offload_optimizer=true: moves optimizer state from a GPU to the CPU, but trainer.device=cpu; "
+            "set backend.offload_optimizer=false."
+        )
+
+
+def _liger_problem() -> str | None:
+    try:
+        found = version("liger-kernel")
+    except PackageNotFoundError:
+        return "liger-kernel is not installed"
+    return None if Version(found) >= Version("0.8.5") else f"liger-kernel {found} is installed, 0.8.5 is needed"
+
+
+def missing_backend(config: Config) -> Iterator[str]:
+    """Packages of the backend that are not installed here; one line each."""
+    if config.backend.use_liger and (problem := _liger_problem()):
+        yield f"backend.use_liger=true: {problem}; run `pip install 'rlhf[liger]'`, or set it to false."
+    spec = find_spec("deepspeed")
+    if config.backend.name == "deepspeed" and (spec is None or spec.origin is None):
+        yield (
+            "backend.name=deepspeed: DeepSpeed is not installed; run `pip install 'rlhf[deepspeed]'`, or set "
+            "backend=fsdp2."
+        )

@@ -1,0 +1,80 @@
+"""Rules of what is learned from a batch: optimizers and their schedules, losses, the KL to the reference."""
+
+from collections.abc import Iterator
+
+from rlhf.config import Config
+
+
+def optimizer_problems(config: Config) -> Iterator[str]:
+    """Warm-ups as long as the run, and moments that are none; one line each."""
+    steps, warmup = config.trainer.total_training_steps, config.trainer.critic_warmup
+    mini_batches = max(config.data.train_batch_size // config.actor.ppo_mini_batch_size, 1)
+    if steps is not None and warmup >= steps:
+        yield (
+            f"trainer.critic_warmup={warmup}: the run has {steps} steps (trainer.total_training_steps); the policy "
+            "would learn nothing."
+        )
+    for key, role, idle in (("actor", config.actor, warmup), ("critic", config.critic, 0)):
+        optim = role.optim
+        if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
+            yield f"{key}.optim.betas={optim.betas}: must be two numbers, each at least 0 and less than 1."
+        if steps is None or steps <= idle:
+            continue
+        by_updates = optim.lr_scheduler_interval == "optimizer_step"
+        scheduled = (steps - idle) * (role.ppo_epochs * mini_batches if by_updates else 1)
+        if optim.lr_warmup_steps >= scheduled:
+            unit = optim.lr_scheduler_interval.replace("_", " ")
+            yield (
+                f"{key}.optim.lr_warmup_steps={optim.lr_warmup_steps}: the run has {scheduled} {unit}s "
+                f"(trainer.total_training_steps={steps}); the warm-up must be shorter."
+            )
+
+
+def loss_problems(config: Config) -> Iterator[str]:
+    """Settings of the losses and of the over-long punishment that contradict each other; one line each."""
+    actor, buffer, longest = config.actor, config.reward.overlong_buffer, config.data.max_response_length
+    if actor.shuffle and actor.ppo_mini_batch_size == config.data.train_batch_size:
+        yield (
+            f"actor.shuffle=true: a step is one mini-batch of all its prompts (actor.ppo_mini_batch_size="
+            f"{actor.ppo_mini_batch_size}), the same in any order; set actor.shuffle=false, or a smaller "
+            "actor.ppo_mini_batch_size."
+        )
+    if actor.clip_ratio_low > 1:
+        yield f"actor.clip_ratio_low={actor.clip_ratio_low}: must be at most 1; a ratio is never below 0."
+    policy_loss = actor.policy_loss
+    if policy_loss.loss_mode == "clip_cov" and policy_loss.clip_cov_lb >= policy_loss.clip_cov_ub:
+        yield (
+            f"actor.policy_loss.clip_cov_lb={policy_loss.clip_cov_lb}: must be less than "
+            f"actor.policy_loss.clip_cov_ub={policy_loss.clip_cov_ub}, or no token is between them."
+        )
+    norm = "seq-mean-token-sum-norm"
+    if actor.loss_scale_factor is not None and norm not in (actor.loss_agg_mode, config.critic.loss_agg_mode):
+        yield (
+            f"actor.loss_scale_factor={actor.loss_scale_factor}: has effect only with actor.loss_agg_mode={norm} "
+            f"(it is {actor.loss_agg_mode}) or critic.loss_agg_mode={norm}."
+        )
+    if buffer.enable and buffer.len >= longest:
+        yield (
+            f"reward.overlong_buffer.len={buffer.len}: must be less than data.max_response_length={longest}, of which "
+            "it is the end: "
+            f"set reward.overlong_buffer.len={max(longest // 5, 1)}, or reward.overlong_buffer.enable=false."
+        )
+
+
+def kl_problems(config: Config) -> Iterator[str]:
+    """Settings of the KL without effect; one line each."""
+    control, actor = config.algorithm.kl_ctrl, config.actor
+    if actor.use_bias_correction_kl and not actor.kl_in_loss:
+        yield (
+            "actor.use_bias_correction_kl=true: has effect only with a KL in the loss; set actor.use_kl_loss=true and "
+            "actor.kl_loss_coef above 0."
+        )
+    if control.type != "adaptive":
+        return
+    if not config.algorithm.use_kl_in_reward:
+        yield "algorithm.kl_ctrl.type=adaptive: has effect only with algorithm.use_kl_in_reward=true."
+    elif control.kl_coef == 0:
+        yield (
+            "algorithm.kl_ctrl.kl_coef=0: an adaptive coefficient is multiplied at each step, so 0 stays 0; "
+            "set algorithm.kl_ctrl.kl_coef=0.001."
+        )
