@@ -26,7 +26,7 @@ from rlhf.config import Config
 from rlhf.config.algorithm_rules import idle_critic
 from rlhf.config.help_texts import commented_yaml
 from rlhf.config.library import PACKAGE, Library
-from rlhf.config.other_names import OWN_RECIPE
+from rlhf.config.other_remarks import OWN_RECIPE
 from rlhf.config.schema import SECTIONS, SETTINGS, form_hint, hint, instead, nearest_setting, setting_of
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.library_folder import LibraryFolder

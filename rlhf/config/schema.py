@@ -8,15 +8,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from rlhf.config import Config
-from rlhf.config.other_names import (
-    OWN_FUNCTION,
-    OWN_RECIPE,
-    PREFIXES,
-    REMARKS,
-    REMARKS_ON_VALUES,
-    SETTINGS_OF_OTHERS,
-    VALUES_OF_OTHERS,
-)
+from rlhf.config.other_names import PREFIXES, SETTINGS_OF_OTHERS, VALUES_OF_OTHERS
+from rlhf.config.other_remarks import OWN_FUNCTION, OWN_RECIPE, REMARKS, REMARKS_ON_VALUES
 from rlhf.errors import did_you_mean, nearest
 
 

@@ -6,7 +6,8 @@ from rlhf.arguments import parse
 from rlhf.compose import compose_config
 from rlhf.config.algorithm_table import ESTIMATORS
 from rlhf.config.library import Library
-from rlhf.config.other_names import REMARKS, REMARKS_ON_VALUES, SETTINGS_OF_OTHERS, VALUES_OF_OTHERS
+from rlhf.config.other_names import SETTINGS_OF_OTHERS, VALUES_OF_OTHERS
+from rlhf.config.other_remarks import REMARKS, REMARKS_ON_VALUES
 from rlhf.config.schema import SECTIONS, SETTINGS, hint, meant, nearest_setting, remark, setting_of
 from rlhf.config.validate import validate
 from rlhf.errors import UserError, nearest
