@@ -69,7 +69,7 @@ def test_a_name_of_a_table_is_answered_with_its_row(name: str, ours: str) -> Non
     if name.startswith("."):
         name = "custom_reward_function" + name
     try:
-        compose_config([name if "=" in name else f"{name}=1"], Library.find(None))
+        validate(compose_config([name if "=" in name else f"{name}=1"], Library.find(None)), {})
     except UserError as error:
         answer = str(error)
     else:
