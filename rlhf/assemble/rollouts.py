@@ -57,7 +57,7 @@ def build_engine(
     folder = config.run_dir / "rollout_model"
     longest = config.data.max_prompt_length + config.data.max_response_length
     if config.rollout.name == "vllm":
-        from rlhf.rollout.vllm.colocated import build_vllm_engine
+        from rlhf.rollout.vllm.engine_start import build_vllm_engine
         from rlhf.rollout.vllm.native_adapters import build_adapter_engine
 
         lora = config.model.lora

@@ -51,7 +51,7 @@ def worst_difference(model: Any, samples: list[Sample], prompts: dict[int, list[
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_wake_and_reload(level: int, tmp_path: Path) -> None:
-    from rlhf.rollout.vllm.colocated import build_vllm_engine
+    from rlhf.rollout.vllm.engine_start import build_vllm_engine
 
     device = torch.device("cuda", 0)
     prompts = {uid: list(range(10 + uid, 22 + 2 * uid)) for uid in range(6)}

@@ -70,7 +70,7 @@ def requests(tokenizer: Any, count: int = 12) -> list[Request]:
 
 def build(model: Any, tokenizer: Any, folder: Path | None = None, **rollout: Any) -> Any:
     """An engine; several ranks need the same `folder`."""
-    from rlhf.rollout.vllm.colocated import build_vllm_engine
+    from rlhf.rollout.vllm.engine_start import build_vllm_engine
 
     config = RolloutConfig(name="vllm", max_num_seqs=32, **rollout)
     files = hf_files(model.config, tokenizer, model.generation_config)
@@ -247,7 +247,7 @@ def test_prompts_that_cannot_be(pair: Pair):
 
 
 def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp_path: Path):
-    from rlhf.rollout.vllm.colocated import ENVIRONMENT
+    from rlhf.rollout.vllm.engine_start import ENVIRONMENT
     from rlhf.rollout.vllm.process_state import ProcessState
 
     before = pair.sampled(GREEDY)

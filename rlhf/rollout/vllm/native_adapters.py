@@ -13,7 +13,8 @@ from rlhf.config import LoraConfig, RolloutConfig
 from rlhf.errors import UserError
 from rlhf.models.adapter_config import PREFIX
 from rlhf.rollout.engine import Weights
-from rlhf.rollout.vllm.colocated import VllmEngine, build_vllm_engine
+from rlhf.rollout.vllm.colocated import VllmEngine
+from rlhf.rollout.vllm.engine_start import build_vllm_engine
 from rlhf.rollout.vllm.held_weights import FACTORS
 from rlhf.rollout.weight_digest import digest
 

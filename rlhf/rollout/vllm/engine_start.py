@@ -1,0 +1,188 @@
+"""Start of vLLM in the ranks' own processes: its arguments, its environment, and the engine over it."""
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf.config import RolloutConfig
+from rlhf.errors import UserError
+from rlhf.models.fused_experts import parts_in_files
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.rollout.vllm.colocated import VllmEngine
+from rlhf.rollout.vllm.process_state import ProcessState
+from rlhf.storage.file_parts import FileParts, parts_of
+from rlhf.storage.files import remove_file, write_folder
+from rlhf.storage.scratch import SHARED_MEMORY, Scratch, name_shared_memory
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # all of it in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+BLOCK = 128
+"""Tokens in one block of vLLM's cache on a CPU."""
+
+
+def build_vllm_engine(
+    config: RolloutConfig,
+    files: Mapping[str, bytes],
+    folder: Path,
+    eos: Sequence[int],
+    coordinator: Coordinator,
+    device: torch.device,
+    *,
+    max_model_len: int,
+    seed: int,
+    kind: Callable[..., VllmEngine] = VllmEngine,
+) -> VllmEngine:
+    """An engine on this rank's device, asleep where it can be. Collective; needs the ranks' process group.
+
+    Args:
+        files: the small files of the policy's Hugging Face folder, by name.
+        folder: where to write them; the same at every start, since vLLM's compile cache depends on its name.
+        eos: the tokens that end a response.
+        max_model_len: tokens of the longest prompt with its response.
+        seed: vLLM's own; that of a sample is the request's.
+        kind: the engine's class.
+
+    Raises:
+        UserError: vLLM does not take the model or the arguments.
+    """
+    tensor_parallel = config.tensor_model_parallel_size
+    first = coordinator.rank // tensor_parallel * tensor_parallel
+    scratch = Scratch()
+    here = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(device.index or 0)}
+    here["VLLM_RPC_BASE_PATH"] = str(scratch.folder)
+    # For a CPU vLLM compiles two small functions, which takes longer than they ever save.
+    process_state = ProcessState(ENVIRONMENT | here, compiles=device.type == "cuda")
+    try:
+        coordinator.on_domain_leaders(lambda: write_folder(folder, files))
+        # One name for the ranks of a group, which share memory.
+        shared = coordinator.gather(scratch.name)[first]
+        with process_state.entered():
+            shapes, parts, hf_config = _shapes(folder)
+            arguments = _arguments(config, folder, hf_config, device, max_model_len) | {"seed": seed}
+            arguments |= config.engine_kwargs.vllm
+            llm = _start(arguments, shared, device)
+    except BaseException:
+        scratch.close()
+        raise
+    engine = kind(
+        llm,
+        process_state,
+        config.structured_outputs,
+        max_model_len,
+        shapes,
+        parts,
+        eos,
+        coordinator,
+        group=range(first, first + tensor_parallel),
+        sleep_level=config.sleep_level if device.type == "cuda" else 0,
+        scratch=scratch,
+    )
+    engine.sleep()
+    return engine
+
+
+def _start(arguments: dict[str, Any], shared: str, device: torch.device) -> Any:
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            from vllm import LLM
+
+            name_shared_memory(f"{shared}.")
+            try:
+                with _own_groups(shared) if device.type == "cpu" else nullcontext():
+                    llm = LLM(**arguments)
+            finally:
+                name_shared_memory()
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            "rollout=vllm: vLLM does not take the model or the arguments (those of rollout.engine_kwargs.vllm among "
+            f"them): {' '.join(str(error).split())}"
+        ) from error
+    # At its end, and at the process's, it would destroy the process group, which is the rank's.
+    llm.llm_engine.engine_core._finalizer.detach()
+    return llm
+
+
+@contextmanager
+def _own_groups(shared: str) -> Iterator[None]:
+    """Names that begin with `shared` for the memory through which the ranks of a group talk on a CPU.
+
+    vLLM names it alike in all runs, and a killed one leaves it behind.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
+
+    name = Shared.make_group_name
+    Shared.make_group_name = staticmethod(lambda communicator: f"{shared}-{name(communicator).lstrip('/')}")
+    try:
+        yield
+    finally:
+        Shared.make_group_name = staticmethod(name)
+        # All ranks have it open by now.
+        for path in SHARED_MEMORY.glob(f"*{shared}-*"):
+            remove_file(path, missing_ok=True)
+
+
+def _arguments(
+    config: RolloutConfig, folder: Path, hf_config: Any, device: torch.device, max_model_len: int
+) -> dict[str, Any]:
+    arguments = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "dtype": config.dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        "enable_sleep_mode": device.type == "cuda" and config.sleep_level > 0,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+    }
+    if device.type == "cpu":
+        # A prompt in parts makes seeded requests fail on a CPU.
+        arguments |= {"enforce_eager": True, "enable_chunked_prefill": False}
+        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config, hf_config, max_model_len)
+    return arguments
+
+
+def _cpu_cache_bytes(config: RolloutConfig, hf_config: Any, max_model_len: int) -> int:
+    """Bytes that `max_num_seqs` samples of full length need, at most this rank's part of the machine's share."""
+    text = hf_config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token = 2 * text.num_hidden_layers * heads * width * getattr(torch, config.engine_dtype).itemsize
+    blocks = config.max_num_seqs * math.ceil(max_model_len / BLOCK) + 1  # vLLM keeps one for itself
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+    return min(blocks * BLOCK * token, int(machine * config.gpu_memory_utilization / local))
+
+
+def _shapes(folder: Path) -> tuple[dict[tuple[str, ...], Sequence[int]], FileParts, Any]:
+    hf_config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        state = AutoModelForCausalLM.from_config(hf_config).state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    parts = parts_in_files({name: tensor.shape for name, tensor in state.items()}, hf_config)
+    shapes: dict[tuple[str, ...], Sequence[int]] = {}
+    for tied in names.values():
+        of_names = [parts_of(parts, name, state[name].shape) for name in tied]
+        shapes |= {tuple(part.name for part in same): same[0].shape for same in zip(*of_names, strict=True)}
+    return shapes, parts, hf_config
