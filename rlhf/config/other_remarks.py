@@ -14,6 +14,7 @@ ONE_OPTIMIZER = "It is AdamW: actor.optim.betas, actor.optim.eps and actor.optim
 WHOLE_SAMPLES = "Leave it out: no sample is split over ranks; actor.ppo_max_token_len_per_gpu bounds what a pass holds."
 IN_CHUNKS = "Leave it out: log-probs and entropy are always taken in chunks of tokens, never from all logits at once."
 WITH_WHAT = "The engine is chosen with rollout=embedded, rollout=vllm (on the ranks' devices) or rollout=vllm_server."
+SPLIT = "The split stands behind a Hub name: data.train_files=NAME@train, data.val_files=NAME@test."
 NO_TURNS = "Leave it out: a sample is one response; there are no tools and no turns."
 A_REWARD_MODEL = "Name reward_model among reward.functions, and set reward_model.path."
 NODES = "Ranks on several machines are started with torchrun (docs/fault-tolerance.md); trainer.nproc is of one."
@@ -109,6 +110,11 @@ REMARKS = {
     "rollout.calculate_log_probs": "Leave it out: the engine's log-probs are always kept.",
     "use_transformers_paged": NOT_NEEDED,
     "vllm_sync_backend": NOT_NEEDED,
+    "vllm_sync_with_ray": NOT_NEEDED,
+    "eval_split": SPLIT,
+    "prompt_split": SPLIT,
+    "ds_tensor_parallel_size": "Training has none: backend=fsdp2 and backend.zero_stage=3 spread the weights.",
+    "logging_steps": "Leave it out: every step is logged.",
     "actor.optim.optimizer": ONE_OPTIMIZER,
     "critic.optim.optimizer": ONE_OPTIMIZER,
     "actor.optim.override_optimizer_config": ONE_OPTIMIZER,
@@ -153,6 +159,7 @@ REMARKS = {
     "actor.fsdp_config.model_dtype": DTYPES,
     "apply_chat_template": "Prompts are always rendered with the model's chat template, or model.chat_template.",
     "data.apply_chat_template": "Prompts are always rendered with the model's chat template, or model.chat_template.",
+    "load_checkpoint": SAME_COMMAND,
     "resume": SAME_COMMAND,
     "resume_from_checkpoint": SAME_COMMAND,
     "trainer.val_only": VALIDATED,

@@ -80,7 +80,9 @@ def test_every_setting_of_a_script_of_verls_has_an_answer(key):
         ("actor_rollout_ref.model.lora.adapter_path", "model.lora.path"),
         ("critic.checkpoint.save_contents", "checkpoint.contents"),
         ("critic.optim.clip_grad", "critic.grad_clip"),
+        ("adam_betas", "actor.optim.betas"),
         ("delta", "actor.clip_ratio_c"),
+        ("eval_temperature", "rollout.val_kwargs.temperature"),
         ("num_generations_eval", "rollout.val_kwargs.n"),
         ("vllm_max_model_length", "rollout.engine_kwargs.vllm.max_model_len"),
     ],
@@ -123,6 +125,8 @@ def test_a_data_type_of_the_whole_model_is_told_apart(typed):
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "no sample is split over ranks"),
         ("reward.reward_model.enable", "reward_model among reward.functions"),
         ("dtype", "backend.autocast=bfloat16"),
+        ("ds_tensor_parallel_size", "backend.zero_stage=3"),
+        ("load_checkpoint", "The same command again resumes the run"),
     ],
 )
 def test_a_name_without_a_counterpart_is_not_taken_for_one_that_is_spelled_alike(typed, said):
