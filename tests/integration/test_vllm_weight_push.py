@@ -17,7 +17,10 @@ import torch
 from safetensors.torch import save as save_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from rlhf.config import RolloutConfig
+from rlhf.backends import build_backend
+from rlhf.config import BackendConfig, LoraConfig, OptimConfig, RolloutConfig
+from rlhf.models.adapter_layers import add_adapters
+from rlhf.models.adapter_start import fill_from_seed
 from rlhf.rollout import Request, SamplingParams, build_embedded_engine
 from rlhf.rollout.servers.secret import Secret, SecretMiddleware
 from rlhf.rollout.servers.server_process import ServerProcess, processes_of
@@ -25,6 +28,7 @@ from rlhf.rollout.servers.weights import push as push_module
 from rlhf.rollout.servers.weights.pull import Lender
 from rlhf.rollout.servers.weights.push import WeightPush
 from tests.support.launching import question
+from tests.support.numeric_ranks import single_rank
 from tests.support.sampled import sampled
 from tests.support.tiny_models import TINY_POLICY, save
 from tests.support.vllm_process import LONGEST, RESPONSE
@@ -257,6 +261,33 @@ def test_after_an_update_that_broke_off_the_next_one_is_whole(
 
 
 NORM, DOWN = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
+LORA = LoraConfig(enabled=True, rank=4, alpha=12.0)
+
+
+class Adapted:
+    """The bundled policy with adapters, in the engine that trains them."""
+
+    def __init__(self) -> None:
+        model = policy()
+        self.layers = model.config.num_hidden_layers
+        add_adapters(model, LORA, torch.float32)
+        self.backend = build_backend(
+            model, BackendConfig(), OptimConfig(), CPU, grad_clip=1.0, total_optimizer_steps=1, hf_files={}
+        )
+        fill_from_seed(self.backend.model_shards(), seed=1)
+
+    def move(self) -> None:
+        """As if trained a little."""
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for shard in self.backend.model_shards().values():
+                shard.local.add_(0.05 * torch.randn(shard.local.shape, generator=generator))
+
+    def merged(self) -> PreTrainedModel:
+        """The model that base and adapters are together."""
+        model = policy()
+        model.load_state_dict(dict(self.backend.full_tensors()), strict=False)
+        return model
 
 
 def flipped(weight: torch.Tensor) -> torch.Tensor:
@@ -268,7 +299,8 @@ def flipped(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("arriving", "told"),
     [
-        (lambda old, name, weight: None, "still the old ones in the engine: "),
+        # Of each layer the weights that vLLM has: qkv_proj, o_proj, gate_up_proj and down_proj. The base is held.
+        (lambda old, name, weight: None, "still the old ones in the engine: {} ("),
         (lambda old, name, weight: None if name == DOWN else weight, f"still the old ones in the engine: 1 ({DOWN})"),
         (lambda old, name, weight: flipped(weight) if name == NORM else weight, f"those that were sent: 1 ({NORM})"),
     ],
@@ -277,30 +309,34 @@ def flipped(weight: torch.Tensor) -> torch.Tensor:
 def test_a_server_that_does_not_hold_what_it_was_sent_serves_nothing(
     server: Server, monkeypatch: pytest.MonkeyPatch, arriving: Any, told: str
 ):
-    """What it takes over is something else than what the digests are of."""
+    """Of a policy with adapters, merged. What it takes over is something else than what the digests are of."""
     server.wait()
-    url, old, new = server.process.url, policy(), policy(changed=True)
+    url = server.process.url
     weight_push = WeightPush(settings(), CPU, SECRET, bucket_bytes=SMALL_BUCKETS)
-    assert weight_push.send([url], old.named_parameters(), "old") == {url: None}
-    held = {name: weight.detach() for name, weight in old.named_parameters()}
+    with single_rank():
+        adapted = Adapted()
+        assert weight_push.send([url], adapted.backend.full_tensors(), "old") == {url: None}
+        held = {name: weight.clone() for name, weight in adapted.backend.full_tensors()}
+        adapted.move()
 
-    def save_others(bucket: dict[str, torch.Tensor]) -> bytes:
-        taken = {name: arriving(held, name, weight) for name, weight in bucket.items()}
-        return save_tensors({name: weight for name, weight in taken.items() if weight is not None})
+        def save_others(bucket: dict[str, torch.Tensor]) -> bytes:
+            taken = {name: arriving(held, name, weight) for name, weight in bucket.items()}
+            return save_tensors({name: weight for name, weight in taken.items() if weight is not None})
 
-    with monkeypatch.context() as patched:
-        patched.setattr(push_module, "save", save_others)
-        reason = str(weight_push.send([url], new.named_parameters(), "new")[url])
-    assert "/finish_weight_update was refused with 500" in reason
-    assert "The rollout engine does not hold the weights that it was sent (new)." in reason
-    assert told in reason
-    asked = server.request("/inference/v1/generate", b'{"token_ids": [5], "sampling_params": {"max_tokens": 1}}')
-    with pytest.raises(TimeoutError):
-        urllib.request.urlopen(asked, timeout=0.5)
-    with urllib.request.urlopen(server.request("/weight_info"), timeout=ANSWER_S) as response:
-        assert json.load(response) == {"weight_version": "old"}
-    assert weight_push.send([url], new.named_parameters(), "new") == {url: None}
-    assert server.greedy() == (embedded(new), {"new"})
+        with monkeypatch.context() as patched:
+            patched.setattr(push_module, "save", save_others)
+            reason = str(weight_push.send([url], adapted.backend.full_tensors(), "new")[url])
+        assert "/finish_weight_update was refused with 500" in reason
+        assert "The rollout engine does not hold the weights that it was sent (new)." in reason
+        assert told.format(4 * adapted.layers) in reason
+        asked = server.request("/inference/v1/generate", b'{"token_ids": [5], "sampling_params": {"max_tokens": 1}}')
+        with pytest.raises(TimeoutError):
+            urllib.request.urlopen(asked, timeout=0.5)
+        with urllib.request.urlopen(server.request("/weight_info"), timeout=ANSWER_S) as response:
+            assert json.load(response) == {"weight_version": "old"}
+        assert weight_push.send([url], adapted.backend.full_tensors(), "new") == {url: None}
+        assert server.greedy() == (embedded(adapted.merged()), {"new"})
+        assert server.greedy()[0] != embedded(policy())
 
 
 def test_an_error_of_the_weights_themselves_propagates(server: Server):
