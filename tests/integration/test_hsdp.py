@@ -1,5 +1,5 @@
 """HSDP: replicas of a sharded model train as one that is sharded over all ranks, and save and open the same
-checkpoints."""
+checkpoints; of whole models and of adapters, whose checkpoints more ranks open than have saved them, ZeRO's too."""
 
 from pathlib import Path
 from typing import Any
@@ -7,23 +7,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as OnDimension
 
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.config import Config
+from tests.support.adapted_engines import ADAPTED, either_engine
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
-from tests.support.engines import ENGINES, accumulate, make_engine, state_of, train
+from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, accumulate, state_of, train
 
+pytestmark = NEEDS_DEEPSPEED
 DEADLINE_S = 120
 KINDS = ("fsdp2", "hsdp")
+PASSED_ON = [("fsdp2", ""), ("fsdp2", ADAPTED), ("zero2", ADAPTED)]
+WHOLE_AND_ADAPTERS = pytest.mark.parametrize("trained", ["", ADAPTED], ids=["whole", "adapters"])
 
 
 def config_of(folder: str, name: str, kind: str = "fsdp2") -> Config:
     config = make_config(Path(folder, name))
-    config.backend = ENGINES[kind]
-    config.checkpoint.contents = ["model", "optimizer", "extra", "hf_model"]
+    config.backend = ENGINES[kind.removesuffix(ADAPTED)]
+    exports = [] if name.endswith(ADAPTED) else ["hf_model"]
+    config.checkpoint.contents = ["model", "optimizer", "extra", *exports]
     return config
 
 
@@ -38,31 +43,43 @@ def save(backend: TrainingBackend, config: Config) -> list[int]:
 
 def opened(config: Config, kind: str) -> dict[str, Any]:
     """The state of a fresh engine that opens the newest checkpoint, as it is held and as it is gathered."""
-    backend = make_engine(kind, seed=2)
+    backend = either_engine(kind, seed=2)
     assert resume(config, backend) == 2
+    return seen(backend)
+
+
+def seen(backend: TrainingBackend) -> dict[str, Any]:
     return {**state_of(backend), "full": {name: tensor.clone() for name, tensor in backend.full_tensors()}}
 
 
 def on_four(rank: int, folder: str) -> dict[str, Any]:
+    return {trained: of_all_or_adapters(folder, trained) for trained in ("", ADAPTED)}
+
+
+def of_all_or_adapters(folder: str, trained: str) -> dict[str, Any]:
     said: dict[str, Any] = {}
-    for kind in KINDS:
-        backend = make_engine(kind, seed=1)
+    kinds = [kind + trained for kind in KINDS]
+    for kind, name in zip(KINDS, kinds, strict=True):
+        backend = either_engine(name, seed=1)
         assert isinstance(backend, Fsdp2Backend)
         accumulate(backend, 0)
-        held = [p for p in backend.module.parameters() if isinstance(p, DTensor)]
-        grads = {name: p.grad.full_tensor().clone() for name, p in backend.module.named_parameters()}
-        said[kind] = {"placements": held[0].placements, "grads": grads, "figures": [backend.optimizer_step()]}
-        said[kind]["figures"] += train(backend, 1)
-        said[kind]["written"] = save(backend, config_of(folder, kind, kind))
-        said[kind]["state"] = state_of(backend)
+        held = {name: p for name, p in backend.module.named_parameters() if p.grad is not None}
+        grads = {name: p.grad.full_tensor().clone() for name, p in held.items()}
+        said[kind] = {"placements": next(iter(held.values())).placements, "grads": grads}
+        said[kind]["figures"] = [backend.optimizer_step(), *train(backend, 1)]
+        said[kind]["written"] = save(backend, config_of(folder, name, name))
+        said[kind]["state"] = seen(backend)
         said[kind]["copies"] = {name: shard.local.clone() for name, shard in backend.model_shards().items()}
         train(backend, 2)
         said[kind]["end"] = state_of(backend)
-    other = make_engine("hsdp", seed=2)
-    assert resume(config_of(folder, "hsdp", "hsdp"), other) == 2
+    other = either_engine(kinds[1], seed=2)
+    assert resume(config_of(folder, kinds[1], kinds[1]), other) == 2
     train(other, 2)
     said["resumed"] = state_of(other)
-    said["opened"] = {kind: opened(config_of(folder, kind), KINDS[kind == "fsdp2"]) for kind in KINDS}
+    said["opened"] = {
+        kind: opened(config_of(folder, kind + trained), reader)
+        for kind, reader in zip(KINDS, reversed(kinds), strict=True)
+    }
     return said
 
 
@@ -76,8 +93,9 @@ def found(folder) -> list[dict[str, Any]]:
     return run_ranks(4, on_four, str(folder), deadline_s=DEADLINE_S, join=folder / "join4")
 
 
-def test_two_replicas_of_two_shards_train_as_four_shards(found):
-    plain, replicated = (found[0][kind] for kind in KINDS)
+@WHOLE_AND_ADAPTERS
+def test_two_replicas_of_two_shards_train_as_four_shards(found, trained):
+    plain, replicated = (found[0][trained][kind] for kind in KINDS)
     assert plain["placements"] == (OnDimension(0),)
     assert replicated["placements"] == (Replicate(), OnDimension(0))
     torch.testing.assert_close(replicated["grads"], plain["grads"], rtol=1e-6, atol=1e-7)
@@ -85,47 +103,65 @@ def test_two_replicas_of_two_shards_train_as_four_shards(found):
     torch.testing.assert_close(replicated["end"]["model"], plain["end"]["model"], rtol=1e-6, atol=1e-6)
 
 
-def test_the_replicas_hold_the_same_bits(found):
-    copies = [rank["hsdp"]["copies"] for rank in found]
+@WHOLE_AND_ADAPTERS
+def test_the_replicas_hold_the_same_bits(found, trained):
+    copies = [rank[trained]["hsdp"]["copies"] for rank in found]
     assert equal_bits(copies[0], copies[2])
     assert equal_bits(copies[1], copies[3])
     assert not equal_bits(copies[0], copies[1])
 
 
-def test_the_replicas_share_what_is_written(found):
-    written, whole = found[0]["hsdp"]["written"], sum(found[0]["fsdp2"]["written"])
+@WHOLE_AND_ADAPTERS
+def test_the_replicas_share_what_is_written(found, trained):
+    written, whole = found[0][trained]["hsdp"]["written"], sum(found[0][trained]["fsdp2"]["written"])
     assert sum(written) == whole
     assert max(written) < 1.3 * whole / 4
 
 
-def test_a_resumed_run_has_the_same_bits(found):
-    assert all(equal_bits(rank["resumed"], rank["hsdp"]["end"]) for rank in found)
+@WHOLE_AND_ADAPTERS
+def test_a_resumed_run_has_the_same_bits(found, trained):
+    assert all(equal_bits(rank[trained]["resumed"], rank[trained]["hsdp"]["end"]) for rank in found)
 
 
-def test_what_either_saved_the_other_opens(found):
+@WHOLE_AND_ADAPTERS
+def test_what_either_saved_the_other_opens(found, trained):
     for rank in found:
         for kind in KINDS:
-            state = rank[kind]["state"]
-            assert equal_bits(rank["opened"][kind], state | {"full": state["model"]})
+            assert equal_bits(rank[trained]["opened"][kind], rank[trained][kind]["state"])
 
 
-def passed_on(rank: int, folder: str) -> list[int]:
+def test_the_weights_in_training_are_those_that_are_sent(found):
+    assert equal_bits(found[0][""]["hsdp"]["state"]["full"], found[0][""]["hsdp"]["state"]["model"])
+
+
+def passed_on(rank: int, folder: str) -> None:
     """Open what the replicas saved, and save it as it is."""
-    backend = make_engine("fsdp2", seed=2)
-    assert resume(config_of(folder, "hsdp"), backend) == 2
-    return save(backend, config_of(folder, f"of_{dist.get_world_size()}"))
+    for kind, trained in PASSED_ON:
+        backend = either_engine(kind + trained, seed=2)
+        config = config_of(folder, "hsdp" + trained)
+        config.backend = ENGINES[kind]
+        assert resume(config, backend) == 2
+        save(backend, config_of(folder, f"{kind}_of_{dist.get_world_size()}{trained}", kind))
 
 
-def opened_by_replicas(rank: int, folder: str) -> list[dict[str, Any]]:
-    return [opened(config_of(folder, name), "hsdp") for name in ("of_1", "of_2", "hsdp")]
+def opened_again(rank: int, folder: str) -> list[tuple[str, dict[str, Any]]]:
+    """With what was trained in each."""
+    found = []
+    for kind, trained in PASSED_ON:
+        reader = "hsdp" if kind == "fsdp2" else kind
+        for through in (1, 2):
+            config = config_of(folder, f"{kind}_of_{through}{trained}", reader)
+            found.append((trained, opened(config, reader + trained)))
+    for trained in ("", ADAPTED):
+        found.append((trained, opened(config_of(folder, "hsdp" + trained, "hsdp"), "hsdp" + trained)))
+    return found
 
 
 @pytest.mark.parametrize("ranks", [4, 2])
 def test_through_fewer_ranks_and_back(found, folder, ranks, tmp_path):
-    """As two replicas of two shards, and as two whole copies."""
+    """As two replicas of two shards, and as two whole copies; adapters as ZeRO's parts, too."""
     for through in (2, 1):
-        if not config_of(str(folder), f"of_{through}").run_dir.exists():
+        if not config_of(str(folder), f"fsdp2_of_{through}").run_dir.exists():
             run_ranks(through, passed_on, str(folder), deadline_s=DEADLINE_S, join=tmp_path / str(through))
-    state = found[0]["hsdp"]["state"]
-    for rank in run_ranks(ranks, opened_by_replicas, str(folder), deadline_s=DEADLINE_S, join=tmp_path / "join"):
-        assert all(equal_bits(result, state | {"full": state["model"]}) for result in rank)
+    for rank in run_ranks(ranks, opened_again, str(folder), deadline_s=DEADLINE_S, join=tmp_path / "join"):
+        assert all(equal_bits(result, found[0][trained]["hsdp"]["state"]) for trained, result in rank)

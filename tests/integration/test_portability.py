@@ -1,4 +1,5 @@
-"""Checkpoints saved by {FSDP2, ZeRO 0, 1, 2, 3} on {1, 2} ranks, opened by each of the same.
+"""Checkpoints saved by {FSDP2, ZeRO 0, 1, 2, 3} on {1, 2} ranks, opened by each of the same; of whole models and of
+adapters.
 
 Weights, moments, step counts and the schedule are exactly equal; the next losses are within 1e-6, and the same bits
 where nothing changed. A covering set of the pairs, or all of them with --full-product.
@@ -12,13 +13,18 @@ import pytest
 import torch
 
 from rlhf.config import Config
+from tests.support.adapted_engines import ADAPTED, either_engine
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
-from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, loss_of, make_engine, state_of, train
+from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, loss_of, state_of, train
 
 pytestmark = NEEDS_DEEPSPEED
 
 KINDS = ["fsdp2", "zero0", "zero1", "zero2", "zero3"]
 LOW_PRECISION = ["fsdp2-bfloat16", "zero1-bfloat16", "zero3-bfloat16"]
+ADAPTERS = ["fsdp2-lora", "zero0-lora", "zero2-lora"]
+LOW_PRECISION_ADAPTERS = ["zero1-bfloat16-lora"]
+FAMILIES = [KINDS, LOW_PRECISION, ADAPTERS, LOW_PRECISION_ADAPTERS]
+EVERY_KIND = [kind for family in FAMILIES for kind in family]
 RANKS = [1, 2]
 DEADLINE_S = 500
 STEPS = 3
@@ -27,21 +33,23 @@ Cell = tuple[str, int, str, int]
 
 
 def every_cell() -> list[Cell]:
-    return [cell for kinds in (KINDS, LOW_PRECISION) for cell in itertools.product(kinds, RANKS, kinds, RANKS)]
+    return [cell for kinds in FAMILIES for cell in itertools.product(kinds, RANKS, kinds, RANKS)]
 
 
 def covering_cells() -> list[Cell]:
     """Every engine opens every other's, each writes and reads on one rank and on two; and each its own, at the same
     ranks and at others."""
-    cells = [(kind, ranks, kind, ranks) for kind in (*KINDS, *LOW_PRECISION) for ranks in RANKS]
-    for kinds in (KINDS, LOW_PRECISION):
+    cells = [(kind, ranks, kind, ranks) for kind in EVERY_KIND for ranks in RANKS]
+    for kinds in FAMILIES:
         for first, distance in itertools.product(range(len(kinds)), range(len(kinds))):
             ranks = (1, 2) if first % 2 else (2, 1)
             if distance:
                 ranks = ((1, 1), (1, 2), (2, 2), (2, 1))[(first + 2 * distance) % 4]
             writers, readers = ranks
             cells.append((kinds[first], writers, kinds[(first + distance) % len(kinds)], readers))
-    return cells
+    # Of adapters each both ways.
+    cells += [(kind, ranks, kind, 3 - ranks) for kind in ADAPTERS for ranks in RANKS]
+    return list(dict.fromkeys(cells))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -55,7 +63,7 @@ def wanted_cells(config: pytest.Config) -> list[Cell]:
 
 def config_of(folder: str, kind: str, ranks: int) -> Config:
     config = make_config(Path(folder, f"{kind}-{ranks}"))
-    config.backend = ENGINES[kind]
+    config.backend = ENGINES[kind.removesuffix(ADAPTED)]
     return config
 
 
@@ -63,8 +71,8 @@ def save_all(rank: int, folder: str, ranks: int) -> dict[str, dict[str, Any]]:
     """Train in every engine, save, and go on for a step: by kind, the saved state, and the losses before and after that
     step."""
     saved = {}
-    for kind in [*KINDS, *LOW_PRECISION]:
-        backend = make_engine(kind, seed=1)
+    for kind in EVERY_KIND:
+        backend = either_engine(kind, seed=1)
         train(backend, *range(STEPS))
         checkpointer = make_checkpointer(config_of(folder, kind, ranks), backend, STEPS)
         checkpointer.save(STEPS)
@@ -76,12 +84,12 @@ def save_all(rank: int, folder: str, ranks: int) -> dict[str, dict[str, Any]]:
 def open_all(rank: int, folder: str, ranks: int, cells: list[Cell]) -> dict[tuple[str, int, str], dict[str, Any]]:
     """Open what `ranks` ranks read of `cells`: by writer, its number of ranks, and reader, what `save_all` returns."""
     opened = {}
-    for kind in (*KINDS, *LOW_PRECISION):
-        backend = make_engine(kind, seed=2)
+    for kind in EVERY_KIND:
+        backend = either_engine(kind, seed=2)
         for writer, writers, reader, readers in cells:
             if (reader, readers) == (kind, ranks):
                 config = config_of(folder, writer, writers)
-                config.backend = ENGINES[kind]
+                config.backend = ENGINES[kind.removesuffix(ADAPTED)]
                 assert resume(config, backend) == STEPS
                 opened[writer, writers, kind] = {"state": state_of(backend), "losses": losses(backend)}
     return opened

@@ -14,10 +14,12 @@ from rlhf.config import LoraConfig, ModelConfig
 from rlhf.models.adapter_config import PREFIX
 from rlhf.models.adapter_layers import Adapters, add_adapters, peft_settings, target_names
 from rlhf.models.adapter_start import fill_from_seed, put
-from tests.support.engines import CPU, ENGINES, OPTIM
+from tests.support.engines import CPU, ENGINES, OPTIM, make_engine
 from tests.support.tiny_updates import tiny_qwen2
 
 LORA = LoraConfig(enabled=True, rank=4, alpha=8.0)
+ADAPTED = "-lora"
+"""What the name of an engine's kind ends with where adapters are trained in it."""
 DORA = LoraConfig(enabled=True, rank=4, alpha=8.0, use_dora=True, use_rslora=True)
 
 
@@ -42,6 +44,13 @@ def adapted_engine(
         put(shards[name], norms)
     backend.after_load()
     return backend
+
+
+def either_engine(kind: str, seed: int) -> TrainingBackend:
+    """A new engine of a whole model that begins with `seed`, or, if `kind` ends with `ADAPTED`, of one with adapters
+    that do."""
+    plain = kind.removesuffix(ADAPTED)
+    return make_engine(kind, seed) if plain == kind else adapted_engine(plain, seed)
 
 
 def with_peft_alone(state: dict[str, Tensor], lora: LoraConfig = LORA) -> Any:
