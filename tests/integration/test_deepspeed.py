@@ -1,6 +1,7 @@
 """DeepSpeed at every ZeRO stage and precision on real ranks: the same updates as FSDP2's, and all that the contract of
 a backend says. On two ranks, and with --full-product on one, where test_portability.py resumes every engine."""
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from tests.support.engines import (
     train,
 )
 from tests.support.tiny_updates import tiny_qwen2
-from tests.support.update_cases import run_update
+from tests.support.update_cases import ENTROPY_CASES, REJECTING_CASES, SHUFFLED_CASES, run_update
 
 pytestmark = NEEDS_DEEPSPEED
 
@@ -45,6 +46,11 @@ CASES = [
     "head_of_its_own_soft_capped",
     "critic_clipped_values",
 ]
+# Each of the settings that peers have, in one of the stages: SAPO, rejected responses and tokens, IcePop, the KL's
+# gradient off-policy, Clip-Cov, KL-Cov, an entropy at a target, mini-batches that are drawn anew. pass@k and normalised
+# rewards are of advantages, which no engine has a part in.
+STAGE_OF_SETTINGS = "zero2"
+SETTINGS_CASES = [*REJECTING_CASES, *ENTROPY_CASES, *SHUFFLED_CASES]
 EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
 SAVED = [["model"], ["hf_model", "extra"], ["hf_model", "optimizer"]]
 LOADED = [["model"], ["model", "optimizer"], ["hf_model", "optimizer"], ["hf_model", "extra"]]
@@ -70,7 +76,8 @@ def work(rank: int, folder: str) -> dict[str, dict[str, Any]]:
     torch.use_deterministic_algorithms(True)  # as in a run on the CPU; it also fills fresh memory with NaN
     result = {kind: life_of_two_engines(kind, Path(folder, kind)) for kind in ALL}
     for kind in ["fsdp2", *STAGES]:
-        result[kind]["updates"] = {case: one_update(case, kind) for case in CASES}
+        settings = SETTINGS_CASES if kind in ("fsdp2", STAGE_OF_SETTINGS) else []
+        result[kind]["updates"] = {case: one_update(case, kind) for case in CASES + settings}
         result[kind]["recomputed"] = recomputed(kind)
         result[kind]["decayed_otherwise"] = decayed_otherwise(kind, Path(folder, kind))
     return result
@@ -216,8 +223,10 @@ def test_only_what_contents_names_is_saved(found, kind, items):
     assert equal_bits(run["model"], found[kind]["saved"]["model"])
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "case"),
+    [*itertools.product(STAGES, CASES), *((STAGE_OF_SETTINGS, case) for case in SETTINGS_CASES)],
+)
 def test_an_update_equals_fsdp2s(found, stage, case):
     mine, theirs = found[stage]["updates"][case], found["fsdp2"]["updates"][case]
     for key in ("weights", "metrics"):
