@@ -149,22 +149,19 @@ def pass_at_k(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
     scores, order = inputs.scores.view(-1, n).sort(dim=1, stable=True)
     # Less the best, so that a group in which nothing can be better is exactly 0, rounding included.
     scores = scores - scores[:, -1:]
-    # Share of the ways in which the j-th lowest score is the largest: of all of them, and of those that take the i-th.
+    # Share of the ways in which the j-th lowest score is the largest: of all, of those that take it, and of those that
+    # take a certain lower one.
     of_all = scores.new_tensor([comb(j, k - 1) / comb(n, k) for j in range(n)])
-    with_each = scores.new_tensor([[_largest_with(i, j, k) / comb(n - 1, k - 1) for j in range(n)] for i in range(n)])
+    of_own = scores.new_tensor([comb(j, k - 1) / comb(n - 1, k - 1) for j in range(n)])
+    of_lower = scores.new_tensor([comb(j - 1, k - 2) / comb(n - 1, k - 1) if j and k > 1 else 0.0 for j in range(n)])
+    from_each_on = (scores * of_lower).flip(1).cumsum(dim=1).flip(1)
+    above = torch.nn.functional.pad(from_each_on[:, 1:], (0, 1))
     means = (scores * of_all).sum(dim=1, keepdim=True)
-    advantages = scores @ with_each.T - means
+    advantages = scores * of_own + above - means
     if config.norm_adv_by_std_in_grpo:
         deviations = ((scores - means).square() * of_all).sum(dim=1, keepdim=True).sqrt()
         advantages = advantages / (deviations + GROUP_EPSILON)
     return Estimate(_on_tokens(advantages.gather(1, order.argsort(dim=1)), inputs))
-
-
-def _largest_with(i: int, j: int, k: int) -> int:
-    """In how many ways to take k responses, the i-th lowest among them, the j-th lowest is the largest; from 0."""
-    if i == j:
-        return comb(j, k - 1)
-    return comb(j - 1, k - 2) if i < j and k > 1 else 0
 
 
 def _decays(mask: Tensor, per_token: float) -> Tensor:
