@@ -59,12 +59,15 @@ class Actor(Policy):
 
     def update(self, batch: Batch, spread: Spread, guards: Guards, shuffle: Shuffle | None = None) -> Figures:
         """The optimizer steps on a step's samples, of which `batch` is this rank's part; returns `actor/...` and
-        `rollout/...` figures. Collective.
+        `rollout/...` figures. A batch with log-probs of the engine that are not finite is refused. Collective.
 
         Needs `advantages`, `ref_log_probs` when there is a reference, and `old_log_probs` if `needs_old_log_probs`.
         """
         rejected: Figures = {}
-        if self._correction.rollout_rs is not None and guards.refused is None:
+        sampled = all_sum(masked(batch.rollout_log_probs, batch.response_mask).double().sum()).item()
+        # What an engine without finite log-probs has sampled is worth nothing; nor would all that follows notice:
+        # comparisons with a NaN are false, and a rejection would leave its tokens out without a word.
+        if guards.allows("actor", rollout_log_probs=sampled) and self._correction.rollout_rs is not None:
             batch, rejected = self._reject(batch, self._correction.rollout_rs)
         passes, share_of = self._passes, self._share_of
         around = Around(partial(self._with_choice, guards.step), self._bonus_follows)

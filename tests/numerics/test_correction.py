@@ -1,5 +1,6 @@
 """Truncated importance weights and the over-long punishment against loops over floats."""
 
+import math
 import random
 
 import pytest
@@ -7,9 +8,15 @@ import torch
 
 from rlhf.algorithms.correction import accepted, rollout_is_weights
 from rlhf.algorithms.shaping import overlong_penalty
-from rlhf.config.algorithm import ROLLOUT_RS
+from rlhf.config import ActorConfig, BackendConfig, GuardsConfig
+from rlhf.config.algorithm import ROLLOUT_RS, RolloutCorrectionConfig
+from rlhf.learning.actor import Actor
+from rlhf.learning.guards import Guards
 from tests.support import float_reference as reference
+from tests.support.numeric_ranks import single_rank
 from tests.support.tables import close, random_mask, random_table, tensor
+from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2
+from tests.support.update_cases import OPTIM, engine
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
@@ -68,6 +75,26 @@ def test_equal_engines_weigh_nothing(level):
     weights, truncated = rollout_is_weights(log_probs, log_probs, torch.ones(3, 5), level, 2.0)
     assert torch.equal(weights, torch.ones(3, 5))
     assert not truncated.any()
+
+
+@pytest.mark.parametrize("kind", [None, "token_k1", "seq_mean_k3"])
+@pytest.mark.parametrize("said", [math.nan, -math.inf])
+def test_a_batch_with_log_probs_of_the_engine_that_are_not_finite_is_refused(said, kind):
+    """A rejection alone would leave such a token out, and say nothing of it."""
+    batch = random_batch(seed=9, samples=4)
+    batch.old_log_probs = batch.rollout_log_probs.clone()
+    batch.rollout_log_probs[2, 0] = said
+    config = ActorConfig(optim=OPTIM)
+    correction = RolloutCorrectionConfig(rollout_rs=kind, rollout_rs_threshold=2.0)
+    guards = Guards(GuardsConfig())
+    guards.begin(1, 0.0)
+    with single_rank():
+        backend = engine(tiny_qwen2(), config, BackendConfig())
+        actor = Actor(backend, config, correction, temperature=1.0, scale=9, mini_batches=1, log_prob_budget=60)
+        assert actor.update(batch, as_held(batch, 1), guards) == {}
+        assert backend.extra_state()["steps_taken"]["optimizer_step"] == 0
+    assert guards.refused is not None
+    assert (guards.refused.figure, repr(guards.refused.value)) == ("rollout_log_probs", repr(said))
 
 
 @pytest.mark.parametrize(("max_length", "buffer", "factor"), [(100, 20, 1.0), (64, 64, 0.5), (7, 1, 2.0)])
