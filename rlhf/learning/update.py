@@ -76,8 +76,10 @@ def update(
     Collective.
 
     The loss of a mini-batch is its aggregate over all ranks: the same number and gradient whatever the split into
-    micro-batches and ranks (up to rounding). A mini-batch that `guards` refuse ends the update: its gradient is thrown
-    away, the steps before it stay. Of a batch that they have refused already nothing is done.
+    micro-batches and ranks (up to rounding). One without a token that counts has a gradient of 0 and is an optimizer
+    step all the same, in which weights decay and momentum goes on: the schedule counts it, and verl and TRL take it.
+    `empty_mini_batches` is the share of such steps. A mini-batch that `guards` refuse ends the update: its gradient is
+    thrown away, the steps before it stay. Of a batch that they have refused already nothing is done.
 
     Args:
         spread: the samples of all ranks, by mini-batch; `batch` has this rank's.
@@ -147,7 +149,7 @@ def _accumulate(
     figures = dict(zip(sums, all_sum(torch.stack(list(sums.values()))).tolist(), strict=True))
     if largest:
         figures |= dict(zip(largest, all_max(torch.stack(list(largest.values()))).tolist(), strict=True))
-    return figures, int(found[1])
+    return figures | {"empty_mini_batches": float(found[0] == 0)}, int(found[1])
 
 
 def _means(steps: list[Figures]) -> Figures:

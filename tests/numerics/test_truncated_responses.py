@@ -94,7 +94,7 @@ def test_the_update_is_that_of_a_batch_without_them(role: str, mode: str) -> Non
     torch.testing.assert_close(trained(role, mode, False), trained(role, mode, True), rtol=1e-5, atol=1e-6)
 
 
-def test_a_mini_batch_without_a_token_says_nothing_of_the_entropy() -> None:
+def test_a_mini_batch_without_a_token_is_a_step_that_is_told_and_says_nothing_of_the_entropy() -> None:
     """Its mean would be that of no tokens, 0, and raise an adaptive bonus."""
     made, _ = filled("gae", True)
     made.response_mask[:6] = 0
@@ -104,7 +104,9 @@ def test_a_mini_batch_without_a_token_says_nothing_of_the_entropy() -> None:
         backend, correction = engine(tiny_qwen2(), config, BackendConfig()), RolloutCorrectionConfig()
         actor = Actor(backend, config, correction, temperature=1.0, scale=9, mini_batches=2, log_prob_budget=60)
         made.old_log_probs = made.rollout_log_probs
-        actor.update(made, as_held(made, 2), guards())
+        figures = actor.update(made, as_held(made, 2), guards())
+        assert backend.extra_state()["steps_taken"]["optimizer_step"] == 2
+    assert figures["actor/empty_mini_batches"] == 0.5
     assert actor.entropy_control.state_dict()["coefficient"] == pytest.approx(0.4)
 
 
