@@ -151,14 +151,14 @@ def _check_models(config: Config) -> None:
     from rlhf.models.template_check import check_template
     from rlhf.storage.layout import scan
 
-    # A run that goes on from a checkpoint, such as an imported one, has its weights there.
+    # A run that goes on from a checkpoint, such as an imported one, has its weights and adapters there.
     begins = config.trainer.resume_mode != "resume_path" and not scan(config.run_dir) and not config.checkpoint.remote
     trusts = config.model.trust_remote_code
     check_name("model.path", config.model.path, config.model.revision)
     check_folder("model.path", config.model.path, weights=begins)
     check_policy(config.model.path, trusts, config.data.max_prompt_length, config.data.max_response_length)
     check_template(config.model.path, config.model.chat_template)
-    check_adapter_start(config.model.lora, config.model.path)
+    check_adapter_start(config.model.lora, config.model.path, begins=begins)
     if config.critic.path is not None:
         check_name("critic.path", config.critic.path, None)
         check_folder("critic.path", config.critic.path, tokenizer=False, weights=begins)

@@ -20,7 +20,7 @@ def course_of(config: Config, run_id: str, fingerprints: Mapping[str, str]) -> s
         run_id: the run's identity.
         fingerprints: hashes of what settings only name: model files, prompts.
     """
-    adapters = config.model.lora.path
+    adapters = config.model.lora.path and Path(config.model.lora.path).expanduser()
     facts = {
         "rlhf": rlhf.__version__,
         "run_id": run_id,
@@ -29,7 +29,7 @@ def course_of(config: Config, run_id: str, fingerprints: Mapping[str, str]) -> s
         "contents": sorted(config.checkpoint.load_contents or config.checkpoint.contents),
         "files": dict(fingerprints),
         # No resume asks for them, but a start that is repeated before the first save may be from others.
-        "adapters": None if adapters is None else fingerprint(Path(adapters).expanduser()),
+        "adapters": fingerprint(adapters) if adapters and adapters.is_dir() else None,
         "functions": hash_of_files([config.algorithm.adv_estimator, config.actor.policy_loss.loss_mode]),
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())

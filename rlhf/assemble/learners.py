@@ -149,7 +149,7 @@ def _trained(
     loaded.fill(backend.base_shards() or backend.model_shards())
     who = "actor" if isinstance(section, ActorConfig) else "critic"
     if who == "actor" and config.model.lora.enabled:
-        begin_adapters(backend, config.model.lora, config.trainer.seed, coordinator)
+        begin_adapters(backend, config.model.lora, config.trainer.seed)
     backend.after_load()
     with backend.on_device():
         choose_packing(backend.module, section.use_remove_padding, f"{who}.use_remove_padding")
@@ -166,18 +166,24 @@ def adapter_files(settings: ModelConfig, model: PreTrainedModel) -> dict[str, by
     return {ADAPTER_CONFIG: (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()}
 
 
-def begin_adapters(backend: TrainingBackend, lora: LoraConfig, seed: int, coordinator: Coordinator) -> None:
-    """Give the adapters of a model that has its own weights already the values that they begin with. Collective.
+def begin_adapters(backend: TrainingBackend, lora: LoraConfig, seed: int) -> None:
+    """Give the adapters of a model that has its own weights already the values that they begin with where nothing else
+    says so. Collective."""
+    shards, adapters = backend.model_shards(), Adapters.of(backend.module)
+    assert adapters is not None
+    fill_from_seed(shards, seed)
+    for name, norms in adapters.norms(backend.base_tensors()) if lora.use_dora else ():
+        put(shards[name], norms)
+
+
+def read_adapters(backend: TrainingBackend, lora: LoraConfig, coordinator: Coordinator) -> None:
+    """Give the adapters the values in `model.lora.path`, if there is one: where a run begins, and no checkpoint holds
+    them. Collective.
 
     Raises:
-        UserError: `model.lora.path` holds others; on every rank.
+        UserError: it holds others; on every rank.
     """
-    shards, path = backend.model_shards(), lora.path
-    if path is not None:
-        on_every_rank(lambda: fill_from_folder(shards, Path(path).expanduser()), coordinator)
-    else:
-        fill_from_seed(shards, seed)
-        adapters = Adapters.of(backend.module)
-        assert adapters is not None
-        for name, norms in adapters.norms(backend.base_tensors()) if lora.use_dora else ():
-            put(shards[name], norms)
+    if lora.enabled and lora.path is not None:
+        shards, folder = backend.model_shards(), Path(lora.path).expanduser()
+        on_every_rank(lambda: fill_from_folder(shards, folder), coordinator)
+        backend.after_load()

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.assemble.course import user_files
 from rlhf.assemble.found_models import find_models
-from rlhf.assemble.learners import Learners, build_learners
+from rlhf.assemble.learners import Learners, build_learners, read_adapters
 from rlhf.assemble.rollouts import build_collector, build_engine, build_reward, evaluation_params
 from rlhf.backends import check_backend
 from rlhf.backends.base import TrainingBackend
@@ -133,6 +133,8 @@ def _build(
     checkpointer = _checkpointer(config, coordinator, learners, driver, parts, files, collector)
     report("looking for a checkpoint")
     resumed = checkpointer.resume()
+    if not resumed:
+        read_adapters(learners.actor.backend, config.model.lora, coordinator)
     if coordinator.is_leader:
         actor, kind = learners.actor.backend, policy.hf_config.model_type
         log.info("%s", _facts(actor, kind, train_set, val_set, driver, coordinator, device))

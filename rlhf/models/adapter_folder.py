@@ -30,25 +30,25 @@ EMPTY = (
 """What it then does not have, or leaves empty."""
 
 
-def check_adapter_start(lora: LoraConfig, model_path: str) -> None:
+def check_adapter_start(lora: LoraConfig, model_path: str, *, begins: bool = True) -> None:
     """Raise UserError when the folder `model_path` is quantised, or when the folder of peft's that adapters are to
     begin with is none, or of other settings or another base.
 
     A Hub name of the model passes; ranks look at it again.
+
+    Args:
+        begins: whether the run has no checkpoint yet that holds its adapters; the folder is not looked at if it has.
     """
     if not lora.enabled:
         return
     base = _read(Path(model_path).expanduser() / "config.json")
     if base is not None:
         check_not_quantised(model_path, base.get("quantization_config"))
-    if lora.path is None:
+    if lora.path is None or not begins:
         return
     folder, said = Path(lora.path).expanduser(), f"model.lora.path={lora.path}"
     if not folder.is_dir():
-        raise UserError(
-            f"{said}: there is no such folder. Correct it; a run that goes on from checkpoints of its own needs none, "
-            "set model.lora.path=null."
-        )
+        raise UserError(f"{said}: there is no such folder. Correct it.")
     config = _read(folder / CONFIG)
     if config is None or not (folder / WEIGHTS).is_file():
         missing = CONFIG if config is None else WEIGHTS

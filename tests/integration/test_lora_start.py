@@ -1,14 +1,22 @@
 """Starts of runs with adapters: from a folder of peft's, from the seed, or refused before a weight is read; and long
 runs, which leave the base as it is."""
 
+import shutil
+
 import pytest
 import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from rlhf.backends.base import TrainingBackend
+from rlhf.config import LoraConfig
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
-from rlhf.models.adapter_layers import without_adapters
+from rlhf.models.adapter_config import PREFIX
+from rlhf.models.adapter_folder import WEIGHTS
+from rlhf.models.adapter_layers import peft_settings, target_names, without_adapters
 from rlhf.models.adapter_start import fill_from_folder
 from rlhf.models.fingerprint import fingerprint
 from tests.support.adapted_engines import DORA, LORA, adapted_engine, with_peft_alone
@@ -123,6 +131,39 @@ def test_a_run_says_what_it_trains_and_leaves_the_files_alone(tmp_path):
     assert "rank 4 on all-linear, the weights themselves are frozen" in ended.output
     assert "Policy: llama with 271K parameters, frozen, and 14.6K in adapters on cpu" in ended.output
     assert fingerprint(TINY_POLICY) == before
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_the_folder_that_its_adapters_began_with(tmp_path):
+    lora, folder, run_dir = LoraConfig(enabled=True, rank=4, alpha=4.0), tmp_path / "adapter", tmp_path / "rlhf/offline"
+    base = AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32)
+    settings = peft_settings(lora, target_names(base, lora))
+    get_peft_model(base, PeftConfig(**settings, init_lora_weights=False)).save_pretrained(folder)
+    began = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    overrides = [
+        *SMALL,
+        f"trainer.default_local_dir={tmp_path}",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "model.lora.rank=4",
+        "model.lora.alpha=4",
+        f"model.lora.path={folder}",
+    ]
+
+    def end_of_a_run() -> dict[str, bytes]:
+        ended = train_forked(overrides)
+        assert ended.code == EXIT_DONE, ended.output
+        parts = (run_dir / "global_step_2/actor").glob("*/rank_*.safetensors")
+        return {str(part.relative_to(run_dir)): part.read_bytes() for part in parts}
+
+    undisturbed = end_of_a_run()
+    first = load_file(run_dir / "global_step_1/actor/model/rank_00000.safetensors")
+    for name, tensor in began.items():
+        torch.testing.assert_close(first[name], tensor.flatten(), rtol=0, atol=1e-2)
+    assert len(undisturbed) == 2
+    shutil.rmtree(run_dir / "global_step_2")
+    shutil.rmtree(folder)
+    assert end_of_a_run() == undisturbed
 
 
 @pytest.mark.slow
