@@ -1,12 +1,34 @@
 """Content of adapter_config.json, which says to peft what the tensors of an adapter are. Imports no torch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 PREFIX = "base_model.model."
 """What the names of tensors in peft's files begin with, before those of the checkpoint."""
 FAN_IN_FAN_OUT = ("gpt2", "openai-gpt")
 """Kinds of models whose linear layers have their weights as [in, out]."""
+KEEPS_BASE = (True, "gaussian", "orthogonal", "eva")
+"""Beginnings of adapters (`init_lora_weights`) that leave the base as it is. The others change it, and their adapters
+belong to a base that is in no file."""
+VARIANTS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "lora_bias",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
+)
+"""Settings, empty in plain LoRA, with which tensors of the same names and shapes mean something else than scale * B A
+on every token."""
+
+
+def not_plain(config: Mapping[str, Any]) -> Iterator[str]:
+    """The settings in an adapter_config.json with which the adapter is no scale * B A beside the base as it is in its
+    files."""
+    if (begun := config.get("init_lora_weights")) and begun not in KEEPS_BASE:
+        yield "init_lora_weights"
+    yield from (name for name in VARIANTS if config.get(name))
 
 
 def adapter_config(lora: Mapping[str, Any], names: Iterable[str], base: str, model_type: str) -> dict[str, Any]:

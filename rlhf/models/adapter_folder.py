@@ -6,6 +6,7 @@ from typing import Any
 
 from rlhf.config.lora import LoraConfig
 from rlhf.errors import UserError
+from rlhf.models.adapter_config import not_plain
 from rlhf.models.fingerprint import fingerprint
 from rlhf.models.folder_check import torn
 
@@ -13,12 +14,9 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PLAIN = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    # Of others the base in the folder's file is not the one that the adapter belongs to.
-    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
 }
 """What a folder says of itself when it is plain LoRA of linear layers."""
 EMPTY = (
-    "lora_bias",
     "modules_to_save",
     "rank_pattern",
     "alpha_pattern",
@@ -74,7 +72,7 @@ def check_not_quantised(model_path: str, quantisation: Any) -> None:
 
 def _check_kind(said: str, config: dict[str, Any]) -> None:
     others = [name for name, plain in PLAIN.items() if config.get(name) and config[name] not in plain]
-    others += [name for name in EMPTY if config.get(name)]
+    others += [*not_plain(config), *(name for name in EMPTY if config.get(name))]
     if others:
         found = ", ".join(f"{name} {config[name]!r}" for name in others)
         raise UserError(

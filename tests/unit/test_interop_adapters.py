@@ -116,6 +116,17 @@ def test_kept_as_what_it_is(adapter, factors, tmp_path, capsys):
     [
         ({"use_dora": True}, "has lora_A, lora_B of .* speaks of lora_A, lora_B, lora_magnitude_vector"),
         ({"peft_type": "IA3"}, "peft_type=IA3, which is not merged here"),
+        # Of the same names and shapes as plain LoRA: what came out would be another model than peft's.
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa, which is not merged here"),
+        (
+            {"alora_invocation_tokens": [5], "lora_bias": True},
+            r"alora_invocation_tokens=\[5\], lora_bias=True, which is not merged here",
+        ),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan and alpha_pattern=None, which give .* no scale"),
+        ({"lora_alpha": None}, "lora_alpha=None"),
+        ({"lora_alpha": 10**400}, "which give .* no scale"),
+        ({"alpha_pattern": {"(": 2}}, r"alpha_pattern=\{'\(': 2\}, which give .* no scale"),
+        ({"alpha_pattern": [3]}, r"alpha_pattern=\[3\], which give"),
         ({"base_model_name_or_path": None}, "does not name a base model. Set --hf_model_path"),
         ({"base_model_name_or_path": "/nowhere"}, "base_model_name_or_path=/nowhere"),
     ],

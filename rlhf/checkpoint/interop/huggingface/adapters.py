@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf.checkpoint.interop.named_tensors import ReadableTensor
 from rlhf.checkpoint.interop.source import TensorInfo
 from rlhf.errors import UserError
-from rlhf.models.adapter_config import PREFIX
+from rlhf.models.adapter_config import PREFIX, not_plain
 from rlhf.models.merged_weight import KINDS, factors_of
 
 KEEP, MERGE = "keep", "merge"
@@ -97,12 +97,13 @@ def _plain(name: str) -> str:
 
 def _check(adapter: Adapter) -> None:
     config = adapter.config
-    for setting, expected in (("peft_type", "LORA"), ("lora_bias", False)):
-        if config.get(setting, expected) not in (expected, None):
-            raise UserError(
-                f"{adapter.path} is an adapter with {setting}={config[setting]}, which is not merged here. Merge it "
-                f"with peft (merge_and_unload), or set --adapter={KEEP}."
-            )
+    others = ["peft_type"] if config.get("peft_type") not in ("LORA", None) else []
+    if others := [*others, *not_plain(config)]:
+        found = ", ".join(f"{setting}={config[setting]}" for setting in others)
+        raise UserError(
+            f"{adapter.path} is an adapter with {found}, which is not merged here. Merge it with peft "
+            f"(merge_and_unload), or set --adapter={KEEP}."
+        )
 
 
 def _check_base(adapter: Adapter, name: str, base: Mapping[str, ReadableTensor], shape: tuple[int, ...]) -> None:
@@ -126,17 +127,27 @@ def _with_factors(
     transposed = embedding or bool(adapter.config.get("fan_in_fan_out"))
     shape = (b.info.shape[0], a.info.shape[-1])
     _check_base(adapter, weight, base, shape[::-1] if transposed else shape)
-    return MergedTensor(base[weight], pair, _scaling(adapter.config, weight, a.info.shape[0]), transposed)
+    return MergedTensor(base[weight], pair, _scaling(adapter, weight, a.info.shape[0]), transposed)
 
 
-def _scaling(config: Mapping[str, Any], weight: str, rank: int) -> float:
+def _scaling(adapter: Adapter, weight: str, rank: int) -> float:
     """The factor of B A, as peft has it: alpha / r, or alpha / sqrt(r); alpha may differ by module."""
-    module, alpha = weight.removesuffix(".weight"), config["lora_alpha"]
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            alpha = value
-            break
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    config, module = adapter.config, weight.removesuffix(".weight")
+    alpha: Any = config.get("lora_alpha")
+    try:
+        for pattern, value in (config.get("alpha_pattern") or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                alpha = value
+                break
+        scale = float(alpha)
+    except (AttributeError, OverflowError, TypeError, ValueError, re.error):
+        scale = math.nan
+    if not math.isfinite(scale):  # a NaN would be every weight of the merged model
+        raise UserError(
+            f"{adapter.path} has lora_alpha={config.get('lora_alpha')!r} and alpha_pattern="
+            f"{config.get('alpha_pattern')!r}, which give {weight} no scale. Restore its adapter_config.json."
+        )
+    return scale / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 @dataclass
