@@ -17,6 +17,9 @@ from rlhf.models.adapter_folder import WEIGHTS
 from rlhf.models.adapter_layers import A
 from rlhf.storage.shards import Shard, Shards
 
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of an adapter's tensors, by the names in safetensors; of others the numbers would be only part of a weight."""
+
 
 @torch.no_grad()
 def fill_from_seed(shards: Shards, seed: int) -> None:
@@ -35,17 +38,23 @@ def fill_from_seed(shards: Shards, seed: int) -> None:
 
 
 def check_stored(shapes: Mapping[str, Sequence[int]], folder: Path) -> None:
-    """Raise UserError unless `folder`, one of peft's, has adapters of these names and shapes; no tensor is read."""
+    """Raise UserError unless `folder`, one of peft's, has adapters of these names and shapes, of floating-point
+    numbers; no tensor is read."""
     said = f"model.lora.path={folder}: {WEIGHTS}"
     with _reading(folder) as (opened, stored):
         for name in sorted(shapes.keys() ^ stored.keys()):
             where = "has no" if name in shapes else "has an adapter that the settings do not ask for:"
             raise UserError(f"{said} {where} {name}. Set model.lora.target_modules as they were for that adapter.")
         for name, shape in shapes.items():
-            found = opened.get_slice(stored[name]).get_shape()
-            if list(found) != list(shape):
+            found = opened.get_slice(stored[name])
+            if found.get_dtype() not in FLOATS:
                 raise UserError(
-                    f"{said}: {name} has shape {list(found)}, the adapter of this model {list(shape)}: it is of "
+                    f"{said}: {name} is {found.get_dtype()}, and adapters are {', '.join(FLOATS)}. Save it as one of "
+                    "these."
+                )
+            if found.get_shape() != list(shape):
+                raise UserError(
+                    f"{said}: {name} has shape {found.get_shape()}, the adapter of this model {list(shape)}: it is of "
                     "another base than model.path, or of another rank. Name the base and set the rank that it was "
                     "trained with."
                 )

@@ -173,6 +173,8 @@ def test_adapter_folder(folders, tmp_path):
     assert message.endswith("Set model.lora.rank=32 model.lora.use_dora=false.")
     write(adapter, base, modules_to_save=["lm_head"], init_lora_weights="pissa")
     assert "has init_lora_weights 'pissa', modules_to_save ['lm_head'], and adapters here are" in start(base, adapter)
+    write(adapter, base, alora_invocation_tokens=[5, 7], use_qalora=True, arrow_config=None)
+    assert "has alora_invocation_tokens [5, 7], use_qalora True, and adapters here are" in start(base, adapter)
     (adapter / "adapter_model.safetensors").unlink()
     assert "has no adapter_model.safetensors to read" in start(base, adapter)
 
@@ -222,6 +224,10 @@ def test_layers_and_shapes_are_told_before_the_base_is_loaded(folders):
     name, shape = last.removeprefix("base_model.model."), list(stored[last].shape)
     message = refused(found.check_adapters, lora)
     assert message.startswith(f"{told}: {name} has shape [8, 4], the adapter of this model {shape}: it is of another")
+    save_file(stored | {last: stored[last].to(torch.int8)}, file)
+    assert refused(found.check_adapters, lora) == (
+        f"{told}: {name} is I8, and adapters are F64, F32, F16, BF16. Save it as one of these."
+    )
     save_file({key: tensor for key, tensor in stored.items() if key != last}, file)
     assert refused(found.check_adapters, lora).startswith(f"{told} has no {name}. Set model.lora.target_modules as")
 
