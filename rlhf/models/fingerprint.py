@@ -7,6 +7,7 @@ from typing import BinaryIO
 
 import xxhash
 
+SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 SAMPLE_BYTES = 1 << 20
 SAMPLES = 16
 TENSOR_SAMPLE_BYTES = 1 << 16
@@ -19,9 +20,8 @@ def fingerprint(folder: Path) -> str:
     changes all of a tensor, but, where others are frozen, not every tensor.
     """
     digest = xxhash.xxh3_128()
-    for path in sorted(
-        p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt")
-    ):
+    # A pipe would never end.
+    for path in sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES and p.is_file()):
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:

@@ -1,5 +1,6 @@
 """Fingerprints of model folders: which changes of a file show."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,15 @@ def test_one_trained_layer_of_a_large_file_shows(folder):
     assert before not in seen
     path.write_bytes(content)
     assert fingerprint(folder) == before
+
+
+def test_what_is_no_file_has_no_part_in_it(tmp_path):
+    """A pipe, which a downloaded archive may bring along, would be read for ever."""
+    (tmp_path / "config.json").write_text("{}")
+    before = fingerprint(tmp_path)
+    os.mkfifo(tmp_path / "more.json")
+    (tmp_path / "folder.txt").mkdir()
+    assert fingerprint(tmp_path) == before
 
 
 @pytest.mark.parametrize(
