@@ -37,13 +37,18 @@ class EntropyControl:
             return
         control, self._entropy = self._config, entropy
         step = control.delta * ((entropy < control.target_entropy) - (entropy > control.target_entropy))
-        self._coefficient = min(max(self._coefficient + step, control.min_coeff), control.max_coeff)
+        self._coefficient = self._bounded(self._coefficient + step)
+
+    def _bounded(self, coefficient: float) -> float:
+        return min(max(coefficient, self._config.min_coeff), self._config.max_coeff)
 
     def state_dict(self) -> dict[str, Any]:
         """The coefficient and the entropy that the next step goes by, and where the coefficient started."""
         return {"coefficient": self._coefficient, "entropy": self._entropy, "started_at": self._start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over `state_dict`; a changed start is the configuration's word."""
+        """Take over `state_dict`; a fixed coefficient, a changed start and the bounds are the configuration's word."""
         self._entropy = state["entropy"]
-        self._coefficient = state["coefficient"] if self._start == state["started_at"] else self._start
+        self._coefficient = self._start
+        if self.moves and self._start == state["started_at"]:
+            self._coefficient = self._bounded(state["coefficient"])

@@ -1,6 +1,7 @@
 """The adaptive entropy bonus goes on from its state as if nothing had happened."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -37,6 +38,17 @@ def test_another_start_is_the_configurations_word():
     other = EntropyControl(ActorConfig(entropy_coeff=0.2, entropy_ctrl=ADAPTIVE))
     other.load_state_dict(control.state_dict())
     assert (control.weight, other.weight) == (pytest.approx(0.7), 0.2)
+
+
+def test_a_fixed_one_and_other_bounds_are_the_configurations_word():
+    """A coefficient that the controller had moved must not stay on when the controller is switched off."""
+    control = EntropyControl(ActorConfig(entropy_coeff=0.1, entropy_ctrl=ADAPTIVE))
+    weights(control, [0.1, 0.1])
+    fixed = EntropyControl(ActorConfig(entropy_coeff=0.1))
+    fixed.load_state_dict(control.state_dict())
+    lower = EntropyControl(ActorConfig(entropy_coeff=0.1, entropy_ctrl=replace(ADAPTIVE, max_coeff=0.5)))
+    lower.load_state_dict(control.state_dict())
+    assert (control.weight, fixed.weight, lower.weight) == (pytest.approx(0.7), 0.1, 0.5)
 
 
 def test_a_fixed_one_stays():
