@@ -59,7 +59,8 @@ class WeightCheck:
     Weights are compared by name. Those that the engine fuses are compared with the sum of their parts; those that it
     names otherwise altogether (experts), with all such weights of their layer. Weights of the latter kind that do not
     agree at the very first hand-over pass for computed from what is sent (as Mamba's decay rates are), with a warning:
-    they only have to change when what is sent changes, and not otherwise. What has no counterpart is not compared.
+    they only have to change when what is sent changes, and not otherwise. What has no counterpart is not compared; an
+    engine that has none of anything, or that has had one and has it no more, does not hold what it was sent.
 
     Args:
         fused: names of modules in the engine, each with those of its parts in what is sent.
@@ -78,6 +79,7 @@ class WeightCheck:
         self._renamed, self._exact = renamed, exact
         self._computed: set[str] = set()
         self._before: tuple[Digests, Sequence[Digests]] | None = None
+        self._names: set[str] = set()
 
     def check(self, sent: Digests, ranks: Sequence[Digests], version: str) -> None:
         """`ranks`: what each of the engine's devices holds, by the engine's names. `version` names what was sent.
@@ -85,7 +87,7 @@ class WeightCheck:
         Raises:
             WeightsNotHeld: naming the weights, and of each whether it is still what it was before.
         """
-        held_names = set().union(*ranks)
+        held_names: set[str] = set().union(*ranks)
         groups = {name: self._group(name, held_names) for name in sent}
         expected = _added((groups[name], found) for name, found in sent.items())
         compared = set(groups.values())
@@ -94,6 +96,10 @@ class WeightCheck:
             for rank in ranks
         ]
         there = [group for group in expected if any(group in rank for rank in held)]
+        if expected and not there:
+            raise WeightsNotHeld(f"The rollout engine reports none of the weights that it was sent ({version}).")
+        if lost := sorted(self._names - held_names):
+            raise WeightsNotHeld(f"The rollout engine reports some weights no more ({version}): {_listed(lost)}.")
         wrong = [group for group in there if not self._agrees(group, expected, held)]
         if self._before is None and (computed := [group for group in wrong if group not in held_names]):
             self._computed |= set(computed)
@@ -103,7 +109,7 @@ class WeightCheck:
             wrong = [group for group in wrong if group in held_names]
         if wrong:
             raise WeightsNotHeld(self._told(wrong, expected, held, version))
-        self._before = expected, held
+        self._before, self._names = (expected, held), held_names
 
     def _group(self, name: str, held_names: set[str]) -> str:
         if not self._exact:

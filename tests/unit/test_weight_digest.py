@@ -79,6 +79,21 @@ def test_other_weights_than_those_sent_are_named(held: dict[str, Tensor], told: 
     check.check(of(**SENT[1]), [of(**SENT[1])], "step 1 again")
 
 
+def test_an_engine_that_reports_nothing_or_less_than_before_does_not_pass():
+    with pytest.raises(WeightsNotHeld, match=r"reports none of the weights that it was sent \(step 0\)"):
+        WeightCheck().check(of(**SENT[0]), [{}, {}], "step 0")
+    for exact in (True, False):
+        check = WeightCheck(exact=exact)
+        check.check(of(**SENT[0]), [of(**SENT[0])], "step 0")
+        with pytest.raises(WeightsNotHeld):
+            check.check(of(**SENT[1]), [{}], "step 1")
+    check = WeightCheck()
+    check.check(of(**SENT[0]), [of(**SENT[0])], "step 0")
+    less = of(**{name: weight for name, weight in SENT[1].items() if name != "layers__1__q"})
+    with pytest.raises(WeightsNotHeld, match=r"no more \(step 1\): 1 \(layers\.1\.q\)\.$"):
+        check.check(of(**SENT[1]), [less], "step 1")
+
+
 def test_weights_under_other_names_are_compared_by_layer():
     sent = of(layers__0__experts__0=random(3, 4), layers__0__experts__1=random(3, 4, seed=1), head=random(2, 2))
     held = of(layers__0__w13=torch.stack([random(3, 4), random(3, 4, seed=1)]), head=random(2, 2))
