@@ -29,7 +29,7 @@ from rlhf.checkpoint.start.preparation import finished_step, finished_unprepared
 from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig
 from rlhf.config.redaction import Redaction
-from rlhf.config.resolved import from_yaml, to_yaml
+from rlhf.config.resolved import from_yaml, schema, to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Preempted, Unsaved, UserError
 from rlhf.events import announce, subscribe_from_environment
 from rlhf.loop import train
@@ -46,6 +46,7 @@ from rlhf.tracking import read_report, write_report
 from rlhf.tracking.run_output import OutputHandler, RunOutput
 
 log = logging.getLogger(__name__)
+schema()  # by a launcher once, for all ranks that it forks
 
 
 def run(

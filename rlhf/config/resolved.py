@@ -2,11 +2,11 @@
 
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config import Config
 
@@ -41,10 +41,16 @@ def from_yaml(text: str) -> Config:
 
 @lru_cache(_KEPT)
 def _parsed(text: str) -> Config:
-    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text))
+    merged = OmegaConf.merge(schema(), OmegaConf.create(text))
     config = OmegaConf.to_object(merged)
     assert isinstance(config, Config)
     return config
+
+
+@cache
+def schema() -> DictConfig:
+    """The schema that texts are laid over, made once in a process."""
+    return OmegaConf.structured(Config)
 
 
 def load(path: Path) -> Config:

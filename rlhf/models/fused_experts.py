@@ -22,6 +22,10 @@ from transformers.core_model_loading import (
 from rlhf.models.model_files import FileTensor
 from rlhf.storage.file_parts import FilePart, FileParts
 
+# At the first question the library makes the mappings of all model types, a thousand patterns. Asked here, since a
+# launcher imports this once for all ranks that it forks.
+get_checkpoint_conversion_mapping("")
+
 
 def fuse_experts(
     headers: Mapping[str, FileTensor], hf_config: PretrainedConfig

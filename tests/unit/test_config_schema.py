@@ -88,3 +88,11 @@ def test_resolved_text_follows_changes_of_either_side():
     whole = to_yaml(config)
     config.data.reasoning_gym.config = {"a": True}
     assert to_yaml(config) != whole
+
+
+def test_what_one_text_sets_is_unset_in_the_next():
+    """All are laid over one schema."""
+    own = from_yaml("actor: {optim: {betas: [0.5, 0.6]}}\nmodel: {path: org/a}")
+    other = from_yaml("model: {path: org/b}")
+    assert own.actor.optim.betas == [0.5, 0.6]
+    assert (other.model.path, other.actor.optim.betas) == ("org/b", Config().actor.optim.betas)

@@ -37,9 +37,10 @@ def check_base(path: Path, manifest: Manifest, config: ResolvedConfig, diff: Con
 
     `diff`: what `changes_since` returned.
     """
-    stored, present = manifest.fingerprints.get(BASE), config.setting(BASE)
-    if not config.setting("model.lora.enabled") or stored in (None, base):
+    stored = manifest.fingerprints.get(BASE)
+    if stored in (None, base) or not config.setting("model.lora.enabled"):
         return
+    present = config.setting(BASE)
     before = next((change.stored for change in diff.harmless if change.key == BASE), present)
     was = f"which was {before}" if before != present else "which had other files then"
     raise UserError(
