@@ -149,6 +149,8 @@ def _check_models(config: Config) -> None:
     from rlhf.models.folder_check import check_folder
     from rlhf.models.hub_names import check_name
     from rlhf.models.template_check import check_template
+    from rlhf.planning.adapter_check import check_adapters
+    from rlhf.planning.model_shapes import of_files
     from rlhf.storage.layout import scan
 
     # A run that goes on from a checkpoint, such as an imported one, has its weights and adapters there.
@@ -159,6 +161,8 @@ def _check_models(config: Config) -> None:
     check_policy(config.model.path, trusts, config.data.max_prompt_length, config.data.max_response_length)
     check_template(config.model.path, config.model.chat_template)
     check_adapter_start(config.model.lora, config.model.path, begins=begins)
+    if (shapes := of_files(config.model.path, config.model.revision)) is not None:
+        check_adapters(config.model, shapes)
     if config.critic.path is not None:
         check_name("critic.path", config.critic.path, None)
         check_folder("critic.path", config.critic.path, tokenizer=False, weights=begins)

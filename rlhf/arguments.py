@@ -1,7 +1,7 @@
 """Arguments of python -m rlhf.train: its options, and a word for those that are settings written as options."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import NoReturn
@@ -24,8 +24,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     Raises:
         UserError: an option that there is not; all of them at once.
     """
-    if problems := list(_unknown(argv)):
-        raise UserError("\n".join(problems))
+    check_options(argv, FLAGS, WITH_VALUE)
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--config-dir", type=Path)
@@ -38,26 +37,34 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def _unknown(argv: list[str]) -> Iterator[str]:
+def check_options(argv: Sequence[str], flags: Sequence[str], with_value: Sequence[str]) -> None:
+    """Raise UserError for options that are neither of `flags` nor of `with_value`, all of them at once; for settings
+    written as options, of ours or of other trainers, it says what they are here."""
+    if problems := list(_unknown(argv, flags, with_value)):
+        raise UserError("\n".join(problems))
+
+
+def _unknown(argv: Sequence[str], flags: Sequence[str], with_value: Sequence[str]) -> Iterator[str]:
     """What is wrong with each argument that looks like an option and is none."""
     words = iter(zip_longest(argv, argv[1:], fillvalue=""))
     for word, following in words:
         option, equals, value = word.partition("=")
-        if option in WITH_VALUE and not equals:
+        if option in with_value and not equals:
             next(words, None)
-        elif option not in (*FLAGS, *WITH_VALUE) and option.startswith("-") and option.strip("-"):
+        elif option not in (*flags, *with_value) and option.startswith("-") and option.strip("-"):
             if not equals and following and not following.startswith("-") and "=" not in following:
                 value = following
                 next(words)
-            yield _explained(word if equals or not value else f"{word} {value}", option.lstrip("-"), value)
+            typed = word if equals or not value else f"{word} {value}"
+            yield _explained(typed, option.lstrip("-"), value, (*flags, *with_value))
 
 
-def _explained(typed: str, name: str, value: str) -> str:
+def _explained(typed: str, name: str, value: str, options: Sequence[str]) -> str:
     key = name.replace("-", "_")
     if said := remark(key):
         return f"{typed}: there is no such option. {said}"
     if meant := nearest_setting(key):
         meant = setting_instead(meant, value) or f"{meant}={value or 'VALUE'}"
         return f"{typed}: settings are written without dashes. Did you mean {meant}?"
-    option = nearest(f"--{name}", (*FLAGS, *WITH_VALUE))
+    option = nearest(f"--{name}", options)
     return f"{typed}: there is no such option.{did_you_mean(option)} --help shows the usage."

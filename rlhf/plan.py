@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from rlhf.arguments import check_options
 from rlhf.command_parser import CommandParser
 from rlhf.compose import compose_config
 from rlhf.config.library import Library
@@ -13,6 +14,7 @@ from rlhf.config.redaction import Redaction
 from rlhf.config.validate import validate
 from rlhf.config.vllm_versions import installation_problem
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from rlhf.planning.adapter_check import check_adapters
 from rlhf.planning.byte_sizes import parse_bytes
 from rlhf.planning.check import target_of
 from rlhf.planning.memory_plan import memory_plan
@@ -22,6 +24,8 @@ from rlhf.planning.run_models import models_of
 from rlhf.planning.suited import Machine
 from rlhf.printable import printable_output
 
+FLAGS = ("--json", "--help", "-h")
+WITH_VALUE = ("--ranks", "--device-memory", "--disk-speed", "--config-dir")
 DISK_SPEED = 1_000_000_000
 """Bytes per second, when nothing is said."""
 DOES_NOT_FIT = 1
@@ -33,17 +37,19 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     # Options may stand between overrides.
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
-    arguments = _parser().parse_args([*(word for word in words if word not in overrides), *overrides])
     try:
+        check_options(words, FLAGS, WITH_VALUE)
+        arguments = _parser().parse_args([*(word for word in words if word not in overrides), *overrides])
         library = Library.find(arguments.config_dir)
         config = compose_config(arguments.overrides, library, _machine(arguments))
         ranks = arguments.ranks or config.trainer.ranks
         validate(config, {"RANK": "0", "WORLD_SIZE": str(ranks)}, here=False)
         models = models_of(config, from_config=True)
+        assert models is not None
+        check_adapters(config.model, models.policy)
     except UserError as error:
         sys.stderr.write(f"{Redaction(os.environ)(printable_output(str(error)))}\n")
         return EXIT_USER_ERROR
-    assert models is not None
     plan = memory_plan(config, models, target_of(config, arguments.device_memory, ranks))
     found = remedies(config, models, plan)
     if arguments.json:

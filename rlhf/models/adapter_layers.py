@@ -74,7 +74,8 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """The layers of `model`, on any device, that `config` names.
 
     Raises:
-        UserError: there are none of a name, or they are no linear layers, or the head.
+        UserError: there are none of a name, or they are no linear layers, or the head; or none of them can have an
+            adapter of that rank.
     """
     layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     head = model.get_output_embeddings()
@@ -97,7 +98,20 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
             f"model.lora.exclude_modules={list(config.exclude_modules)}: leaves out every layer that "
             "model.lora.target_modules names. Leave out fewer."
         )
-    return sorted(wanted - left_out)
+    names = sorted(wanted - left_out)
+    _check_rank(model, config.rank, names)
+    return names
+
+
+def _check_rank(model: PreTrainedModel, rank: int, names: Iterable[str]) -> None:
+    """Raise UserError for a rank that no weight can have; that some of them cannot is common (gates of experts)."""
+    shapes = {name: tuple(model.get_submodule(name).get_parameter("weight").shape) for name in names}
+    name = max(shapes, key=lambda name: min(shapes[name]))
+    if rank > (limit := min(shapes[name])):
+        raise UserError(
+            f"model.lora.rank={rank}: none of the layers can have more than {limit}, the smaller side of {name} "
+            f"({shapes[name][0]} x {shapes[name][1]}). Set model.lora.rank={limit} or lower."
+        )
 
 
 def _named(model: PreTrainedModel, key: str, ends: Iterable[str], fitting: set[str]) -> set[str]:

@@ -82,14 +82,15 @@ def adapted(model: ModelShapes, lora: LoraConfig, backend: BackendConfig) -> Ada
 
 def _is_target(module: str, lora: LoraConfig, *, in_layer: bool) -> bool:
     """Whether peft gives a module of that name an adapter; `all-linear` leaves out the head."""
-    if _ends(module, lora.exclude_modules):
+    if named_so(module, lora.exclude_modules):
         return False
     if lora.target_modules == ALL_LINEAR:
         return in_layer and not is_head(module)
-    return _ends(module, lora.target_modules)
+    return named_so(module, lora.target_modules)
 
 
-def _ends(module: str, names: list[str]) -> bool:
+def named_so(module: str, names: list[str]) -> bool:
+    """Whether the name of a module is one of `names`, or ends so."""
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 

@@ -1,7 +1,7 @@
-"""Shapes of a model of which only config.json is there: the library builds it on the meta device."""
+"""Models of which only config.json is looked at: the library builds them on the meta device."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf.errors import UserError
 from rlhf.models.parameter_count import model_folder
@@ -9,7 +9,20 @@ from rlhf.planning.model_shapes import ModelShapes, read_config
 
 
 def of_config(setting: str, path: str, revision: str | None = None, *, classifier: bool = False) -> ModelShapes:
-    """The model that config.json of a folder, or of the Hub's cache, describes; no code that comes with it is run.
+    """The shapes of the `meta_model` of these arguments.
+
+    Raises:
+        UserError: see there.
+    """
+    model = meta_model(setting, path, revision, classifier=classifier)
+    folder = model_folder(path, revision)
+    config = None if folder is None else read_config(folder)
+    return ModelShapes({name: tuple(p.shape) for name, p in model.named_parameters()}, config or {})
+
+
+def meta_model(setting: str, path: str, revision: str | None = None, *, classifier: bool = False) -> PreTrainedModel:
+    """The model that config.json of a folder, or of the Hub's cache, describes, without memory for its weights; no code
+    that comes with it is run.
 
     Raises:
         UserError: it is not there, or the library does not know its architecture.
@@ -21,10 +34,9 @@ def of_config(setting: str, path: str, revision: str | None = None, *, classifie
             f"enough: `hf download {path} config.json --local-dir DIR`, then {setting}=DIR."
         )
     kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
-    config = read_config(folder)
     try:
         with torch.device("meta"):
-            model = kind.from_config(AutoConfig.from_pretrained(folder))
+            model: PreTrainedModel = kind.from_config(AutoConfig.from_pretrained(folder))
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{setting}={path}: {str(error).splitlines()[0]}") from error
-    return ModelShapes({name: tuple(p.shape) for name, p in model.named_parameters()}, config or {})
+    return model

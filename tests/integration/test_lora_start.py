@@ -168,8 +168,9 @@ def test_a_run_goes_on_without_the_folder_that_its_adapters_began_with(tmp_path)
 
 @pytest.mark.slow
 def test_a_module_that_is_not_there_ends_the_start(tmp_path):
-    wrong = "model.lora.target_modules=[q_proj,downproj]"
-    ended = train_forked([*SMALL, f"trainer.default_local_dir={tmp_path}", wrong])
+    # What has code of its own is not built before the ranks start.
+    wrong = "model.lora.target_modules=[q_proj,downproj] model.trust_remote_code=true"
+    ended = train_forked([*SMALL, f"trainer.default_local_dir={tmp_path}", *wrong.split()])
     assert ended.code == EXIT_USER_ERROR, ended.output
     said = "model.lora.target_modules=['q_proj', 'downproj']: llama has no module called 'downproj'."
     assert f"{said} Did you mean down_proj? Its linear layers are down_proj, gate_proj," in ended.output

@@ -87,12 +87,12 @@ def test_peft_missing_or_old(monkeypatch):
 
 
 def targets(**lora: Any) -> str:
-    return refused(target_names, tiny_qwen2(), LoraConfig(**{"enabled": True} | lora))
+    return refused(target_names, tiny_qwen2(), LoraConfig(**{"enabled": True, "rank": 4} | lora))
 
 
 def test_target_modules_are_there():
     names = target_names(
-        tiny_qwen2(), LoraConfig(target_modules=["q_proj", "mlp.up_proj"], exclude_modules=["0.mlp.up_proj"])
+        tiny_qwen2(), LoraConfig(rank=4, target_modules=["q_proj", "mlp.up_proj"], exclude_modules=["0.mlp.up_proj"])
     )
     assert names == [f"model.layers.{n}" for n in ("0.self_attn.q_proj", "1.mlp.up_proj", "1.self_attn.q_proj")]
     message = targets(target_modules=["q_proj", "qproj"])
@@ -101,6 +101,14 @@ def test_target_modules_are_there():
     assert "leaves out every layer" in targets(target_modules=["q_proj"], exclude_modules=["self_attn.q_proj"])
     assert "model.embed_tokens is a Embedding" in targets(target_modules=["embed_tokens"])
     assert "lm_head is the head" in targets(target_modules=["lm_head"])
+
+
+def test_a_rank_is_one_that_a_weight_can_have():
+    said = "model.lora.rank=17: none of the layers can have more than 16, the smaller side of model.layers.0.mlp.down_p"
+    assert said in targets(rank=17)
+    assert "Set model.lora.rank=8 or lower." in targets(rank=9, target_modules=["k_proj"])
+    # That some layers are smaller is common: gates of experts.
+    assert len(target_names(tiny_qwen2(), LoraConfig(rank=16))) == 2 * 7
 
 
 def tiny_moe(*dense: int) -> PreTrainedModel:
@@ -122,14 +130,15 @@ def tiny_moe(*dense: int) -> PreTrainedModel:
 def test_fused_experts_get_no_adapters():
     """peft by itself takes all-linear for experts and their router, too, and names of dense layers for experts."""
     model = tiny_moe()
-    add_adapters(model, LoraConfig(), torch.float32)
+    add_adapters(model, LoraConfig(rank=4), torch.float32)
     assert {name for name, p in model.named_parameters() if p.requires_grad and ".mlp." in name} == set()
     assert len([p for p in model.parameters() if p.requires_grad]) == 2 * 2 * 4
     message = refused(target_names, tiny_moe(), LoraConfig(target_modules=["experts"]))
     assert "model.layers.0.mlp.experts is a Qwen3MoeExperts, and adapters are for linear layers" in message
-    message = refused(add_adapters, tiny_moe(0), LoraConfig(), torch.float32)
+    message = refused(add_adapters, tiny_moe(0), LoraConfig(rank=4), torch.float32)
     assert "peft would adapt fused experts in the place of layers of qwen3_moe (model.layers.0.mlp." in message
-    add_adapters(tiny_moe(0), LoraConfig(exclude_modules=["mlp.gate_proj", "up_proj", "down_proj"]), torch.float32)
+    dense = ["mlp.gate_proj", "up_proj", "down_proj"]
+    add_adapters(tiny_moe(0), LoraConfig(rank=4, exclude_modules=dense), torch.float32)
 
 
 @pytest.fixture

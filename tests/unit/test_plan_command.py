@@ -204,6 +204,46 @@ def test_a_setting_that_is_wrong(capsys):
     assert "trainer.nproc" in capsys.readouterr().err
 
 
+ADAPTERS_THAT_CANNOT_BE = [
+    (
+        "model.lora.target_modules=[q_proj,downproj]",
+        "model.lora.target_modules=['q_proj', 'downproj']: llama has no module called 'downproj'. Did you mean "
+        "down_proj? Its linear layers are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj.\n",
+    ),
+    ("model.lora.exclude_modules=[nope]", "model.lora.exclude_modules=['nope']: llama has no module called 'nope'."),
+    ("model.lora.target_modules=[norm]", "model.norm is a LlamaRMSNorm, and adapters are for linear layers."),
+    ("model.lora.target_modules=[lm_head]", "lm_head is the head"),
+    ("model.lora.rank=1000000000", "model.lora.rank=1000000000: none of the layers can have more than 96, "),
+]
+
+
+@pytest.mark.parametrize("started", [False, True], ids=["plan", "train"])
+@pytest.mark.parametrize(("wrong", "said"), ADAPTERS_THAT_CANNOT_BE)
+def test_adapters_that_the_model_cannot_have(wrong, said, started, tmp_path, capsys):
+    sums = write_sums(tmp_path / "sums.jsonl")
+    arguments = [f"model.path={TINY_POLICY}", f"data.train_files={sums}", "model.lora.enabled=true", wrong]
+    arguments += ["trainer.device=cpu", f"trainer.default_local_dir={tmp_path}"]
+    assert (train if started else main)(arguments) == EXIT_USER_ERROR
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "rlhf").exists()
+
+
+@pytest.mark.parametrize("right", ["target_modules=[q_proj,mlp.up_proj]", "exclude_modules=[1.mlp]", "rank=96"])
+def test_adapters_that_the_files_show_are_right_build_nothing(right, capsys, monkeypatch):
+    monkeypatch.setattr("rlhf.planning.meta_shapes.meta_model", None)
+    document(
+        capsys, f"model.path={TINY_POLICY}", "model.lora.enabled=true", f"model.lora.{right}", "trainer.device=cpu"
+    )
+
+
+def test_settings_written_as_options(capsys):
+    assert main(["--use_peft", "--learning_rate", "1e-6", "--multirun", "trainer.nproc=2"]) == EXIT_USER_ERROR
+    peft, rate, other = capsys.readouterr().err.splitlines()
+    assert peft == "--use_peft: settings are written without dashes. Did you mean model.lora.enabled=VALUE?"
+    assert rate.startswith("--learning_rate 1e-6: settings are written without dashes. Did you mean actor.optim.lr=")
+    assert other == "--multirun: there is no such option. --help shows the usage."
+
+
 def test_an_engine_that_is_not_installed_is_planned(seven_b, capsys):
     options = [f"model.path={seven_b}", "rollout=vllm", "trainer.nproc=8", "--device-memory", "80GB"]
     asleep, awake = (
