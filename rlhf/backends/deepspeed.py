@@ -58,7 +58,7 @@ class DeepSpeedBackend(Scheduled):
         # DeepSpeed would make the master weights from what its cast leaves of the model's.
         if config.autocast == "bfloat16":
             exact = {name: p.data for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
-        settings = _settings(config, grad_clip, sum(parameter.numel() for parameter in model.parameters()))
+        settings = _settings(config, grad_clip, [(p.numel(), p.requires_grad) for p in model.parameters()])
         if config.zero_stage == 3:
             dtype = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
             partition(model, deepspeed.zero.Init(nn.Module(), config_dict_or_path=settings, dtype=dtype), device, dtype)
@@ -231,12 +231,13 @@ def _worth_saying(record: logging.LogRecord) -> bool:
     return "untested optimizer" not in record.getMessage()  # torch's AdamW, at each start
 
 
-def _settings(config: BackendConfig, grad_clip: float, numel: int) -> dict[str, Any]:
+def _settings(config: BackendConfig, grad_clip: float, sizes: list[tuple[int, bool]]) -> dict[str, Any]:
+    """DeepSpeed's configuration; `sizes` are the elements of each weight, and whether it is trained."""
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
-        # No larger than the model needs.
-        "reduce_bucket_size": min(LARGEST_BUCKET, numel),
-        "stage3_param_persistence_threshold": min(LARGEST_PERSISTENT, numel // 100),
+        # No larger than the gradients need.
+        "reduce_bucket_size": min(LARGEST_BUCKET, sum(numel for numel, trained in sizes if trained)),
+        "stage3_param_persistence_threshold": min(LARGEST_PERSISTENT, sum(numel for numel, _ in sizes) // 100),
     }
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}

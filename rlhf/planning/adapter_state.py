@@ -8,14 +8,8 @@ from rlhf.config.lora import ALL_LINEAR
 from rlhf.models.adapter_config import FAN_IN_FAN_OUT
 from rlhf.planning.activations import TokenCost
 from rlhf.planning.model_shapes import ROOT, ModelShapes, Shapes, is_head
-from rlhf.planning.training_state import (
-    LARGEST_BUCKET,
-    LIVE_PARAMETERS,
-    MOMENTS,
-    TrainingState,
-    compute_width,
-    sharded,
-)
+from rlhf.planning.training_state import TrainingState, compute_width, sharded, zero_state
+from rlhf.planning.zero_shares import MOMENTS, ZeroShares, live_weights
 
 
 @dataclass(frozen=True)
@@ -134,24 +128,14 @@ def _fsdp2(policy: Adapted, config: BackendConfig, ranks: int) -> TrainingState:
 
 def _deepspeed(policy: Adapted, config: BackendConfig, ranks: int) -> TrainingState:
     width, count, stage = compute_width(config), policy.count, config.zero_stage
-    in_half = config.autocast == "bfloat16"
-    base = (2 if in_half else policy.base_width) * policy.base.count
-    share = math.ceil(count / ranks) if stage else count
-    optimizer = (4 * share if stage or in_half else 0) + 4 * MOMENTS * share
+    base = (2 if config.autocast == "bfloat16" else policy.base_width) * policy.base.count
     whole = base + width * count
-    gradients = {0: width * count, 1: 4 * count}.get(stage, 4 * share)
-    bucket = 4 * min(LARGEST_BUCKET, count) if stage > 1 else 0
-    on_host = config.offload_optimizer
-    kept = 0 if on_host and stage > 1 else gradients
     in_layer = max((sum(map(math.prod, shapes.values())) for shapes in policy.units.values()), default=0)
-    return TrainingState(
-        math.ceil(whole / ranks) if stage == 3 else whole,
-        0 if on_host else optimizer,
-        0 if stage == 3 else kept,
-        min(2 * LIVE_PARAMETERS, whole) if stage == 3 else 0,
-        layer=(0 if stage == 3 else bucket) + width * in_layer + policy.rebuilt(),
-        stepped=0 if on_host else 4 * share,
+    return zero_state(
+        ZeroShares(count, stage, width, ranks),
+        config,
+        weights=math.ceil(whole / ranks) if stage == 3 else whole,
+        gathered=live_weights(whole, policy.base.count + count, stage, ranks),
         loaded=0 if stage == 3 else policy.base_width * policy.base.count,
-        standing=kept + bucket if stage == 3 else 0,
-        host=optimizer + gradients if on_host else 0,
+        layer=width * in_layer + policy.rebuilt(),
     )

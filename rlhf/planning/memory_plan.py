@@ -24,6 +24,8 @@ CUDA_BASE = 3 << 29
 """CUDA's context, its libraries' workspaces and NCCL's buffers on a device: an allowance of 1.5 GiB."""
 HOST_BASE = 390 << 20
 """A rank with its imports and no model, on a CPU (measured: Python 3.11, torch 2.13, transformers 5.23)."""
+DEEPSPEED_BASE = 60 << 20
+"""What a rank imports for an engine of DeepSpeed (measured: 0.19)."""
 CUDA_HOST_BASE = 3 << 30
 """The same of a rank with a GPU, whose driver and kernels lie in its memory, too: an allowance."""
 LOADING = "loading"
@@ -152,7 +154,7 @@ class _Pass:
             before | {"activations": kept, reduced: state.head, **self._chunk(work)},
             before | {"activations": in_layer, reduced: state.head_left + state.layer},
             gathered | gradients | {"activations": layer, reduced: state.layer},
-            gradients | {reduced: state.root},
+            gradients | {reduced: state.root + (state.added if work.micro_batches > 1 else 0)},
             gradients | {"optimizer step": state.stepped, **brought},
         ]
         return max(moments, key=lambda items: sum(items.values()))
@@ -280,8 +282,9 @@ def _batch(config: Config, spread: list[_Pass], ranks: int) -> dict[str, int]:
 def _host(
     config: Config, spread: list[_Pass], engine: EngineMemory, checkpoint: CheckpointSize, ranks: int, *, cuda: bool
 ) -> dict[str, int]:
+    imports = CUDA_HOST_BASE if cuda else HOST_BASE
     items = {
-        "Python and torch": CUDA_HOST_BASE if cuda else HOST_BASE,
+        "Python and torch": imports + (DEEPSPEED_BASE if config.backend.name == "deepspeed" else 0),
         "copy for saves": checkpoint.copied,
         "offloaded": sum(each.host for each in spread),
         "engine's weights asleep": engine.host,

@@ -5,15 +5,10 @@ from dataclasses import dataclass
 
 from rlhf.config import BackendConfig, FrozenFsdpConfig
 from rlhf.planning.model_shapes import ROOT, ModelShapes, Shapes
+from rlhf.planning.zero_shares import MOMENTS, ZeroShares, live_weights
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value."""
-MOMENTS = 2
-"""AdamW's tensors per weight."""
-LARGEST_BUCKET = 500_000_000
-"""Elements that DeepSpeed reduces together; the constant of `rlhf.backends.deepspeed`."""
-LIVE_PARAMETERS = 1_000_000_000
-"""Elements that ZeRO 3 keeps gathered at most: DeepSpeed's default of `stage3_max_live_parameters`."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +29,8 @@ class TrainingState:
     """A layer's gradients with the buffers that they are reduced in."""
     root: int = 0
     """Weights and gradients of the embedding with the buffers that they are reduced in, after the layers."""
+    added: int = 0
+    """The gradients of a micro-batch beside the sum of those before, at its end: DeepSpeed's."""
     stepped: int = 0
     """Temporaries of the optimizer's step: DeepSpeed's; the fused AdamW has none."""
     loaded: int = 0
@@ -106,33 +103,52 @@ def _fsdp2(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingSta
 
 
 def _deepspeed(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingState:
-    """ZeRO of DeepSpeed 0.19 as `rlhf.backends.deepspeed` sets it (Rajbhandari et al., arXiv 1910.02054, section 5)."""
     width, count, stage = compute_width(config), model.count, config.zero_stage
-    share = math.ceil(count / ranks) if stage else count
-    masters = 4 * share if stage or width == 2 else 0
-    optimizer = masters + 4 * MOMENTS * share
-    weights = width * (math.ceil(count / ranks) if stage == 3 else count)
-    gradients = {0: width * count, 1: 4 * count}.get(stage, 4 * share)
-    bucket = 4 * min(LARGEST_BUCKET, count) if stage > 1 else 0
-    live = width * min(LIVE_PARAMETERS, count) if stage == 3 else 0
-    whole = 0 if stage == 3 else 4 * count
-    head = (4 + width) * math.prod(model.head)
+    zero = ZeroShares(count, stage, width, ranks)
+    head = math.prod(model.head)
+    return zero_state(
+        zero,
+        config,
+        weights=width * (math.ceil(count / ranks) if stage == 3 else count),
+        gathered=live_weights(width * count, count, stage, ranks),
+        loaded=0 if stage == 3 else 4 * count,
+        head=(4 + width) * head,
+        head_left=width * head,
+        layer=width * max(map(_elements, model.layers), default=0),
+        root=width * _elements(model.units[ROOT]),
+    )
+
+
+def zero_state(
+    zero: ZeroShares,
+    config: BackendConfig,
+    *,
+    weights: int,
+    gathered: int,
+    loaded: int,
+    layer: int,
+    head: int = 0,
+    head_left: int = 0,
+    root: int = 0,
+) -> TrainingState:
+    """A model under ZeRO, from what DeepSpeed holds of its trained weights and from the bytes of the model itself: of
+    its weights, and of the gradients of its parts in a backward pass."""
     on_host = config.offload_optimizer
-    # From its start on ZeRO 3 has a buffer of all gradients and the bucket; the others make them in each backward pass.
-    kept = 0 if on_host and stage > 1 else gradients
-    standing = kept + bucket if stage == 3 else 0
-    reduced = 0 if stage == 3 else bucket
+    # With it the gradients of stages 2 and 3 are on the host.
+    kept = 0 if on_host and zero.stage > 1 else zero.gradients
+    standing = zero.standing - (zero.share if on_host and zero.stage == 3 else 0)
     return TrainingState(
         weights,
-        0 if on_host else optimizer,
-        0 if stage == 3 else kept,
-        live,
+        0 if on_host else zero.optimizer,
+        kept,
+        gathered,
         head=head,
-        head_left=width * math.prod(model.head),
-        layer=reduced + width * max(map(_elements, model.layers), default=0),
-        root=reduced + width * _elements(model.units[ROOT]),
-        stepped=0 if on_host else 4 * share,
-        loaded=whole,
+        head_left=head_left,
+        layer=zero.bucket + layer,
+        root=max(zero.bucket + root, zero.bucket + zero.reduced),
+        added=0 if on_host else zero.added,
+        stepped=0 if on_host else zero.stepped,
+        loaded=loaded,
         standing=standing,
-        host=optimizer + gradients if on_host else 0,
+        host=zero.optimizer + zero.gradients + zero.standing - standing if on_host else 0,
     )

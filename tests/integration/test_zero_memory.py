@@ -34,7 +34,7 @@ def peaks(rank: int) -> dict[str, Any]:
     library = deepspeed_backend.import_deepspeed(CPU)
     model, other, config = on_meta(), on_meta(), ENGINES["zero3-bfloat16"]
     sizes = [p.numel() for p in model.parameters()]
-    settings = deepspeed_backend._settings(ENGINES["zero3"], 1.0, sum(sizes))
+    settings = deepspeed_backend._settings(ENGINES["zero3"], 1.0, [(size, True) for size in sizes])
     init = library.zero.Init(nn.Module(), config_dict_or_path=settings, dtype=torch.float32)
     options: dict[str, Any] = {"grad_clip": 1.0, "total_optimizer_steps": 5, "hf_files": {}}
     kept = []

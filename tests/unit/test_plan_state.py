@@ -25,10 +25,11 @@ from rlhf.models.config_check import check_policy
 from rlhf.models.folder_check import check_folder
 from rlhf.models.loading import ModelSource, load_model_config, load_value_model
 from rlhf.models.skeleton import hold_in
-from rlhf.planning import activations, rollout_memory, training_state
+from rlhf.planning import activations, rollout_memory, zero_shares
 from rlhf.planning.meta_shapes import of_config
 from rlhf.planning.model_shapes import HEAD, ROOT, ModelShapes, of_files, read_config
 from rlhf.planning.training_state import frozen_state, sharded, trained_state
+from rlhf.planning.zero_shares import ZeroShares
 from rlhf.rollout import decoding
 from rlhf.rollout.servers.weights import push
 from tests.support.numeric_ranks import single_rank
@@ -164,10 +165,11 @@ def test_zero_spreads_more_with_each_stage():
         return state.weights + state.optimizer + state.gradients + state.standing - buffer
 
     assert count % 4 == 0
-    # Weights and gradients in bfloat16 (from stage 1 on gradients in float32), master weights and two moments.
+    # Weights in bfloat16, master weights and two moments; gradients in bfloat16, at stage 1 their sum in float32
+    # beside them, from stage 2 on that alone.
     assert [kept(stage, 4) for stage in range(4)] == [
         (2 + 12 + 2) * count,
-        (2 + 12 // 4 + 4) * count,
+        (2 + 12 // 4 + 2 + 4) * count,
         (2 + 12 // 4 + 1) * count,
         (2 / 4 + 12 // 4 + 1) * count,
     ]
@@ -175,10 +177,18 @@ def test_zero_spreads_more_with_each_stage():
 
 def test_constants_are_those_of_the_parts_that_they_are_about():
     assert activations.CHUNK_ELEMENTS == token_log_probs.CHUNK_ELEMENTS
-    assert training_state.LARGEST_BUCKET == deepspeed.LARGEST_BUCKET
+    assert zero_shares.LARGEST_BUCKET == deepspeed.LARGEST_BUCKET
     assert rollout_memory.PREFILL_TOKENS == decoding.PREFILL_TOKENS
     assert rollout_memory.GATHER_BUCKET == gather.BUCKET_BYTES
     assert rollout_memory.PUSH_BUCKET == push.BUCKET_BYTES
+
+
+def test_the_bucket_is_no_larger_than_what_is_trained():
+    """Beside adapters it was as large as the frozen base."""
+    config = BackendConfig(name="deepspeed", zero_stage=2)
+    zero = deepspeed._settings(config, 1.0, [(90_000, False), (10_000, True)])["zero_optimization"]
+    assert zero["reduce_bucket_size"] == ZeroShares(10_000, 2, 4, 1).bucket // 4 == 10_000
+    assert zero["stage3_param_persistence_threshold"] == 1000
 
 
 def test_a_tied_head_that_the_files_have_as_well_counts_once(tmp_path: Path):
