@@ -65,12 +65,18 @@ def fill_from_folder(shards: Shards, folder: Path) -> None:
     """Fill this rank's part of the adapters from a folder of peft's.
 
     Raises:
-        UserError: the folder's adapters are of other layers or shapes.
+        UserError: the folder's adapters are of other layers or shapes, or not finite.
     """
     check_stored({name: shard.shape for name, shard in shards.items()}, folder)
     with _reading(folder) as (opened, stored):
         for name, shard in shards.items():
-            put(shard, opened.get_tensor(stored[name]))
+            whole = opened.get_tensor(stored[name])
+            if not whole.isfinite().all():
+                raise UserError(
+                    f"model.lora.path={folder}: {WEIGHTS} has values in {name} that are not finite: the training that "
+                    "it is of came to nothing. Take an earlier one."
+                )
+            put(shard, whole)
 
 
 @contextmanager
@@ -78,7 +84,14 @@ def _reading(folder: Path) -> Iterator[tuple[Any, dict[str, str]]]:
     """The folder's file of tensors, opened, and their names in it by those in checkpoints."""
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as opened:
-            yield opened, {name.removeprefix(PREFIX): name for name in opened.keys()}  # noqa: SIM118
+            names = list(opened.keys())
+            stored = {name.removeprefix(PREFIX): name for name in names}
+            if len(stored) < len(names):
+                raise UserError(
+                    f"model.lora.path={folder}: {WEIGHTS} has adapters twice, with and without {PREFIX!r} before their "
+                    "names. Save it with peft."
+                )
+            yield opened, stored
     except (OSError, SafetensorError) as error:
         raise UserError(f"model.lora.path={folder}: {WEIGHTS} can't be read: {error}. Restore it.") from error
 

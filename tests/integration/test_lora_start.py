@@ -69,6 +69,11 @@ def test_a_folder_of_other_layers_or_shapes_is_refused(tmp_path):
     save_file(stored | {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 16)}, file)
     message = refused(fill_from_folder, backend.model_shards(), tmp_path)
     assert "has an adapter that the settings do not ask for: lm_head.lora_A.weight." in message
+    save_file(stored | {name.removeprefix("base_model.model."): torch.ones(4, 32)}, file)
+    assert "has adapters twice" in refused(fill_from_folder, backend.model_shards(), tmp_path)
+    save_file(stored | {name: torch.full_like(stored[name], torch.nan)}, file)
+    message = refused(fill_from_folder, backend.model_shards(), tmp_path)
+    assert "has values in model.layers.0.mlp.down_proj.lora_A.weight that are not finite" in message
     file.write_bytes(b"torn")
     assert "adapter_model.safetensors can't be read" in refused(fill_from_folder, backend.model_shards(), tmp_path)
 
