@@ -19,6 +19,8 @@ KEEP, MERGE = "keep", "merge"
 CHOICES = (KEEP, MERGE)
 FACTOR = re.compile(rf"(.+)\.({'|'.join(KINDS)})(?:\.weight)?")
 REPLACED = re.compile(r"\.(?:modules_to_save|base_layer)(?=\.)")
+REPEATS, REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
+MOST_REPEATS = 3
 WITH_NAME = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)\.([^.]+)(?=\.|$)")
 
 
@@ -136,6 +138,8 @@ def _scaling(adapter: Adapter, weight: str, rank: int) -> float:
     alpha: Any = config.get("lora_alpha")
     try:
         for pattern, value in (config.get("alpha_pattern") or {}).items():
+            if REPEATED_GROUP.search(pattern) or len(REPEATS.findall(pattern)) > MOST_REPEATS:
+                raise ValueError("a pattern that may take for ever")
             if re.match(rf"(.*\.)?({pattern})$", module):
                 alpha = value
                 break
@@ -145,7 +149,8 @@ def _scaling(adapter: Adapter, weight: str, rank: int) -> float:
     if not math.isfinite(scale):  # a NaN would be every weight of the merged model
         raise UserError(
             f"{adapter.path} has lora_alpha={config.get('lora_alpha')!r} and alpha_pattern="
-            f"{config.get('alpha_pattern')!r}, which give {weight} no scale. Restore its adapter_config.json."
+            f"{config.get('alpha_pattern')!r}, which give {weight} no scale; patterns may have up to {MOST_REPEATS} "
+            "repeats and none of groups. Restore its adapter_config.json."
         )
     return scale / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
