@@ -42,7 +42,7 @@ ZERO = [*STAGES, *(f"{stage}-bfloat16" for stage in STAGES)]
 ALL = ["fsdp2", "fsdp2-bfloat16", *ZERO]
 CASES = [
     "token-mean_k3_clipped_norm",
-    "gspo_straight_through",
+    "gspo_straight_through_rejected_tokens",
     "head_of_its_own_soft_capped",
     "critic_clipped_values",
 ]
@@ -50,7 +50,7 @@ CASES = [
 # gradient off-policy, Clip-Cov, KL-Cov, an entropy at a target, mini-batches that are drawn anew. pass@k and normalised
 # rewards are of advantages, which no engine has a part in.
 STAGE_OF_SETTINGS = "zero2"
-SETTINGS_CASES = [*REJECTING_CASES, *ENTROPY_CASES, *SHUFFLED_CASES]
+SETTINGS_CASES = [case for case in REJECTING_CASES | ENTROPY_CASES | SHUFFLED_CASES if case not in CASES]
 EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
 SAVED = [["model"], ["hf_model", "extra"], ["hf_model", "optimizer"]]
 LOADED = [["model"], ["model", "optimizer"], ["hf_model", "optimizer"], ["hf_model", "extra"]]

@@ -69,10 +69,30 @@ def test_equal_engines_leave_nothing_out(kind):
     assert accepted(log_probs[:, :0], log_probs[:, :0], mask[:, :0], kind, 1.001, None).shape == (3, 0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "threshold", "lower", "kept"),
+    [
+        # 2, 1, 1/2 and 1/4 times as likely as in the engine, and exp(30) times, which counts as exp(20).
+        ("token_k1", 2.0, None, [1, 1, 1, 0, 0]),
+        ("token_k1", 1.0, 0.25, [0, 1, 1, 1, 0]),
+        ("token_k1", 1e12, 1.0, [1, 1, 0, 0, 1]),
+        ("token_k2", math.log(2) ** 2 / 2, None, [1, 1, 1, 0, 0]),
+        ("token_k2", 200.0, None, [1, 1, 1, 1, 1]),
+        ("token_k3", 0.0, None, [0, 1, 0, 0, 0]),
+        ("seq_max_k2", 200.0, None, [1, 1, 1, 1, 1]),
+    ],
+)
+def test_what_is_at_a_bound_is_accepted(kind, threshold, lower, kept):
+    differences = torch.tensor([[math.log(2), 0.0, math.log(1 / 2), math.log(1 / 4), 30.0]], dtype=torch.float64)
+    ours = accepted(differences, torch.zeros_like(differences), torch.ones(1, 5), kind, threshold, lower)
+    assert ours.tolist() == [kept]
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_equal_engines_weigh_nothing(level):
+@pytest.mark.parametrize(("threshold", "lower"), [(2.0, None), (1.0, 1.0)])
+def test_equal_engines_weigh_nothing(threshold, lower, level):
     log_probs = torch.randn(3, 5)
-    weights, truncated = rollout_is_weights(log_probs, log_probs, torch.ones(3, 5), level, 2.0)
+    weights, truncated = rollout_is_weights(log_probs, log_probs, torch.ones(3, 5), level, threshold, lower)
     assert torch.equal(weights, torch.ones(3, 5))
     assert not truncated.any()
 

@@ -2,9 +2,12 @@
 test_update_invariance.py."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
+from torch import Tensor
 
 from rlhf.algorithms.advantages import only_rank
 from rlhf.algorithms.covariance import OverRanks, covariances, first
@@ -41,6 +44,35 @@ def test_the_first_candidates_by_value_and_then_by_key(kinds):
         ours = first(tensor(values), keys, candidates, count, ALONE)
         wanted = sorted((values[i][j], int(keys[i, j]), i, j) for i, j in places if candidates[i, j])[:count]
         assert {(i, j) for i, j in places if ours[i, j]} == {(i, j) for *_, i, j in wanted}
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 30])
+def test_of_several_ranks_the_first_of_all(count):
+    """One of the three has a single candidate: of what it lacks the others must not be short."""
+    rng = random.Random(count)
+    values = [[rng.uniform(0.5, 1.5) for _ in range(6)] for _ in range(3)]
+    keys = torch.randint(-(2**63), 2**63 - 1, (3, 6), generator=torch.Generator().manual_seed(1))
+    candidates = torch.ones(3, 6, dtype=torch.bool)
+    candidates[1, 1:] = False
+    gathers: list[dict[int, Tensor]] = [{}, {}]
+    met = Barrier(3)
+
+    def on_rank(rank: int) -> Tensor:
+        calls = iter(gathers)
+
+        def all_gather(mine: Tensor) -> Tensor:
+            call = next(calls)
+            call[rank] = mine
+            met.wait(timeout=60)
+            return torch.cat([call[other] for other in range(3)])
+
+        rows = slice(rank, rank + 1)
+        return first(tensor(values[rows]), keys[rows], candidates[rows], count, OverRanks(only_rank, all_gather))
+
+    with ThreadPoolExecutor(3) as threads:
+        ours = torch.cat(list(threads.map(on_rank, range(3))))
+    every = sorted((values[i][j], i, j) for i in range(3) for j in range(6) if candidates[i, j])
+    assert {(i, j) for i, j in ours.nonzero().tolist()} == {(i, j) for _, i, j in every[:count]}
 
 
 def test_without_tokens_there_is_nothing_to_choose():

@@ -130,7 +130,7 @@ def test_the_micro_batches_are_known_beforehand_and_follow_the_budget(updates):
     [
         ("seq-mean-token-mean_k2_entropy", "pg_clipfrac"),
         ("dual_clip", "pg_clipfrac_lower"),
-        ("gspo_straight_through", "pg_clipfrac"),
+        ("gspo_straight_through_rejected_tokens", "pg_clipfrac"),
         ("cispo_sequence_correction_norm", "pg_clipfrac"),
     ],
 )

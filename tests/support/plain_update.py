@@ -17,7 +17,7 @@ from rlhf.learning.token_choice import PURPOSE
 Rows = list[list[Tensor]]
 MiniLoss = Callable[[nn.Module, Sequence[int], dict[str, float]], Tensor]
 SEED, STEP = 5, 3
-"""Of the mini-batches that are shuffled."""
+"""Of the mini-batches that are shuffled; the seed also of tokens that are chosen at random."""
 
 
 @dataclass
@@ -243,10 +243,15 @@ def near_tokens(batch: Batch, sample: int, old: Tensor, correction: RolloutCorre
 
 
 def chosen_tokens(
-    batch: Batch, counted: dict[int, list[int]], log_probs: dict[int, Tensor], old: list[Tensor], config: ActorConfig
+    batch: Batch,
+    counted: dict[int, list[int]],
+    log_probs: dict[int, Tensor],
+    old: list[Tensor],
+    config: ActorConfig,
+    seed: int = SEED,
+    step: int = 1,
 ) -> set[tuple[int, int]]:
-    """Row and place of the tokens of a mini-batch that Clip-Cov leaves out, or that KL-Cov punishes; of step 1, seed
-    0."""
+    """Row and place of the tokens of a mini-batch that Clip-Cov leaves out, or that KL-Cov punishes."""
     settings, tokens = config.policy_loss, [(s, t) for s, places in counted.items() for t in places]
     if settings.loss_mode not in ("clip_cov", "kl_cov"):
         return set()
@@ -263,7 +268,7 @@ def chosen_tokens(
         clipped = min(max(ratio, 1 - config.clip_ratio_low), 1 + config.clip_ratio_high)
         inside = settings.clip_cov_lb < covariance[s, t] < settings.clip_cov_ub
         if inside and -advantage * clipped <= -advantage * ratio:
-            candidates.append((noise(0, 1, int(batch.uids[s]), int(batch.numbers[s]), PURPOSE, t), s, t))
+            candidates.append((noise(seed, step, int(batch.uids[s]), int(batch.numbers[s]), PURPOSE, t), s, t))
     count = max(int(settings.clip_cov_ratio * len(tokens)), 1)
     return {(s, t) for _, s, t in sorted(candidates)[:count]}
 

@@ -98,19 +98,6 @@ ACTOR_CASES: dict[str, tuple[int, Config]] = {
     ),
     "one_look_at_each_sample": (1, actor_case()),
     "dual_clip": (3, actor_case(ppo_epochs=2, clip_ratio_c=1.05)),
-    "gspo_straight_through": (
-        2,
-        actor_case(
-            loss_mode="gspo",
-            ppo_epochs=2,
-            loss_agg_mode="seq-mean-token-mean",
-            clip_ratio_low=0.01,
-            clip_ratio_high=0.01,
-            use_kl_loss=True,
-            kl_loss_coef=0.3,
-            kl_loss_type="k3+",
-        ),
-    ),
     "cispo_sequence_correction_norm": (
         2,
         actor_case(
@@ -126,6 +113,20 @@ ACTOR_CASES: dict[str, tuple[int, Config]] = {
     ),
 }
 REJECTING_CASES: dict[str, tuple[int, Config]] = {
+    "gspo_straight_through_rejected_tokens": (
+        2,
+        actor_case(
+            loss_mode="gspo",
+            rejection={"rollout_rs": "token_k2", "rollout_rs_threshold": 0.1},
+            ppo_epochs=2,
+            loss_agg_mode="seq-mean-token-mean",
+            clip_ratio_low=0.01,
+            clip_ratio_high=0.01,
+            use_kl_loss=True,
+            kl_loss_coef=0.3,
+            kl_loss_type="k3+",
+        ),
+    ),
     "sapo_rejected_responses": (
         2,
         actor_case(
@@ -193,7 +194,7 @@ CRITIC_CASES: dict[str, tuple[int, Config]] = {
 CASES = ACTOR_CASES | CRITIC_CASES
 OBSERVING_CASES = {
     "seq-mean-token-mean_k2_entropy",
-    "gspo_straight_through",
+    "gspo_straight_through_rejected_tokens",
     "cispo_sequence_correction_norm",
     "older_samples_one_look",
     "clip_cov_icepop_rejected_tokens",
@@ -327,6 +328,7 @@ def run_update(
             scale=scale,
             mini_batches=mini_batches,
             log_prob_budget=budget,
+            seed=SEED,
         )
         check_log_probs(role.backend.module, CPU)  # as at the start of a run
         assert [m.whole_logits for m in role.backend.module.modules() if isinstance(m, LogProbModel)] == [None]

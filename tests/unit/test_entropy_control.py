@@ -32,6 +32,13 @@ def test_a_state_through_json_goes_on_with_the_same_weights(steps):
     assert {0.0, 0.1} <= set(expected), "idle above the target, and not only that"
 
 
+def test_it_adapts_below_the_target_and_idles_above_it():
+    """At the target it stays, and its bonus counts."""
+    control = EntropyControl(ActorConfig(entropy_coeff=0.1, entropy_ctrl=ADAPTIVE))
+    found = weights(control, [0.5, 0.7, 0.1, 0.1, 0.1, 0.9, 0.5, 0.5])
+    assert found == pytest.approx([0.1, 0.1, 0.0, 0.35, 0.65, 0.9, 0.0, 0.6])
+
+
 def test_another_start_is_the_configurations_word():
     control = EntropyControl(ActorConfig(entropy_coeff=0.1, entropy_ctrl=ADAPTIVE))
     weights(control, [0.1, 0.1])
