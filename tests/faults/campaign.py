@@ -213,10 +213,10 @@ def say(text: str) -> None:
 
 
 def run_at_random(
-    folder: Path, kills: int, hours: float | None, seed: int, nproc: int, profile: Profile, more: list[str]
+    folder: Path, kills: int, hours: float | None, steps: int, seed: int, nproc: int, profile: Profile, more: list[str]
 ) -> list[str]:
     """Returns what is wrong, in lines; empty when no kill changed anything."""
-    settings = overrides(folder, "undisturbed", profile.random_steps, nproc, profile) + more
+    settings = overrides(folder, "undisturbed", steps, nproc, profile) + more
     if (code := launch(settings, {}, folder / "undisturbed.log")) != 0:
         return [f"the undisturbed run ended with exit code {code}:\n{(folder / 'undisturbed.log').read_text()[-3000:]}"]
     figures, rng, began = Figures(), random.Random(seed), time.monotonic()
@@ -227,7 +227,7 @@ def run_at_random(
     problems: list[str] = []
     while wanted() and not problems:
         endless = ["trainer.restart_backoff_s=0", "trainer.max_restarts=10000", "trainer.max_failures_per_step=10000"]
-        arguments = overrides(folder, "killed", profile.random_steps, nproc, profile) + endless + more
+        arguments = overrides(folder, "killed", steps, nproc, profile) + endless + more
         shutil.rmtree(folder / "rlhf" / "killed", ignore_errors=True)
         command = [sys.executable, "-m", "rlhf.train", *arguments]
         problems = DisturbedRun(command, folder, rng, figures, wanted).run()
@@ -309,6 +309,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=25, help="in every window with 12 and the profile's own")
     parser.add_argument("--random", action="store_true", help="any process, at random instants, in four ways")
     parser.add_argument("--hours", type=float, help="with --random: so long, instead of so many kills")
+    parser.add_argument("--steps", type=int, help="with --random: of each run, where not as many as the profile says")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nproc", type=int, default=1, help="ranks")
     parser.add_argument("--profile", choices=PROFILES, default="grpo", help="what is trained")
@@ -320,7 +321,8 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     folder, of_both = folder.absolute(), (arguments.seed, arguments.nproc, profile, arguments.overrides)
     if arguments.random:
-        problems = run_at_random(folder, arguments.kills, arguments.hours, *of_both)
+        steps = arguments.steps or profile.random_steps
+        problems = run_at_random(folder, arguments.kills, arguments.hours, steps, *of_both)
     else:
         problems = run_campaign(folder, arguments.kills, *of_both)
     for problem in problems:
