@@ -26,6 +26,7 @@ from rlhf.config import Config
 from rlhf.config.algorithm_rules import idle_critic
 from rlhf.config.help_texts import commented_yaml
 from rlhf.config.library import PACKAGE, Library
+from rlhf.config.lora_rules import idle_lora
 from rlhf.config.other_remarks import OWN_RECIPE
 from rlhf.config.schema import SECTIONS, SETTINGS, form_hint, hint, instead, nearest_setting, setting_of
 from rlhf.errors import UserError, did_you_mean, nearest
@@ -57,7 +58,7 @@ class Composition:
                 raise UserError(self.missing)
             config = OmegaConf.to_object(self.tree)
         assert isinstance(config, Config)
-        if problems := list(idle_critic(config, self.typed)):
+        if problems := [*idle_critic(config, self.typed), *idle_lora(config, self.typed)]:
             raise UserError("\n".join(problems))
         return config
 

@@ -1,8 +1,9 @@
 """Rules of `model.lora` beside the other sections, and whether peft is there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from packaging.version import Version
 
@@ -13,6 +14,17 @@ VLLM_RANK = 512
 """The largest rank that vLLM serves."""
 PEFT = "0.21"
 """The oldest release of peft whose layers are known to work here."""
+
+
+def idle_lora(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """Settings of adapters `given` on the command line with their default values, where no adapters are trained; one
+    line each. Other values are refused wherever they come from (`lora_problems`)."""
+    if config.model.lora.enabled:
+        return
+    defaults = {f"model.lora.{field.name}": getattr(LoraConfig(), field.name) for field in fields(LoraConfig)}
+    for key, value in given:
+        if key in defaults and key != "model.lora.enabled" and value is not None and value == defaults[key]:
+            yield f"{key}={value}: has effect only with model.lora.enabled=true."
 
 
 def lora_problems(config: Config) -> Iterator[str]:

@@ -78,6 +78,7 @@ def test_every_setting_of_a_script_of_verls_has_an_answer(key):
         ("ds.zero_stage", "backend.zero_stage"),
         ("tracking.wandb.project", "trainer.project_name"),
         ("actor_rollout_ref.model.lora.adapter_path", "model.lora.path"),
+        ("model.lora.r", "model.lora.rank"),
         ("critic.checkpoint.save_contents", "checkpoint.contents"),
         ("critic.optim.clip_grad", "critic.grad_clip"),
         ("adam_betas", "actor.optim.betas"),
@@ -90,6 +91,19 @@ def test_every_setting_of_a_script_of_verls_has_an_answer(key):
 def test_a_name_of_another_trainers(typed, ours):
     assert nearest_setting(typed) == ours
     assert hint(typed) == f" Did you mean {ours}?"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("use_adaptive_entropy", "actor.entropy_ctrl.type=adaptive"),
+        ("model.load_in_4bit", "model.lora.base_dtype"),
+        ("actor_rollout_ref.rollout.layered_summon", "Leave it out"),
+        ("actor_rollout_ref.rollout.load_format", "Leave it out"),
+    ],
+)
+def test_names_without_a_setting_of_ours_have_a_sentence(typed, meant):
+    assert meant in remark(typed)
 
 
 @pytest.mark.parametrize("typed", ["actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio", "eps_clip", "epsilon"])
