@@ -126,9 +126,10 @@ def correction_problems(config: Config) -> Iterator[str]:
     elif kind.endswith("k1"):
         smallest = 1 / c.rollout_rs_threshold if least is None else least
         if smallest >= c.rollout_rs_threshold:
+            told = f"{section}.rollout_rs_threshold_lower" if least is not None else "its inverse where none is set"
             yield (
                 f"{section}.rollout_rs_threshold={c.rollout_rs_threshold}: is the largest ratio of {kind}, and must be "
-                f"more than the smallest, {smallest:g} ({section}.rollout_rs_threshold_lower={least})."
+                f"more than the smallest, {smallest:g} ({told}); set it to more than 1, such as 2."
             )
     if least is not None and not kind.endswith("k1"):
         yield (
@@ -159,6 +160,11 @@ def entropy_problems(config: Config) -> Iterator[str]:
         for name, default in asdict(EntropyCtrlConfig()).items():
             if (value := getattr(control, name)) != default:
                 yield f"actor.entropy_ctrl.{name}={value}: has effect only with actor.entropy_ctrl.type=adaptive."
+    elif control.min_coeff > control.max_coeff:
+        yield (
+            f"actor.entropy_ctrl.min_coeff={control.min_coeff}: must be at most "
+            f"actor.entropy_ctrl.max_coeff={control.max_coeff}."
+        )
     elif not control.min_coeff <= start <= control.max_coeff:
         yield (
             f"actor.entropy_coeff={start}: is where the adaptive coefficient starts, and must be within "

@@ -25,7 +25,13 @@ def backend_problems(config: Config) -> Iterator[str]:
         for key in ("zero_stage", "offload_optimizer"):
             value = getattr(backend, key)
             if value != getattr(BackendConfig(), key):
-                yield f"backend.{key}={value}: has effect only with backend=deepspeed (it is {backend.name})."
+                instead = (
+                    "set actor.fsdp_config.optimizer_offload=true" if key == "offload_optimizer" else "leave it out"
+                )
+                yield (
+                    f"backend.{key}={value}: has effect only with backend=deepspeed (it is {backend.name}); {instead}, "
+                    "or choose backend=deepspeed."
+                )
         return
     if backend.dp_replicate != 1:
         yield (

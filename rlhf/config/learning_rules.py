@@ -6,7 +6,7 @@ from rlhf.config import Config
 
 
 def optimizer_problems(config: Config) -> Iterator[str]:
-    """Warm-ups as long as the run, and moments that are none; one line each."""
+    """Warm-ups as long as the run, moments that are none, and a decay that is none; one line each."""
     steps, warmup = config.trainer.total_training_steps, config.trainer.critic_warmup
     mini_batches = max(config.data.train_batch_size // config.actor.ppo_mini_batch_size, 1)
     if steps is not None and warmup >= steps:
@@ -18,6 +18,11 @@ def optimizer_problems(config: Config) -> Iterator[str]:
         optim = role.optim
         if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
             yield f"{key}.optim.betas={optim.betas}: must be two numbers, each at least 0 and less than 1."
+        if optim.decay_norm_and_bias and optim.weight_decay == 0:
+            yield (
+                f"{key}.optim.decay_norm_and_bias=true: has effect only with a weight decay; "
+                f"set {key}.optim.weight_decay, or leave it out."
+            )
         if steps is None or steps <= idle:
             continue
         by_updates = optim.lr_scheduler_interval == "optimizer_step"

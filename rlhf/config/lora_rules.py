@@ -22,6 +22,7 @@ def idle_lora(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]
     if config.model.lora.enabled:
         return
     defaults = {f"model.lora.{field.name}": getattr(LoraConfig(), field.name) for field in fields(LoraConfig)}
+    defaults |= {"rollout.lora": RolloutConfig().lora, "checkpoint.hf_adapter": CheckpointConfig().hf_adapter}
     for key, value in given:
         if key in defaults and key != "model.lora.enabled" and value is not None and value == defaults[key]:
             yield f"{key}={value}: has effect only with model.lora.enabled=true."

@@ -91,6 +91,8 @@ REMARKS = {
     "model.load_in_4bit": NOT_QUANTISED,
     "model.load_in_8bit": NOT_QUANTISED,
     "model.quantization": NOT_QUANTISED,
+    "algorithm.rollout_correction.bypass_mode": "Leave it out: old log-probs are always the training engine's; "
+    "algorithm.rollout_correction.rollout_is=token weighs how far the rollout engine's are from them.",
     "rollout.layered_summon": "Leave it out: weights are always sent to the engine one after the other.",
     "rollout.load_format": "Leave it out: the ranks always send the engine its weights.",
     "use_adaptive_entropy": "Set actor.entropy_ctrl.type=adaptive.",

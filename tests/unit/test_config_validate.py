@@ -203,7 +203,7 @@ REFUSED: list[tuple[dict, str]] = [
     ),
     (
         {CORRECTION + "rollout_rs": "token_k1", CORRECTION + "rollout_rs_threshold": 0.5},
-        "rollout_rs_threshold=0.5: is the largest ratio of token_k1, and must be more than the smallest, 2 ",
+        "rollout_rs_threshold=0.5: is the largest ratio of token_k1, and must be more than the smallest, 2 (its",
     ),
     (
         {
@@ -221,6 +221,19 @@ REFUSED: list[tuple[dict, str]] = [
         {"actor__entropy_ctrl__type": "adaptive", "actor__entropy_coeff": 0.3, "actor__entropy_ctrl__max_coeff": 0.1},
         "actor.entropy_coeff=0.3: is where the adaptive coefficient starts, and must be within",
     ),
+    (
+        {
+            "actor__entropy_ctrl__type": "adaptive",
+            "actor__entropy_ctrl__min_coeff": 1.0,
+            "actor__entropy_ctrl__max_coeff": 0.1,
+        },
+        "actor.entropy_ctrl.min_coeff=1.0: must be at most actor.entropy_ctrl.max_coeff=0.1.",
+    ),
+    (
+        {"actor__optim__decay_norm_and_bias": True, "actor__optim__weight_decay": 0.0},
+        "actor.optim.decay_norm_and_bias=true: has effect only with a weight decay; set actor.optim.weight_decay",
+    ),
+    ({"backend__offload_optimizer": True}, "set actor.fsdp_config.optimizer_offload=true, or choose backend=deepspeed"),
     (
         {"actor__policy_loss__loss_mode": "clip_cov", "actor__policy_loss__clip_cov_lb": 5.0},
         "actor.policy_loss.clip_cov_lb=5.0: must be less than actor.policy_loss.clip_cov_ub=5.0, or no token is",

@@ -99,6 +99,7 @@ def test_a_name_of_another_trainers(typed, ours):
         ("use_adaptive_entropy", "actor.entropy_ctrl.type=adaptive"),
         ("model.load_in_4bit", "model.lora.base_dtype"),
         ("actor_rollout_ref.rollout.layered_summon", "Leave it out"),
+        ("algorithm.rollout_correction.bypass_mode", "Leave it out: old log-probs are always the training engine's"),
         ("actor_rollout_ref.rollout.load_format", "Leave it out"),
     ],
 )
