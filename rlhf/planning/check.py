@@ -9,6 +9,7 @@ from rlhf.errors import UserError
 from rlhf.planning.byte_sizes import gib
 from rlhf.planning.devices import count_gpus, gpu_memory, machine_memory
 from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
+from rlhf.planning.plan_text import too_small_a_cache
 from rlhf.planning.remedies import remedies
 from rlhf.planning.run_models import models_of
 
@@ -56,6 +57,8 @@ def check_fits(config: Config) -> None:
         f"{peak.name} takes {gib(peak.total)} on each rank and there are {gib(memory)} (largest: "
         f"{', '.join(f'{name} {gib(size)}' for name, size in largest)})."
     )
+    if memory >= peak.total:
+        needs = f"the engine would not start. {too_small_a_cache(config, plan)}"
     lower = ", ".join(f"{remedy} ({gib(remedy.saved)} less)" for remedy in remedies(config, models, plan)[:SHOWN])
     instead = f" Set {lower}." if lower else ""
     if not plan.target.cuda:

@@ -84,6 +84,8 @@ class Plan:
     tokens_per_micro_batch: int
     cached_tokens: int | None
     """Tokens that the engine's cache holds, where its size is set and not asked for."""
+    sample_tokens: int
+    """Tokens of the longest sample."""
 
     @property
     def peak(self) -> Phase:
@@ -92,8 +94,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether no phase takes more than there is, as far as that is known."""
-        return self.target.memory is None or self.peak.total <= self.target.memory
+        """Whether no phase takes more than there is, and the engine starts, as far as that is known."""
+        return self.target.memory is None or (self.peak.total <= self.target.memory and self.engine_starts)
+
+    @property
+    def engine_starts(self) -> bool:
+        """Whether the cache holds the longest sample: vLLM does not start with a smaller one."""
+        return self.cached_tokens is None or self.cached_tokens >= self.sample_tokens
 
 
 @dataclass(frozen=True)
@@ -232,6 +239,7 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
         tokens_of_step(config),
         _walk(config, ranks, config.token_budgets.actor, mini_batch=True).tokens,
         engine.cached_tokens,
+        longest_sample(config),
     )
 
 

@@ -26,7 +26,7 @@ def page(config: Config, models: Models, plan: Plan, found: Sequence[Remedy], di
         "\n".join(_phases(plan)),
         "\n".join(_peak(plan)),
         "\n".join(_elsewhere(config, plan, disk_speed)),
-        "\n".join(_verdict(plan, found)),
+        "\n".join(_verdict(config, plan, found)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -78,12 +78,25 @@ def _elsewhere(config: Config, plan: Plan, disk_speed: int) -> Iterator[str]:
     yield f"  written in {size / disk_speed:,.0f} s at {speed}, the least time between two saves{room}"
 
 
-def _verdict(plan: Plan, found: Sequence[Remedy]) -> Iterator[str]:
+def too_small_a_cache(config: Config, plan: Plan) -> str:
+    """Why the engine cannot start, and what gives it room."""
+    share, gpus = config.rollout.gpu_memory_utilization, config.rollout.tensor_model_parallel_size
+    return (
+        f"rollout.gpu_memory_utilization={share} leaves the engine a cache of {plan.cached_tokens:,} tokens beside its "
+        f"weights, and a sample may have {plan.sample_tokens:,}: a larger share gives it more, and so do more GPUs to "
+        f"an engine (rollout.tensor_model_parallel_size={2 * gpus})."
+    )
+
+
+def _verdict(config: Config, plan: Plan, found: Sequence[Remedy]) -> Iterator[str]:
     memory, peak = plan.target.memory, plan.peak.total
     if memory is None:
         yield "The memory of a device is not known here: --device-memory 80GB says it."
     elif not plan.fits:
-        yield f"It does not fit: {plan.peak.name} takes {gib(peak - memory)} more than there is."
+        if peak > memory:
+            yield f"It does not fit: {plan.peak.name} takes {gib(peak - memory)} more than there is."
+        if not plan.engine_starts:
+            yield f"The engine would not start: {too_small_a_cache(config, plan)}"
     elif peak > TIGHT * memory:
         yield f"It fits with {gib(memory - peak)} to spare, of which the gaps between tensors take some."
     else:

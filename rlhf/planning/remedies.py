@@ -48,7 +48,7 @@ def remedies(config: Config, models: Models, plan: Plan) -> list[Remedy]:
             continue
         other = memory_plan(changed, models, target)
         saved = plan.peak.total - other.peak.total
-        if saved * 100 >= plan.peak.total:
+        if saved * 100 >= plan.peak.total and other.engine_starts >= plan.engine_starts:
             found.append(Remedy(setting, value, saved, other.fits))
     return sorted(found, key=lambda remedy: -remedy.saved)
 
@@ -81,6 +81,7 @@ def _candidates(config: Config, plan: Plan) -> Iterator[tuple[str, Any]]:
                 yield setting, smaller
     if cuda and rollout.name == "vllm":
         yield "rollout.sleep_level", 2
+        yield "rollout.tensor_model_parallel_size", 2 * rollout.tensor_model_parallel_size
         engine = plan.peak.items.get("engine weights", 0) + plan.peak.items.get("engine cache", 0)
         if plan.target.memory is not None and engine:
             left = (plan.target.memory - plan.peak.total + engine) / plan.target.memory

@@ -15,7 +15,8 @@ from rlhf.planning import devices
 from rlhf.planning.byte_sizes import gib, parse_bytes
 from rlhf.planning.check import check_fits, plan_of
 from rlhf.planning.devices import gpu_memory, smallest_gpu
-from rlhf.planning.memory_plan import Models, Target, memory_plan
+from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
+from rlhf.planning.plan_text import page
 from rlhf.planning.remedies import remedies
 from rlhf.planning.run_models import models_of
 from rlhf.train import main as train
@@ -253,6 +254,36 @@ def test_an_engine_that_is_not_installed_is_planned(seven_b, capsys):
     assert engine == 40_000_000_000
     assert awake["actor update"]["engine cache"] == awake["generation"]["engine cache"]
     assert "engine cache" not in asleep["actor update"]
+
+
+def test_an_engine_without_room_for_a_sample_does_not_fit(seven_b):
+    """Half of 24 GB is less than the weights in bfloat16: every phase fits, and vLLM would not start."""
+    config = Config()
+    config.model.path, config.trainer.nproc, config.data.train_files = seven_b, 8, "x.jsonl"
+    config.model.enable_gradient_checkpointing = True
+    config.backend.autocast = config.rollout.dtype = "bfloat16"
+    config.rollout.name, config.actor.ppo_max_token_len_per_gpu = "vllm", 1024
+    kept = config.actor.fsdp_config
+    kept.param_offload = kept.optimizer_offload = config.ref.fsdp_config.param_offload = True
+    models = models_of(config, from_config=True)
+    assert models is not None
+
+    def planned() -> Plan:
+        return memory_plan(config, models, Target(True, 8, 24 * 10**9))
+
+    plan = planned()
+    assert (plan.cached_tokens, plan.fits) == (0, False)
+    assert plan.peak.total < 24 * 10**9
+    found = remedies(config, models, plan)
+    said = page(config, models, plan, found, 10**9)
+    assert (
+        "utilization=0.5 leaves the engine a cache of 0 tokens beside its weights, and a sample may have 512: " in said
+    )
+    assert [str(remedy) for remedy in found if remedy.fits] == ["rollout.tensor_model_parallel_size=2"]
+    config.rollout.tensor_model_parallel_size = 2
+    assert planned().fits
+    config.rollout.tensor_model_parallel_size, config.rollout.gpu_memory_utilization = 1, 0.8
+    assert planned().fits
 
 
 def test_a_remedy_saves_what_it_says(seven_b):
