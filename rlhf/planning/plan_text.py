@@ -79,7 +79,7 @@ def _elsewhere(config: Config, plan: Plan, disk_speed: int) -> Iterator[str]:
 
 
 def too_small_a_cache(config: Config, plan: Plan) -> str:
-    """Why the engine cannot start, and what gives it room."""
+    """Sentence on an engine that cannot start for want of room, with what gives it more."""
     share, gpus = config.rollout.gpu_memory_utilization, config.rollout.tensor_model_parallel_size
     return (
         f"rollout.gpu_memory_utilization={share} leaves the engine a cache of {plan.cached_tokens:,} tokens beside its "
