@@ -12,7 +12,7 @@ from rlhf.config import Config, CriticConfig, LoraConfig, ModelConfig, RewardMod
 from rlhf.config.algorithm_rules import needs_critic
 from rlhf.errors import UserError
 from rlhf.models import loading, weights
-from rlhf.models.adapter_folder import WEIGHTS, check_not_quantised
+from rlhf.models.adapter_folder import WEIGHTS
 from rlhf.models.adapter_layers import Adapters, add_adapters
 from rlhf.models.adapter_start import check_stored
 from rlhf.models.loading import ModelSource
@@ -37,7 +37,6 @@ class Found:
     def check_adapters(self, lora: LoraConfig) -> None:
         """Raise UserError unless it can have the adapters that `lora` asks for, and `lora.path`, where it is there, has
         such; no weights of the model are looked at."""
-        check_not_quantised(self.files.source.path, getattr(self.hf_config, "quantization_config", None))
         model = loading.empty_model(self.files.source, self.hf_config)
         add_adapters(model, lora, torch.float32)
         folder = None if lora.path is None else Path(lora.path).expanduser()

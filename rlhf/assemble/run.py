@@ -33,6 +33,7 @@ from rlhf.learning.guards import Guards
 from rlhf.learning.work_sharing import WorkSharing
 from rlhf.loop import Components
 from rlhf.models import loading
+from rlhf.models.adapter_folder import check_not_quantised
 from rlhf.models.model_files import on_every_rank
 from rlhf.models.parameter_count import in_words
 from rlhf.ranks import collectives
@@ -83,6 +84,7 @@ def _build(
     # Whatever a user can have mistaken comes before the first weights.
     models = find_models(config, coordinator, device, scratch)
     policy = models.policy
+    check_not_quantised(policy.files.source.path, getattr(policy.hf_config, "quantization_config", None))
     if config.model.lora.enabled:
         on_every_rank(lambda: policy.check_adapters(config.model.lora), coordinator)
     check_lengths(policy.hf_config, config.data.max_prompt_length, config.data.max_response_length)

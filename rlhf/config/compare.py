@@ -19,6 +19,10 @@ from rlhf.errors import UserError
 log = logging.getLogger(__name__)
 
 # The length of the run reaches the numbers only through a learning rate that decays towards its end.
+OTHER_TENSORS = frozenset(
+    f"model.lora.{name}" for name in ("enabled", "rank", "target_modules", "exclude_modules", "use_dora")
+)
+"""Settings without which a checkpoint's tensors are not those of the run."""
 RUN_LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
 NEW_RUN = (
     "give the new run a directory of its own with trainer.experiment_name=NAME (or trainer.default_local_dir=FOLDER), "
@@ -112,10 +116,12 @@ def refuse_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> No
         ways = "" if begins else f"; or {NEW_RUN}"
         by_device = [change.key for change in diff.trajectory if SETTINGS[change.key].metadata["by_device"]]
         unless = f" What is null suits the device, which may be another now: {', '.join(by_device)}." * bool(by_device)
+        others = sorted(OTHER_TENSORS & {change.key for change in diff.trajectory})
+        change_it = ", or set trainer.allow_config_change=true to continue it with the new ones" * (not others)
+        never = f" With other {' and '.join(others)} it has not the tensors that the run needs." * bool(others)
         raise UserError(
             f"the checkpoint was written with settings that give another run:\n{as_lines(diff.trajectory)}\n"
-            "Restore these values to continue that run, or set trainer.allow_config_change=true to continue it with "
-            f"the new ones{ways}.{unless}"
+            f"Restore these values to continue that run{change_it}{ways}.{never}{unless}"
         )
 
 

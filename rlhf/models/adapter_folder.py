@@ -37,12 +37,10 @@ def check_adapter_start(lora: LoraConfig, model_path: str, *, begins: bool = Tru
     Args:
         begins: whether the run has no checkpoint yet that holds its adapters; the folder is not looked at if it has.
     """
-    if not lora.enabled:
-        return
     base = _read(Path(model_path).expanduser() / "config.json")
     if base is not None:
         check_not_quantised(model_path, base.get("quantization_config"))
-    if lora.path is None or not begins:
+    if not lora.enabled or lora.path is None or not begins:
         return
     folder, said = Path(lora.path).expanduser(), f"model.lora.path={lora.path}"
     if not folder.is_dir():
@@ -64,9 +62,9 @@ def check_not_quantised(model_path: str, quantisation: Any) -> None:
         return
     kind = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
     raise UserError(
-        f"model.path={model_path}: is quantised ({kind or 'quantization_config in its config.json'}), and adapters are "
-        "trained beside weights in float32 or bfloat16 only: what the rollouts would sample from, the quantised weight "
-        "with the adapter rounded into it, would not be what is trained. Name the model that it was made of."
+        f"model.path={model_path}: is quantised ({kind or 'quantization_config in its config.json'}), and a policy has "
+        "weights in float32 or bfloat16, with adapters as well: what the rollouts would sample from, the quantised "
+        "weight with the adapter rounded into it, would not be what is trained. Name the model that it was made of."
     )
 
 

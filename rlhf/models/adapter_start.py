@@ -44,7 +44,8 @@ def check_stored(shapes: Mapping[str, Sequence[int]], folder: Path) -> None:
     with _reading(folder) as (opened, stored):
         for name in sorted(shapes.keys() ^ stored.keys()):
             where = "has no" if name in shapes else "has an adapter that the settings do not ask for:"
-            raise UserError(f"{said} {where} {name}. Set model.lora.target_modules as they were for that adapter.")
+            layers = ",".join(sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in stored}))
+            raise UserError(f"{said} {where} {name}. It is of these layers: model.lora.target_modules=[{layers}].")
         for name, shape in shapes.items():
             found = opened.get_slice(stored[name])
             if found.get_dtype() not in FLOATS:

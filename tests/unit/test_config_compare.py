@@ -70,6 +70,17 @@ def test_changes_are_refused_with_both_values_and_every_way_out():
         assert f"trainer.{way}" in message
 
 
+def test_what_no_setting_allows_is_not_offered():
+    stored, present = Config(), Config()
+    present.model.lora.rank, present.actor.optim.lr = 4, 0.5
+    with pytest.raises(UserError) as caught:
+        refuse_changes(compare(stored, present), allow=False)
+    message = str(caught.value)
+    assert "model.lora.rank: 32 in the checkpoint, 4 now" in message
+    assert message.endswith("With other model.lora.rank it has not the tensors that the run needs.")
+    assert "allow_config_change" not in message
+
+
 def test_changes_that_are_allowed_are_logged(caplog):
     stored, present = Config(), Config()
     present.actor.optim.lr = 0.5
