@@ -18,11 +18,11 @@ from rlhf.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# The length of the run reaches the numbers only through a learning rate that decays towards its end.
 OTHER_TENSORS = frozenset(
     f"model.lora.{name}" for name in ("enabled", "rank", "target_modules", "exclude_modules", "use_dora")
 )
 """Settings without which a checkpoint's tensors are not those of the run."""
+# The length of the run reaches the numbers only through a learning rate that decays towards its end.
 RUN_LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
 NEW_RUN = (
     "give the new run a directory of its own with trainer.experiment_name=NAME (or trainer.default_local_dir=FOLDER), "
