@@ -33,7 +33,7 @@ from rlhf.learning.guards import Guards
 from rlhf.learning.work_sharing import WorkSharing
 from rlhf.loop import Components
 from rlhf.models import loading
-from rlhf.models.adapter_folder import check_not_quantised
+from rlhf.models.config_check import check_not_quantised
 from rlhf.models.model_files import on_every_rank
 from rlhf.models.parameter_count import in_words
 from rlhf.ranks import collectives

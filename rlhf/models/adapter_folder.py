@@ -29,17 +29,12 @@ EMPTY = (
 
 
 def check_adapter_start(lora: LoraConfig, model_path: str, *, begins: bool = True) -> None:
-    """Raise UserError when the folder `model_path` is quantised, or when the folder of peft's that adapters are to
-    begin with is none, or of other settings or another base.
-
-    A Hub name of the model passes; ranks look at it again.
+    """Raise UserError when the folder of peft's that adapters are to begin with is none, or of other settings or of
+    another base than `model_path`.
 
     Args:
         begins: whether the run has no checkpoint yet that holds its adapters; the folder is not looked at if it has.
     """
-    base = _read(Path(model_path).expanduser() / "config.json")
-    if base is not None:
-        check_not_quantised(model_path, base.get("quantization_config"))
     if not lora.enabled or lora.path is None or not begins:
         return
     folder, said = Path(lora.path).expanduser(), f"model.lora.path={lora.path}"
@@ -54,18 +49,6 @@ def check_adapter_start(lora: LoraConfig, model_path: str, *, begins: bool = Tru
     _check_kind(said, config)
     _check_settings(said, config, lora)
     _check_base(said, config, model_path)
-
-
-def check_not_quantised(model_path: str, quantisation: Any) -> None:
-    """Raise UserError when a model's configuration has a `quantization_config`."""
-    if not quantisation:
-        return
-    kind = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
-    raise UserError(
-        f"model.path={model_path}: is quantised ({kind or 'quantization_config in its config.json'}), and a policy has "
-        "weights in float32 or bfloat16, with adapters as well: what the rollouts would sample from, the quantised "
-        "weight with the adapter rounded into it, would not be what is trained. Name the model that it was made of."
-    )
 
 
 def _check_kind(said: str, config: dict[str, Any]) -> None:

@@ -19,13 +19,14 @@ _WHAT = {CAUSAL: "generates text from text (a causal LM)", CLASSIFIER: "gives a 
 
 
 def check_policy(name: str, trust_remote_code: bool, max_prompt: int, max_response: int) -> None:
-    """Raise UserError when the folder `name` holds no causal LM that transformers knows, or one with fewer positions
-    than prompts and responses of these lengths, in tokens, need.
+    """Raise UserError when the folder `name` holds no causal LM that transformers knows, a quantised one, or one with
+    fewer positions than prompts and responses of these lengths, in tokens, need.
 
     This and the next two: a Hub name passes, and so does an architecture with code of its own which is trusted.
     """
     _check_architecture("model.path", name, trust_remote_code, CAUSAL)
     if (config := _read_config(name)) is not None:
+        check_not_quantised(name, config.get("quantization_config"))
         check_positions(_positions(config), max_prompt, max_response)
 
 
@@ -49,6 +50,18 @@ def check_labels(said: str, labels: int | None) -> None:
             f"{said} has {labels} labels, a reward model has one (num_labels in its config.json; a file that has none "
             "means 2). Name a sequence-classification model with one label."
         )
+
+
+def check_not_quantised(model_path: str, quantisation: Any) -> None:
+    """Raise UserError when a model's configuration has a `quantization_config`."""
+    if not quantisation:
+        return
+    kind = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+    raise UserError(
+        f"model.path={model_path}: is quantised ({kind or 'quantization_config in its config.json'}), and a policy has "
+        "weights in float32 or bfloat16, with adapters as well: what the rollouts would sample from, the quantised "
+        "weight with the adapter rounded into it, would not be what is trained. Name the model that it was made of."
+    )
 
 
 def check_positions(positions: int | None, max_prompt: int, max_response: int) -> None:

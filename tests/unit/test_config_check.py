@@ -49,6 +49,13 @@ def test_the_tables_of_transformers_are_read_whole(table, module):
     assert len(architectures(table)) > 50
 
 
+def test_a_quantised_policy(folder):
+    name = changed(folder, quantization_config={"quant_method": "bitsandbytes"})
+    assert policy_refusal(name).startswith(
+        f"model.path={name}: is quantised (bitsandbytes), and a policy has weights in"
+    )
+
+
 def test_our_own_folder_and_a_name_of_the_hub_pass():
     for name in (str(TINY), "org/name"):
         check_policy(name, False, 256, 256)

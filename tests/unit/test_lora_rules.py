@@ -162,15 +162,6 @@ def start(base: Path, adapter: Path, **lora: Any) -> str:
     return refused(check_adapter_start, LoraConfig(enabled=True, path=str(adapter), **lora), str(base))
 
 
-def test_quantised_base(folders):
-    base, _ = folders
-    check_adapter_start(LoraConfig(enabled=True), str(base))
-    (base / "config.json").write_text('{"quantization_config": {"quant_method": "bitsandbytes"}}')
-    message = refused(check_adapter_start, LoraConfig(enabled=True), str(base))
-    assert f"model.path={base}: is quantised (bitsandbytes)" in message
-    assert message == refused(check_adapter_start, LoraConfig(enabled=False), str(base))
-
-
 def test_adapter_folder(folders, tmp_path):
     base, adapter = folders
     check_adapter_start(LoraConfig(enabled=True, path=str(adapter)), str(base))
