@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.figures import ratios, rotated, spread
 
-IMPORTS = "import rlhf.checkpoint.verbs.merge, rlhf.checkpoint.interop.huggingface.hf_work"
+IMPORTS = "import rlhf.convert.verbs.merge, rlhf.checkpoint.export.hf_work"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf.assemble.run import build
-from rlhf.checkpoint.interop.finished_export import explain_no_export, export_finished
+from rlhf.checkpoint.export.finished_export import explain_no_export, export_finished
 from rlhf.checkpoint.remote.copies import check_copied, copy_pending
 from rlhf.checkpoint.remote.lease import release_held
 from rlhf.checkpoint.start.domains import find_domains

@@ -13,19 +13,19 @@ from rlhf.printable import printable
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 VERBS = {
-    "list": "list",
-    "inspect": "inspect",
-    "verify": "verify",
-    "merge": "merge",
-    "test": "test",
-    "export": "export",
-    "prune": "prune",
-    "diff": "diff",
-    "import": "importing",
-    "push": "pushing",
-    "convert": "convert",
+    "list": "rlhf.checkpoint.verbs.list",
+    "inspect": "rlhf.checkpoint.verbs.inspect",
+    "verify": "rlhf.checkpoint.verbs.verify",
+    "merge": "rlhf.convert.verbs.merge",
+    "test": "rlhf.convert.verbs.test",
+    "export": "rlhf.convert.verbs.export",
+    "prune": "rlhf.checkpoint.verbs.prune",
+    "diff": "rlhf.convert.verbs.diff",
+    "import": "rlhf.convert.verbs.importing",
+    "push": "rlhf.convert.verbs.pushing",
+    "convert": "rlhf.convert.verbs.convert",
 }
-"""Verb -> its module in `rlhf.checkpoint.verbs`, with `NAME`, `HELP`, `add_arguments(parser)` and `run(arguments,
+"""Verb -> its module, with `NAME`, `HELP`, `add_arguments(parser)` and `run(arguments,
 console) -> int`. A module imports what is heavy (torch) within `run`, so that `--help` and mistakes cost nothing."""
 
 ROOM = "Free some room there, or give a place on another disk."
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{argv[0]} is no verb; it is one of {', '.join(VERBS)}.{did_you_mean(nearest(argv[0], VERBS))}")
     commands = parser.add_subparsers(required=True, metavar="VERB")
     for name in argv[:1] if argv[:1] and argv[0] in VERBS else VERBS:
-        verb: Any = importlib.import_module(f"rlhf.checkpoint.verbs.{VERBS[name]}")
+        verb: Any = importlib.import_module(VERBS[name])
         command = commands.add_parser(name, help=verb.HELP, description=verb.HELP)
         verb.add_arguments(command)
         command.set_defaults(run=verb.run)

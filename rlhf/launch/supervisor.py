@@ -97,7 +97,7 @@ def _compare(config: Config) -> None:
 
 def _tells_finished(config: Config, problem: OSError) -> bool:
     """Whether the directory, which cannot be written, holds the finished run; its report is logged then."""
-    from rlhf.checkpoint.interop.finished_export import explain_no_export
+    from rlhf.checkpoint.export.finished_export import explain_no_export
     from rlhf.checkpoint.start.preparation import finished_unprepared
     from rlhf.tracking import read_report
 
@@ -140,7 +140,7 @@ def _supervise_locked(
     config: Config, starter: RankStarter, output: RunOutput, callbacks: Callbacks, *, expected: bool
 ) -> int:
     # Slow imports, after the lock: a second run is refused at once.
-    from rlhf.checkpoint.interop.finished_export import export_finished
+    from rlhf.checkpoint.export.finished_export import export_finished
     from rlhf.checkpoint.remote.copies import check_copied, copy_pending
     from rlhf.checkpoint.run_file import read_run_file
     from rlhf.checkpoint.start.preparation import finished_step, prepare

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf.checkpoint.interop.finished_export import explain_no_export, export_finished
-from rlhf.checkpoint.interop.target import INCOMPLETE, REPLACED
+from rlhf.checkpoint.commit.output_folder import INCOMPLETE, REPLACED
+from rlhf.checkpoint.export.finished_export import explain_no_export, export_finished
 from rlhf.compose import compose_config
 from rlhf.config import CheckpointConfig, Config
 from rlhf.config.library import Library

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from rlhf.checkpoint.interop.huggingface import hub
-from rlhf.checkpoint.interop.huggingface.hub import prepare_repository, upload_folder
+from rlhf.convert.huggingface import hub
+from rlhf.convert.huggingface.hub import prepare_repository, upload_folder
 from rlhf.errors import UserError
 from tests.support.hub_server import ROUTES, TOKEN, Cut, Handler, Refused, Server, hub_of_mine
 

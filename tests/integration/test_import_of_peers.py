@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop.layouts import open_source
-from rlhf.checkpoint.interop.source import Origin
+from rlhf.convert.layouts import open_source
 from rlhf.errors import EXIT_DONE
+from rlhf.models.hf.source import Origin
 from tests.support import deepspeed_saves, fsdp_saves
 from tests.support.checkpoints import equal_bits, run_ranks
 from tests.support.engines import NEEDS_DEEPSPEED

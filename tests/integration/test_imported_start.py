@@ -10,10 +10,10 @@ import torch
 from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.checkpoint.commit.manifest import read_manifest, verify
 from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.interop.huggingface import hf_folder
-from rlhf.checkpoint.interop.native.native_folder import Written, plan_native_folder, write_native_folder
-from rlhf.checkpoint.interop.source import TrainedSoFar
+from rlhf.convert.native.native_folder import Written, plan_native_folder, write_native_folder
 from rlhf.errors import UserError
+from rlhf.models.hf import hf_folder
+from rlhf.models.hf.source import TrainedSoFar
 from rlhf.storage.files import write_folder
 from rlhf.storage.layout import step_dir, step_of
 from tests.support.checkpoints import (

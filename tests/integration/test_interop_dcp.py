@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from rlhf.checkpoint.interop.dcp.dcp_folder import write_dcp_folder
-from rlhf.checkpoint.interop.layouts import open_source
-from rlhf.checkpoint.interop.source import Origin
+from rlhf.convert.dcp.dcp_folder import write_dcp_folder
+from rlhf.convert.layouts import open_source
+from rlhf.models.hf.source import Origin
 from tests.support.checkpoints import run_ranks
 from tests.support.tiny_models import tiny_config
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop.deepspeed import layout_deepspeed
-from rlhf.checkpoint.interop.layouts import open_source
-from rlhf.checkpoint.interop.source import Origin, TensorSource
+from rlhf.convert.deepspeed import layout_deepspeed
+from rlhf.convert.layouts import open_source
 from rlhf.errors import UserError
+from rlhf.models.hf.source import Origin, TensorSource
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from tests.support.checkpoints import equal_bits, run_ranks
 from tests.support.deepspeed_saves import FROZEN, SAVES, STEPS, Saved, save_all, train_plainly

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop import differences
+from rlhf.convert import differences
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_USER_ERROR
 from rlhf.storage.layout import step_dir
 from tests.support.checkpoints import (

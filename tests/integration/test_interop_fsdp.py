@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop.layouts import open_source
-from rlhf.checkpoint.interop.source import Origin, TensorSource
+from rlhf.convert.layouts import open_source
 from rlhf.errors import UserError
+from rlhf.models.hf.source import Origin, TensorSource
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from tests.support.adapted import Q, save_adapted_by_verl
 from tests.support.checkpoints import run_ranks

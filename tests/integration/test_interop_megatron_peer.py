@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf.checkpoint.interop.megatron.megatron_folder import write_megatron_folder
+from rlhf.convert.megatron.megatron_folder import write_megatron_folder
 from tests.support import megatron_ranks
 from tests.support.megatron_ranks import CASES, SIZES, TIED, TOKENS
 from tests.support.peers import run_in_peers

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop.layouts import open_source
-from rlhf.checkpoint.interop.source import Origin
+from rlhf.convert.layouts import open_source
+from rlhf.models.hf.source import Origin
 from tests.support.peers import run_in_peers
 from tests.support.tiny_models import causal_lm
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop.layouts import open_source
-from rlhf.checkpoint.interop.source import Origin
+from rlhf.convert.layouts import open_source
+from rlhf.models.hf.source import Origin
 from tests.support.peers import run_in_peers
 from tests.support.tiny_models import causal_lm
 

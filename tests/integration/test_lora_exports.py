@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop.finished_export import export_finished
+from rlhf.checkpoint.export.finished_export import export_finished
 from rlhf.config import Config
 from rlhf.models.fingerprint import fingerprint
 from rlhf.storage.layout import step_dir

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 import rlhf
 from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.commit.manifest import read_manifest
-from rlhf.checkpoint.interop.huggingface import hub
-from rlhf.checkpoint.interop.huggingface.model_card import ModelCard
-from rlhf.checkpoint.verbs import pushing
 from rlhf.config import Config
+from rlhf.convert.huggingface import hub
+from rlhf.convert.huggingface.model_card import ModelCard
+from rlhf.convert.verbs import pushing
 from rlhf.storage.layout import step_dir
 from rlhf.storage.reading import CheckedFiles
 from tests.support.checkpoints import flip_bit, make_backend, make_checkpointer, make_config, world_of_one

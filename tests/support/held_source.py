@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rlhf.checkpoint.interop.source import Contents, TensorInfo, TrainedSoFar
+from rlhf.models.hf.source import Contents, TensorInfo, TrainedSoFar
 
 
 class HeldSource:

@@ -23,7 +23,7 @@ import yaml
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
-from rlhf.checkpoint.interop.huggingface import hub
+from rlhf.convert.huggingface import hub
 
 TOKEN = "hf_" + "t" * 34
 LARGE = 1000

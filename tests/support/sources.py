@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf.checkpoint.interop.layouts import AUTO, open_source
-from rlhf.checkpoint.interop.source import Origin, TensorSource
+from rlhf.convert.layouts import AUTO, open_source
+from rlhf.models.hf.source import Origin, TensorSource
 
 
 @contextmanager

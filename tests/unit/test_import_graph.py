@@ -15,7 +15,8 @@ import rlhf
 PACKAGE = Path(rlhf.__file__).parent
 
 STOREYS = (
-    {"train", "samples", "plan"},
+    {"train", "samples", "plan", "checkpoint.__main__"},
+    {"convert"},
     {"api"},
     {"compose", "launch", "sweep", "arguments", "completion", "info"},
     {"library_folder"},
@@ -33,7 +34,10 @@ STOREYS = (
 )
 """The rooms, from the top down; a room imports from its own storey and from those below."""
 
-MAY_IMPORT_CHECKPOINT = {"loop", "worker", "assemble", "launch", "checkpoint"}
+MAY_IMPORT_CHECKPOINT = {"loop", "worker", "assemble", "launch", "checkpoint", "checkpoint.__main__", "convert"}
+COMMANDS_IN_ROOMS = {"rlhf.checkpoint.__main__"}
+"""Thin commands that stand in a room, and may import what is above it."""
+
 MAY_SEE_THE_WHOLE_CONFIG = {"api", "compose", "sweep", "worker", "assemble", "launch", "planning", "config"}
 WHOLE_CONFIG_WITH_A_REASON: dict[str, str] = {}
 """Other modules that import `Config`, and why."""
@@ -78,6 +82,8 @@ def graph() -> dict[str, set[str]]:
 
 
 def room(module: str) -> str:
+    if module in COMMANDS_IN_ROOMS:
+        return module.partition(".")[2]
     return module.split(".")[1] if "." in module else ""
 
 
@@ -116,6 +122,13 @@ def test_no_arrow_goes_up():
 def test_the_checkpoint_is_asked_by_few():
     users = {room(a) for a, targets in graph().items() if any(room(b) == "checkpoint" for b in targets)}
     assert users <= MAY_IMPORT_CHECKPOINT
+
+
+def test_only_the_command_reaches_the_converters():
+    """An import, or the name of a module as `importlib` takes it."""
+    named = {name: {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)} for name, tree in trees().items()}
+    reaches = {a for a in graph() if any(room(b) == "convert" for b in graph()[a] | (named[a] & trees().keys()))}
+    assert {name for name in reaches if room(name) != "convert"} == COMMANDS_IN_ROOMS
 
 
 def test_storage_knows_events_only():

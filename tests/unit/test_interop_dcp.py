@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop.dcp import dcp_writer, layout_dcp
-from rlhf.checkpoint.interop.dcp.dcp_folder import nbytes_of_dcp, write_dcp_folder
-from rlhf.checkpoint.interop.layouts import open_source
-from rlhf.checkpoint.interop.source import Origin, TrainedSoFar
+from rlhf.convert.dcp import dcp_writer, layout_dcp
+from rlhf.convert.dcp.dcp_folder import nbytes_of_dcp, write_dcp_folder
+from rlhf.convert.layouts import open_source
 from rlhf.errors import UserError
+from rlhf.models.hf.source import Origin, TrainedSoFar
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from tests.support.held_source import HeldSource
 from tests.support.interop_page import commands_of, python_of

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from rlhf.checkpoint.interop.dcp.dcp_files import DcpFolder
-from rlhf.checkpoint.interop.dcp.dcp_safetensors import DcpSafetensors
+from rlhf.convert.dcp.dcp_files import DcpFolder
+from rlhf.convert.dcp.dcp_safetensors import DcpSafetensors
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 

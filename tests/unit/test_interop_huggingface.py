@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf.checkpoint.interop.huggingface.layout_huggingface import PICKLE, PICKLE_INDEX
+from rlhf.convert.huggingface.layout_huggingface import PICKLE, PICKLE_INDEX
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from tests.support import tiny_models

@@ -6,26 +6,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.checkpoint.interop.fsdp.fsdp_tensors import Box, SpreadTensor
-from rlhf.checkpoint.interop.layouts import LAYOUTS, backends, open_source
-from rlhf.checkpoint.interop.source import Origin, TensorInfo
-from rlhf.checkpoint.interop.stored_tensor import StoredTensor
+from rlhf.convert.fsdp.fsdp_tensors import Box, SpreadTensor
+from rlhf.convert.layouts import LAYOUTS, backends, open_source
+from rlhf.convert.stored_tensor import StoredTensor
 from rlhf.errors import UserError
+from rlhf.models.hf.source import Origin, TensorInfo
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
-ROOM = Path(__file__).parents[2] / "rlhf" / "checkpoint" / "interop"
+PACKAGE = Path(__file__).parents[2] / "rlhf"
 
 
 def test_every_layout_is_in_the_table():
-    paths = [path for path in ROOM.rglob("layout_*.py") if "NAME" in names_of(path)]
-    modules = {".".join(path.relative_to(ROOM).with_suffix("").parts) for path in paths}
+    paths = [path for path in PACKAGE.rglob("layout_*.py") if "recognises" in names_of(path)]
+    modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in paths}
     assert {entry.module for entry in LAYOUTS} == modules
 
 
 def names_of(path: Path) -> set[str]:
-    """Names that a module gives at its top."""
-    body = ast.parse(path.read_text()).body
-    return {ast.unparse(target) for node in body if isinstance(node, ast.Assign) for target in node.targets}
+    """Functions of a module."""
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
 def test_each_has_what_a_layout_has():

@@ -14,11 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop import excerpts, torch_file
-from rlhf.checkpoint.interop.megatron import layout_megatron
-from rlhf.checkpoint.interop.megatron.megatron_folder import write_megatron_folder
-from rlhf.checkpoint.interop.source import Origin, TensorSource
+from rlhf.convert import excerpts, torch_file
+from rlhf.convert.megatron import layout_megatron
+from rlhf.convert.megatron.megatron_folder import write_megatron_folder
 from rlhf.errors import UserError
+from rlhf.models.hf.source import Origin, TensorSource
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from tests.support.interop_page import commands_of
 from tests.support.megatron_states import rank_weights, save_ranks

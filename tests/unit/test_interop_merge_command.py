@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop.huggingface import hf_work
+from rlhf.checkpoint.export import hf_work
 from rlhf.storage.layout import step_dir
 from tests.support import tiny_models
 from tests.support.checkpoints import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rlhf.checkpoint.commit.removal import discard
-from rlhf.checkpoint.interop.native import layout_native, native_tensors
-from rlhf.checkpoint.interop.native.native_model_files import NativeModelFiles
+from rlhf.checkpoint.export import layout_native, native_tensors
+from rlhf.checkpoint.export.native_model_files import NativeModelFiles
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import step_dir

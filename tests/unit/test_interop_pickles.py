@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.checkpoint.interop.deepspeed.deepspeed_files import open_states
-from rlhf.checkpoint.interop.fsdp.fsdp_files import open_mapping
-from rlhf.checkpoint.interop.pickles import StandIn, open_archive, read_pickle, stand_in
-from rlhf.checkpoint.interop.stored_tensor import StoredTensor, open_torch_file
+from rlhf.convert.deepspeed.deepspeed_files import open_states
+from rlhf.convert.fsdp.fsdp_files import open_mapping
+from rlhf.convert.pickles import StandIn, open_archive, read_pickle, stand_in
+from rlhf.convert.stored_tensor import StoredTensor, open_torch_file
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 

@@ -8,8 +8,8 @@ import pytest
 
 from rlhf import events
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop import target as target_module
-from rlhf.checkpoint.interop.target import output_folder, prove
+from rlhf.checkpoint.commit import output_folder as target_module
+from rlhf.checkpoint.commit.output_folder import output_folder, prove
 from rlhf.errors import UserError
 from rlhf.storage import files
 from rlhf.storage.disk_errors import DamagedCheckpoint

@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf.checkpoint.interop import torch_file
-from rlhf.checkpoint.interop.dcp import dcp_writer
-from rlhf.checkpoint.interop.megatron.megatron_folder import write_megatron_folder
+from rlhf.convert import torch_file
+from rlhf.convert.dcp import dcp_writer
+from rlhf.convert.megatron.megatron_folder import write_megatron_folder
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from tests.support.megatron_states import of_tensor_rank, whole_layer

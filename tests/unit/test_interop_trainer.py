@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.interop.layouts import open_source
-from rlhf.checkpoint.interop.source import Origin
+from rlhf.convert.layouts import open_source
 from rlhf.errors import UserError
+from rlhf.models.hf.source import Origin
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from tests.support.adapted import Q, save_adapter
 from tests.support.interop_page import commands_of

@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from rlhf.checkpoint.interop.layouts import open_source
-from rlhf.checkpoint.interop.source import Origin
+from rlhf.convert.layouts import open_source
+from rlhf.models.hf.source import Origin
 from rlhf.models.merged_weight import KINDS, factors_of
 from tests.support.tiny_models import causal_lm, tiny_config
 

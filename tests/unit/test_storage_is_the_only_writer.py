@@ -35,7 +35,7 @@ ALLOWED = {
     ("models/tiny.py", "write_text"): "its model card",
     ("models/loading.py", "save_pretrained"): "into a temporary folder, only to read the bytes back",
     ("checkpoint/remote/remote_store.py", "open"): "an object of the remote, over fsspec",
-    ("checkpoint/interop/torch_file.py", "torch.save"): "into memory, all but the tensors",
+    ("convert/torch_file.py", "torch.save"): "into memory, all but the tensors",
     ("ranks/lock.py", "os.open"): "a file lock: made once, never read for what it holds",
     ("ranks/lock.py", "os.ftruncate"): "a file lock: its holder's name, for people",
     ("ranks/lock.py", "os.pwrite"): "a file lock: its holder's name, for people and the holder's peers",

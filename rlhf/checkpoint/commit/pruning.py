@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, read_manifest
+from rlhf.checkpoint.commit.output_folder import INCOMPLETE, REPLACED
 from rlhf.checkpoint.commit.pointer import point_to_newest
 from rlhf.checkpoint.commit.removal import clean_leftovers, delete
 from rlhf.checkpoint.commit.retention import remove_checkpoints, victims
-from rlhf.checkpoint.interop.target import INCOMPLETE, REPLACED
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator

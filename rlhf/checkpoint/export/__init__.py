@@ -1,0 +1,1 @@
+"""Whole checkpoints of ours as named tensors, and as Hugging Face folders."""

@@ -1,0 +1,116 @@
+"""Export of a finished run for other tools, when a command asks it for `hf_model` after the fact."""
+
+import logging
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import xxhash
+import yaml
+
+from rlhf.checkpoint.commit.manifest import Manifest, manifest_bytes, read_manifest
+from rlhf.checkpoint.commit.output_folder import output_folder, prove
+from rlhf.checkpoint.export.hf_work import hf_work
+from rlhf.checkpoint.export.layout_native import open_source
+from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.models.hf.hf_plan import HfOptions
+from rlhf.models.hf.source import Origin
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import write_json
+from rlhf.storage.layout import CONFIG, HF_FOLDER, step_dir
+from rlhf.storage.reading import CheckedFiles, parse_json, read_regular
+
+log = logging.getLogger(__name__)
+SOURCE = "checkpoint.json"
+"""File beside the exported models that says which checkpoint they are of."""
+LARGEST_SOURCE = 1 << 16
+
+
+def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> None:
+    """See to it that a run that finished at `step` has the Hugging Face folders that `settings` ask for, and say where.
+
+    A checkpoint without them is never written into: they are written to `run_dir/huggingface/ROLE`, in the place of
+    those of another checkpoint or type. Raises UserError when config or tokenizer cannot be had any more.
+    """
+    if "hf_model" not in settings.contents:
+        return
+    checkpoint, target = step_dir(run_dir, step), run_dir / HF_FOLDER
+    manifest, origin = read_manifest(checkpoint), _origin(checkpoint, settings)
+    if _is_there(checkpoint, manifest, settings, target):
+        return
+    if missing := [name for name in manifest.files if not (checkpoint / name).exists()]:
+        log.warning(
+            "checkpoint.contents=%s: no model is exported, since %s and others lie on other nodes' disks. Copy "
+            "each node's part of %s to one machine: "
+            "python -m rlhf.checkpoint merge --local_dir PARTS... --target_dir TARGET",
+            settings.contents,
+            missing[0],
+            checkpoint.name,
+        )
+        return
+    with output_folder(target, overwrite=True, sources=[checkpoint]) as folder:
+        for role in manifest.roles:
+            _write_role(checkpoint, role, settings, folder)
+        prove(folder, [write_json(folder, SOURCE, origin)])
+    log.info("The model for other tools, as of %s, was written to %s.", checkpoint.name, target)
+
+
+def explain_no_export(run_dir: Path, settings: CheckpointConfig, step: int) -> None:
+    """Say where a finished run has what `settings` ask for, in a directory that nothing can be written to; or what to
+    do."""
+    if "hf_model" not in settings.contents:
+        return
+    checkpoint, target = step_dir(run_dir, step), run_dir / HF_FOLDER
+    if not _is_there(checkpoint, read_manifest(checkpoint), settings, target):
+        log.warning(
+            "checkpoint.contents=%s: no model can be written to %s. Export it to another place: python -m "
+            "rlhf.checkpoint export %s TARGET",
+            settings.contents,
+            run_dir / HF_FOLDER,
+            run_dir,
+        )
+
+
+def _is_there(checkpoint: Path, manifest: Manifest, settings: CheckpointConfig, target: Path) -> bool:
+    """Whether the checkpoint itself, or `target`, has what is asked for; says where."""
+    place = None
+    if "hf_model" in manifest.contents and _form(asdict(settings)) == _form(_stored(checkpoint, manifest)):
+        place = checkpoint / manifest.roles[0] / HF_FOLDER
+    elif _written_from(target) == _origin(checkpoint, settings):
+        place = target
+    if place is not None:
+        log.info("The model for other tools is in %s.", place)
+    return place is not None
+
+
+def _origin(checkpoint: Path, settings: CheckpointConfig) -> dict[str, Any]:
+    """What an export says of where it is from."""
+    mark = xxhash.xxh3_128_hexdigest(manifest_bytes(checkpoint))
+    return {"checkpoint": checkpoint.name, "manifest": mark, "form": _form(asdict(settings))}
+
+
+def _form(settings: Mapping[str, Any]) -> list[str]:
+    """What the section `checkpoint` makes of an export: the type of its weights (training is in float32), and whether
+    adapters are kept."""
+    return [settings.get("hf_dtype") or "float32", settings.get("hf_adapter") or "keep"]
+
+
+def _stored(checkpoint: Path, manifest: Manifest) -> Mapping[str, Any]:
+    config = yaml.safe_load(CheckedFiles(checkpoint, manifest.files).content(CONFIG))
+    return config["checkpoint"]
+
+
+def _written_from(target: Path) -> Any:
+    """The checkpoint that an earlier export is of; None where there is none, or it does not say."""
+    try:
+        return parse_json(read_regular(target / SOURCE, LARGEST_SOURCE), SOURCE)
+    except (OSError, DamagedCheckpoint):
+        return None
+
+
+def _write_role(checkpoint: Path, role: str, settings: CheckpointConfig, folder: Path) -> None:
+    options = HfOptions(dtype=settings.hf_dtype, compared=False, value_model=role == "critic")
+    with closing(open_source(Origin(checkpoint, role=role, adapter=settings.hf_adapter))) as source:
+        hf_work(source, checkpoint, options).write(folder / role)

@@ -1,0 +1,97 @@
+"""Hugging Face folder of an open checkpoint: planned, written and proven by the way that costs least."""
+
+import math
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+from rlhf.checkpoint.commit.output_folder import prove
+from rlhf.checkpoint.export.layout_native import NativeCheckpoint
+from rlhf.models.hf.hf_plan import HfOptions, HfPlan, Progress, holds_experts, plan_as_stored
+from rlhf.models.hf.source import TensorSource
+from rlhf.storage.copying import CheckedCopy, RangeCopy
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import write_file
+from rlhf.storage.hf_layout import WeightsFile
+from rlhf.storage.shard_index import ITEM_BYTES
+
+FILES_AT_A_TIME = 32
+"""Files of weights that are open together."""
+
+
+class HfWork(Protocol):
+    """Folder that was planned and can be written."""
+
+    plan: HfPlan
+
+    def write(self, folder: Path, progress: Progress = lambda count: None) -> None:
+        """Write the folder and read it back; raises DamagedCheckpoint, naming the file, for what is not as it was
+        written, in the checkpoint or in the folder."""
+        ...
+
+
+def hf_work(source: TensorSource, where: Path, options: HfOptions) -> HfWork:
+    """The folder that becomes of an open checkpoint, which the user knows as `where`; raises as `plan_hf_folder`.
+
+    Weights of our own checkpoints that stay as they are stored are copied, without torch, which takes longer to import
+    than a GB to copy.
+    """
+    if isinstance(source, NativeCheckpoint) and not source.adapted:
+        plan = plan_as_stored(source.weights.tensors, source.model_files, options)
+        if plan is not None:
+            return Copied(source, plan)
+    return Computed(source, where, options)
+
+
+class Computed:
+    """Folder of tensors that torch reads, compares or converts."""
+
+    def __init__(self, source: TensorSource, where: Path, options: HfOptions) -> None:
+        from rlhf.models.hf.hf_folder import plan_hf_folder
+
+        if holds_experts(source.contents.tensors):
+            from rlhf.models.hf.regrouped import as_in_files
+
+            source = as_in_files(source)
+        self.plan, self._source = plan_hf_folder(source, where, options), source
+
+    def write(self, folder: Path, progress: Progress = lambda count: None) -> None:
+        """See `HfWork.write`."""
+        from rlhf.models.hf.hf_folder import write_hf_folder
+
+        prove(folder, write_hf_folder(self._source, self.plan, folder, progress))
+
+
+class Copied:
+    """Folder of the bytes of a checkpoint of ours, each of whose blocks is read once."""
+
+    def __init__(self, source: NativeCheckpoint, plan: HfPlan) -> None:
+        self._source, self.plan = source, plan
+
+    def write(self, folder: Path, progress: Progress = lambda count: None) -> None:
+        """See `HfWork.write`."""
+        files = iter(self.plan.weights())
+        while some := list(islice(files, FILES_AT_A_TIME)):
+            headers = {file.name: file.header for file in some}
+            with closing(CheckedCopy(self._source.files, self._ranges(some), folder, headers)) as copy:
+                try:
+                    copy.write(progress)
+                except DamagedCheckpoint as error:
+                    raise self._source.damaged(error) from None
+                copy.finish()
+        prove(folder, [write_file(folder, name, [content]) for name, content in self.plan.others().items()])
+
+    def _ranges(self, files: list[WeightsFile]) -> list[RangeCopy]:
+        """Where the bytes of the tensors in `files` are, and where they go."""
+        source, tensors = self._source, self.plan.tensors
+        target = {name: (file.name, first) for file in files for name, first in file.first_byte.items()}
+        sizes = {name: (0, math.prod(tensors[name][1])) for name in target}
+        found = []
+        for piece in source.weights.find({name: size for name, size in sizes.items() if size[1]}, 0, 1):
+            path, first = target[piece.name]
+            width = ITEM_BYTES[tensors[piece.name][0]]
+            stop = piece.position + (piece.stop - piece.start) * width
+            place = first + piece.start * width
+            found.append(RangeCopy(f"{source.folder}/{piece.file}", piece.position, stop, path, place))
+        return found

@@ -1,0 +1,234 @@
+"""Layout `native`: checkpoints of this trainer, from any backend and number of ranks, proven while they are read.
+
+Imports torch only to give tensors: what copies weights as they are does without.
+"""
+
+import logging
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
+from rlhf.checkpoint.driver_state import parse_driver_state
+from rlhf.checkpoint.export.native_model_files import NativeModelFiles, base_folder, start_settings
+from rlhf.errors import UserError
+from rlhf.models.hf.source import Contents, Origin, TrainedSoFar
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.hashing import BLOCK
+from rlhf.storage.layout import DRIVER_STATE, HF_FOLDER, MANIFEST, REFERENCE, SCHEDULE, scan
+from rlhf.storage.reading import CheckedFiles
+from rlhf.storage.shard_index import ShardIndex
+from rlhf.storage.whole_tensors import WholeTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf.checkpoint.export.native_tensors import NativeTensors
+    from rlhf.models.hf.adapters import Adapter
+    from rlhf.models.hf.source import ReadableTensor
+
+NAME = "native"
+KEEP = "keep"
+"""`Origin.adapter` for the adapter by itself."""
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+REFERENCE_ROLE = "ref"
+
+log = logging.getLogger(__name__)
+
+
+def recognises(origin: Origin) -> bool:
+    """A folder with a manifest, or a run directory with checkpoints; steps of other trainers have the same names."""
+    return any((path / MANIFEST).is_file() for path in (origin.path, *scan(origin.path)))
+
+
+def open_source(origin: Origin) -> "NativeCheckpoint":
+    """The checkpoint, or the newest one of a run directory of which every file is there."""
+    folders = [origin.path, *origin.parts]
+    if (origin.path / MANIFEST).is_file():
+        return _opened(folders, origin)
+    names = list(dict.fromkeys(path.name for folder in folders for path in scan(folder)))
+    if not any((folder / name / MANIFEST).is_file() for folder in folders for name in names):
+        raise UserError(
+            f"{origin.path} holds no checkpoint of this trainer ({MANIFEST}, or global_step_N with one). Give a run "
+            "directory, <default_local_dir>/<project>/<experiment>, or a checkpoint in it; `merge` and `import` take "
+            "those of other trainers."
+        )
+    problems = []
+    for name in sorted(names, key=lambda name: -int(name.rpartition("_")[2])):
+        try:
+            there = [folder / name for folder in folders if (folder / name / MANIFEST).is_file()]
+            return _opened(there or [folders[0] / name], origin)
+        except DamagedCheckpoint as problem:
+            problems.append(str(problem))
+            log.warning("%s; the one before it is looked at.", problem)
+    raise DamagedCheckpoint("; ".join(problems))
+
+
+def _opened(folders: list[Path], origin: Origin) -> "NativeCheckpoint":
+    try:
+        return NativeCheckpoint(folders, origin)
+    except (DamagedCheckpoint, UserError) as error:
+        raise _of_checkpoint(folders[0], error) from None
+
+
+def _of_checkpoint(path: Path, error: DamagedCheckpoint | UserError) -> DamagedCheckpoint | UserError:
+    """The same error with the name of the checkpoint, or that it was removed meanwhile."""
+    if not path.is_dir():
+        return DamagedCheckpoint(
+            f"{path} was removed while it was read, by its run (checkpoint.max_to_keep) or by prune. Run the same "
+            "command again with one that stays."
+        )
+    named = isinstance(error, UserError) or str(path) in str(error)
+    return error if named else DamagedCheckpoint(f"{path} is damaged: {error}")
+
+
+class NativeCheckpoint:
+    """One open checkpoint of this trainer, whose files may lie in several folders (`parts` of storage domains).
+
+    Where its weights are `adapted`, they are adapters beside a base that lies elsewhere: `origin.adapter` says what is
+    read, the adapter as peft has it, both merged, or (None) what is stored.
+
+    Its weights are known by types and places without torch, which `contents` and `read` import.
+    """
+
+    layout = NAME
+
+    def __init__(self, folders: list[Path], origin: Origin) -> None:
+        self.path = folders[0]
+        self.manifest = read_manifest(self.path)
+        self.files = _files_in(folders, self.manifest)
+        self.folder, self.weights = self._weights_of(origin.role)
+        optimizer = f"{origin.role}/optimizer"
+        self._optimizer = optimizer if self.manifest.in_folder(optimizer) else None
+        self._absent = [] if self._optimizer else ["the optimizer's moments: checkpoint.contents had no optimizer"]
+        self._progress = self._trained_so_far(origin.role)
+        self._given = origin.model_files
+        self.adapted = any(".lora_" in name for name in self.weights.tensors)
+        self._asked = origin.adapter if self.adapted else None
+        self._own = None if self._given else NativeModelFiles(self.path, self.manifest, self.files, origin.role)
+
+    def _weights_of(self, role: str) -> tuple[str, ShardIndex | WholeTensors]:
+        """The folder of the weights in the checkpoint, and where in it each is."""
+        manifest = self.manifest
+        if role == REFERENCE_ROLE and manifest.in_folder(REFERENCE):
+            return REFERENCE, ShardIndex(self.files, REFERENCE)
+        if role not in manifest.roles:
+            known = [*manifest.roles, *([REFERENCE_ROLE] if manifest.in_folder(REFERENCE) else [])]
+            raise UserError(f"{self.path} has no role {role}; it has {', '.join(known)}. Set --role.")
+        if manifest.in_folder(folder := f"{role}/model"):
+            return folder, ShardIndex(self.files, folder)
+        folder = f"{role}/{HF_FOLDER}"
+        whole = [Path(name).name for name in manifest.in_folder(folder) if name.endswith(".safetensors")]
+        if not whole:
+            raise UserError(
+                f"{self.path} has no weights of {role}: checkpoint.contents was {', '.join(manifest.contents)}. Take a "
+                "checkpoint with model or hf_model."
+            )
+        return folder, WholeTensors(self.files, folder, whole)
+
+    def _trained_so_far(self, role: str) -> TrainedSoFar:
+        schedule: dict[str, Any] | None = None
+        taken: dict[str, Any] = {}
+        if (name := f"{role}/{SCHEDULE}") in self.manifest.files:
+            document = self.files.document(name)
+            if isinstance(document, dict):
+                schedule, taken = document.get("lr_scheduler"), document.get("steps_taken") or {}
+        if schedule is None:
+            self._absent.append("the learning rate schedule: checkpoint.contents had no extra")
+        state = parse_driver_state(self.files.content(DRIVER_STATE), DRIVER_STATE)
+        return TrainedSoFar(state["step"], taken.get("optimizer_step"), schedule)
+
+    @property
+    def model_files(self) -> Path:
+        """The folder with config and tokenizer, good until `close`."""
+        found = self._given or self._own
+        assert found is not None
+        return found if isinstance(found, Path) else found.folder
+
+    @cached_property
+    def contents(self) -> Contents:
+        """See `TensorSource.contents`."""
+        if self._asked is not None:
+            infos = {name: tensor.info for name, tensor in self._adapter_tensors.items()}
+            kept = self._adapter.config if self._asked == KEEP else None
+            absent = ["the optimizer's moments: they are of an adapter", *self._absent]
+            return Contents(infos, {}, self._progress, self.model_files, adapter=kept, absent=absent)
+        tensors = self._components[0].infos
+        moments = {n: info for part in self._components[1:] for n, info in part.infos.items() if _is_moment(n)}
+        return Contents(tensors, moments, self._progress, self.model_files, absent=self._absent)
+
+    @cached_property
+    def _components(self) -> "list[NativeTensors]":
+        """The weights and, where they were saved, the moments."""
+        from rlhf.checkpoint.export.native_tensors import NativeTensors  # with torch
+        from rlhf.storage.shards import TensorReader
+
+        places = [(self.folder, self.weights)]
+        if self._optimizer is not None:
+            places.append((self._optimizer, ShardIndex(self.files, self._optimizer)))
+        together = self.manifest.world_size * BLOCK
+        return [NativeTensors(TensorReader(self.files, *place), together) for place in places]
+
+    @cached_property
+    def _adapter(self) -> "Adapter":
+        from rlhf.checkpoint.export.native_adapter import adapter_in  # with torch
+
+        return adapter_in(self.path, self._components[0], start_settings(self.path, self.files), self.model_files)
+
+    @cached_property
+    def _adapter_tensors(self) -> "Mapping[str, ReadableTensor]":
+        """The adapter's, or those of base and adapter together."""
+        if self._asked == KEEP:
+            return self._adapter.tensors
+        from rlhf.checkpoint.export.native_adapter import merged_into
+
+        return merged_into(base_folder(self.path, self.manifest, self.files, self._given), self._adapter)
+
+    def read(self, name: str, start: int, stop: int) -> "Tensor":
+        """See `TensorSource.read`."""
+        try:
+            if self._asked is not None:
+                return self._adapter_tensors[name].read(start, stop)
+            return self._components[name not in self.contents.tensors].read(name, start, stop)
+        except DamagedCheckpoint as error:
+            raise self.damaged(error) from None
+
+    def damaged(self, error: DamagedCheckpoint) -> DamagedCheckpoint | UserError:
+        """The same error with the name of the checkpoint, or that it was removed meanwhile."""
+        return _of_checkpoint(self.path, error)
+
+    def close(self) -> None:
+        """See `TensorSource.close`."""
+        for name in ("_components", "_adapter", "_adapter_tensors"):
+            self.__dict__.pop(name, None)
+        if self._own is not None:
+            self._own.close()
+
+
+def _is_moment(name: str) -> bool:
+    return name.rpartition(".")[2] in MOMENTS
+
+
+def _files_in(folders: list[Path], manifest: Manifest) -> CheckedFiles:
+    """The files of a checkpoint, each below the first of `folders` that has it as the manifest says."""
+    files, missing = CheckedFiles(folders[0], manifest.files), list(manifest.files)
+    problems: list[str] = []
+    for folder in folders:
+        if read_manifest(folder) != manifest:
+            raise UserError(f"{folder} is a part of another checkpoint than {folders[0]}. Give parts of one.")
+        found, problems = [], []
+        below = CheckedFiles(folder, manifest.files)
+        for name in missing:
+            try:
+                below.check_entry(name)
+                found.append(name)
+            except DamagedCheckpoint as problem:
+                problems.append(str(problem))
+        files.find_below(folder, found)
+        missing = [name for name in missing if name not in set(found)]
+    if missing:
+        more = f"; and {len(missing) - 3} more" if len(missing) > 3 else ""
+        parts = " If nodes had disks of their own, give each one's folder." if len(folders) == 1 else ""
+        raise DamagedCheckpoint(f"{folders[0]} is not whole: {'; '.join(problems[:3])}{more}.{parts}")
+    return files

@@ -1,0 +1,56 @@
+"""Adapters of a checkpoint of ours: as they are, with peft's settings, or merged into the base of the run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf.checkpoint.export.native_tensors import NativeTensors
+from rlhf.errors import UserError
+from rlhf.models.adapter_config import PREFIX, adapter_config
+from rlhf.models.hf import adapters
+from rlhf.models.hf.safetensors_folder import open_safetensors
+from rlhf.models.hf.small_files import parse_model_config, read_small_files
+from rlhf.models.hf.source import ReadableTensor, SourceTensor, TensorInfo
+
+
+class _Stored:
+    """A tensor of the checkpoint."""
+
+    def __init__(self, tensors: NativeTensors, name: str) -> None:
+        self._tensors, self._name = tensors, name
+
+    @property
+    def info(self) -> TensorInfo:
+        """See `ReadableTensor.info`."""
+        return self._tensors.infos[self._name]
+
+    def read(self, start: int, stop: int) -> Any:
+        """See `ReadableTensor.read`."""
+        return self._tensors.read(self._name, start, stop)
+
+
+def adapter_in(
+    checkpoint: Path, tensors: NativeTensors, settings: Mapping[str, Any], model_files: Path
+) -> adapters.Adapter:
+    """The adapter that a checkpoint's weights are.
+
+    Args:
+        settings: the section `model` of the checkpoint's configuration.
+        model_files: a folder with the config.json of the base.
+    """
+    own = {name.removeprefix(PREFIX): name for name in tensors.infos}
+    kind = parse_model_config(read_small_files(model_files), model_files)["model_type"]
+    config = adapter_config(settings["lora"], own, str(settings["path"]), kind)
+    return adapters.Adapter(checkpoint, config, {PREFIX + name: _Stored(tensors, own[name]) for name in own})
+
+
+def merged_into(base: Path, adapter: adapters.Adapter) -> dict[str, ReadableTensor]:
+    """Tensors of the model that the base in the folder `base` and the adapter are together. Raises UserError for a
+    base that the adapter does not fit, or without weights."""
+    source = open_safetensors(base)
+    if source is None:
+        raise UserError(
+            f"{base} has no weights in safetensors (model.safetensors, or one in parts with its index), beside which "
+            "the adapter was trained. Name a folder that has them: --hf_model_path."
+        )
+    return adapters.merged({name: SourceTensor(source, name) for name in source.contents.tensors}, adapter)

@@ -1,0 +1,115 @@
+"""Config, tokenizer and chat template of a checkpoint of this trainer: its own, or those that its run began with."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf.checkpoint.commit.manifest import Manifest
+from rlhf.errors import UserError
+from rlhf.models.fingerprint import fingerprint
+from rlhf.models.hf.small_files import is_small_file, read_small_files, with_chat_template
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.files import make_dir, write_small
+from rlhf.storage.hf_layout import MODEL_CONFIG
+from rlhf.storage.layout import CONFIG, HF_FOLDER
+from rlhf.storage.reading import CheckedFiles
+from rlhf.storage.scratch import Scratch
+
+REMEDY = "Name a folder with the model's config and tokenizer: --hf_model_path."
+
+
+class NativeModelFiles:
+    """Folder with a role's config, tokenizer and chat template, good until `close`.
+
+    A checkpoint with `hf_model` has them; else they are looked for where `model.path` of its configuration (of a critic
+    `critic.path`) says, which must still be what the run began with.
+    """
+
+    def __init__(self, checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: str) -> None:
+        self._scratch = Scratch()
+        self.folder = self._scratch.folder
+        try:
+            own = "actor" if role == "ref" else role
+            if f"{own}/{HF_FOLDER}/{MODEL_CONFIG}" in manifest.files:
+                contents = _of_checkpoint(files, manifest, f"{own}/{HF_FOLDER}")
+            else:
+                contents = _of_start(checkpoint, manifest, files, own)
+            for name, content in contents.items():
+                make_dir((self.folder / name).parent)
+                write_small(self.folder / name, content)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._scratch.close()
+
+
+def _of_checkpoint(files: CheckedFiles, manifest: Manifest, folder: str) -> dict[str, bytes]:
+    names = {name.removeprefix(f"{folder}/"): name for name in manifest.in_folder(folder)}
+    return {short: files.content(name) for short, name in names.items() if is_small_file(short)}
+
+
+def _of_start(checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: str) -> dict[str, bytes]:
+    model, setting, path, revision = _start(checkpoint, files, role)
+    template = model["chat_template"] if setting == "model.path" else None
+    folder = _found(checkpoint, setting, path, revision)
+    _check_start(checkpoint, manifest, setting, path, folder)
+    contents = read_small_files(folder)
+    if template is not None:
+        if not (text := Path(template).expanduser()).is_file():
+            raise UserError(f"model.chat_template={template} of {checkpoint} is not there any more. {REMEDY}")
+        contents = with_chat_template(contents, text.read_bytes())
+    return contents
+
+
+def start_settings(checkpoint: Path, files: CheckedFiles) -> Any:
+    """The section `model` of a checkpoint's configuration. Raises UserError when it says none."""
+    return _start(checkpoint, files, "actor")[0]
+
+
+def base_folder(checkpoint: Path, manifest: Manifest, files: CheckedFiles, given: Path | None) -> Path:
+    """The folder with the weights that adapters of a checkpoint were trained beside: `given`, or `model.path` of its
+    configuration. Raises UserError when it is not there, or another one."""
+    _, setting, path, revision = _start(checkpoint, files, "actor")
+    folder = given or _found(checkpoint, setting, path, revision, weights=True)
+    _check_start(checkpoint, manifest, setting, str(folder) if given else path, folder)
+    return folder
+
+
+def _start(checkpoint: Path, files: CheckedFiles, role: str) -> tuple[Any, str, str, str | None]:
+    """The section `model` of the configuration, and which setting names the role's start: its name, the path and the
+    revision."""
+    try:
+        config: Any = yaml.safe_load(files.content(CONFIG))
+        model = config["model"]
+        setting, path, revision = "model.path", model["path"], model["revision"]
+        if role == "critic" and config["critic"]["path"] is not None:
+            setting, path, revision = "critic.path", config["critic"]["path"], None
+        model["chat_template"]
+    except (yaml.YAMLError, KeyError, TypeError, RecursionError, DamagedCheckpoint) as error:
+        raise UserError(f"{checkpoint / CONFIG} does not say where its model is from ({error}). {REMEDY}") from None
+    return model, setting, str(path), revision
+
+
+def _check_start(checkpoint: Path, manifest: Manifest, setting: str, path: str, folder: Path) -> None:
+    known = manifest.fingerprints.get(setting)
+    if known is not None and any(folder.glob("*.safetensors")) and fingerprint(folder) != known:
+        raise UserError(f"{setting}={path} is no longer what {checkpoint} was trained from. {REMEDY}")
+
+
+def _found(checkpoint: Path, setting: str, path: str, revision: str | None, *, weights: bool = False) -> Path:
+    """The folder that a setting of a checkpoint names; small files of a Hub name are downloaded, and its weights."""
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    from rlhf.models.loading import ModelSource, resolve_path  # with transformers, which only a Hub name needs
+
+    try:
+        return resolve_path(ModelSource(setting, path, revision), weights=weights)
+    except UserError as error:
+        raise UserError(
+            f"{checkpoint} was trained from {setting}={path}, which cannot be had: {error} {REMEDY}"
+        ) from None

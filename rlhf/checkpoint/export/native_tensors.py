@@ -1,0 +1,51 @@
+"""Tensors of a component of a checkpoint of ours, read in ranges and proven on the way; small ones together."""
+
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from rlhf.models.hf.source import TensorInfo
+from rlhf.storage.shards import DTYPES, Shard, TensorReader
+
+READ_AHEAD, MOST_AHEAD = 16 << 20, 128 << 20
+"""Bytes of whole tensors that are read together, of many ranks' files up to the second: each block of a file is proven
+as a whole, so small tensors one by one would read it again and again."""
+
+
+class NativeTensors:
+    """Tensors of one component, by name; `together` bytes of whole ones are read at a time."""
+
+    def __init__(self, reader: TensorReader, together: int) -> None:
+        self._reader = reader
+        self._together = min(max(READ_AHEAD, together), MOST_AHEAD)
+        self.infos = {name: TensorInfo(shape, DTYPES[dtype]) for name, (dtype, shape) in reader.tensors.items()}
+        self._order = list(self.infos)
+        self._place = {name: number for number, name in enumerate(self._order)}
+        self._ahead: dict[str, Tensor] = {}
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `TensorSource.read`."""
+        if name not in self._ahead:
+            info = self.infos[name]
+            if (stop - start) * info.dtype.itemsize >= self._together or (start, stop) != (0, info.numel):
+                return self._fetch({name: (start, stop)})[name]
+            self._ahead = self._fetch({following: (0, self.infos[following].numel) for following in self._batch(name)})
+        return self._ahead.pop(name)[start:stop]
+
+    def _batch(self, name: str) -> list[str]:
+        """`name` and whole tensors after it, as much as is read together."""
+        size = 0
+
+        def fits(following: str) -> bool:
+            nonlocal size
+            size += self.infos[following].nbytes
+            return size <= self._together
+
+        return [name, *list(takewhile(fits, self._order[self._place[name] :]))[1:]]
+
+    def _fetch(self, wanted: dict[str, tuple[int, int]]) -> dict[str, Tensor]:
+        """Ranges of several tensors."""
+        found = {n: torch.empty(stop - start, dtype=self.infos[n].dtype) for n, (start, stop) in wanted.items()}
+        self._reader.read_into({n: Shard(self.infos[n].shape, start, found[n]) for n, (start, _) in wanted.items()})
+        return found

@@ -1,1 +1,0 @@
-"""Checkpoints of other tools, and ours as they know them."""

@@ -1,1 +1,0 @@
-"""Hugging Face folders, read and written, and their upload."""

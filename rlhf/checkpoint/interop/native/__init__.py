@@ -1,1 +1,0 @@
-"""Checkpoints of ours, read and written as other layouts are."""

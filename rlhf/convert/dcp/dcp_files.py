@@ -1,0 +1,276 @@
+"""Tensors in a folder of torch.distributed.checkpoint: found in its `.metadata`, read in ranges from its data files."""
+
+import io
+import operator
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+
+from rlhf.convert.pickles import StandIn, stand_in
+from rlhf.convert.stored_tensor import StoredTensor, open_torch_file
+from rlhf.errors import UserError
+from rlhf.models.hf.source import TensorInfo
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.reading import read_regular
+
+METADATA = ".metadata"
+LARGEST = 4 << 30
+"""Bytes of one; a million chunks take 140 MB."""
+OF_METADATA = [
+    *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    *("TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+]
+MADE: dict[str, Any] = {
+    **{f"torch.distributed.checkpoint.metadata.{name}": getattr(metadata, name) for name in OF_METADATA},
+    "torch.distributed.checkpoint.filesystem._StorageInfo": filesystem._StorageInfo,
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": metadata.TensorProperties,
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": metadata._MEM_FORMAT_ENCODING,
+    "torch.Size": torch.Size,
+    "torch.serialization._get_layout": torch.serialization._get_layout,
+    "collections.OrderedDict": OrderedDict,
+}
+"""All that a `.metadata` may make; types of torch (`torch.float32`) besides."""
+UNREAD = (
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+    "torch.distributed.checkpoint.planner.SavePlan",
+    "torch.distributed.checkpoint.planner.WriteItem",
+    "torch.distributed.checkpoint.planner.WriteItemType",
+    "torch.distributed.checkpoint.planner.TensorWriteData",
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
+)
+"""Classes of what some savers add; nobody looks at it."""
+STAND_INS: dict[str, type[StandIn]] = {name: stand_in(name)[0] for name in UNREAD}
+
+
+class ReadableChunk(Protocol):
+    """Part of a tensor in a file."""
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of it, flattened, 1-D."""
+        ...
+
+
+@dataclass(frozen=True)
+class Band:
+    """Rows [row, row + rows) of a tensor, in columns [column, column + columns): as they lie in a chunk from its
+    element `at` on."""
+
+    row: int
+    rows: int
+    column: int
+    columns: int
+    at: int
+    stored: "ReadableChunk"
+
+
+@dataclass
+class _Chunk:
+    """One item in a data file, opened when it is first read."""
+
+    path: Path
+    start: int
+    size: int
+    info: TensorInfo
+    _tensor: StoredTensor | None = field(default=None, init=False)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        if self._tensor is None:
+            found = open_torch_file(self.path, start=self.start, size=self.size)
+            if not isinstance(found, StoredTensor) or (found.shape, found.dtype) != (self.info.shape, self.info.dtype):
+                raise DamagedCheckpoint(f"{self.path} has another tensor at byte {self.start} than {METADATA} says")
+            self._tensor = found
+        return self._tensor.read(start, stop)
+
+
+class DcpFolder:
+    """Tensors of a folder by the names in its `.metadata`; nothing is open between reads.
+
+    `objects` are the names of what else is in it, `paths` the keys that lead to each in the nested state dict that was
+    saved, as far as the saver has noted them. Raises UserError for a folder without `.metadata`, a missing data
+    file, or one that is compressed; DamagedCheckpoint for a `.metadata` that cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        described = read_metadata(path / METADATA)
+        self.tensors: dict[str, TensorInfo] = {}
+        self.objects: list[str] = []
+        self._items: dict[str, dict[tuple[int, ...], Any]] = {}
+        self._chunks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        self._bands: dict[str, list[Band]] = {}
+        try:
+            self._take(described)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise DamagedCheckpoint(f"{path / METADATA} is not laid out as torch saves: {error!r}") from None
+
+    def _take(self, described: metadata.Metadata) -> None:
+        self.paths: dict[str, tuple[Any, ...]] = {key: tuple(of) for key, of in (described.planner_data or {}).items()}
+        for name, entry in described.state_dict_metadata.items():
+            if isinstance(entry, metadata.TensorStorageMetadata):
+                self.tensors[name] = TensorInfo(counts(entry.size), torch.empty(0, dtype=entry.properties.dtype).dtype)
+                self._chunks[name] = [(counts(chunk.offsets), counts(chunk.sizes)) for chunk in entry.chunks]
+            else:
+                self.objects.append(name)
+        for index, info in described.storage_data.items():
+            self._items.setdefault(index.fqn, {})[counts(index.offset or ())] = info
+        self._check_files(described.storage_data)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened (row-major) tensor `name`, 1-D."""
+        info = self.tensors[name]
+        if name not in self._bands:
+            self._bands[name] = list(self._laid_out(name))
+        width = info.shape[-1] if len(info.shape) > 1 else 1
+        first, last = (start // width, -(-stop // width)) if width else (0, 0)
+        rows = torch.empty(last - first, width, dtype=info.dtype)
+        there, filled = torch.zeros(rows.shape, dtype=torch.bool), 0
+        for band in self._bands[name]:
+            begin, end = max(first, band.row), min(last, band.row + band.rows)
+            if begin < end:
+                at = band.at + (begin - band.row) * band.columns
+                block = band.stored.read(at, at + (end - begin) * band.columns).view(-1, band.columns)
+                place = slice(begin - first, end - first), slice(band.column, band.column + band.columns)
+                rows[place], there[place] = block, True
+                filled += block.numel()
+        # Parts that overlap would make up for one that is missing.
+        if filled != rows.numel() or not there.all():
+            raise DamagedCheckpoint(f"{self.path / METADATA} does not say where all of {name} is")
+        return rows.view(-1)[start - first * width : stop - first * width]
+
+    def read_object(self, name: str) -> Any:
+        """Value of one of `objects`; raises UserError when that is more than plain values."""
+        if len(found := self._items.get(name, {})) != 1:
+            raise DamagedCheckpoint(f"{self.path / METADATA} does not say where {name} is")
+        [item] = found.values()
+        return open_torch_file(self.path / item.relative_path, start=item.offset, size=item.length)
+
+    def _laid_out(self, name: str) -> Iterator[Band]:
+        """The bands of all chunks of a tensor. Rows are those of the tensor with all but its last dimension
+        flattened; a vector has one per element."""
+        info, items = self.tensors[name], self._items.get(name, {})
+        for offsets, sizes in self._chunks[name]:
+            part, item = TensorInfo(sizes, info.dtype), items.get(offsets)
+            if item is None or part.nbytes > item.length:
+                raise DamagedCheckpoint(f"{self.path / METADATA} does not say where {name} is")
+            stored = _Chunk(self.path / item.relative_path, item.offset, item.length, part)
+            yield from self._bands_of(name, offsets, part.shape, stored)
+
+    def _bands_of(
+        self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], stored: ReadableChunk
+    ) -> Iterator[Band]:
+        """The bands of one chunk; raises DamagedCheckpoint unless it is a part of the tensor."""
+        shape = self.tensors[name].shape
+        fits = len(offsets) == len(sizes) == len(shape)
+        if not fits or any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
+            raise DamagedCheckpoint(f"{self.path}: a part of {name}, {sizes} at {offsets}, is none of {shape}")
+        return bands(shape, offsets, sizes, stored)
+
+    def _check_files(self, stored: Mapping[Any, Any]) -> None:
+        ends: dict[str, int] = {}
+        for info in stored.values():
+            if getattr(info, "transform_descriptors", None):
+                raise UserError(
+                    f"{self.path} is compressed ({info.transform_descriptors}). Save it without extensions."
+                )
+            end = sum(counts((info.offset, info.length)))
+            ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
+        for file, end in sorted(ends.items()):
+            if Path(file).name != file:
+                raise DamagedCheckpoint(f"{self.path / METADATA} speaks of a file elsewhere: {file}")
+            if not (self.path / file).is_file():
+                raise UserError(f"{self.path} lacks {file}, which {METADATA} names. Restore it.")
+            if (size := (self.path / file).stat().st_size) < end:
+                raise DamagedCheckpoint(f"{self.path / file} is cut off: {METADATA} speaks of {end} bytes, not {size}")
+
+
+def counts(numbers: Any) -> tuple[int, ...]:
+    """Numbers in a description, which may say anything; raises ValueError for those that count nothing."""
+    found = tuple(map(operator.index, numbers))
+    if any(number < 0 for number in found):
+        raise ValueError(f"{found} has a negative number")
+    return found
+
+
+def read_metadata(path: Path) -> metadata.Metadata:
+    """The content of a `.metadata` file; raises UserError naming what it asks for beyond the list of what one may make,
+    DamagedCheckpoint for one that is cut off."""
+    try:
+        content = read_regular(path, LARGEST)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}): the save did not end, or it is no such folder."
+        ) from None
+    try:
+        found = _Listed(io.BytesIO(content), path).load()
+    except UserError:
+        raise
+    except Exception as error:  # a file that is no pickle makes the reader fail in any way
+        raise DamagedCheckpoint(f"{path} is cut off, or no metadata of torch's checkpoints: {error}") from None
+    if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
+        raise DamagedCheckpoint(f"{path} is no metadata of torch's checkpoints")
+    return found
+
+
+class _Listed(pickle._Unpickler):
+    """Unpickler that makes what is on the list, and refuses all else by its name.
+
+    Python's own and not C's: that takes as much memory as a pickle claims to need, and lets one set attributes of what
+    is on the list itself, for the whole process.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    del dispatch[pickle.BYTEARRAY8[0]]  # takes what it claims to need, too; no metadata has one
+
+    def __init__(self, file: io.BytesIO, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        asked = f"{module}.{name}"
+        if asked in MADE:
+            return MADE[asked]
+        if asked in STAND_INS:
+            return STAND_INS[asked]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise UserError(
+            f"{self._path} asks for {asked}, which is not on the list of what a checkpoint may hold: such a file could "
+            "run anything. If you trust it, save it anew with torch.distributed.checkpoint."
+        )
+
+    def _build(self) -> None:
+        if callable(made := self.stack[-2]):  # type: ignore[attr-defined]  # a class or function, no object of one
+            raise DamagedCheckpoint(f"it changes {made.__name__}")
+        self.load_build()  # type: ignore[attr-defined]
+
+    dispatch[pickle.BUILD[0]] = _build
+
+
+def bands(
+    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], stored: ReadableChunk
+) -> Iterator[Band]:
+    """The bands of a chunk of `sizes` that begins at `offsets` of a tensor of `shape`."""
+    if len(shape) < 2:
+        yield Band(sum(offsets), torch.Size(sizes).numel(), 0, 1, 0, stored)
+        return
+    outer, columns = shape[:-1], sizes[-1]
+    # Dimensions that the chunk has whole make rows that follow each other, together with the one before them.
+    split = len(outer) - 1
+    while split > 0 and sizes[split] == shape[split]:
+        split -= 1
+    strides = [torch.Size(outer[axis + 1 :]).numel() for axis in range(len(outer))]
+    rows = sizes[split] * strides[split]
+    for number, index in enumerate(product(*(range(size) for size in sizes[:split]))):
+        row = offsets[split] * strides[split]
+        row += sum((offsets[axis] + index[axis]) * strides[axis] for axis in range(split))
+        yield Band(row, rows, offsets[-1], columns, number * rows * columns, stored)

@@ -1,0 +1,77 @@
+"""Folders of safetensors files in which ranks hold parts of tensors, as torch's HuggingFaceStorageWriter saves them."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf.convert.dcp.dcp_files import Band, DcpFolder, counts
+from rlhf.convert.stored_tensor import StoredTensor
+from rlhf.errors import UserError
+from rlhf.models.hf.source import TensorInfo
+from rlhf.models.model_files import DTYPES
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.reading import UnprovenFiles, parse_json
+from rlhf.storage.safetensors_header import read_safetensors_header
+
+PLACES, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+"""Key of a file's own metadata that says where its tensors begin in the whole ones, and the key of that there."""
+FILE = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
+
+
+def is_sharded(folder: Path) -> bool:
+    """Whether a folder has such files."""
+    return any(FILE.fullmatch(path.name) for path in folder.glob("shard-*.safetensors"))
+
+
+class DcpSafetensors(DcpFolder):
+    """Tensors of such a folder, which nothing but the files themselves describes.
+
+    Raises UserError for a rank's file that is missing between others, DamagedCheckpoint for one that is cut off. That
+    the last ranks' are missing cannot be seen here: tensors are then shorter than the model's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.tensors, self.objects, self.paths = path, {}, [], {}
+        self._bands = {}
+        self._parts: dict[str, list[tuple[tuple[int, ...], StoredTensor]]] = {}
+        names = sorted(file.name for file in path.glob("*.safetensors") if FILE.fullmatch(file.name))
+        found = {int(match[1]) for match in map(FILE.fullmatch, names) if match}
+        if missing := sorted(set(range(1, max(found) + 1)) - found):
+            raise UserError(f"{path} lacks the files shard-{missing[0]:05d}-*.safetensors of one rank. Restore them.")
+        files = UnprovenFiles(path.resolve(), names)
+        for name in names:
+            self._add(files, name)
+        for name, parts in self._parts.items():
+            ends = [[begin + size for begin, size in zip(at, part.shape, strict=True)] for at, part in parts]
+            self.tensors[name] = TensorInfo(tuple(map(max, zip(*ends, strict=True))), parts[0][1].dtype)
+
+    def _add(self, files: UnprovenFiles, name: str) -> None:
+        header, length = read_safetensors_header(files, name)
+        places = self._places(files, name, length)
+        for tensor, entry in header.items():
+            if entry["dtype"] not in DTYPES:
+                raise UserError(f"{self.path / name} has tensors of type {entry['dtype']}, which is not read here.")
+            begin, end = entry["data_offsets"]
+            if length + end > files.size(name):
+                raise DamagedCheckpoint(f"{self.path / name} is cut off: it ends before {tensor}")
+            stored = StoredTensor(self.path / name, length + begin, DTYPES[entry["dtype"]], tuple(entry["shape"]))
+            if end - begin != stored.numel * stored.dtype.itemsize:
+                raise DamagedCheckpoint(f"{self.path / name}: the bytes of {tensor} are not those of its shape")
+            try:
+                offsets = counts(places[tensor][OFFSETS])
+            except (KeyError, TypeError, ValueError):
+                raise DamagedCheckpoint(f"{self.path / name} does not say which part of {tensor} it has") from None
+            if len(offsets) != len(stored.shape):
+                raise DamagedCheckpoint(f"{self.path / name}: {tensor} begins at {offsets} and is {stored.shape}")
+            self._parts.setdefault(tensor, []).append((offsets, stored))
+
+    def _places(self, files: UnprovenFiles, name: str, length: int) -> Any:
+        """What a file says of where its tensors belong."""
+        own = parse_json(files.start(name, length)[8:], name).get("__metadata__")
+        said = own.get(PLACES) if isinstance(own, dict) else None
+        return parse_json(said.encode(), name) if isinstance(said, str) else None
+
+    def _laid_out(self, name: str) -> Iterator[Band]:
+        for offsets, stored in self._parts[name]:
+            yield from self._bands_of(name, offsets, stored.shape, stored)

@@ -1,0 +1,235 @@
+"""Folders of torch.distributed.checkpoint: torchtitan's, accelerate's of FSDP, and those of programs of one's own.
+
+Known are `.metadata` with `*.distcp` files, and the safetensors that ranks save with HuggingFaceStorageWriter. The
+state dict may be nested (`model`, `optimizer`), or flat with the model at its top, as torchtitan saves it.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.convert.dcp.dcp_files import METADATA, DcpFolder
+from rlhf.convert.dcp.dcp_safetensors import DcpSafetensors, is_sharded
+from rlhf.convert.dcp.torchtitan_names import EMBEDDING, rotated_rows, to_transformers
+from rlhf.convert.huggingface.layout_trainer import progress_of
+from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.models.hf.hf_folder import ranges_of
+from rlhf.models.hf.small_files import parse_model_config, read_small_files
+from rlhf.models.hf.source import Contents, Origin, TensorInfo, TrainedSoFar
+from rlhf.storage.hf_layout import MODEL_CONFIG
+
+NAME = "dcp"
+OF_MEGATRON = ("metadata.json", "common.pt")
+"""Files that only Megatron puts beside `.metadata`."""
+MODEL, OPTIMIZER = ("model", "module", "state_dict"), ("optimizer", "optim", "optimizers")
+"""Keys of a nested state dict under which programs save the two."""
+SCHEDULE = ("lr_scheduler", "scheduler")
+MOMENT = re.compile(r"state\.(.+)\.(exp_avg|exp_avg_sq|step)")
+WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""What torch.compile, FSDP and activation checkpointing put into names."""
+OF_ACCELERATE = re.compile(r"pytorch_model_fsdp_(\d+)")
+
+
+def recognises(origin: Origin) -> bool:
+    """Whether the folder, or one in it, is what `torch.distributed.checkpoint` saves, other than through Megatron."""
+    try:
+        return _folders(origin) is not None
+    except UserError:  # there are saves; `open_source` says what is wrong
+        return True
+
+
+def open_source(origin: Origin) -> "DcpSource":
+    """Open a folder. Raises UserError for one without `.metadata`, for a missing data file, and for a model of
+    torchtitan's that is not known or whose config.json is not given."""
+    found = _folders(origin)
+    if found is None:
+        raise UserError(f"{origin.path} has no {METADATA}: the save did not end, or it is no folder of torch's DCP.")
+    return DcpSource(origin, *found)
+
+
+def _is_save(folder: Path) -> bool:
+    return (folder / METADATA).is_file() and not any((folder / name).exists() for name in OF_MEGATRON)
+
+
+def _folders(origin: Origin) -> tuple[Path, Path | None] | None:
+    """The folders of the model and, if it has one of its own, of the optimizer; None when nothing of the kind is
+    there."""
+    path = origin.path
+    if origin.tag is None and _is_save(path):
+        match = OF_ACCELERATE.fullmatch(path.resolve().name)
+        return path, _if_save(path.resolve().parent / f"optimizer_{match[1]}") if match else None
+    if origin.tag is None and is_sharded(path):
+        return path, None
+    if origin.tag is None and _is_save(path / "pytorch_model_fsdp_0"):
+        return path / "pytorch_model_fsdp_0", _if_save(path / "optimizer_0")
+    steps = sorted(
+        (int(each.name[5:]), each) for each in path.glob("step-*") if each.name[5:].isdigit() and _is_save(each)
+    )
+    if not steps:
+        return None
+    names = [each.name for _, each in steps]
+    if origin.tag is not None and origin.tag not in names:
+        near = did_you_mean(nearest(origin.tag, names))
+        raise UserError(f"--tag={origin.tag} is not in {path}. There are {', '.join(names)}.{near}")
+    return path / (origin.tag or names[-1]), None
+
+
+def _if_save(folder: Path) -> Path | None:
+    return folder if _is_save(folder) else None
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A tensor in a folder, and the rows of a head when they lie in torchtitan's order."""
+
+    folder: DcpFolder
+    name: str
+    head: int = 0
+
+    @property
+    def info(self) -> TensorInfo:
+        return self.folder.tensors[self.name]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        if not self.head:
+            return self.folder.read(self.name, start, stop)
+        # Row 2i+j of a head in torchtitan is row j*half+i in transformers.
+        block = self.head * self.info.numel // self.info.shape[0]
+        first, last = start // block, -(-stop // block)
+        heads = self.folder.read(self.name, first * block, last * block).view(last - first, self.head // 2, 2, -1)
+        return heads.transpose(1, 2).reshape(-1)[start - first * block : stop - first * block]
+
+
+class DcpSource:
+    """One open folder, or accelerate's two; nothing is open between reads."""
+
+    layout = NAME
+
+    def __init__(self, origin: Origin, model: Path, optimizer: Path | None) -> None:
+        folders = [DcpSafetensors(model) if not _is_save(model) else DcpFolder(model)]
+        if optimizer is not None:
+            folders.append(DcpFolder(optimizer))
+        beside = [folder for folder in (model, model.parent) if (folder / MODEL_CONFIG).is_file()]
+        files = origin.model_files or next(iter(beside), None)
+        weights, moments = _named(folders)
+        if not weights:
+            raise UserError(
+                f"{model} has no tensors of a model: {', '.join(list(folders[0].tensors)[:3]) or 'nothing'}."
+            )
+        if EMBEDDING in weights:
+            weights, moments = _of_torchtitan(model, files, weights, moments)
+        moments = {name: held for name, held in moments.items() if name.rpartition(".")[0] in weights}
+        self._held = weights | moments
+        absent = [] if moments else ["The moments: there are none of this optimizer's under the parameters' names."]
+        self.contents = Contents(
+            tensors={name: held.info for name, held in weights.items()},
+            moments={name: held.info for name, held in moments.items()},
+            model_files=files,
+            absent=absent,
+        )
+        self._drop_tied()
+        self.contents.progress = _progress(folders[0], model.parent, self._updates())
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `TensorSource.read`."""
+        return self._held[name].read(start, stop)
+
+    def close(self) -> None:
+        """See `TensorSource.close`."""
+
+    def _drop_tied(self) -> None:
+        """Have a tied output embedding once, as the configuration says and the numbers agree."""
+        tensors, files = self.contents.tensors, self.contents.model_files
+        copy, original = "lm_head.weight", "model.embed_tokens.weight"
+        if files is None or copy not in tensors or tensors[copy] != tensors.get(original):
+            return
+        if parse_model_config(read_small_files(files), files).get("tie_word_embeddings") and all(
+            torch.equal(self.read(copy, start, stop), self.read(original, start, stop))
+            for _, start, stop in ranges_of({copy: tensors[copy]})
+        ):
+            del tensors[copy]
+            for name in [name for name in self.contents.moments if name.startswith(f"{copy}.")]:
+                del self.contents.moments[name]
+
+    def _updates(self) -> int | None:
+        counts = [name for name in self.contents.moments if name.endswith(".step")]
+        return int(self.read(counts[0], 0, 1).item()) if counts else None
+
+
+def _named(folders: list[DcpFolder]) -> tuple[dict[str, _Held], dict[str, _Held]]:
+    """The model's tensors and the moments by the names of the parameters, without what wraps them."""
+    found: dict[str, dict[str, _Held]] = {"nested": {}, "top": {}, "moments": {}, "other": {}}
+    for folder in folders:
+        for key in folder.tensors:
+            kind, name = _kind(folder.paths.get(key, (key,)))
+            found[kind][WRAPPERS.sub("", name)] = _Held(folder, key)
+    return found["nested"] or _unwrapped(found["top"]), found["moments"]
+
+
+def _kind(path: tuple[Any, ...]) -> tuple[str, str]:
+    """What a tensor is that was saved under the keys `path`, and of the model's and the optimizer's the name."""
+    parts = [str(part) for part in path]
+    if len(parts) == 1 and (first := parts[0].partition("."))[0] in OPTIMIZER:
+        parts = [first[0], first[2]]
+    for number, part in enumerate(parts[:-1]):
+        rest = ".".join(parts[number + 1 :])
+        if part in OPTIMIZER:
+            match = MOMENT.fullmatch(rest)
+            return ("moments", f"{match[1]}.{match[2]}") if match else ("other", rest)
+        if part in MODEL:
+            return "nested", rest
+    return ("top", parts[0]) if len(parts) == 1 else ("other", ".".join(parts))
+
+
+def _unwrapped(tensors: dict[str, _Held]) -> dict[str, _Held]:
+    """Without the name that a wrapper has put before all."""
+    for prefix in ("module.", "model."):
+        if all(name.startswith(prefix) for name in tensors) and any(n.startswith(f"{prefix}model.") for n in tensors):
+            return {name.removeprefix(prefix): held for name, held in tensors.items()}
+    return tensors
+
+
+def _of_torchtitan(
+    where: Path, files: Path | None, weights: Mapping[str, _Held], moments: Mapping[str, _Held]
+) -> tuple[dict[str, _Held], dict[str, _Held]]:
+    """Tensors by their names in transformers, rows in its order."""
+    if files is None:
+        raise UserError(
+            f"{where} is of torchtitan and does not say how many heads its model has. Name a folder with the same "
+            "model's config.json with --hf_model_path."
+        )
+    config = parse_model_config(read_small_files(files), files)
+    renamed: dict[str, _Held] = {}
+    of_moments: dict[str, _Held] = {}
+    for name, held in weights.items():
+        if (to := to_transformers(name, config, where)) is None:
+            continue
+        head = rotated_rows(to, config)
+        if head and held.info.shape[0] % head:
+            raise UserError(
+                f"{where}: {name} has {held.info.shape[0]} rows, which are no heads of {head} as {files} says."
+            )
+        renamed[to] = replace(held, head=head)
+        for moment in ("exp_avg", "exp_avg_sq", "step"):
+            if (stored := moments.get(f"{name}.{moment}")) is not None:
+                of_moments[f"{to}.{moment}"] = replace(stored, head=head if moment != "step" else 0)
+    return renamed, of_moments
+
+
+def _progress(folder: DcpFolder, beside: Path, updates: int | None) -> TrainedSoFar:
+    """Step and schedule of torchtitan's, or those that the Trainer of transformers notes beside its folders."""
+    noted = progress_of(beside)
+    step = noted.step
+    for key in [key for key, path in folder.paths.items() if path[-2:] == ("train_state", "step")]:
+        step = int(folder.read(key, 0, 1).item()) if key in folder.tensors else int(folder.read_object(key))
+    schedule = {
+        path[-1]: folder.read_object(key)
+        for key, path in folder.paths.items()
+        if path[0] in SCHEDULE and path[-1] in ("last_epoch", "base_lrs", "_last_lr") and key in folder.objects
+    }
+    return TrainedSoFar(step=step, optimizer_steps=updates, schedule=schedule or noted.schedule)

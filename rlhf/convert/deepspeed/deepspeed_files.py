@@ -1,0 +1,129 @@
+"""Files of one save of DeepSpeed's: found, complete, and read with a list of what their pickles may ask for."""
+
+import codecs
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from rlhf.convert.pickles import Allowed, stand_in
+from rlhf.convert.stored_tensor import open_torch_file
+from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.models.hf.source import Origin
+from rlhf.storage.disk_errors import DamagedCheckpoint
+
+LATEST = "latest"
+MODEL_STATES, OPTIM_STATES = "*_model_states.pt", "*_optim_states.pt"
+RANK = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(?:model|optim)_states\.pt")
+
+
+# A save asks for a few of DeepSpeed's classes, and an application may add numpy's random state and its arguments;
+# nobody looks at it. None of numpy's is made: its types take what a pickle says of them, and then bytes for addresses.
+ALLOWED: Allowed = [
+    *(
+        stand_in(name)
+        for name in (
+            "deepspeed.runtime.zero.config.ZeroStageEnum",
+            "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+            "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+            "deepspeed.utils.tensor_fragment.fragment_address",
+            "argparse.Namespace",
+            "numpy.ndarray",
+            "numpy.dtype",
+            *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+        )
+    ),
+    codecs.encode,
+    defaultdict,
+]
+
+
+def find_save(origin: Origin) -> Path | None:
+    """Folder of the save that is meant: `origin` itself, the tag that it names, or the one that `latest` names; None
+    when `origin` is no folder of DeepSpeed's at all.
+
+    Raises UserError when there are saves, and not the one that is meant.
+    """
+    if origin.tag is None and _is_save(origin.path):
+        return origin.path
+    tags = sorted(path.name for path in origin.path.iterdir() if path.is_dir() and _is_save(path))
+    if not tags:
+        return None
+    tag = origin.tag
+    if tag is None and (latest := origin.path / LATEST).is_file():
+        tag = latest.read_text(errors="replace").strip()
+    if tag in tags:
+        return origin.path / tag
+    there = f"There are {', '.join(tags)}."
+    if origin.tag is not None:
+        raise UserError(f"--tag={tag} is not in {origin.path}. {there}{did_you_mean(nearest(tag or '', tags))}")
+    if tag is None:
+        raise UserError(f"{origin.path} has no file `{LATEST}` that says which save is meant: set --tag. {there}")
+    raise UserError(f"{origin.path / LATEST} names {tag!r}, which is not there or has no file: set --tag. {there}")
+
+
+def _is_save(folder: Path) -> bool:
+    return any(RANK.fullmatch(path.name) for path in folder.glob(MODEL_STATES))
+
+
+def check_kind(save: Path) -> None:
+    """Raise UserError for a save of a kind that is not read here: split over pipeline stages, tensor parallel ranks,
+    experts, or offloaded to NVMe."""
+    found = {
+        "layer_*model_states.pt": "a model split over pipeline stages or experts",
+        "expp_rank_*": "a mixture of experts split over ranks",
+        "offloaded_tensors": "an optimizer whose state is on NVMe",
+    }
+    for pattern, what in found.items():
+        if path := next(iter(sorted(save.glob(pattern))), None):
+            raise UserError(f"{save} is of {what} ({path.name}), which is not read here. Save it without that split.")
+    for path in sorted(save.glob("*_states.pt")):
+        if (match := RANK.fullmatch(path.name)) and int(match[2]):
+            raise UserError(
+                f"{save} is of a model split over tensor parallel ranks ({path.name}), which is not read here. Save it "
+                "without that split."
+            )
+
+
+def files_by_rank(save: Path, pattern: str) -> dict[int, Path]:
+    """Files of a save that match `pattern`, by the rank that wrote them; of one without a rank, rank 0."""
+    found: dict[int, Path] = {}
+    for path in sorted(save.glob(pattern)):
+        if match := RANK.fullmatch(path.name):
+            rank = int(match[1] or 0)
+            if rank in found:
+                raise UserError(f"{save} has {found[rank].name} and {path.name} of two saves: remove the older one.")
+            found[rank] = path
+    return found
+
+
+def open_all(save: Path, pattern: str, world_size: int) -> list[dict[str, Any]]:
+    """Contents of the files that match `pattern`, rank by rank. Raises UserError that names the ones missing."""
+    files = files_by_rank(save, pattern)
+    if missing := [rank for rank in range(world_size) if rank not in files]:
+        like = next(iter(files.values())).name if files else f"zero_pp_rank_0_mp_rank_00{pattern[1:]}"
+        names = ", ".join(re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", like) for rank in missing[:4])
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise UserError(
+            f"{save} was saved by {world_size} ranks and lacks {names}{more}. Copy what is missing into it."
+        )
+    if extra := [path.name for rank, path in files.items() if rank >= world_size]:
+        raise UserError(f"{save} was saved by {world_size} ranks and has {extra[0]} of an earlier save: remove that.")
+    return [open_states(files[rank]) for rank in range(world_size)]
+
+
+def open_first(save: Path, pattern: str) -> dict[str, Any]:
+    """Content of the file of rank 0 that matches `pattern`. Raises UserError when it is missing."""
+    files = files_by_rank(save, pattern)
+    if 0 not in files:
+        there = f"of rank 0; there is {next(iter(files.values())).name}" if files else "at all"
+        raise UserError(f"{save} has no file {pattern} {there}. Copy what is missing into it.")
+    return open_states(files[0])
+
+
+def open_states(path: Path) -> dict[str, Any]:
+    """Content of one file, its tensors as StoredTensor."""
+    content = open_torch_file(path, ALLOWED)
+    if not isinstance(content, dict):
+        raise DamagedCheckpoint(f"{path} is no file of DeepSpeed's: it holds a {type(content).__name__}")
+    return content

@@ -1,0 +1,256 @@
+"""Tensors of a save of DeepSpeed's, put together from the flat partitions of its ranks without reading them.
+
+In stages 1 and 2 all parameters of a group lie one after the other in one flat tensor, of which each rank has an equal
+range. In stage 3 each parameter is cut into equal ranges, padded at the end, and a rank's lie one after the other in
+its flat tensors. The moments lie as the weights do.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.convert.deepspeed.deepspeed_files import MODEL_STATES, OPTIM_STATES, open_all, open_first
+from rlhf.convert.stored_tensor import Piece, StoredTensor, cut, size_of, whole
+from rlhf.models.hf.source import TensorInfo
+from rlhf.storage.disk_errors import DamagedCheckpoint
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PARTITIONS, PARTITIONS_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
+NO_MOMENTS = "The moments: this save has no AdamW state of every parameter."
+NO_NAMES = "{}: at stage 0 DeepSpeed saves them without names, and their order is not known here."
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+@dataclass
+class Assembled:
+    """Tensors of a save: of each its shape and type, and the pieces that it is, one after the other."""
+
+    tensors: dict[str, tuple[TensorInfo, list[Piece]]] = field(default_factory=dict)
+    moments: dict[str, tuple[TensorInfo, list[Piece]]] = field(default_factory=dict)
+    steps: dict[str, Tensor] = field(default_factory=dict)
+    """Step counts of the optimizer, by parameter."""
+    absent: list[str] = field(default_factory=list)
+
+    def add_weight(self, name: str, shape: Sequence[int], pieces: list[Piece]) -> None:
+        """A parameter or buffer of the model's."""
+        self.tensors[name] = TensorInfo(tuple(shape), pieces[0][0].dtype), pieces
+
+    def add_moments(self, name: str, shape: Sequence[int], moments: Mapping[str, list[Piece]], step: Any) -> None:
+        """The moments of a parameter."""
+        for moment, pieces in moments.items():
+            self.moments[f"{name}.{moment}"] = TensorInfo(tuple(shape), pieces[0][0].dtype), pieces
+        self.steps[name] = _scalar(step)
+
+
+def assemble(save: Path, states: Mapping[str, Any]) -> Assembled:
+    """The tensors of the save whose model states of rank 0 are `states`. Raises UserError for a rank's file that is
+    missing, DamagedCheckpoint for partitions that do not fit the parameters."""
+    if states.get("param_shapes") is None:
+        return _stage_0(states)
+    content = open_first(save, OPTIM_STATES)
+    first = _optimizer(content, save)
+    counts = first["partition_count"]
+    world_size = max(counts) if isinstance(counts, list) else int(counts)
+    ranks = [_optimizer(content, save) for content in open_all(save, OPTIM_STATES, world_size)]
+    if PARTITIONS in first:
+        _check_order(save, states["param_shapes"], ranks, content.get("ds_config"))
+        return _stages_1_and_2(save, states, ranks)
+    return _stage_3(save, states, ranks)
+
+
+def _optimizer(content: Mapping[str, Any], save: Path) -> dict[str, Any]:
+    state = content.get("optimizer_state_dict", {})
+    if "partition_count" not in state or not {PARTITIONS, PARTITIONS_3} & state.keys():
+        raise DamagedCheckpoint(f"{save} has optimizer states that are not those of ZeRO: no float32 partitions")
+    return state
+
+
+def _stage_0(states: Mapping[str, Any]) -> Assembled:
+    """Parameters whole; float32 copies and moments in the order of the optimizer's parameters, without names."""
+    made = Assembled()
+    for name, tensor in _once(states["module"], {}):
+        made.add_weight(name, tensor.shape, whole(tensor))
+    shapes = {name: info.shape for name, (info, _) in made.tensors.items() if name not in states["buffer_names"]}
+    optimizer = states.get("optimizer") or {}
+    flat, parts = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
+    inner = optimizer.get("optimizer_state_dict", optimizer)
+    state = [inner["state"][number] for number in sorted(inner.get("state") or {})]
+    if not state or any(moment not in each for moment in MOMENTS for each in state):
+        made.absent.append(NO_MOMENTS)
+        return made
+    found = [tuple(each[MOMENTS[0]].shape) for each in state]
+    expected = [(sum(map(math.prod, shapes.values())),)] if flat else [tuple(shape) for shape in shapes.values()]
+    if len(inner["param_groups"]) > 1 or found != expected:
+        made.absent.append(NO_NAMES.format("The float32 weights and the moments" if flat or parts else "The moments"))
+        return made
+    weights = [piece for tensor in (flat or (parts[0] if parts else [])) for piece in whole(tensor)]
+    moments = {moment: [piece for each in state for piece in whole(each[moment])] for moment in MOMENTS}
+    _in_a_row(
+        made, shapes, [0] * len(shapes), weights, moments, state[0].get("step", inner["param_groups"][0].get("step"))
+    )
+    return made
+
+
+def _stages_1_and_2(save: Path, states: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Assembled:
+    made = Assembled()
+    trained = {name for shapes in states["param_shapes"] for name in shapes}
+    for name, tensor in _once(states["module"], states.get("shared_params") or {}):
+        if name not in trained:
+            made.add_weight(name, tensor.shape, whole(tensor))
+    for group, shapes in enumerate(states["param_shapes"]):
+        weights = [piece for rank in ranks for piece in whole(rank[PARTITIONS][group])]
+        paddings = ranks[0].get("param_alignment_paddings")
+        gaps = paddings[group] if paddings else [0] * len(shapes)
+        needed, held = sum(map(math.prod, shapes.values())) + sum(gaps), size_of(weights)
+        # The end is padded, and how far depends on the version: at most to a multiple of twice the ranks.
+        if not needed <= held < needed + 2 * len(ranks) or len(gaps) != len(shapes):
+            raise DamagedCheckpoint(_unfit(save, group, held, needed))
+        moments, step = _moments(ranks, group)
+        _in_a_row(made, shapes, gaps, weights, moments, step)
+    return _said(made, trained)
+
+
+def _check_order(save: Path, groups: Sequence[Shapes], ranks: Sequence[Mapping[str, Any]], config: Any) -> None:
+    """Raise DamagedCheckpoint when a rank's partition has other parameters than its file says that it has."""
+    # With round_robin_gradients the files say it wrongly: in another order than the parameters lie in.
+    if not isinstance(config, dict) or config.get("zero_optimization", {}).get("round_robin_gradients"):
+        return
+    for group, shapes in enumerate(groups):
+        gaps = ranks[0].get("param_alignment_paddings", [[0] * len(shapes)] * len(groups))[group]
+        at, places = 0, {}
+        for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+            places[name] = at, at + math.prod(shape)
+            at = places[name][1] + gap
+        begin = 0
+        for number, rank in enumerate(ranks):
+            end = begin + rank[PARTITIONS][group].numel
+            there = {name for name, (first, last) in places.items() if first < end and begin < last}
+            if "param_slice_mappings" in rank and there != rank["param_slice_mappings"][group].keys():
+                raise DamagedCheckpoint(
+                    f"{save}: the file of optimizer states of rank {number} has other parameters than belong there: it "
+                    "is another rank's, or of another save. Copy it anew, or take another tag."
+                )
+            begin = end
+
+
+def _stage_3(save: Path, states: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Assembled:
+    made = Assembled()
+    for name in states["buffer_names"]:
+        made.add_weight(name, states["module"][name].shape, whole(states["module"][name]))
+    if frozen := states.get("frozen_param_shapes"):
+        parts = [each["frozen_param_fragments"] for each in open_all(save, MODEL_STATES, len(ranks))]
+        for name, shape in frozen.items():
+            pieces = [piece for part in parts for piece in whole(part[name])]
+            made.add_weight(name, shape, cut(pieces, 0, math.prod(shape)))
+    shapes = {name: shape for group in states["param_shapes"] for name, shape in group.items()}
+    groups = range(len(ranks[0][PARTITIONS_3]))
+    weights = [[piece for group in groups for piece in whole(rank[PARTITIONS_3][group])] for rank in ranks]
+    found = [_moments([rank], group) for rank in ranks for group in groups]
+    complete = all(set(moments) == set(MOMENTS) for moments, _ in found)
+    _check_steps([{"step": step} for _, step in found if step is not None])
+    at, needed = 0, sum(-(-math.prod(shape) // len(ranks)) for shape in shapes.values())
+    for number, flat in enumerate(weights):
+        if size_of(flat) != needed:
+            raise DamagedCheckpoint(_unfit(save, number, size_of(flat), needed))
+    moments = {
+        moment: [
+            [piece for group in groups for piece in found[rank * len(groups) + group][0][moment]]
+            for rank in range(len(ranks))
+        ]
+        for moment in (MOMENTS if complete else ())
+    }
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        here = at, at + -(-numel // len(ranks))
+        made.add_weight(name, shape, _of_ranks(weights, here, numel))
+        if complete:
+            made.add_moments(
+                name, shape, {key: _of_ranks(flat, here, numel) for key, flat in moments.items()}, found[0][1]
+            )
+        at = here[1]
+    return _said(made, shapes)
+
+
+def _of_ranks(flats: Sequence[list[Piece]], here: tuple[int, int], numel: int) -> list[Piece]:
+    """The first `numel` elements of what the ranks' flat tensors have in the same place."""
+    return cut([piece for flat in flats for piece in cut(flat, *here)], 0, numel)
+
+
+def _in_a_row(
+    made: Assembled,
+    shapes: Shapes,
+    gaps: Sequence[int],
+    weights: list[Piece],
+    moments: Mapping[str, list[Piece]],
+    step: Any,
+) -> None:
+    """Add parameters that lie one after the other, each with a gap behind it."""
+    at = 0
+    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+        end = at + math.prod(shape)
+        if weights:
+            made.add_weight(name, shape, cut(weights, at, end))
+        if moments:
+            made.add_moments(name, shape, {key: cut(pieces, at, end) for key, pieces in moments.items()}, step)
+        at = end + gap
+
+
+def _moments(ranks: Sequence[Mapping[str, Any]], group: int) -> tuple[dict[str, list[Piece]], Any]:
+    """The moments of a group, flat, and its step count; none when a rank lacks them."""
+    held: list[Mapping[str, Any]] = []
+    for rank in ranks:
+        inner = rank.get("base_optimizer_state") or rank.get("optimizer_state_dict") or {}
+        state = inner[group] if isinstance(inner, list) else inner.get("state", {}).get(group, {})
+        if any(moment not in state for moment in MOMENTS):
+            return {}, None
+        held.append(state)
+    step = held[0].get("step", ranks[0].get("base_optimizer_state_step"))
+    _check_steps(held)
+    if step is None and isinstance(inner, dict):
+        step = inner["param_groups"][group].get("step")
+    return {moment: [piece for state in held for piece in whole(state[moment])] for moment in MOMENTS}, step
+
+
+def _check_steps(states: Sequence[Mapping[str, Any]]) -> None:
+    """Raise DamagedCheckpoint unless all have counted the same steps."""
+    steps = [_scalar(state["step"]).item() for state in states if "step" in state]
+    if len(set(steps)) > 1:
+        raise DamagedCheckpoint(
+            f"The ranks' optimizer states are of different steps ({', '.join(f'{step:g}' for step in steps[:8])}): the "
+            "files are not all of one save. Copy them anew, or take another tag."
+        )
+
+
+def _once(module: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> Iterator[tuple[str, StoredTensor]]:
+    """Tensors of a module, those that lie in the same place once."""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name, tensor in module.items():
+        place = tensor.byte, tensor.shape
+        if name not in shared and (place not in seen or not tensor.numel):
+            seen.add(place)
+            yield name, tensor
+
+
+def _said(made: Assembled, trained: Shapes | set[str]) -> Assembled:
+    if any(name not in made.steps for name in trained):
+        made.moments, made.steps = {}, {}
+        made.absent.append(NO_MOMENTS)
+    return made
+
+
+def _scalar(step: Any) -> Tensor:
+    value = step.read(0, 1)[0] if isinstance(step, StoredTensor) else torch.tensor(float(step or 0))
+    return value.float()
+
+
+def _unfit(save: Path, number: int, held: int, needed: int) -> str:
+    return (
+        f"{save}: flat partition {number} has {held} numbers and its parameters have {needed}: the files are not all "
+        "of one save. Take another tag."
+    )

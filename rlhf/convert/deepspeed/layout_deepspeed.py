@@ -1,0 +1,95 @@
+"""DeepSpeed's own checkpoints, ZeRO stages 0 to 3: float32 weights and moments read from the ranks' flat partitions.
+
+A folder has one folder per save, its tag, and a file `latest` that names one. In it lie `mp_rank_00_model_states.pt`
+(stages 0 to 2) or `zero_pp_rank_R_mp_rank_00_model_states.pt` (stage 3), and of each rank `..._optim_states.pt`. The
+scripts that lie beside them are never run. Weights are put together as `zero_to_fp32` of DeepSpeed 0.19 does, which
+does not find the parameters that stage 1 keeps frozen, and cannot read stage 1 in bfloat16.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlhf.convert.deepspeed.deepspeed_files import MODEL_STATES, check_kind, find_save, open_first
+from rlhf.convert.deepspeed.deepspeed_tensors import assemble
+from rlhf.convert.huggingface.layout_trainer import progress_of
+from rlhf.convert.stored_tensor import cut, joined
+from rlhf.errors import UserError
+from rlhf.models.hf.source import Contents, Origin, TensorInfo, TrainedSoFar
+from rlhf.storage.disk_errors import DamagedCheckpoint
+
+NAME = "deepspeed"
+
+
+def recognises(origin: Origin) -> bool:
+    """Whether the folder, or one in it, has files of a save."""
+    try:
+        return find_save(origin) is not None
+    except UserError:  # there are saves; `open_source` says what is wrong
+        return True
+
+
+def open_source(origin: Origin) -> "DeepSpeedSource":
+    """Open a save. Raises UserError for a tag that is not there, a rank's file that is missing, and a model that is
+    split in another way than ZeRO's."""
+    save = find_save(origin)
+    if save is None:
+        raise UserError(f"{origin.path} has no save of DeepSpeed's: no folder in it has files {MODEL_STATES}.")
+    check_kind(save)
+    return DeepSpeedSource(save, _model_files(origin, save))
+
+
+def _model_files(origin: Origin, save: Path) -> Path | None:
+    """The user's, or what the Trainer of transformers writes beside the saves."""
+    beside = [folder for folder in (origin.path, save.parent) if (folder / "config.json").is_file()]
+    return origin.model_files or next(iter(beside), None)
+
+
+class DeepSpeedSource:
+    """One open save; tensors are read from the ranks' files range by range."""
+
+    layout = NAME
+
+    def __init__(self, save: Path, model_files: Path | None) -> None:
+        states = open_first(save, MODEL_STATES)
+        if not {"module", "buffer_names", "global_steps"} <= states.keys():
+            raise DamagedCheckpoint(f"{save} has model states that no engine of DeepSpeed's saved: no `module` in them")
+        try:
+            made = assemble(save, states)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise DamagedCheckpoint(
+                f"{save} is not laid out as DeepSpeed saves: {error!r}. Take another tag."
+            ) from None
+        self._steps = made.steps
+        self._pieces = {name: pieces for name, (_, pieces) in (made.tensors | made.moments).items()}
+        steps = {f"{name}.step": TensorInfo((), step.dtype) for name, step in made.steps.items()}
+        self.contents = Contents(
+            tensors={name: info for name, (info, _) in made.tensors.items()},
+            moments={name: info for name, (info, _) in made.moments.items()} | steps,
+            progress=_progress(states, save.parent),
+            model_files=model_files,
+            absent=made.absent,
+        )
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `TensorSource.read`."""
+        if name.endswith(".step") and (step := self._steps.get(name.removesuffix(".step"))) is not None:
+            return step.reshape(-1)[start:stop].clone()
+        info = self.contents.tensors.get(name) or self.contents.moments[name]
+        return joined(cut(self._pieces[name], start, stop), info.dtype)
+
+    def close(self) -> None:
+        """See `TensorSource.close`; files are open only while they are read."""
+
+
+def _progress(states: Mapping[str, Any], beside: Path) -> TrainedSoFar:
+    """Steps and schedule; the schedules of DeepSpeed's own count from the first batch on, as torch's do. One that the
+    engine does not know, the Trainer of transformers notes beside its saves."""
+    steps = int(states["global_steps"])
+    schedule = states.get("lr_scheduler")
+    if schedule and "last_batch_iteration" in schedule:
+        schedule = {"last_epoch": schedule["last_batch_iteration"]}
+    skipped = int(states.get("skipped_steps") or 0)
+    return TrainedSoFar(step=steps, optimizer_steps=steps - skipped, schedule=schedule or progress_of(beside).schedule)

@@ -1,0 +1,140 @@
+"""Differences of two open checkpoints: documents by setting, tensors by norm and largest difference, in ranges."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from rlhf.checkpoint.export.layout_native import NativeCheckpoint
+from rlhf.models.hf.small_files import parse_model_config, read_small_files
+from rlhf.models.hf.source import TensorInfo, TensorSource
+from rlhf.storage.hf_layout import MODEL_CONFIG
+from rlhf.storage.layout import CONFIG, DRIVER_STATE
+
+RANGE_BYTES = 16 << 20
+"""Bytes of a tensor that are compared at a time."""
+ABSENT = "(none)"
+"""In the place of a value that one of the two has not."""
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """Setting or value, by its dotted name, that differs; `ABSENT` where one has none."""
+
+    key: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """Tensor that is not the same bits in both; the figures are None where they cannot be compared."""
+
+    name: str
+    what: str
+    """One of `only in A`, `only in B`, `shape`, `dtype`, `values`."""
+    a: str
+    b: str
+    """Type and shape."""
+    norm_a: float | None = None
+    norm_b: float | None = None
+    largest: float | None = None
+    """Of the absolute differences, NaN when there is one in either."""
+
+
+@dataclass
+class Compared:
+    """Tensors of one kind in both checkpoints: how many are there in all, and those that differ."""
+
+    tensors: int = 0
+    different: list[TensorDifference] = field(default_factory=list)
+
+
+def documents(roles: Mapping[str, TensorSource]) -> dict[str, dict[str, Any]]:
+    """Settings and state of a checkpoint beside its tensors, by kind: values by dotted name."""
+    found: dict[str, dict[str, Any]] = {}
+    first = next(iter(roles.values()))
+    if isinstance(first, NativeCheckpoint):
+        if CONFIG in first.manifest.files:
+            found["config"] = _flat(yaml.safe_load(first.files.content(CONFIG)))
+        found["driver state"] = _flat(first.files.document(DRIVER_STATE))
+    for role, source in roles.items():
+        said, files = source.contents.progress, source.contents.model_files
+        progress = {"step": said.step, "optimizer_steps": said.optimizer_steps, "schedule": said.schedule or {}}
+        found[f"{role}'s progress"] = {key: value for key, value in _flat(progress).items() if value is not None}
+        if files is not None and (files / MODEL_CONFIG).is_file():
+            found[f"{role}'s {MODEL_CONFIG}"] = _flat(parse_model_config(read_small_files(files), files))
+    return found
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value}
+    inner = (_flat(item, f"{prefix}.{key}" if prefix else str(key)) for key, item in value.items())
+    return {key: item for part in inner for key, item in part.items()}
+
+
+def value_differences(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> list[ValueDifference]:
+    """Values that are not the same in two documents of one kind; one difference for a document that only one has."""
+    if a is None or b is None:
+        there = [ABSENT if document is None else f"{len(document)} values" for document in (a, b)]
+        return [ValueDifference("all of it", *there)]
+    pairs = ((key, a.get(key, ABSENT), b.get(key, ABSENT)) for key in sorted(a.keys() | b.keys()))
+    return [ValueDifference(key, left, right) for key, left, right in pairs if left != right]
+
+
+def compare_tensors(
+    a: TensorSource | None,
+    b: TensorSource | None,
+    tables: tuple[Mapping[str, TensorInfo], Mapping[str, TensorInfo]],
+    told: Callable[[int], None] = lambda count: None,
+) -> Compared:
+    """Tensors of `a` and `b`, those of `tables` by their names; `told` of the bytes of `a` as they are compared."""
+    of_a, of_b = tables
+    done = Compared(len(of_a.keys() | of_b.keys()))
+    for name, info in of_a.items():
+        if name not in of_b:
+            done.different.append(TensorDifference(name, "only in A", _form(info), ""))
+        elif a is not None and b is not None and (found := _compare(a, b, name, info, of_b[name])) is not None:
+            done.different.append(found)
+        told(info.nbytes)
+    extra = (name for name in of_b if name not in of_a)
+    done.different += [TensorDifference(name, "only in B", "", _form(of_b[name])) for name in extra]
+    return done
+
+
+def _compare(
+    a: TensorSource, b: TensorSource, name: str, info: TensorInfo, other: TensorInfo
+) -> TensorDifference | None:
+    forms = _form(info), _form(other)
+    if info.shape != other.shape:
+        return TensorDifference(name, "shape", *forms)
+    pieces = list(_ranges(info, other))
+    if info.dtype == other.dtype and all(_equal_bits(a.read(name, *piece), b.read(name, *piece)) for piece in pieces):
+        return None
+    squares_a = squares_b = largest = 0.0
+    for piece in pieces:
+        left, right = a.read(name, *piece).double(), b.read(name, *piece).double()
+        squares_a, squares_b = squares_a + float(left.square().sum()), squares_b + float(right.square().sum())
+        # Infinities of one sign do not differ; NaN does, from everything.
+        found = float(torch.where(left == right, 0.0, (left - right).abs()).max())
+        largest = found if math.isnan(found) or found > largest else largest
+    what = "dtype" if info.dtype != other.dtype else "values"
+    return TensorDifference(name, what, *forms, math.sqrt(squares_a), math.sqrt(squares_b), largest)
+
+
+def _ranges(info: TensorInfo, other: TensorInfo) -> Iterator[tuple[int, int]]:
+    step = RANGE_BYTES // max(info.dtype.itemsize, other.dtype.itemsize)
+    yield from ((start, min(start + step, info.numel)) for start in range(0, info.numel, step))
+
+
+def _equal_bits(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+def _form(info: TensorInfo) -> str:
+    return f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"

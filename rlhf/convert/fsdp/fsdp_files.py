@@ -1,0 +1,141 @@
+"""Files of verl's FSDP ranks: found, complete, and read with a list of what their pickles may ask for."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rlhf.convert.pickles import Allowed, StandIn, TensorStandIn, stand_in
+from rlhf.convert.stored_tensor import StoredWrapper, open_torch_file
+from rlhf.errors import UserError
+from rlhf.models.hf.source import Origin
+from rlhf.storage.disk_errors import DamagedCheckpoint
+
+MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
+FSDP_CONFIG = "fsdp_config.json"
+MODEL_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+
+
+class _Nested(StandIn):
+    """Object of a class within a class."""
+
+
+def _nested(_owner: Any, _name: str) -> type[_Nested]:
+    """Stands for `getattr`, by which Python 3.11 writes a class within a class or a member of an enumeration; looks
+    nothing up."""
+    return _Nested
+
+
+# DTensors and ShardedTensors as torch 2.4 to 2.13 pickles them, and numpy's random state. None is made: that would need
+# a process group.
+ALLOWED: Allowed = [
+    *(
+        stand_in(f"torch.distributed.{name}", TensorStandIn)
+        for name in (
+            "tensor.DTensor",
+            "tensor._api.DTensor",
+            "_tensor.api.DTensor",
+            "_shard.sharded_tensor.api.ShardedTensor",
+        )
+    ),
+    *(
+        stand_in(f"torch.distributed.{name}")
+        for name in (
+            "device_mesh.DeviceMesh",
+            "_mesh_layout._MeshLayout",
+            "_mesh_layout._FlatLayout",
+            *(
+                f"{module}.{kind}"
+                for module in ("tensor._dtensor_spec", "_tensor._dtensor_spec", "_tensor.placement_types")
+                for kind in ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
+            ),
+            *(
+                f"{module}.placement_types.{kind}"
+                for module in ("tensor", "_tensor")
+                for kind in ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard")
+            ),
+            "_shard.sharded_tensor.api.ProcessGroupState",
+            "_shard.sharded_tensor.shard.Shard",
+            "_shard.sharded_tensor.metadata.ShardedTensorMetadata",
+            "_shard.sharded_tensor.metadata.TensorProperties",
+            "_shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+            "_shard.metadata.ShardMetadata",
+            "_shard.sharding_spec.api.EnumerableShardingSpec",
+            "_shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+            "remote_device._remote_device",
+        )
+    ),
+    (_nested, "builtins.getattr"),
+    _Nested,
+    *(
+        stand_in(f"numpy.{name}")
+        for name in ("ndarray", "dtype", "_core.multiarray._reconstruct", "core.multiarray._reconstruct")
+    ),
+]
+
+
+def find_folder(origin: Origin) -> Path | None:
+    """Folder with the files of the model that is meant: `origin` itself, or the one in it that the role names."""
+    for folder in (origin.path, origin.path / origin.role):
+        if folder.is_dir() and any(MODEL_FILE.fullmatch(path.name) for path in folder.iterdir()):
+            return folder
+    return None
+
+
+def world_size_of(folder: Path) -> int:
+    """Number of ranks that saved: from fsdp_config.json, or without it from the names of the files."""
+    found = sorted({int(match[1]) for path in folder.iterdir() if (match := MODEL_FILE.fullmatch(path.name))})
+    path = folder / FSDP_CONFIG
+    if path.is_file():
+        try:
+            stated = int(json.loads(path.read_bytes())["world_size"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise DamagedCheckpoint(f"{path} does not say the world_size") from None
+        if stated not in found:
+            raise UserError(
+                f"{path} speaks of {stated} ranks, the files beside it are of {' and '.join(map(str, found))}. Copy "
+                f"the files model_world_size_{stated}_rank_*.pt into {folder}."
+            )
+        return stated
+    if len(found) > 1:
+        raise UserError(
+            f"{folder} has files of {' and '.join(map(str, found))} ranks, and no {FSDP_CONFIG} that says which belong "
+            "together. Remove those of the other save."
+        )
+    return found[0]
+
+
+def paths_of(folder: Path, kind: str, world_size: int) -> list[Path]:
+    """The files of one kind, of every rank, whether they are there or not."""
+    return [folder / f"{kind}_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size)]
+
+
+def missing_among(paths: list[Path]) -> str:
+    """The names of those that are not there, the first four; empty when all are."""
+    missing = [path.name for path in paths if not path.is_file()]
+    return ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+
+
+def open_ranks(folder: Path, world_size: int) -> list[dict[str, Any]]:
+    """Model files of all ranks, their tensors as StoredTensor. Raises UserError that names the ones missing."""
+    paths = paths_of(folder, MODEL, world_size)
+    if missing := missing_among(paths):
+        raise UserError(
+            f"{folder} was saved by {world_size} ranks and lacks {missing}. Copy what is missing into it: every node "
+            "has the files of its own ranks."
+        )
+    return [open_mapping(path) for path in paths]
+
+
+def open_mapping(path: Path) -> dict[str, Any]:
+    """Content of one file, its tensors as StoredTensor."""
+    content = open_torch_file(path, ALLOWED)
+    if not isinstance(content, dict):
+        raise DamagedCheckpoint(f"{path} is no file of verl's: it holds a {type(content).__name__}")
+    return content
+
+
+def fields_of(made: StandIn | StoredWrapper) -> dict[str, Any]:
+    """Attributes that an object would have had, whether it kept them in a dictionary or in slots."""
+    states = made.state if isinstance(made.state, tuple) else (made.state,)
+    return {name: value for state in states if isinstance(state, dict) for name, value in state.items()}

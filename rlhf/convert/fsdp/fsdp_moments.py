@@ -1,0 +1,139 @@
+"""Moments in the optimizer files of verl's FSDP ranks, put back under the names of the parameters.
+
+FSDP2 has one entry per parameter. FSDP1 has one per unit that it wraps, of a rank's piece of all parameters of the unit
+one after the other, or with `use_orig_params` one per parameter, of the rank's piece of it.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlhf.convert.fsdp.fsdp_files import OPTIMIZER, missing_among, open_mapping, paths_of
+from rlhf.convert.fsdp.fsdp_tensors import put_together
+from rlhf.convert.named_tensors import MOMENTS, InFile, Unmapped
+from rlhf.convert.stored_tensor import Piece, StoredWrapper, cut, joined, size_of, whole
+from rlhf.models.hf.source import ReadableTensor, TensorInfo
+from rlhf.storage.disk_errors import DamagedCheckpoint
+
+BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
+"""Beginning of the name of a parameter in a repeated block, such as a decoder layer: what FSDP1 wraps by itself."""
+
+
+@dataclass(frozen=True)
+class FlatTensor:
+    """Tensor of pieces that lie one after the other."""
+
+    info: TensorInfo
+    pieces: Sequence[Piece]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened tensor, 1-D."""
+        return joined(cut(self.pieces, start, stop), self.info.dtype)
+
+
+def read_moments(
+    folder: Path, world_size: int, parameters: Mapping[str, tuple[int, ...]], shard_ranks: Sequence[int]
+) -> dict[str, ReadableTensor]:
+    """`NAME.exp_avg`, `NAME.exp_avg_sq` and `NAME.step` of the optimizer that has `parameters`, in the model's order.
+
+    `shard_ranks` are the ranks that have the model once among them, in the order of their pieces. Raises Unmapped when
+    there is no optimizer, or its entries do not fit the parameters; DamagedCheckpoint when they are none, or not of one
+    step.
+    """
+    paths = paths_of(folder, OPTIMIZER, world_size)
+    if missing := missing_among(paths):
+        raise Unmapped(f"{missing} missing")
+    states = [open_mapping(path) for path in paths]
+    groups = states[0].get("param_groups")
+    if not isinstance(groups, list) or len(groups) != 1 or not all(isinstance(s.get("state"), dict) for s in states):
+        raise Unmapped("the optimizer is none with one group of parameters")
+    entries = [state["state"] for state in states]
+    for entry in entries[0].values():
+        if not {*MOMENTS, "step"} <= entry.keys():
+            raise Unmapped(f"the optimizer keeps {', '.join(map(str, entry))} of a parameter, and is no Adam")
+    _check_steps(paths, entries)
+    count = len(groups[0]["params"])
+    named = list(parameters.items())
+    if any(isinstance(entry["exp_avg"], StoredWrapper) for entry in entries[0].values()):
+        if count != len(named):
+            raise Unmapped(f"the optimizer has {count} parameters, the model {len(named)}")
+        return _of_shards(named, entries)
+    flat = [entries[rank] for rank in shard_ranks]
+    units = [[parameter] for parameter in named] if count == len(named) else _units(named)
+    if count != len(units):
+        raise Unmapped(f"the optimizer has {count} entries, the model {len(named)} parameters in {len(units)} blocks")
+    return _of_units(units, flat, padded=count != len(named))
+
+
+def _check_steps(paths: Sequence[Path], entries: Sequence[dict[int, dict[str, Any]]]) -> None:
+    """Raise DamagedCheckpoint unless all ranks have counted the same steps, TypeError where one counts none."""
+    if any(entry["step"].numel != 1 for of_rank in entries for entry in of_rank.values()):
+        raise TypeError("a step that is no number")
+    for path, of_rank in zip(paths, entries, strict=True):
+        number = next((number for number in of_rank if number in entries[0]), None)
+        if number is None:
+            continue
+        first, here = (each[number]["step"].read(0, 1).item() for each in (entries[0], of_rank))
+        if here != first:
+            raise DamagedCheckpoint(
+                f"{path} is of another save than {paths[0].name}: {here:g} updates of parameter {number}, not "
+                f"{first:g}. Copy the files of one save."
+            )
+
+
+Named = list[tuple[str, tuple[int, ...]]]
+
+
+def _of_shards(named: Named, entries: Sequence[dict[int, dict[str, Any]]]) -> dict[str, ReadableTensor]:
+    found: dict[str, ReadableTensor] = {}
+    for index, (name, shape) in enumerate(named):
+        if index not in entries[0]:  # never updated
+            continue
+        for moment in MOMENTS:
+            tensor = put_together(f"{name}.{moment}", [entry[index][moment] for entry in entries])
+            if tensor.info.shape != shape:
+                raise Unmapped(f"entry {index} of the optimizer is {tensor.info.shape}, {name} is {shape}")
+            found[f"{name}.{moment}"] = tensor
+        found[f"{name}.step"] = InFile(entries[0][index]["step"])
+    return found
+
+
+def _units(named: Named) -> list[Named]:
+    """Parameters as FSDP1 flattens them together: those of each block, and before them all that are in none."""
+    units: dict[str, Named] = {"": []}
+    for name, shape in named:
+        match = BLOCK.match(name)
+        units.setdefault(match[0] if match else "", []).append((name, shape))
+    return list(units.values())
+
+
+def _of_units(
+    units: Sequence[Named], ranks: Sequence[dict[int, dict[str, Any]]], padded: bool
+) -> dict[str, ReadableTensor]:
+    found: dict[str, ReadableTensor] = {}
+    for index, unit in enumerate(units):
+        there = [entries[index] for entries in ranks if index in entries]
+        if not there:  # never updated
+            continue
+        numel = sum(TensorInfo(shape, there[0]["exp_avg"].dtype).numel for _, shape in unit)
+        for moment in MOMENTS:
+            pieces = [piece for entry in there for piece in whole(entry[moment])]
+            if there[0][moment].numel == numel:  # not split
+                pieces = pieces[:1]
+            expected = -(-numel // len(ranks)) * len(ranks) if padded and len(pieces) > 1 else numel
+            if size_of(pieces) != expected:
+                raise Unmapped(
+                    f"entry {index} of the optimizer has {size_of(pieces)} elements, {unit[0][0]} is of {numel}"
+                )
+            at = 0
+            for name, shape in unit:
+                info = TensorInfo(shape, there[0][moment].dtype)
+                found[f"{name}.{moment}"] = FlatTensor(info, cut(pieces, at, at + info.numel))
+                at += info.numel
+        for name, _ in unit:
+            found[f"{name}.step"] = InFile(there[0]["step"])
+    return found

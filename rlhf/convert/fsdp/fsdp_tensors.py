@@ -1,0 +1,180 @@
+"""Tensors spread over the files of ranks: boxes of the whole, from which ranges of it are put together."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.convert.fsdp.fsdp_files import fields_of
+from rlhf.convert.stored_tensor import StoredTensor, StoredWrapper
+from rlhf.errors import UserError
+from rlhf.models.hf.source import TensorInfo
+from rlhf.storage.disk_errors import DamagedCheckpoint
+
+
+@dataclass(frozen=True)
+class Box:
+    """Part of a tensor in a file; `begin` is where in the whole its first element belongs, per dimension."""
+
+    begin: tuple[int, ...]
+    stored: StoredTensor
+
+
+@dataclass(frozen=True)
+class SpreadTensor:
+    """Tensor of which every element is in one of `boxes`."""
+
+    info: TensorInfo
+    boxes: Sequence[Box]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened tensor, 1-D."""
+        shape = self.info.shape
+        if not shape or len(self.boxes) == 1:
+            return self.boxes[0].stored.read(start, stop)
+        width = math.prod(shape[1:])
+        first, last = start // max(width, 1), -(-stop // max(width, 1))
+        rows = torch.empty((last - first, *shape[1:]), dtype=self.info.dtype)
+        there = torch.zeros(rows.shape, dtype=torch.bool)
+        for box in self.boxes:
+            begin, size = box.begin[0], box.stored.shape[0]
+            low, high = max(first, begin), min(last, begin + size)
+            if low < high:
+                each = math.prod(box.stored.shape[1:])
+                part = box.stored.read((low - begin) * each, (high - begin) * each)
+                columns = [slice(at, at + n) for at, n in zip(box.begin[1:], box.stored.shape[1:], strict=True)]
+                place = (slice(low - first, high - first), *columns)
+                rows[place], there[place] = part.view(high - low, *box.stored.shape[1:]), True
+        if not there.all():  # parts that overlap made up for one that is missing
+            raise DamagedCheckpoint(f"{self.boxes[0].stored.path}: the ranks' parts are no whole of {shape}")
+        return rows.view(-1)[start - first * width : stop - first * width]
+
+
+@dataclass(frozen=True)
+class ReplicatedTensor:
+    """Tensor that every rank has whole, such as a buffer: read from one, and compared with the others."""
+
+    name: str
+    info: TensorInfo
+    copies: Sequence[StoredTensor]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened tensor, 1-D. Raises DamagedCheckpoint when the ranks differ."""
+        result = self.copies[0].read(start, stop)
+        for copy in self.copies[1:]:
+            if not torch.equal(copy.read(start, stop).view(torch.uint8), result.view(torch.uint8)):
+                raise DamagedCheckpoint(f"{self.name} is whole in {self.copies[0].path} and differs in {copy.path}")
+        return result
+
+
+def put_together(name: str, of_ranks: Sequence[Any]) -> SpreadTensor | ReplicatedTensor:
+    """The whole of what the files of all ranks, in their order, have under `name`: DTensors, ShardedTensors, or a plain
+    tensor in each.
+
+    Raises DamagedCheckpoint when the parts are no whole, UserError for a kind of split that FSDP does not make.
+    """
+    kinds = {part.kind if isinstance(part, StoredWrapper) else type(part).__name__ for part in of_ranks}
+    if kinds == {"DTensor"}:
+        whole = _of_shards(name, [DTensorPart.of(part, name) for part in of_ranks])
+    elif kinds == {"ShardedTensor"}:
+        whole = _of_sharded_tensors(name, of_ranks)
+    elif all(isinstance(part, StoredTensor) for part in of_ranks):
+        shapes = {(part.shape, part.dtype) for part in of_ranks}
+        if len(shapes) > 1:
+            raise DamagedCheckpoint(f"{name} has other shapes in other ranks' files: {sorted(map(str, shapes))}")
+        return ReplicatedTensor(name, TensorInfo(of_ranks[0].shape, of_ranks[0].dtype), of_ranks)
+    else:
+        raise DamagedCheckpoint(f"{name} is no tensor that all ranks share: {', '.join(sorted(kinds))}")
+    begins = {box.begin for box in whole.boxes}
+    if len(begins) < len(whole.boxes) or sum(box.stored.numel for box in whole.boxes) != whole.info.numel:
+        raise DamagedCheckpoint(f"{name}: the ranks' parts are no whole of {whole.info.shape}")
+    return whole
+
+
+@dataclass(frozen=True)
+class DTensorPart:
+    """Part of a DTensor that one rank has.
+
+    `coordinates` are the rank's in its mesh, and `splits` says per dimension of the mesh which one of the tensor it
+    splits; `None` where it is repeated. `rank` is the one that saved it, where the file says so.
+    """
+
+    shape: tuple[int, ...]
+    local: StoredTensor
+    coordinates: tuple[int, ...]
+    splits: tuple[int | None, ...]
+    rank: int | None = None
+
+    @classmethod
+    def of(cls, part: StoredWrapper, name: str) -> "DTensorPart":
+        """The part that a file has. Raises UserError for a way of placing it that FSDP does not use."""
+        try:
+            local, spec = fields_of(part)["_local_tensor"], fields_of(fields_of(part)["_spec"])
+            mesh = fields_of(spec["mesh"])
+            coordinates = tuple(map(int, mesh["_coordinate_on_dim"]))
+            rank = None if mesh.get("_rank") is None else int(mesh["_rank"])
+            placements = [(type(p).__name__, [*fields_of(p).values(), *p.arguments]) for p in spec["placements"]]
+            splits = tuple(int(values[0]) if kind == "Shard" else None for kind, values in placements)
+            path = local.path
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError):
+            raise DamagedCheckpoint(f"{name}: its DTensor does not say how it is spread over the ranks") from None
+        if odd := [kind for kind, _ in placements if kind not in ("Shard", "Replicate")]:
+            raise UserError(f"{path} has tensors placed as {odd[0]}, which is not read here.")
+        return cls(part.shape, local, coordinates, splits, rank)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether another rank has the same part."""
+        return any(at for at, split in zip(self.coordinates, self.splits, strict=True) if split is None)
+
+    def place(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Begin and extent in the whole of this rank's part, in a mesh of these `sizes`."""
+        begin, extent = [0] * len(self.shape), list(self.shape)
+        for at, count, split in zip(self.coordinates, sizes, self.splits, strict=True):
+            if split is not None:
+                chunk = -(-extent[split] // count)
+                low = min(at * chunk, extent[split])
+                begin[split], extent[split] = begin[split] + low, min(chunk, extent[split] - low)
+        return tuple(begin), tuple(extent)
+
+
+def _of_shards(name: str, parts: Sequence[DTensorPart]) -> SpreadTensor:
+    first = parts[0]
+    for number, part in enumerate(parts):
+        if part.rank not in (None, number):
+            raise DamagedCheckpoint(
+                f"{part.local.path} was saved by rank {part.rank}: the ranks' files have been mixed up. Give each the "
+                "name of its rank, or copy them anew."
+            )
+        if (part.shape, part.local.dtype, part.splits) != (first.shape, first.local.dtype, first.splits):
+            raise DamagedCheckpoint(f"{name} is spread otherwise in {part.local.path} than in {first.local.path}")
+    sizes = [1 + max(at) for at in zip(*(part.coordinates for part in parts), strict=True)]
+    boxes = []
+    for part in parts:
+        begin, extent = part.place(sizes)
+        stored = part.local.shape if part.local.numel else extent
+        if stored != extent or part.local.numel != math.prod(extent):
+            raise DamagedCheckpoint(f"{part.local.path}: the part of {name} is {part.local.shape}, not {extent}")
+        if not part.is_copy:
+            boxes.append(Box(begin, part.local))
+    return SpreadTensor(TensorInfo(first.shape, first.local.dtype), [b for b in boxes if b.stored.numel] or boxes[:1])
+
+
+def _of_sharded_tensors(name: str, tensors: Sequence[StoredWrapper]) -> SpreadTensor:
+    boxes = []
+    try:
+        size = tuple(fields_of(tensors[0].state[1])["size"])
+        for tensor in tensors:
+            for shard in map(fields_of, tensor.state[0]):
+                stored, place = shard["tensor"], fields_of(shard["metadata"])
+                begin, extent = tuple(place["shard_offsets"]), tuple(place["shard_sizes"])
+                fits = all(0 <= at <= at + n <= whole for at, n, whole in zip(begin, extent, size, strict=True))
+                if stored.shape != extent or not fits:
+                    raise DamagedCheckpoint(f"{stored.path}: the part of {name} is {stored.shape}, not {extent}")
+                boxes.append(Box(begin, stored))
+        return SpreadTensor(TensorInfo(size, boxes[0].stored.dtype), [b for b in boxes if b.stored.numel] or boxes[:1])
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError):
+        raise DamagedCheckpoint(f"{name}: its ShardedTensor does not say where its parts belong") from None

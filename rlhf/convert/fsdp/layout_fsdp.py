@@ -1,0 +1,196 @@
+"""Layout `fsdp`: verl's checkpoints of FSDP1 and FSDP2, one file per rank.
+
+A folder (`global_step_N/actor` of verl's, or `critic`) has `model_world_size_W_rank_R.pt` of every rank R, most often
+`optim_...` and `extra_state_...` beside them, `fsdp_config.json`, `lora_train_meta.json` with a LoRA adapter, and in
+`huggingface/` the model's config and tokenizer.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf.convert.fsdp.fsdp_files import (
+    EXTRA,
+    MODEL,
+    OPTIMIZER,
+    fields_of,
+    find_folder,
+    open_mapping,
+    open_ranks,
+    paths_of,
+    world_size_of,
+)
+from rlhf.convert.fsdp.fsdp_moments import read_moments
+from rlhf.convert.fsdp.fsdp_tensors import DTensorPart, ReplicatedTensor, put_together
+from rlhf.convert.huggingface import layout_huggingface
+from rlhf.convert.named_tensors import NamedTensors, Unmapped
+from rlhf.convert.stored_tensor import StoredTensor, StoredWrapper
+from rlhf.errors import UserError
+from rlhf.models.hf import adapters
+from rlhf.models.hf.architecture import architecture_of
+from rlhf.models.hf.small_files import LARGEST
+from rlhf.models.hf.source import Contents, Origin, ReadableTensor, SourceTensor, TrainedSoFar
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.layout import step_of
+from rlhf.storage.reading import parse_json, read_regular
+
+NAME = "fsdp"
+MODEL_FILES = "huggingface"
+LORA_META = "lora_train_meta.json"
+WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
+
+
+def recognises(origin: Origin) -> bool:
+    """A folder with a file of a rank's model, or with a folder `actor` (the role) that has one."""
+    return find_folder(origin) is not None
+
+
+def open_source(origin: Origin) -> NamedTensors:
+    """Open a checkpoint. Raises UserError for a rank's file that is missing, for files of several saves, and for an
+    adapter without a word on what is to become of it."""
+    folder = find_folder(origin)
+    if folder is None:
+        raise UserError(
+            f"{origin.path} has no {MODEL}_world_size_W_rank_R.pt, and neither has a folder {origin.role} in it. Give "
+            "the folder of one role of one step of verl's, such as global_step_100/actor."
+        )
+    world_size = world_size_of(folder)
+    ranks = [{WRAPPERS.sub("", name): part for name, part in rank.items()} for rank in open_ranks(folder, world_size)]
+    model_files = origin.model_files or _model_files(folder)
+    contents = Contents({}, model_files=model_files, progress=_progress(folder, world_size))
+    if contents.progress.schedule is None:
+        contents.absent.append(f"the learning rate schedule: no {EXTRA} file with one")
+    contents.absent.append("the place in the data and the state of the algorithm: verl's data.pt is of its own loader")
+    tensors = _tensors(folder, ranks)
+    if adapters.is_adapted(tensors):
+        contents.absent.append("the optimizer's moments: they are of an adapter")
+        return NamedTensors(NAME, _adapted(folder, origin, tensors, contents), {}, contents)
+    tied = _tied(ranks[0], model_files)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
+    return NamedTensors(NAME, tensors, _moments(folder, ranks, tensors, contents), contents)
+
+
+def _model_files(folder: Path) -> Path | None:
+    return folder / MODEL_FILES if (folder / MODEL_FILES / "config.json").is_file() else None
+
+
+def _tensors(folder: Path, ranks: Sequence[Mapping[str, Any]]) -> dict[str, ReadableTensor]:
+    if any(name.endswith("_flat_param") for name in ranks[0]):
+        raise UserError(f"{folder} has FSDP1's flattened weights (LOCAL_STATE_DICT). Save it with SHARDED_STATE_DICT.")
+    for number, rank in enumerate(ranks):
+        if odd := next(iter(sorted(map(str, rank.keys() ^ ranks[0].keys()))), None):
+            raise DamagedCheckpoint(f"{folder}: {odd} is in the file of only one of rank 0 and rank {number}")
+    return {name: put_together(name, [rank[name] for rank in ranks]) for name in ranks[0]}
+
+
+def _tied(rank: Mapping[str, Any], model_files: Path | None) -> set[str]:
+    """Names of what is there under another name, too: FSDP2 has both at one place in the file, FSDP1 at two."""
+    names = {name for name, other in _tied_by_config(model_files).items() if name in rank and other in rank}
+    places: dict[Any, str] = {}
+    for name, part in rank.items():
+        wraps = isinstance(part, StoredWrapper) and part.kind == "DTensor"
+        stored = fields_of(part)["_local_tensor"] if wraps else part
+        if isinstance(stored, StoredTensor) and stored.numel and places.setdefault(stored, name) != name:
+            names.add(name)
+    return names
+
+
+def _tied_by_config(model_files: Path | None) -> dict[str, str]:
+    architecture = None if model_files is None else architecture_of(model_files)
+    return {} if architecture is None else architecture.tied
+
+
+def _moments(
+    folder: Path,
+    ranks: Sequence[Mapping[str, Any]],
+    tensors: Mapping[str, ReadableTensor],
+    contents: Contents,
+) -> dict[str, ReadableTensor]:
+    split = [name for name, tensor in tensors.items() if not isinstance(tensor, ReplicatedTensor)]
+    parameters = {name: tensors[name].info.shape for name in split or tensors}
+    try:
+        found = read_moments(folder, len(ranks), parameters, _shard_ranks(ranks, split))
+    except Unmapped as reason:
+        contents.absent.insert(0, f"the optimizer's moments: {reason}")
+        return {}
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpoint(
+            f"{folder}: the files {OPTIMIZER}_* are not laid out as FSDP saves: {error!r}. Copy them anew, or remove "
+            "them to begin without moments."
+        ) from None
+    if idle := [name for name in parameters if f"{name}.step" not in found]:
+        contents.absent.insert(0, f"the moments of {', '.join(idle[:3])}: never updated ({len(idle)} in all)")
+    steps = [tensor.read(0, 1).item() for name, tensor in found.items() if name.endswith(".step")]
+    contents.progress = TrainedSoFar(contents.progress.step, int(max(steps, default=0)), contents.progress.schedule)
+    return found
+
+
+def _shard_ranks(ranks: Sequence[Mapping[str, Any]], split: Sequence[str]) -> list[int]:
+    """Ranks that have the model once among them, in the order of their parts."""
+    if not split:  # each rank has all of it
+        return [0]
+    parts = [rank[split[0]] for rank in ranks]
+    if not all(isinstance(part, StoredWrapper) and part.kind == "DTensor" for part in parts):
+        return list(range(len(ranks)))
+    placed = [DTensorPart.of(part, split[0]) for part in parts]
+    return [rank for _, rank in sorted((part.coordinates, r) for r, part in enumerate(placed) if not part.is_copy)]
+
+
+def _progress(folder: Path, world_size: int) -> TrainedSoFar:
+    step = step_of(folder) or step_of(folder.resolve().parent)
+    path = paths_of(folder, EXTRA, world_size)[0]
+    if not path.is_file():
+        return TrainedSoFar(step)
+    schedule = open_mapping(path).get("lr_scheduler")
+    return TrainedSoFar(step, schedule=dict(schedule) if isinstance(schedule, dict) else None)
+
+
+def _adapted(
+    folder: Path, origin: Origin, tensors: Mapping[str, ReadableTensor], contents: Contents
+) -> dict[str, ReadableTensor]:
+    """The adapter, or base and adapter in one."""
+    choice = adapters.choose(origin.adapter, folder)
+    base, factors = adapters.split_adapter(tensors, folder)
+    adapter = adapters.Adapter(folder, _adapter_config(folder, factors, origin), factors)
+    if choice == adapters.KEEP:
+        contents.adapter = adapter.config
+        return factors
+    if not base:  # `save_lora_only`
+        base = _base_of(folder, origin)
+    tied = _tied_by_config(contents.model_files)
+    return adapters.merged({name: tensor for name, tensor in base.items() if name not in tied}, adapter)
+
+
+def _base_of(folder: Path, origin: Origin) -> dict[str, ReadableTensor]:
+    if origin.model_files is None:
+        raise UserError(f"{folder} has an adapter and no base model (save_lora_only). Set --hf_model_path to the base.")
+    source = layout_huggingface.open_source(Origin(origin.model_files))
+    return {name: SourceTensor(source, name) for name in source.contents.tensors}
+
+
+def _adapter_config(folder: Path, factors: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
+    """What adapter_config.json would say: verl keeps rank, alpha and kind of task."""
+    path = folder / LORA_META
+    try:
+        meta = parse_json(read_regular(path, LARGEST), LORA_META)
+        rank, alpha = int(meta["r"]), int(meta["lora_alpha"])
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} lacks {LORA_META}, without which nobody knows by how much the adapter counts. Write it: "
+            '{"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"} with the numbers of the training.'
+        ) from None
+    except (DamagedCheckpoint, ValueError, KeyError, TypeError):
+        raise DamagedCheckpoint(f"{path} does not say r and lora_alpha") from None
+    modules = {match[1].rpartition(".")[2] for name in factors if (match := adapters.FACTOR.fullmatch(name))}
+    base = str(origin.model_files) if origin.model_files else None
+    return {
+        "peft_type": "LORA",
+        "task_type": meta.get("task_type"),
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "inference_mode": True,
+    }

@@ -1,0 +1,1 @@
+"""Layouts of Hugging Face and its Trainer, read; upload to the Hub."""

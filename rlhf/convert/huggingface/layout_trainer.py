@@ -1,0 +1,161 @@
+"""Layout `trainer`: `checkpoint-N` of the Trainer of transformers and of TRL's, and the folder of a peft adapter.
+
+Weights as in a Hugging Face folder or an adapter's `adapter_model.safetensors`; beside them `optimizer.pt`,
+`scheduler.pt` and `trainer_state.json`. What DeepSpeed or FSDP wrote for the Trainer is of their layouts.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from rlhf.convert.huggingface import layout_huggingface
+from rlhf.convert.named_tensors import MOMENTS, InFile, NamedTensors, Unmapped
+from rlhf.convert.stored_tensor import StoredTensor, open_torch_file
+from rlhf.errors import UserError
+from rlhf.models.hf import adapters
+from rlhf.models.hf.architecture import architecture_of
+from rlhf.models.hf.source import Contents, Origin, ReadableTensor, SourceTensor, TensorSource, TrainedSoFar
+from rlhf.models.loading import ModelSource, resolve_path
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.hf_layout import MODEL_CONFIG
+
+NAME = "trainer"
+STATE, OPTIMIZER, SCHEDULE = "trainer_state.json", "optimizer.pt", "scheduler.pt"
+ADAPTER, ADAPTER_CONFIG, OLD_ADAPTER = "adapter_model.safetensors", "adapter_config.json", "adapter_model.bin"
+
+Shapes = Mapping[str, tuple[int, ...]]
+NOT_DECAYED: tuple[Callable[[str, tuple[int, ...]], bool], ...] = (
+    lambda name, shape: len(shape) < 2,
+    lambda name, shape: "bias" in name,
+    lambda name, shape: bool(re.search(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", name)),
+)
+"""What releases of the Trainer have put into the second group of the optimizer, which has no weight decay."""
+
+
+def recognises(origin: Origin) -> bool:
+    """A folder with the Trainer's state or an adapter's configuration."""
+    return (origin.path / STATE).is_file() or (origin.path / ADAPTER_CONFIG).is_file()
+
+
+def open_source(origin: Origin) -> NamedTensors:
+    """Open a checkpoint. Raises UserError when it has no weights of its own layout, and for an adapter without a word
+    on what is to become of it."""
+    path = origin.path
+    contents = Contents({}, progress=progress_of(path), absent=["the place in the data and the state of the algorithm"])
+    if contents.progress.schedule is None:
+        contents.absent.insert(0, f"the learning rate schedule: no {SCHEDULE}")
+    if (path / ADAPTER_CONFIG).is_file():
+        contents.absent.insert(0, "the optimizer's moments: they are of an adapter")
+        return NamedTensors(NAME, _adapted(path, origin, contents), {}, contents)
+    source = layout_huggingface.open_source(Origin(path, model_files=origin.model_files))
+    tensors = _all_of(source)
+    contents.model_files = source.contents.model_files
+    return NamedTensors(NAME, tensors, _moments(path, tensors, contents), contents)
+
+
+def _all_of(source: TensorSource) -> dict[str, ReadableTensor]:
+    return {name: SourceTensor(source, name) for name in source.contents.tensors}
+
+
+def progress_of(path: Path) -> TrainedSoFar:
+    """Step and schedule that the Trainer notes in its folder `path`, also beside what DeepSpeed and FSDP save there."""
+    step, schedule = None, None
+    if (path / STATE).is_file():
+        step = _json(path / STATE).get("global_step")
+    if (path / SCHEDULE).is_file():
+        schedule = open_torch_file(path / SCHEDULE)
+    return TrainedSoFar(step, schedule=schedule if isinstance(schedule, dict) else None)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path} is no JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise DamagedCheckpoint(f"{path} holds something else than settings")
+    return document
+
+
+def _adapted(path: Path, origin: Origin, contents: Contents) -> dict[str, ReadableTensor]:
+    """The adapter, or base and adapter in one."""
+    choice = adapters.choose(origin.adapter, path)
+    config = _json(path / ADAPTER_CONFIG)
+    file = ADAPTER if (path / ADAPTER).is_file() else OLD_ADAPTER
+    if not (path / file).is_file():
+        raise UserError(f"{path} has {ADAPTER_CONFIG} and lacks {ADAPTER}. Restore it.")
+    kind = layout_huggingface.SafetensorsFolder if file == ADAPTER else layout_huggingface.PickleFolder
+    tensors = _all_of(kind(path, {file: None}, path))
+    if choice == adapters.KEEP:
+        contents.adapter = config
+        contents.model_files = origin.model_files or _local_base(config) or path
+        return tensors
+    contents.model_files = base = origin.model_files or _base(path, config)
+    return adapters.merged(
+        _all_of(layout_huggingface.open_source(Origin(base))), adapters.Adapter(path, config, tensors)
+    )
+
+
+def _local_base(config: Mapping[str, Any]) -> Path | None:
+    base = config.get("base_model_name_or_path")
+    return Path(base) if isinstance(base, str) and (Path(base) / MODEL_CONFIG).is_file() else None
+
+
+def _base(path: Path, config: Mapping[str, Any]) -> Path:
+    """The base model's folder; from the Hub when the adapter names it so."""
+    name = config.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{path / ADAPTER_CONFIG} does not name a base model. Set --hf_model_path to its folder.")
+    return resolve_path(ModelSource("base_model_name_or_path", name, config.get("revision")))
+
+
+def _moments(path: Path, tensors: Mapping[str, ReadableTensor], contents: Contents) -> dict[str, ReadableTensor]:
+    try:
+        if not (path / OPTIMIZER).is_file():
+            raise Unmapped(f"no {OPTIMIZER}")
+        architecture = architecture_of(contents.model_files) if contents.model_files else None
+        if architecture is None:
+            raise Unmapped("the order of the parameters is that of a model which transformers does not have")
+        if unknown := [name for name in architecture.parameters if name not in tensors]:
+            raise Unmapped(f"the weights have no {unknown[0]}")
+        shapes = {name: tensors[name].info.shape for name in architecture.parameters}
+        found = _named(open_torch_file(path / OPTIMIZER), shapes)
+    except Unmapped as reason:
+        contents.absent.insert(0, f"the optimizer's moments: {reason}")
+        return {}
+    steps = [tensor.read(0, 1).item() for name, tensor in found.items() if name.endswith(".step")]
+    contents.progress = TrainedSoFar(contents.progress.step, int(max(steps, default=0)), contents.progress.schedule)
+    return found
+
+
+def _named(optimizer: Any, shapes: Shapes) -> dict[str, ReadableTensor]:
+    """The moments by the names of the parameters."""
+    try:
+        state, groups = optimizer["state"], [group["params"] for group in optimizer["param_groups"]]
+    except (KeyError, TypeError):
+        raise Unmapped(f"{OPTIMIZER} is none of an optimizer of torch's") from None
+    for entry in state.values():
+        whole = isinstance(entry, dict) and all(isinstance(entry.get(key), StoredTensor) for key in (*MOMENTS, "step"))
+        if not whole:
+            raise Unmapped(f"the optimizer keeps {', '.join(map(str, entry))} of a parameter, and is no plain Adam")
+    names = _order(groups, state, shapes)
+    return {f"{names[i]}.{key}": InFile(entry[key]) for i, entry in state.items() for key in (*MOMENTS, "step")}
+
+
+def _order(groups: list[list[int]], state: Mapping[int, Any], shapes: Shapes) -> dict[int, str]:
+    """The parameter of each number in the optimizer, that of the group with weight decay first."""
+    for second in NOT_DECAYED if len(groups) == 2 else [lambda name, shape: False]:
+        split: list[list[str]] = [[], []]
+        for name, shape in shapes.items():
+            split[second(name, shape)].append(name)
+        if [len(names) for names in split[: len(groups)]] != [len(group) for group in groups]:
+            continue
+        order = dict(zip(chain(*groups), chain(*split), strict=True))
+        if state.keys() <= order.keys() and all(
+            entry[key].shape == shapes[order[i]] for i, entry in state.items() for key in MOMENTS
+        ):
+            return order
+    raise Unmapped(f"groups of {' and '.join(str(len(group)) for group in groups)} parameters are not the Trainer's")

@@ -1,0 +1,182 @@
+"""Model card of a checkpoint for the Hub: what it was trained from, on what, how, how far, and the command for it."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf.checkpoint.commit.manifest import Manifest
+from rlhf.checkpoint.driver_state import parse_driver_state
+from rlhf.checkpoint.export import layout_native
+from rlhf.config.overrides import as_shell, command_of, fit_to_show, stored_settings
+from rlhf.convert.huggingface.hub import known_model
+from rlhf.models.hf.source import Origin
+from rlhf.printable import printable, printable_lines
+from rlhf.storage.layout import CONFIG, DRIVER_STATE
+from rlhf.storage.reading import CheckedFiles
+
+LARGEST_CONFIG = 1 << 20
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_DATA_FILE = re.compile(r".*\.(jsonl?|parquet|csv|arrow)|.*[*?\[].*")
+RECIPE = (
+    "algorithm.adv_estimator",
+    "actor.policy_loss.loss_mode",
+    "actor.loss_agg_mode",
+    "actor.clip_ratio_low",
+    "actor.clip_ratio_high",
+    "actor.use_kl_loss",
+    "algorithm.use_kl_in_reward",
+    "algorithm.filter_groups.enable",
+    "data.train_batch_size",
+    "rollout.n",
+    "rollout.temperature",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor.ppo_mini_batch_size",
+    "actor.ppo_epochs",
+    "actor.optim.lr",
+    "actor.optim.lr_scheduler_type",
+    "reward.functions",
+    "trainer.seed",
+)
+"""Settings that the card shows whether they were given or not."""
+
+
+class ModelCard:
+    """Model card of one checkpoint of ours, from its own proven documents.
+
+    Raises DamagedCheckpoint when one of them is not as committed. What is named like a secret, and folders of this
+    machine, are left out (see `rlhf.config.overrides`).
+    """
+
+    def __init__(self, manifest: Manifest, files: CheckedFiles) -> None:
+        self._manifest = manifest
+        self._driver = parse_driver_state(files.content(DRIVER_STATE), DRIVER_STATE)
+        self._settings: dict[str, Any] = {}
+        # One that was made of another tool's checkpoint has no configuration.
+        if CONFIG in manifest.files and files.size(CONFIG) <= LARGEST_CONFIG:
+            try:
+                self._settings = stored_settings(files.content(CONFIG).decode())
+            except ValueError:  # proven, and of no version of ours: the card then says less
+                self._settings = {}
+
+    @property
+    def base_model(self) -> str | None:
+        """The name, perhaps of the Hub, of the model that training began with; None for a folder."""
+        return self._on_hub(self._settings.get("model.path"))
+
+    def text(self, title: str, *, base_model: str | None = None, license: str | None = None) -> str:
+        """README.md; its metadata have the base model and its license, as far as the Hub knows them."""
+        parts = [_metadata(self._metadata(base_model, license)), f"# {_inline(title)}\n", self._summary()]
+        parts += [_table("Training", self._training()), _table("Recipe", self._recipe()), self._metrics()]
+        return "\n".join([*parts, self._command()])
+
+    def _metadata(self, base: str | None, license: str | None) -> dict[str, Any]:
+        estimator = self._settings.get("algorithm.adv_estimator")
+        facts = {
+            "base_model": base,
+            "base_model_relation": base and "finetune",
+            "datasets": self._datasets(),
+            "library_name": "transformers",
+            "license": license if _is_word(license) else None,
+            "pipeline_tag": "text-generation",
+            "tags": ["rlhf", "reinforcement-learning", *([estimator] if _is_word(estimator) else [])],
+        }
+        return {name: value for name, value in facts.items() if value}
+
+    def _datasets(self) -> list[str]:
+        given = self._settings.get("data.train_files")
+        names = [
+            str(name).partition("@")[0].partition(":")[0] for name in (given if isinstance(given, list) else [given])
+        ]
+        return sorted({name for name in names if self._on_hub(name) and not _DATA_FILE.fullmatch(name)})
+
+    def _on_hub(self, name: object) -> str | None:
+        if not isinstance(name, str) or not _HUB_NAME.fullmatch(name) or ".." in name or Path(name).exists():
+            return None
+        return name
+
+    def _summary(self) -> str:
+        base = fit_to_show(self._settings.get("model.path"))
+        began = f" from {_inline(base)}" if isinstance(base, str) else ""
+        if layout := self._manifest.imported.get("layout"):
+            return f"Weights of a checkpoint of another tool ({_inline(layout)}), not trained further.\n"
+        version = _inline(self._manifest.versions.get("rlhf", "?"))
+        return f"A language model trained with reinforcement learning{began}, by rlhf {version}.\n"
+
+    def _training(self) -> Iterator[tuple[str, Any]]:
+        driver, settings = self._driver, self._settings
+        yield "step", f"{self._manifest.step} of {driver['total_steps']}"
+        yield "passes over the prompts", f"{driver['epochs']:.2f}"
+        yield "samples", driver["samples"]
+        yield "tokens", driver["tokens"]
+        files = settings.get("data.train_files")
+        gym = f"reasoning-gym: {settings.get('data.reasoning_gym.task')}"
+        if settings:
+            yield "data", fit_to_show(files) or gym
+        if settings.get("trainer.resume_mode") == "resume_path":
+            yield "began at the checkpoint", fit_to_show(settings.get("trainer.resume_from_path"))
+        yield "ranks", f"{self._manifest.world_size}, {self._manifest.backend}"
+        yield "saved (UTC)", self._manifest.created
+        yield "versions", ", ".join(f"{name} {version}" for name, version in sorted(self._manifest.versions.items()))
+
+    def _recipe(self) -> Iterator[tuple[str, Any]]:
+        for key in RECIPE:
+            if key in self._settings:
+                yield key, fit_to_show(self._settings[key])
+
+    def _metrics(self) -> str:
+        figures = {name: value for name, value in self._manifest.metrics.items() if math.isfinite(value)}
+        rows: list[tuple[str, Any]] = [(name, f"{value:.6g}") for name, value in sorted(figures.items())]
+        if (best := self._driver["best_accuracy"]) is not None and math.isfinite(best):
+            rows.append(("best val/accuracy so far", f"{best:.6g}, at step {self._driver['best_step']}"))
+        return _table(f"Metrics at step {self._manifest.step}", rows)
+
+    def _command(self) -> str:
+        if not self._settings:
+            return ""
+        shell = printable_lines(as_shell(command_of(self._settings))).replace("```", "'''")
+        return (
+            f"## The command\n\n```\n{shell}\n```\n\nPaths have lost their folders. The same bits take the same number "
+            "of ranks, versions and kind of machine; this checkpoint is step "
+            f"{self._manifest.step} of that run.\n"
+        )
+
+
+def card_of(origin: Origin, layout: str, repo_id: str) -> str:
+    """The card of a checkpoint of any layout that becomes `repo_id`; only ours say how they came to be."""
+    if layout != layout_native.NAME:
+        return bare_card(repo_id)
+    with closing(layout_native.open_source(origin)) as checkpoint:
+        card = ModelCard(checkpoint.manifest, checkpoint.files)
+    base, license = known_model(card.base_model) if card.base_model else (None, None)
+    return card.text(repo_id, base_model=base, license=license)
+
+
+def bare_card(title: str) -> str:
+    """README.md of a folder of which nobody knows more than that transformers opens it."""
+    metadata = {"library_name": "transformers", "tags": ["rlhf"]}
+    return f"{_metadata(metadata)}\n# {_inline(title)}\n\nA Hugging Face folder, written by rlhf.\n"
+
+
+def _metadata(facts: Mapping[str, Any]) -> str:
+    return f"---\n{yaml.safe_dump(dict(facts), sort_keys=True)}---\n"
+
+
+def _table(title: str, rows: Iterable[tuple[str, Any]]) -> str:
+    lines = [f"| {_inline(name)} | {_inline(value)} |" for name, value in rows]
+    return "\n".join([f"## {title}\n", "| | |", "|---|---|", *lines, ""]) if lines else ""
+
+
+def _inline(value: object) -> str:
+    """`value` within a line of Markdown, of which none of its characters is a part."""
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return re.sub(r"([\\`*_{}\[\]<>|#~])", r"\\\1", printable(text)[:500])
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[\w.-]{1,60}", value) is not None

@@ -1,0 +1,127 @@
+"""Table of the layouts that are known; a layout's module is imported when it is asked for."""
+
+import importlib
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.models.hf.source import Origin, TensorSource
+from rlhf.storage.layout import scan
+
+AUTO = "auto"
+MOST_ROLES = 100
+"""Folders in which a model is looked for; a step's folder has few."""
+
+
+class Layout(Protocol):
+    """A module `layout_...` that can read one layout; `LAYOUTS` lists them."""
+
+    NAME: str
+
+    def recognises(self, origin: Origin) -> bool:
+        """Whether the folder is of this layout, from names and small files alone."""
+        ...
+
+    def open_source(self, origin: Origin) -> TensorSource:
+        """Open it. Raises UserError, with the option to set or the file that is missing, when it cannot be read."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayoutEntry:
+    """Layout in the table: the backend that a user asks for it by, its module, and the files it is known by."""
+
+    backend: str
+    module: str
+    known_by: str
+    tagged: bool = False
+    """Whether a folder has several saves, of which `--tag` names one."""
+
+    def load(self) -> Layout:
+        """Import its module."""
+        module: Any = importlib.import_module(self.module)
+        return module
+
+
+LAYOUTS: tuple[LayoutEntry, ...] = (
+    LayoutEntry("native", "rlhf.checkpoint.export.layout_native", "manifest.json, or global_step_N with one"),
+    # Before what else lies in a folder of the Trainer's: it has the float32 weights and the moments.
+    LayoutEntry("deepspeed", "rlhf.convert.deepspeed.layout_deepspeed", "TAG/*_model_states.pt", tagged=True),
+    # Before dcp: its folders are of that kind, too.
+    LayoutEntry(
+        "megatron",
+        "rlhf.convert.megatron.layout_torch_dist",
+        "metadata.json of megatron-core, with .metadata",
+        tagged=True,
+    ),
+    LayoutEntry(
+        "dcp",
+        "rlhf.convert.dcp.layout_dcp",
+        ".metadata of torch.distributed.checkpoint, in it or in step-N",
+        tagged=True,
+    ),
+    LayoutEntry("trainer", "rlhf.convert.huggingface.layout_trainer", "trainer_state.json or adapter_config.json"),
+    LayoutEntry(
+        "huggingface",
+        "rlhf.convert.huggingface.layout_huggingface",
+        "model.safetensors or pytorch_model.bin, or their index.json",
+    ),
+    LayoutEntry("fsdp", "rlhf.convert.fsdp.layout_fsdp", "model_world_size_W_rank_R.pt, or a folder actor with it"),
+    LayoutEntry("megatron", "rlhf.convert.megatron.layout_megatron", "mp_rank_XX_YYY/model_states.pt", tagged=True),
+)
+"""In the order in which they are asked whether a folder is theirs."""
+
+
+def backends() -> list[str]:
+    """Names that `--backend` takes."""
+    return [AUTO, *dict.fromkeys(entry.backend for entry in LAYOUTS)]
+
+
+def check_folder(path: Path) -> None:
+    """Raise UserError unless there is a folder."""
+    if not path.is_dir():
+        what = "is no folder" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}. Give the folder of a checkpoint.")
+
+
+def open_source(origin: Origin, backend: str = AUTO) -> TensorSource:
+    """Open a checkpoint of the layout `backend` or, with `auto`, of the first that recognises the folder.
+
+    Raises UserError for a folder that nobody recognises, for one that is not there, and for an unknown backend.
+    """
+    if backend not in backends():
+        found = did_you_mean(nearest(backend, backends()))
+        raise UserError(f"--backend={backend} is not known; it is one of {', '.join(backends())}.{found}")
+    check_folder(origin.path)
+    asked = [entry for entry in LAYOUTS if backend in (AUTO, entry.backend)]
+    for entry in asked:
+        if entry.load().recognises(origin):
+            return _opened(entry, origin)
+    if roles := _roles_in(origin, asked):
+        there = ", ".join(roles)
+        raise UserError(f"{origin.path} has no role {origin.role}; it has {there}. Set --role, or give its folder.")
+    for step in scan(origin.path):
+        if any(entry.load().recognises(replace(origin, path=step)) for entry in asked):
+            raise UserError(f"{origin.path} holds steps of another trainer. Give one of them, such as {step}.")
+    # A layout that the user names says best itself what is missing.
+    if backend != AUTO and len(asked) == 1:
+        return _opened(asked[0], origin)
+    looked_for = "; ".join(f"{entry.known_by} ({entry.backend})" for entry in asked)
+    raise UserError(f"{origin.path} holds no checkpoint that is known here. Looked for: {looked_for}.")
+
+
+def _roles_in(origin: Origin, asked: list[LayoutEntry]) -> list[str]:
+    """Folders of models in a step's folder of verl's, in which the role's own is not."""
+    names = sorted(path.name for path in islice(origin.path.iterdir(), MOST_ROLES) if path.is_dir())
+    return [name for name in names if any(entry.load().recognises(replace(origin, role=name)) for entry in asked)]
+
+
+def _opened(entry: LayoutEntry, origin: Origin) -> TensorSource:
+    if origin.tag is not None and not entry.tagged:
+        raise UserError(
+            f"--tag={origin.tag} names one of several saves in a folder, and {origin.path} is taken for one of layout "
+            f"{entry.backend}, which has none. Give the folder of the save, without --tag."
+        )
+    return entry.load().open_source(origin)

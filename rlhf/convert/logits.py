@@ -1,0 +1,49 @@
+"""Logits of open checkpoints on a few rows of tokens, by the library's own model."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.convert.huggingface.layout_huggingface import NAME as HUGGING_FACE
+from rlhf.models.hf.architecture import Architecture
+from rlhf.models.hf.hf_folder import ranges_of
+from rlhf.models.hf.source import TensorInfo, TensorSource
+
+ROW_TOKENS = 16
+Opened = tuple[TensorSource, Path]
+"""A checkpoint, and the folder that it is from."""
+
+
+def largest_difference(a: Opened, b: Opened, architecture: Architecture, rows: int) -> float:
+    """The largest absolute difference of the logits of two checkpoints on `rows` rows of tokens, NaN if there is one.
+
+    One model at a time is in memory. A Hugging Face folder is opened by the library with its own configuration, any
+    other checkpoint under that of `architecture`.
+    """
+    vocabulary = architecture.config.get_text_config().vocab_size
+    tokens = torch.randint(0, vocabulary, (rows, ROW_TOKENS), generator=torch.Generator().manual_seed(0))
+    of_a, of_b = (_logits(*opened, architecture, tokens).double() for opened in (a, b))
+    return float((of_a - of_b).abs().masked_fill(of_a == of_b, 0.0).max())
+
+
+@torch.no_grad()
+def _logits(source: TensorSource, folder: Path, architecture: Architecture, tokens: Tensor) -> Tensor:
+    """Logits [rows, ROW_TOKENS, vocabulary], or one value per token, on the CPU in the type of the weights."""
+    if source.layout == HUGGING_FACE:
+        model = architecture.kind.from_pretrained(folder, dtype="auto")
+    else:
+        tensors = {name: _whole(source, name, info) for name, info in source.contents.tensors.items()}
+        dtypes = [tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point]
+        options: dict[str, Any] = {"state_dict": tensors, "dtype": max(set(dtypes), key=dtypes.count)}
+        model = architecture.kind.from_pretrained(None, config=copy.deepcopy(architecture.config), **options)
+    return model.eval()(input_ids=tokens, use_cache=False).logits
+
+
+def _whole(source: TensorSource, name: str, info: TensorInfo) -> Tensor:
+    tensor = torch.empty(info.numel, dtype=info.dtype)
+    for _, start, stop in ranges_of({name: info}):
+        tensor[start:stop] = source.read(name, start, stop)
+    return tensor.view(info.shape)

@@ -1,0 +1,171 @@
+"""Layout `megatron`: a folder `mp_rank_XX_YYY` of each tensor parallel rank XX and pipeline rank YYY.
+
+In each lies a file of `torch.save` with the rank's weights under `model`, or under `model0`, `model1` and so on with
+virtual pipeline stages; layers count from zero in each of these. Only ranges of the files are read.
+"""
+
+import re
+from collections.abc import Mapping
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+
+from rlhf.convert.excerpts import ExcerptSource
+from rlhf.convert.megatron.megatron_model import EMBEDDING, LAYERS, NORM
+from rlhf.convert.megatron.megatron_names import Held, as_transformers, find_model, holds_values
+from rlhf.convert.megatron.megatron_places import find_folder
+from rlhf.convert.pickles import stand_in
+from rlhf.convert.stored_tensor import StoredTensor, open_torch_file
+from rlhf.errors import UserError
+from rlhf.models.hf.source import Origin
+from rlhf.storage.disk_errors import DamagedCheckpoint
+
+NAME = "megatron"
+RANK = re.compile(r"mp_rank_(\d\d+)(?:_(\d\d\d+))?")
+FILES = ("model_states.pt", "model_optim_rng.pt", "model.pt")
+"""The documented name, Megatron-LM's, and that of verl's first releases."""
+LAYER = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
+
+
+UNREAD = (
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "signal.Signals",
+    "pathlib.PosixPath",
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.dtypes.UInt32DType",
+    "megatron.core.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+)
+"""Classes of what Megatron-LM saves beside the weights: arguments and states of random numbers. Nobody looks at it."""
+ALLOWED = [stand_in(name) for name in UNREAD]
+
+Chunk = dict[str, list[Held]]
+"""Tensors of one (virtual) pipeline stage: of each tensor parallel rank, by name."""
+
+
+def recognises(origin: Origin) -> bool:
+    """Whether the folder, or the one in it that holds the actor's or critic's model, has folders of ranks."""
+    return find_folder(origin, _has_ranks) is not None
+
+
+def open_source(origin: Origin) -> ExcerptSource:
+    """The model of all ranks; raises UserError naming a rank whose folder or file is missing."""
+    folder = find_folder(origin, _has_ranks)
+    if folder is None:
+        raise UserError(f"{origin.path / (origin.tag or '')} has no folders mp_rank_XX_YYY. Give the one that has.")
+    files = _rank_files(folder)
+    contents = {path: open_torch_file(path, ALLOWED) for _, path in sorted(files.items())}
+    _check_iterations(contents)
+    stages = [_stage(files, contents, stage) for stage in range(1 + max(stage for _, stage in files))]
+    if len({len(chunks) for chunks in stages}) > 1:
+        raise UserError(f"{folder}: the pipeline ranks hold different numbers of virtual stages. Restore them.")
+    # The first chunks of all stages come before the second ones.
+    chunks = [stage[chunk] for chunk in range(len(stages[0])) for stage in stages]
+    _check_ends(folder, chunks)
+    held = _of_whole_model(chunks)
+    model, model_files = find_model(origin, folder, values=holds_values(held))
+    remedy = "Set --hf_model_path to the folder of the model that was trained, or restore the ranks that are missing."
+    model.check_tensor_ranks(1 + max(rank for rank, _ in files), f"{folder}: tensor parallel ranks", remedy)
+    return as_transformers(model, held, folder, model_files)
+
+
+def _has_ranks(folder: Path) -> bool:
+    return any(RANK.fullmatch(path.name) for path in folder.glob("mp_rank_*"))
+
+
+def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
+    """The file of each tensor parallel and pipeline rank."""
+    found = {}
+    for path in folder.glob("mp_rank_*"):
+        if (match := RANK.fullmatch(path.name)) is None:
+            raise UserError(f"{path}: checkpoints with expert parallel ranks are not read here.")
+        file = next((path / name for name in FILES if (path / name).is_file()), None)
+        if file is None:
+            raise UserError(f"{path} has no {FILES[0]} (nor {' or '.join(FILES[1:])}). Restore it.")
+        found[int(match[1]), int(match[2] or 0)] = file
+    ranks, stages = (1 + max(numbers) for numbers in zip(*found, strict=True))
+    for stage in range(stages):
+        for rank in range(ranks):
+            if (rank, stage) not in found:
+                name = f"mp_rank_{rank:02d}_{stage:03d}"
+                raise UserError(f"{folder} lacks {name} of {ranks} x {stages} ranks (tensor x pipeline). Restore it.")
+    return found
+
+
+def _check_iterations(contents: Mapping[Path, Any]) -> None:
+    """Raise UserError unless all files are of one iteration, as far as they say so."""
+    said = {path: content.get("iteration") for path, content in contents.items() if isinstance(content, dict)}
+    first = next(iter(said), None)
+    for path, iteration in said.items():
+        if first is not None and iteration != said[first]:
+            raise UserError(f"{path} is of iteration {iteration}, {first} of {said[first]}. Copy all of one save.")
+
+
+def _stage(files: Mapping[tuple[int, int], Path], contents: Mapping[Path, Any], stage: int) -> list[Chunk]:
+    """The chunks of one pipeline rank, with all tensor parallel ranks."""
+    paths = [path for (_, number), path in sorted(files.items()) if number == stage]
+    ranks = [_chunks(contents[path], path) for path in paths]
+    result: list[Chunk] = []
+    for number, first in enumerate(ranks[0]):
+        result.append({name: [] for name in first})
+        for chunks, path in zip(ranks, paths, strict=True):
+            if len(chunks) != len(ranks[0]) or chunks[number].keys() != first.keys():
+                raise UserError(f"{path} does not hold the tensors that {paths[0]} holds. Restore both of one save.")
+            for name, tensor in chunks[number].items():
+                result[-1][name].append(Held(tensor, tensor.shape))
+    return result
+
+
+def _chunks(content: Any, path: Path) -> list[dict[str, StoredTensor]]:
+    """The weights in a rank's file, of each virtual pipeline stage."""
+    if isinstance(content, dict) and "model" in content:
+        content = [content["model"]]
+    elif isinstance(content, dict) and "model0" in content:
+        content = [content[key] for key in takewhile(content.__contains__, (f"model{number}" for number in count()))]
+    elif isinstance(content, dict):
+        content = [content]
+    if not isinstance(content, list) or not all(isinstance(chunk, dict) for chunk in content):
+        raise DamagedCheckpoint(f"{path} holds no weights of Megatron's (`model`, or `model0` and so on)")
+    found = []
+    for chunk in content:
+        tensors = {key: value for key, value in chunk.items() if isinstance(value, StoredTensor)}
+        if not tensors:
+            raise UserError(f"{path} holds no named tensors. Only models of megatron-core are read (not legacy ones).")
+        found.append({str(key).removeprefix("module."): value for key, value in tensors.items()})
+    return found
+
+
+def _check_ends(folder: Path, chunks: list[Chunk]) -> None:
+    """Raise UserError unless the model's first tensor is in its first stage and its last in the last one."""
+    for name, stage, which in ((EMBEDDING, 0, "first"), (NORM, -1, "last")):
+        found = [number for number, chunk in enumerate(chunks) if name in chunk]
+        if found and range(len(chunks))[stage] not in found:
+            raise UserError(
+                f"{folder}: {name} is not in the {which} pipeline stage: the ranks' folders have been mixed up. Copy "
+                "them anew."
+            )
+
+
+def _of_whole_model(chunks: list[Chunk]) -> Chunk:
+    """The tensors of all chunks, their layers counted through the whole model."""
+    held: Chunk = {}
+    before = 0
+    for chunk in chunks:
+        layers = 0
+        for name, tensors in chunk.items():
+            if (match := LAYER.fullmatch(name)) is not None:
+                layers = max(layers, 1 + int(match[1]))
+                name = f"{LAYERS}{before + int(match[1])}.{match[2]}"
+            # Of what several stages have (tied embeddings) the first one's.
+            held.setdefault(name, tensors)
+        before += layers
+    return held

@@ -1,0 +1,108 @@
+"""Layout `megatron`, distributed: a folder of megatron-core's `dist_checkpointing` in its format `torch_dist`.
+
+It is one of torch.distributed.checkpoint with whole tensors under Megatron's names, which does not depend on the ranks
+that wrote it. The layers lie one after the other in one tensor, or each under a name of its own.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.convert.dcp.dcp_files import LARGEST, METADATA, DcpFolder
+from rlhf.convert.excerpts import Excerpt, ExcerptSource, OfSource
+from rlhf.convert.megatron.megatron_model import LAYERS
+from rlhf.convert.megatron.megatron_names import Held, as_transformers, find_model, holds_values
+from rlhf.convert.megatron.megatron_places import find_folder
+from rlhf.errors import UserError
+from rlhf.models.hf.source import Origin
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.reading import read_regular
+
+NAME = "megatron"
+CONFIG = "metadata.json"
+FORMAT = "torch_dist"
+NOT_OF_THE_MODEL = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
+"""Beginnings of names of what a run keeps beside its model."""
+GATE, UP = "_w", "_v"
+"""Ends of the names of the two halves of `linear_fc1`, where they are tensors of their own."""
+
+
+@dataclass(frozen=True)
+class OfDcpFolder:
+    """Tensor in a folder, from its element `first` on."""
+
+    folder: DcpFolder
+    name: str
+    first: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Readable`."""
+        return self.folder.tensors[self.name].dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """See `Readable`."""
+        return self.folder.read(self.name, self.first + start, self.first + stop)
+
+
+def recognises(origin: Origin) -> bool:
+    """Whether the folder, or the one in it that holds the role's model, is one of `dist_checkpointing`."""
+    return find_folder(origin, _is_distributed) is not None
+
+
+def open_source(origin: Origin) -> ExcerptSource:
+    """The model in it; raises UserError naming a file that is missing, or a format that is not `torch_dist`."""
+    path = find_folder(origin, _is_distributed)
+    if path is None:
+        raise UserError(f"{origin.path / (origin.tag or '')} has no {CONFIG} of megatron-core. Give the one that has.")
+    if (backend := _config(path)["sharded_backend"]) != FORMAT:
+        raise UserError(f"{path} is in Megatron's format {backend}. Save it with --dist-ckpt-format {FORMAT}.")
+    folder = DcpFolder(path)
+    held = _held(folder)
+    if not held:
+        raise UserError(f"{path} holds no model, as {METADATA} says. It was saved without (checkpoint.contents).")
+    model, model_files = find_model(origin, path, values=holds_values(held))
+    return as_transformers(model, held, path, model_files)
+
+
+def _is_distributed(folder: Path) -> bool:
+    return "sharded_backend" in _config(folder)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_regular(folder / CONFIG, LARGEST))
+    except (DamagedCheckpoint, OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _held(folder: DcpFolder) -> dict[str, list[Held]]:
+    """The model's tensors, a layer's by its number."""
+    held: dict[str, list[Held]] = {}
+    for name, info in folder.tensors.items():
+        rest = name.removeprefix(LAYERS)
+        if name.startswith(NOT_OF_THE_MODEL):
+            continue
+        if rest == name or rest.partition(".")[0].isdigit():
+            held[name] = [Held(OfDcpFolder(folder, name), info.shape)]
+            continue
+        layers, *shape = info.shape
+        size = torch.Size(shape).numel()
+        for layer in range(layers):
+            held[f"{LAYERS}{layer}.{rest}"] = [Held(OfDcpFolder(folder, name, layer * size), tuple(shape))]
+    for name in [name for name in held if name.endswith(GATE) and name.removesuffix(GATE) + UP in held]:
+        _join_halves(held, name.removesuffix(GATE))
+    return held
+
+
+def _join_halves(held: dict[str, list[Held]], name: str) -> None:
+    halves = [held.pop(name + GATE)[0], held.pop(name + UP)[0]]
+    excerpts = [Excerpt(half.tensor, 0, torch.Size(half.shape).numel()) for half in halves]
+    shape = (sum(half.shape[0] for half in halves), *halves[0].shape[1:])
+    both = ExcerptSource(NAME, {name: shape}, {name: excerpts})
+    held[name] = [Held(OfSource(both, name), shape)]

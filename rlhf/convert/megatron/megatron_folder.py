@@ -1,0 +1,134 @@
+"""Writes a model as Megatron's checkpoints have it, by one process without any of Megatron's code."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf.convert.dcp.dcp_folder import AsSaved
+from rlhf.convert.dcp.dcp_writer import write_dcp
+from rlhf.convert.excerpts import ExcerptSource
+from rlhf.convert.megatron.megatron_model import EMBEDDING, LAYERS, OUTPUT, MegatronModel, read_model
+from rlhf.convert.megatron.megatron_names import Excerpts, Shapes, as_megatron
+from rlhf.convert.torch_file import saved, write_torch_file
+from rlhf.errors import UserError
+from rlhf.models.hf.hf_plan import Progress
+from rlhf.models.hf.small_files import read_small_files
+from rlhf.models.hf.source import TensorSource
+from rlhf.storage.files import WrittenFile, write_file, write_json
+
+VOCABULARY_MULTIPLE = 128
+"""Times the tensor parallel ranks: what Megatron-LM pads a vocabulary to a multiple of."""
+OF_ATTENTION = ("linear_qkv", "linear_proj", "core_attention", "q_layernorm", "k_layernorm")
+MODULES = (*(f"self_attention.{name}" for name in OF_ATTENTION), "mlp.linear_fc1", "mlp.linear_fc2")
+"""Modules of a layer that have a state beside their weights, with Transformer Engine or without."""
+MODEL_FILES = "huggingface"
+"""Folder with config.json and tokenizer, as verl names it."""
+
+
+MEGATRON_LAYOUTS = ("torch_dist", "mp_rank")
+DISTRIBUTED = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+DISTRIBUTED |= {"common_backend": "torch", "common_backend_version": 1}
+
+
+def write_megatron_folder(
+    source: TensorSource,
+    folder: Path,
+    *,
+    tensor_ranks: int = 1,
+    pipeline_ranks: int = 1,
+    layout: str = "torch_dist",
+    dtype: str | None = None,
+    progress: Progress = lambda count: None,
+) -> list[WrittenFile]:
+    """Write the tensors of `source` into the empty `folder` as a checkpoint of Megatron's, with the model's config and
+    tokenizer in `huggingface/`; returns what was written, with hashes of the memory that was.
+
+    `torch_dist` is what megatron-core's `dist_checkpointing` loads at any number of ranks, `mp_rank` a file for each
+    of so many ranks. Either way the model must be one that can be split over them; raises UserError else, and for a
+    model that Megatron does not name so. `dtype` (float32, ...) converts the weights; None keeps each.
+    """
+    model = _model(source)
+    model.check_tensor_ranks(tensor_ranks, "--tp")
+    model.check_pipeline_ranks(pipeline_ranks, "--pp")
+    converted = AsSaved(source, dtype, moments=False)
+    if layout == "torch_dist":
+        written = _write_distributed(model, converted, folder, progress)
+    else:
+        written = _write_ranks(model, converted, folder, tensor_ranks, pipeline_ranks, progress)
+    return [*written, *_write_model_files(source, folder)]
+
+
+def _write_distributed(
+    model: MegatronModel, source: TensorSource, folder: Path, progress: Progress
+) -> list[WrittenFile]:
+    shapes, excerpts = as_megatron(model, source)
+    of_layers: Excerpts = {}
+    whole: Shapes = {}
+    for name, shape in shapes.items():
+        if not name.startswith(LAYERS):
+            whole[name], of_layers[name] = shape, excerpts[name]
+            continue
+        stacked = LAYERS + name.removeprefix(LAYERS).partition(".")[2]
+        whole[stacked] = (model.layers, *shape)
+        of_layers.setdefault(stacked, []).extend(excerpts[name])
+    stacked_source = ExcerptSource("megatron", whole, of_layers)
+    written = write_dcp(folder, stacked_source, objects=_extra_states(model), progress=progress)
+    # State that all ranks share, such as a run's arguments: there is none.
+    written.append(write_file(folder, "common.pt", saved({}, iter(()))))
+    # As megatron-core does it, last: the folder counts as a checkpoint from here on.
+    return [*written, write_json(folder, "metadata.json", DISTRIBUTED)]
+
+
+def _extra_states(model: MegatronModel) -> dict[str, bytes]:
+    """The state of each module that Megatron asks for beside its weights: none, as without FP8."""
+    nothing = b"".join(saved([None], iter(())))
+    layers = range(model.layers)
+    names = [f"{LAYERS}{module}._extra_state/shard_{layer}_{model.layers}" for layer in layers for module in MODULES]
+    return dict.fromkeys([*names, "decoder.final_layernorm._extra_state/shard_0_1"], nothing)
+
+
+def _write_ranks(
+    model: MegatronModel, source: TensorSource, folder: Path, ranks: int, stages: int, progress: Progress
+) -> list[WrittenFile]:
+    step = VOCABULARY_MULTIPLE * ranks
+    rows = -(-model.vocabulary // step) * step
+    written = []
+    for rank in range(ranks):
+        whole = as_megatron(model, source, rank=rank, ranks=ranks, vocabulary=rows)
+        for stage in range(stages):
+            part = _of_stage(model, *whole, stage, stages)
+            path = f"mp_rank_{rank:02d}_{stage:03d}/model_states.pt"
+            written.append(write_torch_file(folder, path, part, {"checkpoint_version": 3.0}, "model", progress))
+    return written
+
+
+def _model(source: TensorSource) -> MegatronModel:
+    contents = source.contents
+    if contents.adapter is not None:
+        raise UserError("Megatron has no adapters of peft's kind. Merge it into its base first (--adapter merge).")
+    if contents.model_files is None:
+        raise UserError("The checkpoint does not say what model it holds. Set --hf_model_path.")
+    return read_model(contents.model_files, values="score.weight" in contents.tensors)
+
+
+def _of_stage(model: MegatronModel, shapes: Shapes, excerpts: Excerpts, stage: int, stages: int) -> ExcerptSource:
+    """What pipeline rank `stage` of `stages` has of a tensor parallel rank's tensors, its layers counted from zero."""
+    count = model.layers // stages
+    names = {}
+    for name in shapes:
+        if name.startswith(LAYERS):
+            number, _, rest = name.removeprefix(LAYERS).partition(".")
+            if int(number) // count == stage:
+                names[f"{LAYERS}{int(number) % count}.{rest}"] = name
+        elif stage == (0 if name == EMBEDDING else stages - 1):
+            names[name] = name
+    if model.tied and not model.values and 0 < stage == stages - 1:
+        names[OUTPUT] = EMBEDDING
+    own = {name: shapes[origin] for name, origin in names.items()}
+    return ExcerptSource("megatron", own, {name: excerpts[origin] for name, origin in names.items()})
+
+
+def _write_model_files(source: TensorSource, folder: Path) -> Iterator[WrittenFile]:
+    """The model's config, tokenizer and chat template, beside the ranks' folders."""
+    assert source.contents.model_files is not None
+    for name, content in read_small_files(source.contents.model_files).items():
+        yield write_file(folder, f"{MODEL_FILES}/{name}", [content])

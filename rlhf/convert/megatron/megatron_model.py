@@ -1,0 +1,210 @@
+"""Names of a model's tensors in Megatron, and the rows of transformers' tensors that each is made of.
+
+Megatron keeps q, k and v of a layer in one tensor, ordered by key-value head (the queries that share it, its key, its
+value), and gate and up of a layer in another. Names and orders are those of megatron-core 0.16 (`GPTModel`).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rlhf.errors import UserError
+from rlhf.models.hf.small_files import LARGEST
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.hf_layout import MODEL_CONFIG
+from rlhf.storage.reading import parse_json, read_regular
+
+LAYERS = "decoder.layers."
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+NORM = "decoder.final_layernorm.weight"
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class Run(NamedTuple):
+    """Rows [row, row + rows) of the tensor `name` of transformers, which begin at row `at` of Megatron's."""
+
+    name: str
+    row: int
+    rows: int
+    at: int
+
+
+@dataclass(frozen=True)
+class MegatronTensor:
+    """Tensor of Megatron's: `members` are the tensors of transformers that it has, with their rows.
+
+    Tensor parallel ranks have each some of its rows, some of its columns, or all of it. A layer's is named without
+    `decoder.layers.N.`, and its members without `model.layers.N.`; `alias` is its name where the layer norms are
+    modules of their own (Megatron's local specification).
+    """
+
+    name: str
+    members: tuple[tuple[str, int], ...]
+    columns: int | None = None
+    split: Literal["rows", "columns", "none"] = "none"
+    stage: Literal["layer", "first", "last"] = "layer"
+    alias: str | None = None
+    groups: int | None = None
+    """Key-value heads, when the members alternate with each of them."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole tensor."""
+        return sum(rows for _, rows in self.members)
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return 1 if self.columns is None else self.columns
+
+    @property
+    def is_vocabulary(self) -> bool:
+        """Whether it has a row per token, which may be padded and is split without regard to what is padding."""
+        return self.name in (EMBEDDING, OUTPUT) and self.split == "rows"
+
+    def shape(self, rows: int, ranks: int = 1) -> tuple[int, ...]:
+        """Shape of a tensor with `rows` of the rows, and the columns of one of `ranks` ranks."""
+        if self.columns is None:
+            return (rows,)
+        return rows, self.columns // (ranks if self.split == "columns" else 1)
+
+    def runs(self, rank: int = 0, ranks: int = 1) -> Iterator[Run]:
+        """Rows of rank `rank` of `ranks` in their order there; of a vocabulary, `vocabulary_run` has them."""
+        if self.split != "rows":
+            rank, ranks = 0, 1
+        units = self.groups or ranks
+        at = 0
+        for unit in range(rank * units // ranks, (rank + 1) * units // ranks):
+            for name, rows in self.members:
+                count = rows // units
+                yield Run(name, unit * count, count, at)
+                at += count
+
+    def vocabulary_run(self, rank: int, rows: int) -> Run:
+        """Rows of rank `rank` when each has `rows`, those past the vocabulary being padding."""
+        ((name, vocabulary),) = self.members
+        start = min(rank * rows, vocabulary)
+        return Run(name, start, min(vocabulary, start + rows) - start, 0)
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """Sizes of a decoder that Megatron names as transformers' Llama, Mistral, Qwen2 and Qwen3 are built."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    groups: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    values: bool = False
+    """Whether it ends in one value instead of a distribution over the vocabulary (a critic)."""
+
+    def parts(self) -> list[MegatronTensor]:
+        """All its tensors, a layer's once."""
+        hidden, tensor = self.hidden, MegatronTensor
+        rows = {"q": self.heads * self.head_dim, "k": self.groups * self.head_dim, "v": self.groups * self.head_dim}
+        weights = tuple((f"self_attn.{name}_proj.weight", count) for name, count in rows.items())
+        biases = tuple((f"self_attn.{name}_proj.bias", count) for name, count in rows.items())
+        gate_up = tuple((f"mlp.{name}_proj.weight", self.intermediate) for name in ("gate", "up"))
+        norm, mlp_norm = (("input_layernorm.weight", hidden),), (("post_attention_layernorm.weight", hidden),)
+        output, down = (("self_attn.o_proj.weight", hidden),), (("mlp.down_proj.weight", hidden),)
+        tokens, final = (("model.embed_tokens.weight", self.vocabulary),), (("model.norm.weight", hidden),)
+        parts = [
+            tensor("self_attention.linear_qkv.layer_norm_weight", norm, alias="input_layernorm.weight"),
+            tensor("self_attention.linear_qkv.weight", weights, hidden, "rows", groups=self.groups),
+            tensor("self_attention.linear_proj.weight", output, rows["q"], "columns"),
+            tensor("mlp.linear_fc1.layer_norm_weight", mlp_norm, alias="pre_mlp_layernorm.weight"),
+            tensor("mlp.linear_fc1.weight", gate_up, hidden, "rows"),
+            tensor("mlp.linear_fc2.weight", down, self.intermediate, "columns"),
+            tensor(EMBEDDING, tokens, hidden, "rows", stage="first"),
+            tensor(NORM, final, stage="last"),
+        ]
+        if self.model_type == "qwen2":
+            parts.append(tensor("self_attention.linear_qkv.bias", biases, None, "rows", groups=self.groups))
+        if self.model_type == "qwen3":
+            norms = {name: ((f"self_attn.{name}_norm.weight", self.head_dim),) for name in "qk"}
+            parts += [tensor(f"self_attention.{name}_layernorm.weight", member) for name, member in norms.items()]
+        if self.values:
+            parts.append(tensor(OUTPUT, (("score.weight", 1),), hidden, stage="last"))
+            parts.append(tensor("output_layer.bias", (("score.bias", 1),), stage="last"))
+        elif not self.tied:
+            parts.append(tensor(OUTPUT, (("lm_head.weight", self.vocabulary),), hidden, "rows", stage="last"))
+        return parts
+
+    def check_tensor_ranks(self, ranks: int, what: str, remedy: str = "") -> None:
+        """Raise UserError, naming `what` has so many, unless the model can be split over tensor parallel ranks; without
+        a `remedy` it says over how many."""
+        divided = {
+            "attention heads": self.heads,
+            "key-value heads": self.groups,
+            "intermediate units (intermediate_size)": self.intermediate,
+        }
+        for name, count in divided.items():
+            if ranks < 1 or count % ranks:
+                remedy = remedy or _give(what, math.gcd(*divided.values()))
+                raise UserError(f"{what}={ranks} does not divide the model's {count} {name}. {remedy}")
+
+    def check_pipeline_ranks(self, ranks: int, what: str) -> None:
+        """The same for pipeline parallel ranks."""
+        if ranks < 1 or self.layers % ranks:
+            remedy = _give(what, self.layers)
+            raise UserError(f"{what}={ranks} does not divide the model's {self.layers} layers. {remedy}")
+
+
+def _give(what: str, count: int) -> str:
+    """What to do about a number of ranks that does not divide `count`."""
+    *most, last = [str(number) for number in range(1, count + 1) if count % number == 0]
+    return f"Give {what} {', '.join(most)} or {last}." if most else f"Give {what} {last}."
+
+
+def layer_name(layer: int, part: MegatronTensor) -> str:
+    """Megatron's name of a tensor, a layer's with its number."""
+    return f"{LAYERS}{layer}.{part.name}" if part.stage == "layer" else part.name
+
+
+def member_name(layer: int, part: MegatronTensor, name: str) -> str:
+    """A member's full name in transformers."""
+    return f"model.layers.{layer}.{name}" if part.stage == "layer" else name
+
+
+def read_model(folder: Path, *, values: bool = False) -> MegatronModel:
+    """The model that config.json in `folder` describes; raises UserError when it is not one that Megatron names so."""
+    path = folder / MODEL_CONFIG
+    try:
+        config: dict[str, Any] = parse_json(read_regular(path, LARGEST), MODEL_CONFIG)
+        model_type = config["model_type"]
+    except (OSError, DamagedCheckpoint, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no config.json of transformers: {error}. Set --hf_model_path.") from None
+    if model_type not in MODEL_TYPES:
+        raise UserError(f"model_type={model_type} ({path}) is not converted to or from Megatron: {_known()} are.")
+    biased = ("attention_bias",) if model_type != "qwen2" else ()
+    for setting in (*biased, "mlp_bias"):
+        if config.get(setting):
+            raise UserError(f"{setting}=true ({path}): {model_type} with it is not converted to or from Megatron.")
+    try:
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return MegatronModel(
+            model_type=model_type,
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            intermediate=config["intermediate_size"],
+            heads=heads,
+            groups=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            vocabulary=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            values=values,
+        )
+    except KeyError as error:
+        raise UserError(f"{path} lacks {error}. Set --hf_model_path to a folder with the whole config.json.") from None
+
+
+def _known() -> str:
+    return f"{', '.join(MODEL_TYPES[:-1])} and {MODEL_TYPES[-1]}"

@@ -1,0 +1,180 @@
+"""Tensors of Megatron's found under their names, put together to those of transformers, and back."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf.convert.excerpts import Beside, Excerpt, ExcerptSource, OfSource, Readable, SomeColumns, Zeros
+from rlhf.convert.megatron.megatron_model import (
+    LAYERS,
+    OUTPUT,
+    MegatronModel,
+    MegatronTensor,
+    layer_name,
+    member_name,
+    read_model,
+)
+from rlhf.convert.megatron.megatron_places import step_of
+from rlhf.errors import UserError
+from rlhf.models.hf.source import Origin, TensorSource, TrainedSoFar
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.hf_layout import MODEL_CONFIG
+
+Shapes = dict[str, tuple[int, ...]]
+Excerpts = dict[str, list[Excerpt]]
+ABSENT = ("the optimizer's moments", "the learning rate schedule")
+NO_WEIGHTS = re.compile(r"_extra_state|rotary_pos_emb\.inv_freq$")
+"""What lies among the weights and is none."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One rank's part of a tensor: where it is read from, and its shape."""
+
+    tensor: Readable
+    shape: tuple[int, ...]
+
+
+def find_model(origin: Origin, folder: Path, *, values: bool) -> tuple[MegatronModel, Path]:
+    """The model whose tensors lie in `folder`, and the folder with its config.json: `--hf_model_path`, or one beside
+    the tensors."""
+    if origin.model_files is not None:
+        return read_model(origin.model_files, values=values), origin.model_files
+    for place in (folder, folder / "huggingface", folder.parent, folder.parent / "huggingface"):
+        if (place / MODEL_CONFIG).is_file():
+            return read_model(place, values=values), place
+    raise UserError(f"{folder} does not say what model it holds. Set --hf_model_path to a folder with its config.json.")
+
+
+def holds_values(held: Mapping[str, Sequence[Held]]) -> bool:
+    """Whether the output layer is the head of a critic, one value per token."""
+    return OUTPUT in held and held[OUTPUT][0].shape[0] == 1
+
+
+def as_transformers(
+    model: MegatronModel,
+    held: Mapping[str, Sequence[Held]],
+    where: Path,
+    files: Path,
+) -> ExcerptSource:
+    """The tensors that `model` has in transformers, from those `held` in `where`: by Megatron's names with the number
+    of the whole model's layer, of each tensor parallel rank.
+
+    Raises UserError when one of them is missing, of another shape, or not one of the model's.
+    """
+    shapes: Shapes = {}
+    excerpts: Excerpts = {}
+    known = {OUTPUT} if model.tied else set()
+    for part in model.parts():
+        for layer in range(model.layers if part.stage == "layer" else 1):
+            name = layer_name(layer, part)
+            if part.alias is not None and f"{LAYERS}{layer}.{part.alias}" in held:
+                name = f"{LAYERS}{layer}.{part.alias}"
+            if name not in held:
+                raise UserError(_missing(model, where, name, files))
+            known.add(name)
+            _check(model, part, held[name], f"{where}: {name}", files)
+            for member, found in _excerpts(part, held[name]).items():
+                rows = dict(part.members)[member]
+                excerpts[member_name(layer, part, member)] = found
+                shapes[member_name(layer, part, member)] = part.shape(rows)
+    if unknown := sorted(name for name in held if name not in known and not NO_WEIGHTS.search(name)):
+        raise UserError(
+            f"{where} holds {unknown[0]}, which {model.model_type} of transformers has no place for. Set "
+            f"--hf_model_path to the model that it was made of (config.json was read in {files})."
+        )
+    source = ExcerptSource("megatron", shapes, excerpts, model_files=files, absent=ABSENT)
+    source.contents.progress = TrainedSoFar(step_of(where))
+    return source
+
+
+def _excerpts(part: MegatronTensor, tensors: Sequence[Held]) -> Excerpts:
+    if part.split == "columns":
+        ((member, rows),) = part.members
+        beside = Beside([held.tensor for held in tensors], part.width // len(tensors))
+        return {member: [Excerpt(beside, 0, rows * part.width)]}
+    found: defaultdict[str, list[tuple[int, Excerpt]]] = defaultdict(list)
+    for rank, held in enumerate(tensors if part.split == "rows" else tensors[:1]):
+        runs = part.runs(rank, len(tensors))
+        for run in [part.vocabulary_run(rank, held.shape[0])] if part.is_vocabulary else runs:
+            excerpt = Excerpt(held.tensor, run.at * part.width, (run.at + run.rows) * part.width)
+            found[run.name].append((run.row, excerpt))
+    return {name: [excerpt for _, excerpt in sorted(rows, key=lambda row: row[0])] for name, rows in found.items()}
+
+
+def _check(model: MegatronModel, part: MegatronTensor, tensors: Sequence[Held], where: str, files: Path) -> None:
+    if len({held.tensor.dtype for held in tensors}) > 1:
+        raise DamagedCheckpoint(f"{where} is of different types on different ranks")
+    ranks = len(tensors)
+    rows = part.rows // (ranks if part.split == "rows" else 1)
+    for held in tensors:
+        if part.is_vocabulary:
+            right = len(held.shape) == 2 and held.shape == tensors[0].shape and held.shape[0] * ranks >= part.rows
+            rows = held.shape[0] if right else -(-part.rows // ranks)
+        if held.shape != part.shape(rows, ranks):
+            raise UserError(
+                f"{where} has the shape {list(held.shape)} where {list(part.shape(rows, ranks))} is expected of "
+                f"{ranks} tensor parallel {'rank' if ranks == 1 else 'ranks'}: another rank's folder is missing, or "
+                f"config.json ({files}) is another model's."
+            )
+
+
+def _missing(model: MegatronModel, where: Path, name: str, files: Path) -> str:
+    if name == OUTPUT:
+        return f"{where} has no {OUTPUT}, but {files / MODEL_CONFIG} does not say tie_word_embeddings=true. Correct it."
+    return f"{where} has no {name}. Restore what is missing, or set --hf_model_path if {files} is another model's."
+
+
+def as_megatron(
+    model: MegatronModel, source: TensorSource, *, rank: int = 0, ranks: int = 1, vocabulary: int | None = None
+) -> tuple[Shapes, Excerpts]:
+    """Shapes and excerpts of the tensors that tensor parallel rank `rank` of `ranks` has of all layers, by Megatron's
+    names; `vocabulary` is the padded one's rows.
+
+    Raises UserError when `source` lacks a tensor of the model, or has it in another shape.
+    """
+    shapes: Shapes = {}
+    excerpts: Excerpts = {}
+    known = {"lm_head.weight"} if model.tied else set()
+    for part in model.parts():
+        for layer in range(model.layers if part.stage == "layer" else 1):
+            for member, rows in part.members:
+                known.add(full := member_name(layer, part, member))
+                _check_member(source, full, part.shape(rows))
+            name = layer_name(layer, part)
+            shapes[name], excerpts[name] = _rank_excerpts(part, layer, source, rank, ranks, vocabulary)
+    if unknown := sorted(set(source.contents.tensors) - known):
+        raise UserError(f"{unknown[0]} has no place in Megatron's {model.model_type}: it would be lost.")
+    return shapes, excerpts
+
+
+def _rank_excerpts(
+    part: MegatronTensor, layer: int, source: TensorSource, rank: int, ranks: int, vocabulary: int | None
+) -> tuple[tuple[int, ...], list[Excerpt]]:
+    if part.split == "columns":
+        columns = part.width // ranks
+        whole = OfSource(source, member_name(layer, part, part.members[0][0]))
+        chosen = SomeColumns(whole, part.width, rank * columns, columns)
+        return part.shape(part.rows, ranks), [Excerpt(chosen, 0, part.rows * columns)]
+    rows, runs = part.rows // (ranks if part.split == "rows" else 1), list(part.runs(rank, ranks))
+    if part.is_vocabulary:
+        rows = (vocabulary or part.rows) // ranks
+        runs = [part.vocabulary_run(rank, rows)]
+    found = []
+    for run in runs:
+        tensor = OfSource(source, member_name(layer, part, run.name))
+        found.append(Excerpt(tensor, run.row * part.width, (run.row + run.rows) * part.width))
+    filled = sum(run.rows for run in runs)
+    if filled < rows:
+        found.append(Excerpt(Zeros(found[0].tensor.dtype), 0, (rows - filled) * part.width))
+    return part.shape(rows), found
+
+
+def _check_member(source: TensorSource, name: str, shape: tuple[int, ...]) -> None:
+    info = source.contents.tensors.get(name)
+    if info is None:
+        raise UserError(f"The checkpoint has no {name}, which its config.json asks for.")
+    if info.shape != shape:
+        raise UserError(f"{name} has the shape {list(info.shape)}, and config.json asks for {list(shape)}.")

@@ -1,0 +1,39 @@
+"""Folders of a model below the one that a user names, as verl and Megatron-LM make them."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rlhf.models.hf.source import Origin
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+def find_folder(origin: Origin, is_one: Callable[[Path], bool]) -> Path | None:
+    """The first folder that `is_one` among the folder itself, the newest iteration in it or the one named by the tag
+    (Megatron-LM), and the role's folders `model` and `dist_ckpt` (verl); None when there is none."""
+    return next((folder for folder in _candidates(origin) if folder.is_dir() and is_one(folder)), None)
+
+
+def step_of(folder: Path) -> int | None:
+    """Step of the run that wrote a folder, from its name or that of one above it (`iter_0000020`, `global_step_20`)."""
+    for name in (folder.name, *(parent.name for parent in folder.parents)):
+        if (found := re.fullmatch(r"(?:iter_|global_step_)(\d+)", name)) is not None:
+            return int(found[1])
+    return None
+
+
+def _candidates(origin: Origin) -> Iterator[Path]:
+    path = origin.path
+    if origin.tag is not None:
+        yield path / origin.tag
+        return
+    yield path
+    for below in (path, path / origin.role):
+        yield below
+        yield below / "model"
+        yield below / "dist_ckpt"
+    if (path / LATEST).is_file():
+        newest = (path / LATEST).read_text(errors="replace").strip()
+        if re.fullmatch(r"\d+|release", newest):
+            yield path / (f"iter_{int(newest):07d}" if newest != "release" else newest)

@@ -1,0 +1,1 @@
+"""Checkpoints of ours, written from the tensors of any other."""

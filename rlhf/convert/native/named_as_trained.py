@@ -1,0 +1,63 @@
+"""Names of a checkpoint's tensors in the model as the trainer builds it: what it needs, and where each comes from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rlhf.errors import UserError
+from rlhf.models.hf.source import TensorInfo
+from rlhf.models.loading import ModelSource, load_model, load_model_config, load_value_model
+from rlhf.models.model_files import FileTensor
+from rlhf.models.skeleton import skeleton
+from rlhf.storage.shards import DTYPE_NAMES
+
+
+@dataclass(frozen=True)
+class TrainedTensor:
+    """Weight, or persistent buffer, of a model in training: its name in the source, its shape, and whether it is
+    trained."""
+
+    source_name: str
+    info: TensorInfo
+    trained: bool
+
+
+def named_as_trained(
+    tensors: Mapping[str, TensorInfo], model_files: Path, path: Path, role: str
+) -> dict[str, TrainedTensor]:
+    """Tensors that a run keeps of the model of `model_files`, by the names that it has for them, from `tensors`; a
+    `critic` has a head of one value.
+
+    They are float32, as the trainer has them. Raises UserError, naming `path`, when they are not all that it asks for.
+    """
+    origin = ModelSource("SOURCE", str(path))
+    hf_config = load_model_config(origin, model_files)
+    headers = {name: FileTensor("", DTYPE_NAMES[info.dtype], info.shape) for name, info in tensors.items()}
+    built = skeleton(partial(_model, role, origin, model_files, hf_config), headers)
+    if built is None:
+        raise UserError(
+            f"{path}: transformers makes the weights of {hf_config.model_type} out of others than these. Open it with "
+            "the tool that wrote it and save it with save_pretrained."
+        )
+    model, names = built
+    trained = {name for name, _ in model.named_parameters()}
+    if heads := trained - names.keys():
+        raise UserError(f"{path} has no value head ({min(heads)}): it is no critic's.")
+    found = {}
+    for name, source_name in names.items():
+        info = tensors[source_name]
+        dtype = torch.float32 if info.dtype.is_floating_point else info.dtype
+        found[name] = TrainedTensor(source_name, TensorInfo(info.shape, dtype), name in trained)
+    return found
+
+
+def _model(
+    role: str, origin: ModelSource, folder: Path, hf_config: PretrainedConfig, tensors: Mapping[str, Tensor]
+) -> PreTrainedModel:
+    load = load_value_model if role == "critic" else load_model
+    return load(origin, folder, hf_config, torch.float32, tensors)

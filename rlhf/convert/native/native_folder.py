@@ -1,0 +1,177 @@
+"""Checkpoint of our own, written from the tensors of any source: each backend opens it, on any number of ranks."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from rlhf.checkpoint.commit.identity import Identity
+from rlhf.checkpoint.commit.manifest import Manifest, describe, write_manifest
+from rlhf.checkpoint.commit.output_folder import output_folder, prove
+from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.start.run_dir import new_run_id
+from rlhf.convert.native.named_as_trained import TrainedTensor, named_as_trained
+from rlhf.convert.native.native_component import Part, part_of, write_component, zeros
+from rlhf.convert.open_roles import CRITIC
+from rlhf.models.hf.hf_folder import plan_hf_folder, write_hf_folder
+from rlhf.models.hf.hf_plan import HfOptions, HfPlan
+from rlhf.models.hf.regrouped import as_in_files, as_trained
+from rlhf.models.hf.source import TensorInfo, TensorSource
+from rlhf.storage.files import WrittenFile, write_json
+from rlhf.storage.layout import DRIVER_STATE, HF_FOLDER, SCHEDULE
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """One model that is to be written: its source, the trainer's names for its tensors, its Hugging Face folder."""
+
+    path: Path
+    source: TensorSource
+    """As it is trained."""
+    in_files: TensorSource
+    """As the Hugging Face folder has it."""
+    named: Mapping[str, TrainedTensor]
+    hf: HfPlan
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        weights = sum(tensor.info.nbytes for tensor in self.named.values())
+        trained = sum(tensor.info.nbytes for tensor in self.named.values() if tensor.trained)
+        return self.hf.nbytes + weights + (len(MOMENTS) * trained if self.source.contents.moments else 0)
+
+
+@dataclass
+class Written:
+    """Outcome: what was taken over, and what a run has to begin anew, a line each."""
+
+    path: Path
+    manifest: Manifest
+    taken: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+
+
+def plan_native_folder(roles: Mapping[str, TensorSource], path: Path) -> dict[str, RolePlan]:
+    """Plans of the models at `path`, by role. Raises UserError when one is not a whole model of its role."""
+    plans = {}
+    for role, source in roles.items():
+        trained, in_files = as_trained(source), as_in_files(source)
+        hf = plan_hf_folder(in_files, path, HfOptions(value_model=role == CRITIC))
+        files = source.contents.model_files
+        assert files is not None  # the plan has read them
+        twice = in_files.contents.tensors.keys() - hf.tensors.keys()
+        kept = {name: info for name, info in trained.contents.tensors.items() if name not in twice}
+        plans[role] = RolePlan(path, trained, in_files, named_as_trained(kept, files, path, role), hf)
+    return plans
+
+
+def write_native_folder(
+    plans: Mapping[str, RolePlan],
+    target: Path,
+    step: int,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Written:
+    """Write the checkpoint `target` of `step`, prove it, and give it its name.
+
+    Weights are float32, and beside them in their own type as a Hugging Face folder; moments that only some of them have
+    are zero for the others. A range of a tensor is in memory at a time.
+    """
+    done = Written(target, _manifest(step, plans))
+    with output_folder(target, overwrite=overwrite, sources=[plan.path for plan in plans.values()]) as root:
+        files = [write_json(root, DRIVER_STATE, DriverState(new_run_id(), step, 0.0, step=step).state_dict())]
+        for role, plan in plans.items():
+            files += _write_role(root, role, plan, done, progress)
+        done.manifest.files.update(describe(files))
+        prove(root, files)
+        write_manifest(root, done.manifest)
+    return done
+
+
+def _write_role(
+    root: Path, role: str, plan: RolePlan, done: Written, progress: Callable[[int], None]
+) -> list[WrittenFile]:
+    """Files of one role below `root`; what there is, and what there is not, is noted in `done`."""
+    source, have = plan.source, done.manifest.contents
+    weights = [part_of(source, tensor.source_name, name, tensor.info) for name, tensor in plan.named.items()]
+    files = write_component(root, f"{role}/model", weights, progress)
+    folder = f"{role}/{HF_FOLDER}"
+    files += [
+        replace(f, path=f"{folder}/{f.path}") for f in write_hf_folder(plan.in_files, plan.hf, root / folder, progress)
+    ]
+    done.taken.append(f"{role}: weights, {len(weights)} tensors")
+    if source.contents.moments:
+        moments, lacking = _moments(source, plan.named)
+        files += write_component(root, f"{role}/optimizer", moments, progress)
+        have += [] if "optimizer" in have else ["optimizer"]
+        done.taken.append(f"{role}: AdamW's moments and step counts")
+        if lacking:
+            done.absent.append(f"{role}: moments of {len(lacking)} weights, such as {lacking[0]}, which begin at zero")
+    if (position := _position(source)) is not None:
+        # All that a load takes of it: rates and shape are the run's own settings.
+        schedule = {"last_epoch": position, "_step_count": position + 1}
+        taken = {"optimizer_step": position, "training_step": done.manifest.step}
+        files.append(write_json(root, f"{role}/{SCHEDULE}", {"lr_scheduler": schedule, "steps_taken": taken}))
+        have += [] if "extra" in have else ["extra"]
+        done.taken.append(f"{role}: place in the learning rate schedule, after {position} optimizer steps")
+    done.absent += [f"{role}: {line}" for line in source.contents.absent]
+    return files
+
+
+def _moments(source: TensorSource, named: Mapping[str, TrainedTensor]) -> tuple[list[Part], list[str]]:
+    """The optimizer's state of all trained weights, and the weights of which `source` has none."""
+    parts, lacking = [], []
+    for name, tensor in named.items():
+        if not tensor.trained:
+            continue
+        forms = {moment: TensorInfo(tensor.info.shape, torch.float32) for moment in MOMENTS}
+        forms["step"] = TensorInfo((), torch.float32)
+        there = all(_fits(source, f"{tensor.source_name}.{moment}", info) for moment, info in forms.items())
+        if not there:
+            lacking.append(name)
+        for moment, info in forms.items():
+            whole = f"{name}.{moment}"
+            parts.append(
+                part_of(source, f"{tensor.source_name}.{moment}", whole, info) if there else zeros(whole, info)
+            )
+    return parts, lacking
+
+
+def _fits(source: TensorSource, name: str, wanted: TensorInfo) -> bool:
+    found = source.contents.moments.get(name)
+    return found is not None and found.numel == wanted.numel
+
+
+def _position(source: TensorSource) -> int | None:
+    """Optimizer steps that the schedule has come along; the schedules of some tools count something else."""
+    progress = source.contents.progress
+    if progress.optimizer_steps is not None:
+        return progress.optimizer_steps
+    counts = [name for name in source.contents.moments if name.endswith(".step")]
+    if counts:
+        return int(max(float(source.read(name, 0, 1)) for name in counts))
+    last = None if progress.schedule is None else progress.schedule.get("last_epoch")
+    return last if isinstance(last, int) else None
+
+
+def _manifest(step: int, plans: Mapping[str, RolePlan]) -> Manifest:
+    first = next(iter(plans.values()))
+    identity = Identity.of_run(first.source.layout, "", {}, [1])
+    return Manifest(
+        step=step,
+        world_size=1,
+        backend=identity.backend,
+        contents=["model", "hf_model"],
+        roles=sorted(plans),
+        config_hash=identity.config_hash,
+        fingerprints=identity.fingerprints,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=identity.versions,
+        threads=identity.threads,
+        imported={"layout": first.source.layout, "path": str(first.path.absolute())},
+    )

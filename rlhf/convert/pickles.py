@@ -1,0 +1,250 @@
+"""Pickle files of other tools, read without running what they say."""
+
+import io
+import os
+import pickle
+import pickletools
+import re
+import threading
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from rlhf.convert.record_sum import AGAIN
+from rlhf.errors import UserError
+from rlhf.storage.disk_errors import DamagedCheckpoint
+
+Allowed = Sequence[type | Callable[..., Any] | tuple[Any, str]]
+"""Classes and functions that a pickle may ask for; one that lives elsewhere in other releases as a pair with its name,
+`(class, "module.name")`."""
+
+BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""Beginning of a file that torch wrote before its files were zip archives."""
+SCANNED = 1 << 20
+"""Bytes of a refused pickle that are searched for what it asks for."""
+OF_TENSORS = ("torch.", "collections.")
+"""Beginnings of names that every pickle of tensors asks for."""
+
+_list_lock = threading.Lock()  # torch has one list of what is allowed per process
+
+
+class StandIn:
+    """Stands where a pickle asks for an object of no use here; keeps what it would have been made of."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.state: Any = None
+
+    def __new__(cls, *arguments: Any) -> "StandIn":
+        made = super().__new__(cls)
+        made.__init__(*arguments)  # type: ignore[misc]  # a pickle may make objects without it
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class TensorStandIn(torch.Tensor):
+    """The same for a subclass of Tensor that has no data and keeps others as its attributes; nothing computes with
+    it."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise TypeError(f"{func} of a {cls.__name__} that was only read")
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def stand_in(name: str, kind: type = StandIn) -> tuple[type, str]:
+    """Entry of `Allowed` that puts a StandIn (or TensorStandIn), of a class of its own, wherever a pickle asks for
+    `name`."""
+    return type(name.rpartition(".")[2], (kind,), {}), name
+
+
+def read_pickle(path: Path, allowed: Allowed = ()) -> Any:
+    """The content of a file of `torch.save`, its tensors mapped into memory and not read yet.
+
+    Besides tensors and plain containers only the classes and functions `allowed` are made. Raises UserError that names
+    whatever else the file asks for, DamagedCheckpoint for a file that is cut off or no such pickle.
+    """
+    with open_archive(path), refusing(path, allowed):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+@contextmanager
+def open_archive(path: Path, start: int = 0, size: int | None = None) -> Iterator[Any]:
+    """An open file of `torch.save`, or the part of `size` bytes from `start` on that is one; looked at without
+    unpickling it.
+
+    Raises DamagedCheckpoint for one that is not whole or claims more bytes than it has, UserError for one in the format
+    of torch before 1.6.
+    """
+    if not path.is_file():  # opening a pipe would wait for its other end
+        raise DamagedCheckpoint(f"{path} is {'no file' if path.exists() else 'missing'}")
+    with path.open("rb") as whole:
+        part = _Part(whole, start, path.stat().st_size - start if size is None else size)
+        part.records = _check_archive(path, part)
+        part.seek(0)
+        yield part
+
+
+def _check_archive(path: Path, file: "_Part") -> dict[int, tuple[int, int]]:
+    """Of each entry by its first byte: its end and CRC-32. What is no tensor is compared with it."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise DamagedCheckpoint(f"{path} has compressed entries, which torch.save does not write")
+            if sum(entry.file_size for entry in archive.infolist()) > file.size:
+                raise DamagedCheckpoint(f"{path} claims more bytes than it has")
+            found = [(entry, _content_of(path, file, entry.header_offset)) for entry in archive.infolist()]
+            for entry, start in found:
+                file.seek(start)
+                if entry.filename.endswith("/byteorder") and file.read(6) != b"little":  # torch swaps what is not there
+                    raise UserError(f"{path} is of a machine with another byte order. Save it anew on one like this.")
+                _compare_sum(path, file, entry, start)
+            return {start: (start + entry.file_size, entry.CRC) for entry, start in found}
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError) as error:
+        file.seek(0)
+        beginning = file.read(SCANNED)
+        if beginning.startswith(BEFORE_1_6):
+            raise UserError(f"{path} is in the format of torch before 1.6. Load it there and save it anew.") from None
+        if names := [name for name in _asked_for(beginning) if not name.startswith(OF_TENSORS)]:
+            raise _refusal(path, names) from None
+        raise _damage(path, _first_sentence(error)) from None
+
+
+def _compare_sum(path: Path, file: "_Part", entry: zipfile.ZipInfo, start: int) -> None:
+    if not entry.CRC or "/data/" in entry.filename:  # none was taken; a tensor's is compared when it is read
+        return
+    file.seek(start)
+    found = 0
+    for at in range(0, entry.file_size, SCANNED):
+        found = zlib.crc32(file.read(min(SCANNED, entry.file_size - at)), found)
+    if found != entry.CRC:
+        raise _damage(path, f"{entry.filename} in it is not as it was written")
+
+
+def _damage(path: Path, why: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"{path} is no whole file of torch.save: {why.rstrip('.')}. {AGAIN}")
+
+
+def _content_of(path: Path, file: "_Part", header: int) -> int:
+    """Where the bytes of an entry begin, whose own header, of 30 bytes, a name and more, begins at `header`."""
+    file.seek(max(0, header))
+    said = file.read(30)
+    if header < 0 or not said.startswith(b"PK\3\4"):
+        raise DamagedCheckpoint(f"{path} is no whole file of torch.save: it begins later")
+    return header + 30 + int.from_bytes(said[26:28], "little") + int.from_bytes(said[28:30], "little")
+
+
+@contextmanager
+def refusing(path: Path, allowed: Allowed) -> Iterator[None]:
+    """Let `torch.load(..., weights_only=True)` of the file `path` make the classes and functions `allowed`, and none
+    that other libraries have put on torch's list; its errors become those of `read_pickle`."""
+    try:
+        with _only(allowed), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the reader does not know is an error in the end
+            yield
+    except pickle.UnpicklingError as error:
+        if found := re.search(r"GLOBAL (\S+)|torch\.(?:distributed\.tensor|nested)", str(error)):
+            raise _refusal(path, [found[1] or found[0]]) from None
+        if "operand" in str(error) and (names := _asked_for(_pickled(path))):  # of a protocol that torch does not read
+            raise _refusal(path, names) from None
+        raise _damage(path, _cause(error)) from None
+    except (DamagedCheckpoint, UserError):
+        raise
+    except Exception as error:  # a file that is no pickle makes the reader fail in any way
+        raise _damage(path, _first_sentence(error)) from None
+
+
+@contextmanager
+def _only(allowed: Allowed) -> Iterator[None]:
+    with _list_lock:
+        registered = torch.serialization.get_safe_globals()
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(list(allowed))
+        try:
+            yield
+        finally:
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals(registered)
+
+
+def _refusal(path: Path, names: Sequence[str]) -> UserError:
+    return UserError(
+        f"{path} asks for {names[0]}, which is not on the list of what a checkpoint may hold: such a file could "
+        "run anything. If you trust it, save it anew with tensors and plain containers only."
+    )
+
+
+def _pickled(path: Path) -> bytes:
+    """The beginning of the pickle in an archive; of anything else, nothing."""
+    with suppress(Exception), zipfile.ZipFile(path) as archive:
+        [name] = [name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl"]
+        with archive.open(name) as file:
+            return file.read(SCANNED)
+    return b""
+
+
+def _asked_for(content: bytes) -> list[str]:
+    """Names that a pickle of any protocol asks for, those of neither torch nor plain containers first."""
+    names, texts = [], [""]
+    with suppress(Exception):  # what follows the pickle, or is no pickle
+        for operation, argument, _ in pickletools.genops(content):
+            if operation.name in ("GLOBAL", "INST"):
+                names.append(str(argument).replace(" ", "."))
+            elif operation.name == "STACK_GLOBAL":
+                names.append(".".join(texts[-2:]))
+            elif isinstance(argument, str):
+                texts.append(argument)
+    return sorted(names, key=lambda name: name.startswith(OF_TENSORS))
+
+
+def _cause(error: Exception) -> str:
+    """What the reader stumbled over, without the advice that torch puts around it."""
+    text = re.sub(r"\033\[\d*m", "", str(error))
+    lines = re.split(r"WeightsUnpickler error:|\n\n", text)[1:]
+    return next((line.strip().split("\n")[0] for line in lines if line.strip()), _first_sentence(error))
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).split("\n")[0].split(". ")[0] or type(error).__name__
+
+
+class _Part(io.RawIOBase):
+    """Bytes [start, start + size) of an open file, as a file. `records` has the end and the CRC-32 of each entry of the
+    archive that it is, by its first byte."""
+
+    records: Mapping[int, tuple[int, int]]
+
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        self._file, self._start, self.size, self._at = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        if self._at < 0:
+            raise ValueError("it is too short" if self.size else "it is empty")
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self.size - self._at)]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(view)  # type: ignore[attr-defined]
+        self._at += count
+        return count

@@ -1,0 +1,148 @@
+"""Tensors where they lie in a file: shape, type and place of each, and ranges read without mapping the file."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.convert.pickles import Allowed, StandIn, TensorStandIn, open_archive, refusing
+from rlhf.convert.record_sum import RecordSum
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.shards import as_bytes
+
+MOST_EXPANDED = 64 << 20
+"""Bytes that a tensor may take beyond those of its file, when it repeats what is there."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Tensor in a file: its first element lies at byte `byte`. Nothing of it is in memory."""
+
+    path: Path
+    byte: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+    """`None` when it lies row by row."""
+    record: RecordSum | None = field(default=None, compare=False)
+    """The record that it lies in, of an archive."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of it."""
+        return torch.Size(self.shape).numel()
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened (row-major) tensor, 1-D; one that is not row-major on disk is read
+        whole for that. Raises DamagedCheckpoint when the file ends before."""
+        if self.stride is None:
+            return self._elements(start, stop)
+        span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        whole = self._elements(0, span if self.numel else 0)
+        return whole.as_strided(self.shape, self.stride).reshape(-1)[start:stop].clone()
+
+    def _elements(self, start: int, stop: int) -> Tensor:
+        tensor = torch.empty(stop - start, dtype=self.dtype)
+        view, position = as_bytes(tensor), self.byte + start * self.dtype.itemsize
+        with self.path.open("rb", buffering=0) as file:
+            while view:
+                if not (count := os.preadv(file.fileno(), [view], position)):
+                    raise DamagedCheckpoint(
+                        f"{self.path} ends at byte {position}, before the tensors that it says it has"
+                    )
+                if self.record is not None:
+                    self.record.take(file.fileno(), position, view[:count])
+                view, position = view[count:], position + count
+        return tensor
+
+
+@dataclass(frozen=True)
+class StoredWrapper:
+    """Tensor of a class that only wraps others, such as a DTensor: its class, its shape and what it keeps."""
+
+    kind: str
+    shape: tuple[int, ...]
+    state: Any
+
+
+Piece = tuple[StoredTensor, int, int]
+"""Elements [start, stop) of a stored tensor."""
+
+
+def whole(tensor: StoredTensor) -> list[Piece]:
+    """All of a stored tensor, as pieces."""
+    return [(tensor, 0, tensor.numel)]
+
+
+def size_of(pieces: Sequence[Piece]) -> int:
+    """Elements of all `pieces`."""
+    return sum(stop - start for _, start, stop in pieces)
+
+
+def cut(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
+    """Elements [start, stop) of what `pieces` are one after the other."""
+    found, at = [], 0
+    for tensor, first, last in pieces:
+        begin, end = max(start, at), min(stop, at + last - first)
+        if begin < end:
+            found.append((tensor, first + begin - at, first + end - at))
+        at += last - first
+    return found
+
+
+def joined(pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
+    """Elements of all `pieces`, one after the other, 1-D. Raises DamagedCheckpoint unless all are of `dtype`."""
+    if odd := next((tensor for tensor, _, _ in pieces if tensor.dtype != dtype), None):
+        raise DamagedCheckpoint(f"{odd.path} has {odd.dtype} where {dtype} is meant: the files are not all of one save")
+    parts = [tensor.read(start, stop) for tensor, start, stop in pieces]
+    return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=dtype), *parts])
+
+
+def open_torch_file(path: Path, allowed: Allowed = (), *, start: int = 0, size: int | None = None) -> Any:
+    """Content of a file of `torch.save` (or of the part of `size` bytes from `start` on, that is such a file) with a
+    StoredTensor in the place of each tensor, and a StoredWrapper in that of each TensorStandIn.
+
+    Errors as in `pickles.read_pickle`.
+    """
+    with open_archive(path, start, size) as part, refusing(path, allowed):
+        content = torch.load(part, map_location="meta", weights_only=True)
+        return _Places(path, start, part.records).of(content)
+
+
+class _Places:
+    """Puts the place in a file where a tensor on the meta device is."""
+
+    def __init__(self, path: Path, start: int, records: Mapping[int, tuple[int, int]]) -> None:
+        self._path, self._start, self._records = path, start, records
+        self._sums = {first: RecordSum(path, start + first, start + end, crc) for first, (end, crc) in records.items()}
+
+    def of(self, content: Any) -> Any:
+        if isinstance(content, TensorStandIn):
+            return StoredWrapper(type(content).__name__, tuple(content.shape), self.of(content.state))
+        if isinstance(content, Tensor):
+            return self._of_tensor(content)
+        if isinstance(content, StandIn):
+            content.arguments, content.state = self.of(content.arguments), self.of(content.state)
+        if isinstance(content, dict):
+            return {key: self.of(value) for key, value in content.items()}
+        if type(content) in (list, tuple):
+            return type(content)(self.of(value) for value in content)
+        return content
+
+    def _of_tensor(self, tensor: Tensor) -> StoredTensor:
+        storage: Any = tensor.untyped_storage()
+        first, width = storage._checkpoint_offset, tensor.dtype.itemsize
+        byte = first + int(tensor.storage_offset()) * width
+        span = width * (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
+        # On the meta device torch does not look at where a tensor ends.
+        if tensor.numel() and not first <= byte <= self._records.get(first, (0, 0))[0] - span:
+            raise DamagedCheckpoint(f"{self._path} speaks of tensors beyond its end, or beyond what it has of them")
+        if tensor.numel() * width > MOST_EXPANDED + max(end for end, _ in self._records.values()):
+            raise DamagedCheckpoint(f"{self._path} has {tuple(tensor.shape)} of the same few numbers")
+        byte += self._start
+        stride = None if tensor.is_contiguous() else tensor.stride()
+        return StoredTensor(self._path, byte, tensor.dtype, tuple(tensor.shape), stride, self._sums.get(first))

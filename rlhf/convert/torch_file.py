@@ -1,0 +1,96 @@
+"""Files as `torch.save` writes them, written tensor by tensor: none is in memory as a whole."""
+
+import io
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
+
+from rlhf.models.hf.hf_plan import Progress
+from rlhf.models.hf.source import TensorInfo, TensorSource
+from rlhf.storage.files import WrittenFile, write_file
+from rlhf.storage.shards import as_bytes
+
+SLAB_BYTES = 64 << 20
+"""Most bytes of a tensor that are in memory."""
+
+
+def write_torch_file(
+    root: Path,
+    path: str,
+    source: TensorSource,
+    content: Mapping[str, Any],
+    key: str,
+    progress: Progress = lambda count: None,
+) -> WrittenFile:
+    """Write `root/path`, which `torch.load` reads as `content` with all tensors of `source`, by name, under `key`.
+
+    The checksums of the zip file's records stay empty, which torch allows and `unzip -t` reports.
+    """
+    tensors = source.contents.tensors
+    with FakeTensorMode():
+        named = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in tensors.items()}
+    return write_file(root, path, saved({**content, key: named}, _all_slabs(source, progress)))
+
+
+def saved_range(source: TensorSource, name: str, start: int, shape: tuple[int, ...]) -> Iterator[bytes | memoryview]:
+    """Bytes of a file of `torch.save` with a tensor of this shape alone: the elements of `name` from `start` on."""
+    info = TensorInfo(shape, source.contents.tensors[name].dtype)
+    with FakeTensorMode():
+        tensor = torch.empty(shape, dtype=info.dtype)
+    return saved(tensor, slabs(source, name, start, start + info.numel))
+
+
+def slabs(source: TensorSource, name: str, start: int, stop: int) -> Iterator[memoryview]:
+    """Bytes of elements [start, stop) of a tensor, in pieces that fit into memory."""
+    step = SLAB_BYTES // source.contents.tensors[name].dtype.itemsize
+    for first in range(start, stop, step):
+        yield as_bytes(source.read(name, first, min(stop, first + step)))
+
+
+def _all_slabs(source: TensorSource, progress: Progress) -> Iterator[memoryview]:
+    for name, info in source.contents.tensors.items():
+        for slab in slabs(source, name, 0, info.numel):
+            yield slab
+            progress(len(slab))
+
+
+def saved(content: Any, tensors: Iterator[memoryview]) -> Iterator[bytes | memoryview]:
+    """Bytes that `torch.save` writes of `content`; those of its (fake) tensors come from `tensors`, in order."""
+    frame = _Frame()
+    with skip_data(materialize_fake_tensors=True):
+        torch.save(content, frame)  # type: ignore[arg-type]  # a file, as far as torch uses one
+    for part in frame.parts:
+        if isinstance(part, bytes):
+            yield part
+            continue
+        while part:
+            slab = next(tensors)
+            if len(slab) > part:
+                raise RuntimeError("torch.save leaves another place for a tensor than its bytes take")
+            part -= len(slab)
+            yield slab
+
+
+class _Frame(io.RawIOBase):
+    """What `torch.save` writes beside the tensors: bytes, and the length of each gap that it leaves for one."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes | int] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        self.parts.append(bytes(content))
+        return len(content)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_CUR:
+            raise io.UnsupportedOperation("torch.save goes back in its file")
+        self.parts.append(offset)
+        return offset

@@ -1,0 +1,133 @@
+"""Verb `push`: a run's newest checkpoint, or a Hugging Face folder, as a model repository of the Hub."""
+
+import argparse
+import errno
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from rlhf.checkpoint.verbs.places import checkpoints_at, local_folder
+from rlhf.convert.verbs.hf_output import DTYPES, size_of, to_hf_folder
+from rlhf.convert.verbs.origins import add_adapter_option
+from rlhf.errors import EXIT_DONE, UserError
+from rlhf.printable import printable
+
+if TYPE_CHECKING:
+    from rlhf.models.hf.hf_plan import HfOptions
+    from rlhf.models.hf.source import Origin
+
+NAME = "push"
+HELP = "upload a checkpoint, or a merged folder, to the Hugging Face Hub, with a model card"
+FOLDERS = ("config.json", "adapter_config.json")
+"""Files of which a Hugging Face folder has one."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `rlhf.checkpoint.__main__.VERBS`."""
+    parser.add_argument(
+        "path",
+        type=local_folder,
+        metavar="RUN_OR_CHECKPOINT",
+        help="of a run its newest whole checkpoint; or a Hugging Face folder, such as merge and export write",
+    )
+    parser.add_argument("repo_id", metavar="REPO_ID", help="the repository, NAMESPACE/NAME; made if it is not there")
+    parser.add_argument("--private", action="store_true", help="nobody else sees it; a public one is refused")
+    parser.add_argument("--revision", metavar="BRANCH", help="a branch, made if it is not there (main)")
+    parser.add_argument("--commit-message", metavar="TEXT", help="of the one commit")
+    add_adapter_option(parser)
+    parser.add_argument("--dtype", choices=DTYPES, help="convert the weights; without it each keeps its type")
+    parser.add_argument(
+        "--max-shard-size", type=size_of, metavar="SIZE", help="most bytes of one file of weights, such as 2GB (5GB)"
+    )
+    parser.add_argument(
+        "--hf_model_path",
+        "--hf-model-path",
+        type=local_folder,
+        metavar="DIR",
+        help="Hugging Face folder with config and tokenizer, should those of the run not be there any more",
+    )
+    parser.add_argument("--json", action="store_true", help="print the address of the commit as JSON")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Look at the checkpoint, ask the Hub whether it may be done, merge, and send."""
+    path = arguments.path
+    ready = any((path / name).is_file() for name in FOLDERS)
+    if ready and (arguments.dtype or arguments.max_shard_size or arguments.hf_model_path or arguments.adapter):
+        raise UserError(
+            f"{path} is a Hugging Face folder, which is sent as it is: --dtype, --max-shard-size, --adapter and "
+            "--hf_model_path are for a checkpoint. Give them to merge or export, or push the checkpoint."
+        )
+    url, repo_id = _push_folder(arguments) if ready else _push_checkpoint(arguments)
+    if arguments.json:
+        console.out(json.dumps({"repo_id": repo_id, "commit_url": url}))
+    else:
+        console.print(printable(f"{path} is on the Hub: {url}"))
+    return EXIT_DONE
+
+
+def _push_folder(arguments: argparse.Namespace) -> tuple[str, str]:
+    from rlhf.convert.huggingface.hub import files_to_send
+    from rlhf.convert.huggingface.model_card import bare_card
+
+    folder = arguments.path
+    files_to_send(folder)
+    repo_id = _prepared(arguments)
+    message = arguments.commit_message or f"Upload {folder.absolute().name}"
+    return _uploaded(folder, repo_id, bare_card(repo_id), message, arguments), repo_id
+
+
+def _push_checkpoint(arguments: argparse.Namespace) -> tuple[str, str]:
+    """Merge into a scratch folder, which a kill leaves to the next one to remove."""
+    from contextlib import closing
+
+    from rlhf.checkpoint.export.layout_native import NAME as NATIVE
+    from rlhf.checkpoint.export.layout_native import open_source
+    from rlhf.convert.huggingface.model_card import card_of
+    from rlhf.models.hf.hf_plan import HfOptions
+    from rlhf.models.hf.source import Origin
+    from rlhf.storage.scratch import Scratch
+
+    checkpoints_at(arguments.path)
+    with closing(open_source(Origin(arguments.path, model_files=arguments.hf_model_path))) as source:
+        # The one that is sent, whatever a run that goes on saves meanwhile.
+        origin = Origin(source.path, model_files=arguments.hf_model_path, adapter=arguments.adapter)
+        if source.adapted:
+            from rlhf.models.hf.adapters import choose  # with torch
+
+            choose(arguments.adapter, source.path)
+        message = arguments.commit_message or f"Step {source.manifest.step}"
+    repo_id = _prepared(arguments)
+    card = card_of(origin, NATIVE, repo_id)
+    options = HfOptions(dtype=arguments.dtype, shard_bytes=arguments.max_shard_size)
+    with Scratch(large=True) as scratch:
+        _merge(origin, options, scratch.folder / "model")
+        return _uploaded(scratch.folder / "model", repo_id, card, message, arguments), repo_id
+
+
+def _prepared(arguments: argparse.Namespace) -> str:
+    from rlhf.convert.huggingface.hub import prepare_repository
+
+    return prepare_repository(arguments.repo_id, private=arguments.private, revision=arguments.revision)
+
+
+def _merge(origin: "Origin", options: "HfOptions", target: Path) -> None:
+    try:
+        to_hf_folder(origin, "native", options, target)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise UserError(
+            f"{target.parents[1]} has no room for the merged model, and nothing was sent. Set TMPDIR to a folder that "
+            "has, or merge into a folder of yours and push that."
+        ) from None
+
+
+def _uploaded(folder: Path, repo_id: str, card: str, message: str, arguments: argparse.Namespace) -> str:
+    from rlhf.convert.huggingface.hub import upload_folder
+
+    return upload_folder(
+        folder, repo_id, private=arguments.private, revision=arguments.revision, message=message, card=card
+    )

@@ -1,0 +1,166 @@
+"""Verb `test`: a checkpoint against a reference model, tensor by tensor, and the logits of both."""
+
+import argparse
+import json
+import math
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from rlhf.checkpoint.verbs.places import local_folder
+from rlhf.checkpoint.verbs.work_bar import work_bar
+from rlhf.convert.verbs.origins import add_cpu_option, add_origin_options, check_places, origin_of
+from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
+from rlhf.printable import printable
+
+if TYPE_CHECKING:
+    from rlhf.convert.differences import TensorDifference
+    from rlhf.models.hf.source import TensorInfo, TensorSource
+
+NAME = "test"
+HELP = "compare a checkpoint or a merged model with a reference model, tensor by tensor and by their logits"
+SHOWN = 20
+"""Lines about tensors that are printed; `--json` has all."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `rlhf.checkpoint.__main__.VERBS`. The options are named as verl names them."""
+    add_origin_options(parser)
+    parser.add_argument(
+        "--test_hf_dir",
+        "--test-hf-dir",
+        type=local_folder,
+        required=True,
+        metavar="DIR",
+        help="Hugging Face reference model",
+    )
+    parser.add_argument("--atol", type=float, default=0.0, help="largest difference that counts as equal (0)")
+    parser.add_argument("--ignore-dtype", action="store_true", help="let the types differ, not only the values")
+    parser.add_argument("--is-value-model", action="store_true", help="the models have a head of one number per token")
+    parser.add_argument("--rows", type=int, default=2, help="rows of tokens whose logits are compared; 0: none (2)")
+    add_cpu_option(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+@dataclass
+class Verdict:
+    """Outcome of a test: tensors that differ by more than allowed, and the largest differences."""
+
+    tensors: int
+    missing: list[str] = field(default_factory=list)
+    """In the reference only."""
+    extra: list[str] = field(default_factory=list)
+    """In the checkpoint only."""
+    shapes: dict[str, str] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
+    """Largest differences that are not within `--atol`."""
+    largest: float = 0.0
+    logits: float | None = None
+    """Largest difference; None when they were not compared."""
+    equal: bool = True
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Exit code 0 when all that was compared is equal, within `--atol`, 1 when something differs."""
+    if not arguments.atol >= 0:
+        raise UserError(f"--atol {arguments.atol} is no difference. Give a number of 0 or more.")
+    if arguments.rows < 0:
+        raise UserError(f"--rows {arguments.rows} is no number of rows. Give 0 for none.")
+    check_places([*arguments.local_dir, arguments.test_hf_dir], arguments.hf_model_path)
+    from rlhf.convert.layouts import open_source
+    from rlhf.models.hf.source import Origin
+
+    with closing(open_source(Origin(arguments.test_hf_dir), "huggingface")) as known:
+        origin = origin_of(arguments)
+        # A layout that does not bring its configuration has the reference's, which is no base of an adapter.
+        if origin.adapter != "merge":
+            origin = replace(origin, model_files=origin.model_files or arguments.test_hf_dir)
+        with closing(open_source(origin, arguments.backend)) as source:
+            verdict = _verdict(arguments, source, known)
+    if arguments.json:
+        console.print_json(json.dumps(_as_json(verdict)))
+    else:
+        for line in _lines(verdict, arguments.atol):
+            console.print(printable(line))
+    return EXIT_DONE if verdict.equal else EXIT_CRASHED
+
+
+def _verdict(arguments: argparse.Namespace, source: "TensorSource", known: "TensorSource") -> Verdict:
+    from rlhf.convert.differences import compare_tensors
+    from rlhf.convert.logits import largest_difference
+    from rlhf.models.hf.architecture import architecture_of
+    from rlhf.models.hf.regrouped import as_in_files
+
+    architecture = architecture_of(arguments.test_hf_dir, value_model=arguments.is_value_model)
+    if architecture is not None:
+        source, known = (as_in_files(each, architecture.config) for each in (source, known))
+    tied = {} if architecture is None else architecture.tied
+    tables = _once(source, tied), _once(known, tied)
+    with work_bar("compared", sum(info.nbytes for info in tables[0].values())) as progress:
+        compared = compare_tensors(source, known, tables, progress)
+    verdict = Verdict(compared.tensors)
+    for difference in compared.different:
+        _judge(verdict, difference, arguments.atol, arguments.ignore_dtype)
+    fits = not (verdict.missing or verdict.extra or verdict.shapes)
+    if arguments.rows and architecture is not None and fits:
+        folder = arguments.local_dir[0]
+        verdict.logits = largest_difference(
+            (source, folder), (known, arguments.test_hf_dir), architecture, arguments.rows
+        )
+    wrong = (verdict.missing, verdict.extra, verdict.shapes, verdict.dtypes, verdict.values)
+    verdict.equal = not any(wrong) and (verdict.logits is None or verdict.logits <= arguments.atol)
+    return verdict
+
+
+def _once(source: "TensorSource", tied: dict[str, str]) -> "dict[str, TensorInfo]":
+    """The tensors of a source, of two that are one and the same only the first."""
+    from rlhf.models.hf.hf_folder import same_tensor
+
+    tensors = dict(source.contents.tensors)
+    for name, first in tied.items():
+        if name in tensors and first in tensors and same_tensor(source, name, first):
+            del tensors[name]
+    return tensors
+
+
+def _judge(verdict: Verdict, difference: "TensorDifference", atol: float, ignore_dtype: bool) -> None:
+    forms = f"{difference.a} | {difference.b}"
+    if difference.what == "only in A":
+        verdict.extra.append(difference.name)
+    elif difference.what == "only in B":
+        verdict.missing.append(difference.name)
+    elif difference.what == "shape":
+        verdict.shapes[difference.name] = forms
+    else:
+        if difference.what == "dtype" and not ignore_dtype:
+            verdict.dtypes[difference.name] = forms
+        largest = math.nan if difference.largest is None else difference.largest
+        verdict.largest = largest if math.isnan(largest) else max(verdict.largest, largest)
+        if not largest <= atol:
+            verdict.values[difference.name] = largest
+
+
+def _lines(verdict: Verdict, atol: float) -> list[str]:
+    found = [f"missing: {name}" for name in verdict.missing] + [f"extra: {name}" for name in verdict.extra]
+    for what, forms in (("shape", verdict.shapes), ("dtype", verdict.dtypes)):
+        found += [f"{what}: {name}, {form}" for name, form in forms.items()]
+    by_size = sorted(verdict.values.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
+    found += [f"values: {name}, largest difference {largest:.6g}" for name, largest in by_size]
+    lines = found[:SHOWN] + ([f"and {len(found) - SHOWN} more (--json has all)"] if len(found) > SHOWN else [])
+    logits = "not compared" if verdict.logits is None else f"largest difference {verdict.logits:.6g}"
+    judged = "equal" if verdict.equal else "NOT equal"
+    lines.append(f"{verdict.tensors} tensors, largest difference {verdict.largest:.6g}; logits: {logits}")
+    return [*lines, f"{judged} within {atol:g}"]
+
+
+def _as_json(verdict: Verdict) -> dict[str, Any]:
+    def spelled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: spelled(item) for name, item in value.items()}
+        # JSON has no NaN and no infinity.
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return spelled(asdict(verdict))

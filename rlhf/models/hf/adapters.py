@@ -1,0 +1,185 @@
+"""Adapters of peft (LoRA): recognised among tensors, kept as what they are or merged into their base."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlhf.errors import UserError
+from rlhf.models.adapter_config import PREFIX, not_plain
+from rlhf.models.hf.source import ReadableTensor, TensorInfo
+from rlhf.models.merged_weight import KINDS, factors_of
+
+KEEP, MERGE = "keep", "merge"
+CHOICES = (KEEP, MERGE)
+FACTOR = re.compile(rf"(.+)\.({'|'.join(KINDS)})(?:\.weight)?")
+REPLACED = re.compile(r"\.(?:modules_to_save|base_layer)(?=\.)")
+REPEATS, REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
+MOST_REPEATS = 3
+WITH_NAME = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)\.([^.]+)(?=\.|$)")
+
+
+@dataclass
+class Adapter:
+    """Adapter: its tensors by the names in peft's files (`base_model.model.X.lora_A.weight`), and its
+    adapter_config.json; `path` is for messages."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: dict[str, ReadableTensor]
+
+
+def choose(asked: str | None, path: Path) -> str:
+    """Choice of the user's for the adapter in `path`; raises UserError when there is none."""
+    if asked in CHOICES:
+        return str(asked)
+    raise UserError(
+        f"{path} has a LoRA adapter: its base model alone is not what was trained. Set --adapter={MERGE} to have both "
+        f"in one model, or --adapter={KEEP} to have the adapter by itself."
+    )
+
+
+def split_adapter(
+    tensors: Mapping[str, ReadableTensor], path: Path
+) -> tuple[dict[str, ReadableTensor], dict[str, ReadableTensor]]:
+    """The base model's tensors by their names in transformers, and the adapter's by those in peft's files, of a
+    PeftModel's state dict. Raises UserError for several adapters in one."""
+    base, adapter, found = {}, {}, set()
+    for name, tensor in tensors.items():
+        if ".original_module." in name:
+            base[_plain(name.replace(".original_module", ""))] = tensor
+        elif match := WITH_NAME.search(name):
+            found.add(match[2])
+            adapter[name[: match.end(1)] + name[match.end() :]] = tensor
+        else:
+            base[_plain(name)] = tensor
+    if len(found) > 1:
+        raise UserError(f"{path} has several adapters: {', '.join(sorted(found))}. Save it with one.")
+    return base, adapter
+
+
+def is_adapted(names: Mapping[str, Any]) -> bool:
+    """Whether these are names of a PeftModel's state dict with LoRA in it."""
+    return any(".lora_" in name for name in names)
+
+
+def merged(base: Mapping[str, ReadableTensor], adapter: Adapter) -> dict[str, ReadableTensor]:
+    """Tensors of the model that base and adapter are together.
+
+    W + scaling * B A for each weight with factors, with DoRA's magnitude where there is one, computed in float32 when
+    it is read and rounded once to W's type; modules that were trained whole replace the base's. Raises UserError for a
+    kind of adapter that is not known here, or of another base.
+    """
+    _check(adapter)
+    result, factors = dict(base), dict[str, dict[str, ReadableTensor]]()
+    for name, tensor in adapter.tensors.items():
+        if match := FACTOR.fullmatch(name):
+            factors.setdefault(_plain(match[1]) + ".weight", {})[match[2]] = tensor
+        elif ".lora_" in name:
+            raise UserError(
+                f"{adapter.path} has {name}, a part of an adapter that is not known here. Merge it with peft."
+            )
+        else:
+            plain = _plain(REPLACED.sub("", name))
+            _check_base(adapter, plain, base, tensor.info.shape)
+            result[plain] = tensor
+    for weight, pair in factors.items():
+        result[weight] = _with_factors(adapter, weight, base, pair)
+    return result
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix(PREFIX).replace(".base_layer.", ".")
+
+
+def _check(adapter: Adapter) -> None:
+    config = adapter.config
+    others = ["peft_type"] if config.get("peft_type") not in ("LORA", None) else []
+    if others := [*others, *not_plain(config)]:
+        found = ", ".join(f"{setting}={config[setting]}" for setting in others)
+        raise UserError(
+            f"{adapter.path} is an adapter with {found}, which is not merged here. Merge it with peft "
+            f"(merge_and_unload), or set --adapter={KEEP}."
+        )
+
+
+def _check_base(adapter: Adapter, name: str, base: Mapping[str, ReadableTensor], shape: tuple[int, ...]) -> None:
+    if name not in base or base[name].info.shape != shape:
+        there = f"is {base[name].info.shape} there, not {shape}" if name in base else "is not in it"
+        raise UserError(f"{adapter.path} is no adapter of this base: {name} {there}. Set --hf_model_path to its base.")
+
+
+def _with_factors(
+    adapter: Adapter, weight: str, base: Mapping[str, ReadableTensor], pair: Mapping[str, ReadableTensor]
+) -> "MergedTensor":
+    embedding = "lora_embedding_A" in pair
+    kind = "lora_embedding_" if embedding else "lora_"
+    needed = {f"{kind}A", f"{kind}B"} | ({"lora_magnitude_vector"} if adapter.config.get("use_dora") else set())
+    if needed != pair.keys():
+        raise UserError(
+            f"{adapter.path} has {', '.join(pair)} of {weight}, where its adapter_config.json speaks of "
+            f"{', '.join(sorted(needed))}. Restore the adapter."
+        )
+    a, b = pair[f"{kind}A"], pair[f"{kind}B"]
+    transposed = embedding or bool(adapter.config.get("fan_in_fan_out"))
+    shape = (b.info.shape[0], a.info.shape[-1])
+    _check_base(adapter, weight, base, shape[::-1] if transposed else shape)
+    return MergedTensor(base[weight], pair, _scaling(adapter, weight, a.info.shape[0]), transposed)
+
+
+def _scaling(adapter: Adapter, weight: str, rank: int) -> float:
+    """The factor of B A, as peft has it: alpha / r, or alpha / sqrt(r); alpha may differ by module."""
+    config, module = adapter.config, weight.removesuffix(".weight")
+    alpha: Any = config.get("lora_alpha")
+    try:
+        for pattern, value in (config.get("alpha_pattern") or {}).items():
+            if REPEATED_GROUP.search(pattern) or len(REPEATS.findall(pattern)) > MOST_REPEATS:
+                raise ValueError("a pattern that may take for ever")
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                alpha = value
+                break
+        scale = float(alpha)
+    except (AttributeError, OverflowError, TypeError, ValueError, re.error):
+        scale = math.nan
+    if not math.isfinite(scale):  # a NaN would be every weight of the merged model
+        raise UserError(
+            f"{adapter.path} has lora_alpha={config.get('lora_alpha')!r} and alpha_pattern="
+            f"{config.get('alpha_pattern')!r}, which give {weight} no scale; patterns may have up to {MOST_REPEATS} "
+            "repeats and none of groups. Restore its adapter_config.json."
+        )
+    return scale / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+@dataclass
+class MergedTensor:
+    """Weight with its factors added; while ranges of it are read, the whole of it is in memory."""
+
+    base: ReadableTensor
+    factors: Mapping[str, ReadableTensor]
+    scaling: float
+    transposed: bool
+    _whole: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def info(self) -> TensorInfo:
+        """See `ReadableTensor.info`."""
+        return self.base.info
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """See `ReadableTensor.read`."""
+        whole = self._merge() if self._whole is None else self._whole
+        # Ranges are read from the first to the last.
+        self._whole = None if stop == self.info.numel else whole
+        return whole[start:stop].clone()
+
+    def _merge(self) -> Tensor:
+        factors = factors_of({n: _whole(t) for n, t in self.factors.items()}, self.scaling, transposed=self.transposed)
+        return factors.merged(_whole(self.base)).to(self.base.info.dtype).reshape(-1)
+
+
+def _whole(tensor: ReadableTensor) -> Tensor:
+    return tensor.read(0, tensor.info.numel).view(tensor.info.shape)

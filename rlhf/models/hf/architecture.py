@@ -1,0 +1,127 @@
+"""Architecture that a config.json describes, compared with the tensors that are to be its weights."""
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForTokenClassification, PreTrainedModel
+from transformers.utils import logging as library_logging
+
+from rlhf.errors import UserError
+from rlhf.models.fused_experts import fuse_experts
+from rlhf.models.hf.source import TensorInfo
+from rlhf.models.model_files import FileTensor
+from rlhf.models.skeleton import stand_ins
+from rlhf.models.token_values import value_class
+from rlhf.storage.shards import DTYPE_NAMES
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Class in the library, which tensor each tied one is the same as, and the parameters in the order in which the
+    class has them, tied ones once."""
+
+    kind: Any
+    config: Any
+    tied: dict[str, str]
+    parameters: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """As config.json has it in `architectures`."""
+        return self.kind.__name__
+
+
+def architecture_of(model_files: Path, *, value_model: bool = False, tied: bool | None = None) -> Architecture | None:
+    """The architecture of a folder's config.json: the one that it names, else its causal LM; None, with a warning, for
+    one that the library does not have by itself.
+
+    A value model has one number per token; `tied` overrides the configuration's `tie_word_embeddings`.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model_files, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s: nothing is compared with its architecture (%s).", model_files, str(error).split("\n")[0])
+        return None
+    if tied is not None:
+        config.tie_word_embeddings = tied
+    kind = _value_kind(model_files, config) if value_model else _kind(config)
+    if kind is None:
+        log.warning("%s: nothing is compared with its architecture (%s).", model_files, config.model_type)
+        return None
+    with torch.device("meta"):
+        model: PreTrainedModel = kind(copy.deepcopy(config))
+    pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return Architecture(kind, config, {name: str(source) for name, source in pairs.items()}, _parameters(model))
+
+
+def _parameters(model: PreTrainedModel) -> tuple[str, ...]:
+    return tuple(name for name, _ in model.named_parameters())
+
+
+def _kind(config: Any) -> Any:
+    for name in getattr(config, "architectures", None) or ():
+        kind = getattr(transformers, name, None)
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+            return kind
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def _value_kind(model_files: Path, config: Any) -> Any:
+    config.num_labels = 1
+    config.classifier_dropout = 0.0
+    found = value_class(config)
+    if found is None:
+        raise UserError(f"--is-value-model: {config.model_type} of {model_files} has no value head in transformers.")
+    kind: Any = found[0]
+    if kind is AutoModelForTokenClassification:
+        kind = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)]
+    return kind
+
+
+def check_fit(
+    where: Path, tensors: Mapping[str, TensorInfo], architecture: Architecture, model_files: Path, value_model: bool
+) -> None:
+    """Raise UserError unless `tensors`, those of the checkpoint `where`, are all weights of the architecture, and no
+    others; `value_model` says that one was asked for."""
+    headers = {name: FileTensor("", DTYPE_NAMES[info.dtype], info.shape) for name, info in tensors.items()}
+    # The library would put experts together for real.
+    headers, _ = fuse_experts(headers, architecture.config)
+    options: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": torch.float32}
+    verbosity = library_logging.get_verbosity()
+    library_logging.set_verbosity_error()
+    try:
+        _, found = architecture.kind.from_pretrained(
+            None, config=copy.deepcopy(architecture.config), state_dict=stand_ins(headers), **options
+        )
+    finally:
+        library_logging.set_verbosity(verbosity)
+    asked = f"config.json of {model_files} ({architecture.name})"
+    remedy = "Name the right folder with --hf_model_path"
+    for names, what in (
+        (found["unexpected_keys"], "has tensors that {} does not know"),
+        (found["missing_keys"], "lacks tensors that {} asks for"),
+    ):
+        if names:
+            problem = f"{what.format(asked)}, such as {min(names)} ({len(names)} in all)"
+            raise UserError(f"{where}: {problem}. {remedy}{_likely(names, value_model)}.")
+    for name, here, wanted in sorted(found["mismatched_keys"]):
+        raise UserError(f"{where}: {name} has the shape {list(here)}; {asked} asks for {list(wanted)}. {remedy}.")
+
+
+def _likely(names: Iterable[str], value_model: bool) -> str:
+    """End of a remedy, for what the names of tensors that do not fit look like. Only `merge` has these options."""
+    if value_model:
+        return "; it was taken for a value model, as --is-value-model and the role critic say"
+    if any(name.startswith(("score.", "classifier.", "v_head.")) for name in names):
+        return "; merge takes a value model with --is-value-model"
+    if "lm_head.weight" in names:
+        return "; where the embeddings are one, merge takes it with --tie-word-embedding"
+    return ""

@@ -1,0 +1,107 @@
+"""A model's folder as on the Hub, in safetensors, as an open checkpoint of which only ranges are read."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.errors import UserError
+from rlhf.models.hf.small_files import parse_model_config
+from rlhf.models.hf.source import Contents, TensorInfo
+from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.hf_layout import MODEL_CONFIG, WEIGHTS, WEIGHTS_INDEX
+from rlhf.storage.reading import UnprovenFiles
+from rlhf.storage.safetensors_header import read_safetensors_header
+from rlhf.storage.shards import DTYPES, Shard, TensorReader
+
+NAME = "huggingface"
+ABSENT = ["the optimizer's moments", "the step and the learning rate schedule"]
+
+
+def open_safetensors(path: Path, model_files: Path | None = None) -> "SafetensorsFolder | None":
+    """The folder `path`, with the small files of `model_files` or its own; None if it has no safetensors. Raises
+    UserError for quantised weights."""
+    check_not_quantised(path)
+    if (path / WEIGHTS_INDEX).is_file():
+        return SafetensorsFolder(path, weight_map(path, WEIGHTS_INDEX), model_files or path)
+    if (path / WEIGHTS).is_file():
+        return SafetensorsFolder(path, {WEIGHTS: None}, model_files or path)
+    return None
+
+
+def check_not_quantised(path: Path) -> None:
+    """Raise UserError if the config.json of the folder `path` describes quantised weights."""
+    if (path / MODEL_CONFIG).is_file() and "quantization_config" in _config(path):
+        raise UserError(f"{path} is quantised ({MODEL_CONFIG}); name the folder with the weights that it was made of.")
+
+
+def _config(path: Path) -> dict[str, Any]:
+    return parse_model_config({MODEL_CONFIG: (path / MODEL_CONFIG).read_bytes()}, path)
+
+
+def weight_map(path: Path, index: str) -> dict[str, list[str] | None]:
+    """The names of the tensors by file, as an index says."""
+    try:
+        entries = json.loads((path / index).read_bytes())["weight_map"]
+        files: dict[str, list[str] | None] = {}
+        for name, file in entries.items():
+            if Path(file).name != file:
+                raise ValueError(f"{file} lies elsewhere")
+            files[file] = [*(files.get(file) or ()), name]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path / index} is no index of weights: {error}") from None
+    missing = [file for file in files if not (path / file).is_file()]
+    if missing:
+        raise UserError(
+            f"{path} lacks {', '.join(missing)}, which {index} names. Restore {'it' if len(missing) == 1 else 'them'}."
+        )
+    return files
+
+
+def compare_with_index(path: Path, listed: Mapping[str, list[str] | None], found: Mapping[str, str]) -> None:
+    """Raise DamagedCheckpoint unless every tensor that the index lists lies in the file that it names."""
+    for file, names in listed.items():
+        for name in names or ():
+            if found.get(name) != file:
+                raise DamagedCheckpoint(f"{path / file} lacks {name}, which the index says is in it")
+
+
+class SafetensorsFolder:
+    """Folder of safetensors files, of which only ranges are read."""
+
+    layout = NAME
+
+    def __init__(self, path: Path, listed: Mapping[str, list[str] | None], model_files: Path) -> None:
+        self._path = path.resolve()
+        folder = self._path.name
+        files = UnprovenFiles(self._path.parent, [f"{folder}/{file}" for file in listed])
+        found: dict[str, str] = {}
+        for file in listed:
+            header, length = read_safetensors_header(files, f"{folder}/{file}")
+            if odd := next((entry["dtype"] for entry in header.values() if entry["dtype"] not in DTYPES), None):
+                raise UserError(
+                    f"{path / file} has tensors of type {odd}, which is not read here. Name a folder of "
+                    f"weights in {', '.join(DTYPES)}."
+                )
+            end = length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            if files.size(f"{folder}/{file}") != end:
+                size = files.size(f"{folder}/{file}")
+                raise DamagedCheckpoint(f"{path / file} has {size} bytes, its header speaks of {end}: it is cut off")
+            found |= dict.fromkeys(header, file)
+        compare_with_index(path, listed, found)
+        self._reader = TensorReader.of_whole_tensors(files, folder, listed)
+        tensors = {name: TensorInfo(shape, DTYPES[dtype]) for name, (dtype, shape) in self._reader.tensors.items()}
+        self.contents = Contents(tensors, model_files=model_files, absent=list(ABSENT))
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `TensorSource.read`."""
+        info = self.contents.tensors[name]
+        result = torch.empty(stop - start, dtype=info.dtype)
+        self._reader.read_into({name: Shard(info.shape, start, result)})
+        return result
+
+    def close(self) -> None:
+        """See `TensorSource.close`. No file is open between reads."""
