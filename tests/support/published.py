@@ -22,7 +22,7 @@ def publish(
     temporary = publication.begin(run_dir, step)
     written = [write_file(temporary, "actor/model/weights", [os.urandom(nbytes)])]
     written.append(write_file(temporary, CONFIG, [config.encode()]))
-    manifest = _manifest(step, describe(written), metrics or {})
+    manifest = make_manifest(step, describe(written), metrics or {})
     return publication.publish(run_dir, temporary, step, manifest, Coordinator(LoneTransport()))
 
 
@@ -37,10 +37,13 @@ def publish_part(run_dir: Path, step: int, coordinator: Coordinator, nbytes: int
         for domain, part in zip(coordinator.domains, parts, strict=True)
         for name, entry in part.items()
     }
-    return publication.publish(run_dir, root, step, _manifest(step, files, {}, coordinator.world_size), coordinator)
+    return publication.publish(run_dir, root, step, make_manifest(step, files, {}, coordinator.world_size), coordinator)
 
 
-def _manifest(step: int, files: dict[str, dict[str, Any]], metrics: dict[str, float], world_size: int = 1) -> Manifest:
+def make_manifest(
+    step: int, files: dict[str, dict[str, Any]], metrics: dict[str, float], world_size: int = 1
+) -> Manifest:
+    """The manifest of a checkpoint that holds `files`."""
     return Manifest(
         step=step,
         world_size=world_size,
@@ -52,6 +55,7 @@ def _manifest(step: int, files: dict[str, dict[str, Any]], metrics: dict[str, fl
         created="2026-01-01T00:00:00+00:00",
         versions={"rlhf": "0"},
         threads=[1] * world_size,
+        numerics=1,
         files=files,
         metrics=metrics,
     )

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.commit.manifest import FORMAT, read_manifest, write_manifest
+from rlhf.checkpoint.commit.formats import FORMAT, OLDEST
+from rlhf.checkpoint.commit.manifest import read_manifest, write_manifest
 from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.resolved import to_yaml
 from rlhf.storage.layout import step_dir
@@ -157,9 +158,10 @@ def test_a_checkpoint_of_another_format_is_not_called_damaged(run_dir, command):
     root = step_dir(run_dir, 10)
     manifest = read_manifest(root)
     (root / "manifest.json").unlink()
-    write_manifest(root, replace(manifest, format=FORMAT - 1))
+    write_manifest(root, replace(manifest, format=OLDEST - 1))
     remedy = (
-        f"{root}/manifest.json has format {FORMAT - 1}, and this version of the trainer reads format {FORMAT} only: use"
+        f"{root}/manifest.json has format {OLDEST - 1}, and this version of the trainer reads formats {OLDEST} to "
+        f"{FORMAT}: use"
     )
     code, out, _ = command("list", run_dir)
     assert code == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.checkpoint.commit import manifest as manifest_module
+from rlhf.checkpoint.commit.formats import FORMAT, OLDEST
 from rlhf.checkpoint.commit.manifest import (
     Manifest,
     describe,
@@ -47,6 +48,7 @@ def make_manifest(files: dict) -> Manifest:
         "2026-01-01T00:00:00+00:00",
         {"rlhf": "0é"},
         [1],
+        1,
         files,
     )
 
@@ -208,7 +210,7 @@ def test_linked_folders_count_as_linked_not_as_written(checkpoint):
 def test_another_format_number_is_refused_with_both(checkpoint):
     (checkpoint / "manifest.json").unlink()
     write_manifest(checkpoint, replace(make_manifest({}), format=1))
-    with pytest.raises(DamagedCheckpoint, match=f"format 1, .* reads format {manifest_module.FORMAT} only"):
+    with pytest.raises(DamagedCheckpoint, match=f"format 1, .* reads formats {OLDEST} to {FORMAT}"):
         read_manifest(checkpoint)
 
 

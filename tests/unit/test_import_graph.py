@@ -30,7 +30,7 @@ STOREYS = (
     {"config"},
     {"user_functions"},
     {"command_parser"},
-    {"errors", "events", "printable"},
+    {"errors", "events", "numerics", "printable"},
 )
 """The rooms, from the top down; a room imports from its own storey and from those below."""
 

@@ -8,6 +8,7 @@ from importlib.metadata import version
 import xxhash
 
 import rlhf
+from rlhf.numerics import NUMERICS
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Identity:
     """The run that wrote a checkpoint, as its manifest has it.
 
     `fingerprints` identify the files that settings name (`model.path`, ...), by setting. `threads` are those that each
-    rank computes with on the CPU.
+    rank computes with on the CPU. `numerics`: the numerics version (`rlhf.numerics`).
     """
 
     backend: str
@@ -23,6 +24,7 @@ class Identity:
     fingerprints: dict[str, str]
     versions: dict[str, str]
     threads: list[int]
+    numerics: int = NUMERICS
 
     @classmethod
     def of_run(

@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from rlhf.checkpoint.commit.formats import FORMAT, OLDEST, is_read, migrated
 from rlhf.checkpoint.commit.manifest_form import problems_of
 from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
 from rlhf.storage.files import WrittenFile, write_file
@@ -19,7 +20,6 @@ from rlhf.storage.hashing import BLOCK
 from rlhf.storage.layout import MANIFEST, step_of
 from rlhf.storage.reading import CheckedFiles, read_regular
 
-FORMAT = 7
 LARGEST_BYTES = 256 << 20
 """More than any manifest has: enough for the hashes of 30 TB."""
 BLOCKS_AT_A_TIME = 64
@@ -41,6 +41,10 @@ class Manifest:
 
     `threads` are those that each rank computed with on the CPU, on which bits depend.
 
+    `numerics` is the numerics version (`rlhf.numerics`) of the release that saved it.
+
+    `format` is the stored one; the fields are those of the present format whatever it is (see `formats`).
+
     `fingerprints` are of the files that settings name (`model.path` and so on). `linked` maps each folder whose files
     this save did not write to the checkpoint that it shares them with. `metrics` are the figures of the step.
 
@@ -58,6 +62,7 @@ class Manifest:
     created: str
     versions: dict[str, str]
     threads: list[int]
+    numerics: int
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     linked: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -140,11 +145,12 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
         # space.
         if _text(payload) != raw:
             raise ValueError("its checksum does not match")
-        if (found := payload.get("format")) != FORMAT:
+        if not is_read(found := payload.get("format")):
             raise OtherFormat(
-                f"{path} has format {reprlib.repr(found)}, and this version of the trainer reads format {FORMAT} only: "
-                "use the version that saved it"
+                f"{path} has format {reprlib.repr(found)}, and this version of the trainer reads formats {OLDEST} to "
+                f"{FORMAT}: use the version that saved it"
             )
+        payload = migrated(payload)
         if payload.keys() != (names := {field.name for field in fields(Manifest)}):
             raise ValueError(f"fields are missing or unknown: {reprlib.repr(sorted(payload.keys() ^ names))}")
         if problem := next(problems_of(payload), None):

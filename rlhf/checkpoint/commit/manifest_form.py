@@ -18,7 +18,7 @@ def problems_of(payload: dict[str, Any]) -> Iterator[str]:
     for name in ("backend", "config_hash", "created"):
         if not isinstance(payload[name], str):
             yield f"its {name} is no text"
-    for name in ("step", "world_size"):
+    for name in ("step", "world_size", "numerics"):
         if not _is_count(payload[name]):
             yield f"its {name} is no number of 0 or more"
     for name in ("contents", "roles"):

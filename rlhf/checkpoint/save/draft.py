@@ -7,12 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlhf.checkpoint.commit.formats import FORMAT
 from rlhf.checkpoint.commit.manifest import DOMAINS, read_manifest
 from rlhf.checkpoint.commit.publication import give_up, temporary_name
 from rlhf.checkpoint.save.snapshot import Snapshot
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
 from rlhf.storage.files import link, make_new_dir, remove_dir
 
 log = logging.getLogger(__name__)
@@ -89,12 +90,15 @@ def _link_folder(root: Path, source: Path, folder: str) -> Entries | None:
     only another storage domain has are left to that one's leader.
 
     None, with a line in the log and nothing left behind, where that cannot be: another file system, one without hard
-    links, a source that is gone. Two published checkpoints may share a file because nobody ever writes into one; the
-    file system's link count keeps it for as long as any checkpoint has it, whichever is removed first, so that
-    retention needs to know nothing of it.
+    links, a source that is gone, or one of another format, whose files may have another form. Two published checkpoints
+    may share a file because nobody ever writes into one; the file system's link count keeps it for as long as any
+    checkpoint has it, whichever is removed first, so that retention needs to know nothing of it.
     """
     try:
-        entries = read_manifest(source).in_folder(folder)
+        manifest = read_manifest(source)
+        if manifest.format != FORMAT:
+            raise OtherFormat(f"{source.name} has format {manifest.format}")
+        entries = manifest.in_folder(folder)
         make_new_dir(root / folder)
         here = {name: entry for name, entry in entries.items() if DOMAINS not in entry or (source / name).exists()}
         for name in here:

@@ -229,6 +229,7 @@ def _manifest(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=identity.versions,
         threads=identity.threads,
+        numerics=identity.numerics,
         files=written | linked,
         linked={folder: _name_of(snapshot.unchanged[folder], run_dir) for folder in draft.linked},
         metrics=snapshot.metrics,

@@ -173,5 +173,6 @@ def _manifest(step: int, plans: Mapping[str, RolePlan]) -> Manifest:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=identity.versions,
         threads=identity.threads,
+        numerics=identity.numerics,
         imported={"layout": first.source.layout, "path": str(first.path.absolute())},
     )
