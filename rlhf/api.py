@@ -12,9 +12,10 @@ from typing import Any
 from rlhf.compose import compose_config
 from rlhf.config import Config
 from rlhf.config.library import Library
-from rlhf.config.path_rules import on_one_machine
 from rlhf.config.redaction import Redaction
-from rlhf.config.validate import validate
+from rlhf.config.rules.path_rules import on_one_machine
+from rlhf.config.rules.validate import validate
+from rlhf.config.user_functions import file_being_read, find_definition
 from rlhf.errors import EXIT_DONE, RunEnded, UserError
 from rlhf.launch.banner import banner
 from rlhf.launch.callbacks import Callback, Callbacks
@@ -23,7 +24,6 @@ from rlhf.planning.devices import lacks_gpu
 from rlhf.printable import printable_output
 from rlhf.ranks.logs import logging_put_back
 from rlhf.ranks.open_files import raise_open_files
-from rlhf.user_functions import file_being_read, find_definition
 
 
 def train(
@@ -119,11 +119,11 @@ def start(config: Config, recipes: Sequence[str], callbacks: Callbacks | None = 
 def check_inputs(config: Config) -> None:
     """Checks that may import heavy libraries, for after everything that a typo can break; raises UserError."""
     from rlhf.data import check_sources
+    from rlhf.launch.trial_import import trial_import
     from rlhf.models.template_check import check_rendering
     from rlhf.reward import check_reward
     from rlhf.reward.trial_start import trial_start
     from rlhf.tracking import check_trackers
-    from rlhf.trial_import import trial_import
 
     if config.trainer.device == "cuda" and lacks_gpu():
         raise UserError(

@@ -23,14 +23,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException, ValidationError
 
 from rlhf.config import Config
-from rlhf.config.algorithm_rules import idle_critic
 from rlhf.config.help_texts import commented_yaml
+from rlhf.config.known_settings import SECTIONS, SETTINGS, form_hint, hint, instead, nearest_setting, setting_of
 from rlhf.config.library import PACKAGE, Library
-from rlhf.config.lora_rules import idle_lora
+from rlhf.config.library_folder import LibraryFolder
 from rlhf.config.other_remarks import OWN_RECIPE
-from rlhf.config.schema import SECTIONS, SETTINGS, form_hint, hint, instead, nearest_setting, setting_of
+from rlhf.config.rules.algorithm_rules import idle_critic
+from rlhf.config.rules.lora_rules import idle_lora
 from rlhf.errors import UserError, did_you_mean, nearest
-from rlhf.library_folder import LibraryFolder
 from rlhf.planning.suited import Machine, suited
 
 GLOBAL_PACKAGE = "# @package _global_"

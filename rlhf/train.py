@@ -20,14 +20,14 @@ from types import ModuleType
 from typing import Any
 
 from rlhf.api import start, train, validated
-from rlhf.arguments import parse
-from rlhf.completion import answer
+from rlhf.cli.arguments import parse
+from rlhf.cli.completion import answer
+from rlhf.cli.info import info_page, version_line
 from rlhf.compose import composition
 from rlhf.config.library import Library
 from rlhf.config.redaction import Redaction
-from rlhf.config.validate import validate
+from rlhf.config.rules.validate import validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
-from rlhf.info import info_page, version_line
 from rlhf.printable import printable_output
 from rlhf.ranks.open_files import raise_open_files
 
@@ -52,7 +52,7 @@ def _run(argv: list[str]) -> int:
         return _print_config(arguments.overrides, library)
     begin = partial(start, recipes=library.recipes(arguments.overrides))
     if arguments.multirun:
-        from rlhf.sweep import plan, run_all
+        from rlhf.cli.sweep import plan, run_all
 
         return run_all(plan(arguments.overrides, library), begin)
     return begin(validated(arguments.overrides, library))

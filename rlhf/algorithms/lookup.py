@@ -9,7 +9,7 @@ from rlhf.algorithms.losses import PolicyLoss
 from rlhf.algorithms.user import checked_estimator, checked_policy_loss
 from rlhf.config import AlgorithmConfig
 from rlhf.config.algorithm_table import ESTIMATORS, POLICY_LOSSES
-from rlhf.user_functions import load_function
+from rlhf.config.user_functions import load_function
 
 AdvantageEstimator = Callable[[EstimatorInput, AlgorithmConfig], Estimate]
 PolicyLossFunction = Callable[..., PolicyLoss]

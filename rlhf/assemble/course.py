@@ -8,9 +8,9 @@ import xxhash
 
 import rlhf
 from rlhf.config import Config
-from rlhf.config.schema import SETTINGS
+from rlhf.config.known_settings import SETTINGS
+from rlhf.config.user_functions import hash_of_files
 from rlhf.models.fingerprint import fingerprint, fingerprint_file
-from rlhf.user_functions import hash_of_files
 
 
 def course_of(config: Config, run_id: str, fingerprints: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config import Config, CriticConfig, LoraConfig, ModelConfig, RewardModelConfig
-from rlhf.config.algorithm_rules import needs_critic
+from rlhf.config.rules.algorithm_rules import needs_critic
 from rlhf.errors import UserError
 from rlhf.models import loading, weights
 from rlhf.models.adapter_folder import WEIGHTS

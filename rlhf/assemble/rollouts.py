@@ -12,7 +12,8 @@ from rlhf.assemble.found_models import Found, FoundModels
 from rlhf.assemble.learners import frozen
 from rlhf.checkpoint.driver_state import DriverState
 from rlhf.config import Config, DataConfig, RolloutConfig
-from rlhf.config.algorithm_rules import needs_greedy_baseline
+from rlhf.config.rules.algorithm_rules import needs_greedy_baseline
+from rlhf.config.user_functions import hash_of_files
 from rlhf.data import PromptStream
 from rlhf.experience.collector import Collector
 from rlhf.experience.generation import Generation
@@ -27,7 +28,6 @@ from rlhf.reward import Reward
 from rlhf.reward import build_reward as reward_of
 from rlhf.reward.reward_model import RewardModel
 from rlhf.rollout import RolloutEngine, SamplingParams, build_embedded_engine, eos_token_ids
-from rlhf.user_functions import hash_of_files
 
 
 def build_reward(config: Config, models: FoundModels, coordinator: Coordinator, device: torch.device) -> Reward:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rlhf.command_parser import CommandParser
+from rlhf.cli.command_parser import CommandParser
 from rlhf.errors import EXIT_CRASHED, EXIT_USER_ERROR, UserError, did_you_mean, nearest
 from rlhf.printable import printable
 from rlhf.storage.disk_errors import DamagedCheckpoint

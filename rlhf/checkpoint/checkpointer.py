@@ -23,9 +23,9 @@ from rlhf.checkpoint.save.snapshot import RunState, Snapshot, take_snapshot
 from rlhf.checkpoint.save.staging import Stager
 from rlhf.checkpoint.save.writer import SaveResult, write_checkpoint
 from rlhf.checkpoint.start.run_dir import resume_source
-from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.compare import ResolvedConfig
-from rlhf.config.trainer import TrainerConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
+from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import Preempted, Unsaved, UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator

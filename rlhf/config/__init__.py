@@ -3,23 +3,23 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf.config.actor import ActorConfig, EntropyCtrlConfig, PolicyLossConfig
-from rlhf.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KlCtrlConfig, RolloutCorrectionConfig
-from rlhf.config.backend import BackendConfig
-from rlhf.config.checkpoint import CheckpointConfig
-from rlhf.config.critic import CriticConfig
-from rlhf.config.data import DataConfig, ReasoningGymConfig
-from rlhf.config.fsdp import FrozenFsdpConfig, TrainedFsdpConfig
-from rlhf.config.guards import GuardsConfig
-from rlhf.config.lora import LoraConfig
-from rlhf.config.model import ModelConfig
-from rlhf.config.optim import OptimConfig
-from rlhf.config.ref import RefConfig
-from rlhf.config.reward import OverlongBufferConfig, RewardConfig
-from rlhf.config.reward_model import RewardModelConfig
-from rlhf.config.rollout import EngineKwargsConfig, RolloutConfig, ServersConfig, ValKwargsConfig
-from rlhf.config.tracking import TrackingConfig, WandbConfig
-from rlhf.config.trainer import TrainerConfig
+from rlhf.config.schema.actor import ActorConfig, EntropyCtrlConfig, PolicyLossConfig
+from rlhf.config.schema.algorithm import AlgorithmConfig, FilterGroupsConfig, KlCtrlConfig, RolloutCorrectionConfig
+from rlhf.config.schema.backend import BackendConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
+from rlhf.config.schema.critic import CriticConfig
+from rlhf.config.schema.data import DataConfig, ReasoningGymConfig
+from rlhf.config.schema.fsdp import FrozenFsdpConfig, TrainedFsdpConfig
+from rlhf.config.schema.guards import GuardsConfig
+from rlhf.config.schema.lora import LoraConfig
+from rlhf.config.schema.model import ModelConfig
+from rlhf.config.schema.optim import OptimConfig
+from rlhf.config.schema.ref import RefConfig
+from rlhf.config.schema.reward import OverlongBufferConfig, RewardConfig
+from rlhf.config.schema.reward_model import RewardModelConfig
+from rlhf.config.schema.rollout import EngineKwargsConfig, RolloutConfig, ServersConfig, ValKwargsConfig
+from rlhf.config.schema.tracking import TrackingConfig, WandbConfig
+from rlhf.config.schema.trainer import TrainerConfig
 
 
 @dataclass(frozen=True)

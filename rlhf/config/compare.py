@@ -10,10 +10,10 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf.config import Config
-from rlhf.config.algorithm_rules import needs_critic
+from rlhf.config.known_settings import SETTINGS
 from rlhf.config.resolved import from_yaml, to_yaml
+from rlhf.config.rules.algorithm_rules import needs_critic
 from rlhf.config.same_files import same_value
-from rlhf.config.schema import SETTINGS
 from rlhf.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class ConfigDiff:
 
 
 def compare(stored: Config, present: Config) -> ConfigDiff:
-    """Sort the settings that differ by their `resume` rule (see `rlhf.config.fields`)."""
+    """Sort the settings that differ by their `resume` rule (see `rlhf.config.schema.fields`)."""
     diff = ConfigDiff([], [])
     optimizers = [role.optim for config in (stored, present) for role in (config.actor, config.critic)]
     no_critic = not needs_critic(stored) and not needs_critic(present)

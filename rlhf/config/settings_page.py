@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.config.help_texts import help_texts
-from rlhf.config.schema import SETTINGS, Setting
+from rlhf.config.known_settings import SETTINGS, Setting
 
 HEADING = """\
 # Settings

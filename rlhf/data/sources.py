@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from rlhf.config import DataConfig, RewardConfig
-from rlhf.config.reward import VERIFIERS
+from rlhf.config.schema.reward import VERIFIERS
 from rlhf.data import procedural
 from rlhf.data.cached_prompts import cached_prompts, is_large, tokenizer_identity
 from rlhf.data.items import Row

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import rlhf
 from rlhf.config import Config
-from rlhf.config.lora_rules import suggested_rate
-from rlhf.config.validate import number_of_ranks
+from rlhf.config.rules.lora_rules import suggested_rate
+from rlhf.config.rules.validate import number_of_ranks
 from rlhf.models.parameter_count import count_parameters, in_words
 from rlhf.planning.check import plan_of
 from rlhf.planning.plan_text import line

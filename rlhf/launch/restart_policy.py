@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlhf.config.trainer import TrainerConfig
+from rlhf.config.schema.trainer import TrainerConfig
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rlhf.config.trainer import TrainerConfig
+from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.ranks.status import STARTING
 
 LEARN_AFTER = 3

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf.config.guards import GuardsConfig
+from rlhf.config.schema.guards import GuardsConfig
 from rlhf.errors import UserError
 
 logger = logging.getLogger(__name__)

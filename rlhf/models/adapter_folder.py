@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhf.config.lora import LoraConfig
+from rlhf.config.schema.lora import LoraConfig
 from rlhf.errors import UserError
 from rlhf.models.adapter_config import not_plain
 from rlhf.models.fingerprint import fingerprint

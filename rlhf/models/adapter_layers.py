@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf.config.lora import ALL_LINEAR, LoraConfig
+from rlhf.config.schema.lora import ALL_LINEAR, LoraConfig
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.models.merged_weight import Factors, output_norms
 from rlhf.models.skeleton import hold_in

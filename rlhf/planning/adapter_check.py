@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from rlhf.config import BackendConfig, LoraConfig, ModelConfig
-from rlhf.config.lora import ALL_LINEAR
+from rlhf.config.schema.lora import ALL_LINEAR
 from rlhf.planning.adapter_state import adapted, named_so
 from rlhf.planning.model_shapes import ROOT, ModelShapes, is_head
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from rlhf.config import BackendConfig, LoraConfig
-from rlhf.config.lora import ALL_LINEAR
+from rlhf.config.schema.lora import ALL_LINEAR
 from rlhf.models.adapter_config import FAN_IN_FAN_OUT
 from rlhf.planning.activations import TokenCost
 from rlhf.planning.model_shapes import ROOT, ModelShapes, Shapes, is_head

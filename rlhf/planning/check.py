@@ -4,7 +4,7 @@ import logging
 import os
 
 from rlhf.config import Config
-from rlhf.config.validate import number_of_ranks
+from rlhf.config.rules.validate import number_of_ranks
 from rlhf.errors import UserError
 from rlhf.planning.byte_sizes import gib
 from rlhf.planning.devices import count_gpus, gpu_memory, machine_memory

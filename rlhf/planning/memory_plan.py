@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlhf.config import Config, FrozenFsdpConfig, TrainedFsdpConfig
-from rlhf.config.algorithm_rules import needs_critic
+from rlhf.config.rules.algorithm_rules import needs_critic
 from rlhf.planning.activations import PACKED, PassCost, TokenCost, chunk_bytes, pass_cost
 from rlhf.planning.adapter_state import Adapted, adapted, adapted_state
 from rlhf.planning.checkpoint_size import CheckpointSize, checkpoint_size

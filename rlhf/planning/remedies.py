@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.config import Config
-from rlhf.config.validate import validate
+from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
 from rlhf.planning.memory_plan import Models, Plan, memory_plan
 from rlhf.planning.pass_sizes import longest_sample

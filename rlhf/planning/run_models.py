@@ -1,7 +1,7 @@
 """Shapes of the models that a run loads, from their files or, for the command, from config.json alone."""
 
 from rlhf.config import Config
-from rlhf.config.algorithm_rules import needs_critic
+from rlhf.config.rules.algorithm_rules import needs_critic
 from rlhf.planning.memory_plan import Models
 from rlhf.planning.model_shapes import ModelShapes, of_files
 

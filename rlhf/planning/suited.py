@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.config import Config
-from rlhf.config.schema import SETTINGS
+from rlhf.config.known_settings import SETTINGS
 from rlhf.config.vllm_versions import installation_problem
 from rlhf.planning.devices import count_gpus
 

@@ -3,7 +3,8 @@
 Loads no torch: every reward process imports it.
 """
 
-from rlhf.config.reward import RewardConfig
+from rlhf.config.schema.reward import RewardConfig
+from rlhf.config.user_functions import split_spec
 from rlhf.reward.answers import Reader, answer_reader
 from rlhf.reward.failures import FailurePolicy, Timeouts, merge_timeouts
 from rlhf.reward.function import SETTING, WantedColumns
@@ -12,7 +13,6 @@ from rlhf.reward.pool import ProcessPool
 from rlhf.reward.scores import RewardError, RewardItem, RewardResult, Score, Scorer
 from rlhf.reward.settings import REWARD_MODEL, check_functions, check_reward, label_of, weights_of
 from rlhf.reward.weighted import Reward, Term
-from rlhf.user_functions import split_spec
 
 
 def build_reward(config: RewardConfig, reward_model: Scorer | None = None) -> Reward:

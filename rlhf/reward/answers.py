@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from rlhf.config.reward import RewardConfig
+from rlhf.config.schema.reward import RewardConfig
 from rlhf.reward.verifiers import final_answer
 
 Reader = Callable[[str], str]

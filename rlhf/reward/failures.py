@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rlhf.config.reward import RewardConfig
+from rlhf.config.schema.reward import RewardConfig
 from rlhf.errors import UserError
 from rlhf.reward.scores import RewardItem, Score
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from rlhf.config.reward import RewardConfig
+from rlhf.config.schema.reward import RewardConfig
 from rlhf.events import announce
 from rlhf.reward.failures import FailurePolicy
 from rlhf.reward.scores import RewardError, RewardItem, Score

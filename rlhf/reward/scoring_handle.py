@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf.config.reward import RewardConfig
+from rlhf.config.schema.reward import RewardConfig
 from rlhf.errors import UserError
 from rlhf.printable import printable_output
 from rlhf.reward.confinement import Confinement

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlhf.config.user_functions import load_function
 from rlhf.errors import UserError
 from rlhf.ranks.logs import write_whole_lines
 from rlhf.reward import verifiers
@@ -27,7 +28,6 @@ from rlhf.reward.function import SETTING
 from rlhf.reward.kernel import PR_SET_PDEATHSIG, prctl
 from rlhf.reward.scores import NUMBER, RewardItem, Score
 from rlhf.reward.sending import Sending
-from rlhf.user_functions import load_function
 
 _LONGEST = 50_000
 """Characters of an error that are told; a reply has at most 1 MiB."""

@@ -4,11 +4,11 @@ import math
 import os
 from pathlib import Path
 
-from rlhf.config.reward import RewardConfig
-from rlhf.config.reward_model import RewardModelConfig
+from rlhf.config.schema.reward import RewardConfig
+from rlhf.config.schema.reward_model import RewardModelConfig
+from rlhf.config.user_functions import split_spec
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.reward.function import NAMES, REWARD_MODEL, SETTING, check_function, check_kwargs
-from rlhf.user_functions import split_spec
 
 # Metrics of every run, reward/<name>, that no function's may replace.
 TAKEN = ("mean", "min", "max", "std", "frac_zero_std", "overlong", "timeouts", "failures", "kl", "kl_coef")

@@ -4,12 +4,12 @@ import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from rlhf.config.reward import RewardConfig
+from rlhf.config.schema.reward import RewardConfig
+from rlhf.config.user_functions import split_spec
 from rlhf.errors import UserError
 from rlhf.reward.function import NAMES, SETTING
 from rlhf.reward.scores import RewardError
 from rlhf.reward.scoring_handle import ScoringProcess
-from rlhf.user_functions import split_spec
 
 
 @contextlib.contextmanager

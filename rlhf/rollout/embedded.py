@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf.config.rollout import RolloutConfig
+from rlhf.config.schema.rollout import RolloutConfig
 from rlhf.models.config_check import check_positions
 from rlhf.rollout.decoding import Decoding
 from rlhf.rollout.engine import Request, Sample, Weights, places_by_params

@@ -17,7 +17,7 @@ from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.save import draft as save_draft
 from rlhf.checkpoint.save.disk_space import make_room
 from rlhf.checkpoint.start import domains
-from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.ranks.transport import LostPeer
 from rlhf.storage import files

@@ -15,7 +15,7 @@ from rlhf.checkpoint.commit import removal, retention
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.save.disk_space import bytes_freed_by, make_room
-from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.files import remove
@@ -220,7 +220,7 @@ KILLED_WHILE_IT_REAPS = """
     from rlhf.storage.layout import TRASH
     from rlhf.checkpoint.commit.deleter import Deleter
     from rlhf.checkpoint.commit.retention import retire
-    from rlhf.config.checkpoint import CheckpointConfig
+    from rlhf.config.schema.checkpoint import CheckpointConfig
     from rlhf.ranks.coordinator import Coordinator
     from rlhf.ranks.transport import LoneTransport
 

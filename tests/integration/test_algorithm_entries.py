@@ -7,7 +7,7 @@ import pytest
 
 from rlhf.compose import compose_config
 from rlhf.config.library import Library
-from rlhf.config.validate import validate
+from rlhf.config.rules.validate import validate
 from rlhf.errors import EXIT_DONE
 from rlhf.reward import check_reward
 from tests.support.launching import TINY_POLICY, ranks, records

@@ -18,8 +18,8 @@ from rlhf import events
 from rlhf.assemble.run import build
 from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.compose import compose_config
+from rlhf.config.known_settings import SETTINGS
 from rlhf.config.library import Library
-from rlhf.config.schema import SETTINGS
 from rlhf.errors import Preempted, UserError
 from rlhf.loop import train
 from rlhf.ranks.coordinator import Coordinator

@@ -10,7 +10,7 @@ import torch
 
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.config import Config
-from rlhf.config.checkpoint import CONTENTS
+from rlhf.config.schema.checkpoint import CONTENTS
 from rlhf.storage.layout import step_dir
 from tests.support.checkpoints import (
     PlainCarried,

@@ -12,7 +12,7 @@ from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.load.restoring import load_state
 from rlhf.checkpoint.save.snapshot import RunState
-from rlhf.config.checkpoint import CONTENTS
+from rlhf.config.schema.checkpoint import CONTENTS
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport

@@ -10,8 +10,8 @@ import pytest
 import rlhf
 from rlhf import train
 from rlhf.config.help_texts import help_texts
+from rlhf.config.known_settings import SETTINGS
 from rlhf.config.resolved import from_yaml
-from rlhf.config.schema import SETTINGS
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from tests.support.commands import BUNDLED, RECIPES, ROOT, compose, refusal, run
 

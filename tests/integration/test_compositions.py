@@ -8,7 +8,7 @@ import pytest
 from rlhf.compose import GLOBAL_PACKAGE
 from rlhf.config import Config
 from rlhf.config.library import Library
-from rlhf.config.validate import validate
+from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
 from tests.support.commands import BUNDLED, RECIPES, ROOT, compose, refusal
 
@@ -32,7 +32,7 @@ def user_dir(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_compose_and_validate(name, monkeypatch):
-    monkeypatch.setattr("rlhf.config.rollout_rules.installation_problem", lambda: None)  # as below
+    monkeypatch.setattr("rlhf.config.rules.rollout_rules.installation_problem", lambda: None)  # as below
     validate(compose(f"recipes={name}", *to_be_set(RECIPES[name])), {})
 
 
@@ -46,7 +46,7 @@ def test_recipes_start_with_the_package_line_and_a_description(name):
 @pytest.mark.parametrize(("group", "name"), ENTRIES)
 def test_group_entries_compose_and_validate(group, name, monkeypatch):
     # Whether vLLM is there is the machine's business.
-    monkeypatch.setattr("rlhf.config.rollout_rules.installation_problem", lambda: None)
+    monkeypatch.setattr("rlhf.config.rules.rollout_rules.installation_problem", lambda: None)
     validate(compose(f"{group}={name}", *to_be_set(BUNDLED.entries(group)[name])), {})
 
 

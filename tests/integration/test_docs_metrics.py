@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.batch import TokenCounts
-from rlhf.config.rollout import ServersConfig
+from rlhf.config.schema.rollout import ServersConfig
 from rlhf.learning.utilization import Utilization
 from rlhf.models.flops import UpdateFlops
 from rlhf.rollout.servers.client import Ask

@@ -15,7 +15,7 @@ import pytest
 from rlhf.api import check_inputs
 from rlhf.compose import compose_config
 from rlhf.config.library import Library
-from rlhf.config.validate import validate
+from rlhf.config.rules.validate import validate
 from rlhf.errors import EXIT_DONE
 from tests.support.compare_runs import differences
 from tests.support.launching import ROOT, ranks, records

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from rlhf import events
-from rlhf.config.rollout import RolloutConfig
+from rlhf.config.schema.rollout import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.rollout import EmbeddedEngine, Request, Sample, SamplingParams, build_embedded_engine, check_lengths, decoding
 from rlhf.rollout.kv_cache import RowCache

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MinPLogitsWarper, 
 from rlhf import events
 from rlhf.backends import build_backend
 from rlhf.config import BackendConfig, OptimConfig
-from rlhf.config.rollout import EngineKwargsConfig, RolloutConfig
+from rlhf.config.schema.rollout import EngineKwargsConfig, RolloutConfig
 from rlhf.errors import UserError
 from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator

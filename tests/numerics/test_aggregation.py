@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf.algorithms.aggregation import loss_count, loss_sum
-from rlhf.config.actor import LOSS_AGG_MODES
+from rlhf.config.schema.actor import LOSS_AGG_MODES
 from tests.support import float_reference as reference
 from tests.support.tables import MODES, close, random_mask, random_table, slopes, tensor
 

@@ -9,7 +9,7 @@ import torch
 from rlhf.algorithms.correction import accepted, rollout_is_weights
 from rlhf.algorithms.shaping import overlong_penalty
 from rlhf.config import ActorConfig, BackendConfig, GuardsConfig
-from rlhf.config.algorithm import ROLLOUT_RS, RolloutCorrectionConfig
+from rlhf.config.schema.algorithm import ROLLOUT_RS, RolloutCorrectionConfig
 from rlhf.learning.actor import Actor
 from rlhf.learning.guards import Guards
 from tests.support import float_reference as reference

@@ -12,9 +12,9 @@ from rlhf.algorithms.advantages import EstimatorInput
 from rlhf.algorithms.lookup import load_estimator
 from rlhf.batch import Batch
 from rlhf.config import ActorConfig, AlgorithmConfig, BackendConfig, CriticConfig, GuardsConfig, PolicyLossConfig
-from rlhf.config.actor import LOSS_AGG_MODES
-from rlhf.config.algorithm import KlCtrlConfig, RolloutCorrectionConfig
 from rlhf.config.algorithm_table import ESTIMATORS, POLICY_LOSSES
+from rlhf.config.schema.actor import LOSS_AGG_MODES
+from rlhf.config.schema.algorithm import KlCtrlConfig, RolloutCorrectionConfig
 from rlhf.learning.actor import Actor
 from rlhf.learning.credit import Advantages
 from rlhf.learning.critic import Critic

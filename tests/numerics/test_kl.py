@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhf.algorithms.kl import adapted_coefficient, corrected_kl, kl_estimate
-from rlhf.config.actor import KL_KINDS
+from rlhf.config.schema.actor import KL_KINDS
 from tests.support import float_reference as reference
 from tests.support.tables import close, random_table, slopes, tensor
 

@@ -12,7 +12,7 @@ from rlhf import loop
 from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.batch import Batch
 from rlhf.config import ActorConfig, AlgorithmConfig, BackendConfig, CriticConfig, GuardsConfig, KlCtrlConfig
-from rlhf.config.algorithm import RolloutCorrectionConfig
+from rlhf.config.schema.algorithm import RolloutCorrectionConfig
 from rlhf.learning.actor import Actor
 from rlhf.learning.credit import Advantages
 from rlhf.learning.critic import Critic

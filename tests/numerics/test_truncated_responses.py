@@ -9,9 +9,9 @@ import torch
 
 from rlhf.batch import Batch
 from rlhf.config import ActorConfig, AlgorithmConfig, BackendConfig, CriticConfig, EntropyCtrlConfig, GuardsConfig
-from rlhf.config.actor import LOSS_AGG_MODES
-from rlhf.config.algorithm import RolloutCorrectionConfig
 from rlhf.config.algorithm_table import ESTIMATORS
+from rlhf.config.schema.actor import LOSS_AGG_MODES
+from rlhf.config.schema.algorithm import RolloutCorrectionConfig
 from rlhf.experience.collate import collate
 from rlhf.experience.groups import Group
 from rlhf.learning.actor import Actor

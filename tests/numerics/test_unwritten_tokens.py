@@ -18,9 +18,9 @@ from rlhf.config import (
     OverlongBufferConfig,
     PolicyLossConfig,
 )
-from rlhf.config.actor import LOSS_AGG_MODES
-from rlhf.config.algorithm import RolloutCorrectionConfig
 from rlhf.config.algorithm_table import ESTIMATORS, POLICY_LOSSES
+from rlhf.config.schema.actor import LOSS_AGG_MODES
+from rlhf.config.schema.algorithm import RolloutCorrectionConfig
 from rlhf.experience.generation import Generation
 from rlhf.learning.actor import Actor
 from rlhf.learning.credit import Advantages

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf.config import Config
-from rlhf.config.validate import validate
+from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
 
 

@@ -10,11 +10,11 @@ from rlhf.algorithms.advantages import EstimatorInput
 from rlhf.algorithms.lookup import load_estimator, load_policy_loss
 from rlhf.compose import compose_config
 from rlhf.config import Config
-from rlhf.config.algorithm_rules import algorithm_problems, needs_critic, needs_greedy_baseline
 from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES
+from rlhf.config.known_settings import SETTINGS
 from rlhf.config.library import Library
-from rlhf.config.schema import SETTINGS
-from rlhf.config.validate import validate
+from rlhf.config.rules.algorithm_rules import algorithm_problems, needs_critic, needs_greedy_baseline
+from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
 from tests.support.configurations import make
 

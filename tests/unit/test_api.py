@@ -10,8 +10,8 @@ import rlhf
 import rlhf.train
 from rlhf.api import check_inputs, file_and_name
 from rlhf.config import Config, RewardConfig, TrainerConfig
+from rlhf.config.user_functions import load_function
 from rlhf.errors import EXIT_USER_ERROR, UserError
-from rlhf.user_functions import load_function
 
 
 def score(solution_str: str) -> float:

@@ -7,7 +7,7 @@ import torch
 
 from rlhf.backends import check_backend
 from rlhf.config import BackendConfig, Config
-from rlhf.config.validate import validate
+from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
 
 
@@ -79,7 +79,7 @@ def test_liger_needs_a_gpu_and_no_entropy(monkeypatch):
     config = config_of(use_liger=True)
     config.actor.calculate_entropy = False
     for found, problem in (("0.8.4", "liger-kernel 0.8.4 is installed, 0.8.5 is needed"), ("0.9", None)):
-        monkeypatch.setattr("rlhf.config.backend_rules.version", lambda _, found=found: found)
+        monkeypatch.setattr("rlhf.config.rules.backend_rules.version", lambda _, found=found: found)
         if problem is None:
             validate(config, {})
         else:

@@ -9,8 +9,8 @@ import pytest
 from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.commit.formats import FORMAT, OLDEST
 from rlhf.checkpoint.commit.manifest import read_manifest, write_manifest
-from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.resolved import to_yaml
+from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.storage.layout import step_dir
 from tests.support.checkpoints import (
     PlainReference,

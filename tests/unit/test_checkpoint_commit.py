@@ -11,7 +11,7 @@ from rlhf.checkpoint.commit.removal import clean_leftovers, discard, set_aside
 from rlhf.checkpoint.commit.retention import retire
 from rlhf.checkpoint.save.snapshot import RunState, take_snapshot
 from rlhf.checkpoint.save.writer import write_checkpoint
-from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.ranks.transport import LoneTransport

@@ -13,7 +13,7 @@ from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import read_manifest, verify, write_manifest
 from rlhf.checkpoint.commit.removal import clean_leftovers, set_aside
 from rlhf.checkpoint.commit.retention import NO_FIGURE, reasons, retire, victims
-from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.layout import MANIFEST, POINTER, TRASH, step_dir

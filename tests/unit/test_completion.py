@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import completion
+from rlhf.cli import completion
 from rlhf.config.library import Library
 from rlhf.errors import UserError
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config.validate import validate
+from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
 from tests.support.configurations import make, problems
 
@@ -44,7 +44,7 @@ def test_remote_copies_lie_outside_of_the_run_directory(tmp_path: Path):
 
 
 def test_a_remote_needs_its_package(monkeypatch):
-    monkeypatch.setattr("rlhf.config.checkpoint_rules.find_spec", lambda name: None)
+    monkeypatch.setattr("rlhf.config.rules.checkpoint_rules.find_spec", lambda name: None)
     [line] = problems(make(checkpoint__remote="s3://bucket/runs"))
     assert line == "checkpoint.remote=s3://bucket/runs: needs the package s3fs: pip install s3fs"
 

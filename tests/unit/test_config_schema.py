@@ -4,9 +4,9 @@ from typing import get_args
 import pytest
 
 from rlhf.config import Config
-from rlhf.config.fields import Resume
+from rlhf.config.known_settings import SECTIONS, SETTINGS, nearest_setting, setting_of
 from rlhf.config.resolved import from_yaml, to_yaml
-from rlhf.config.schema import SECTIONS, SETTINGS, nearest_setting, setting_of
+from rlhf.config.schema.fields import Resume
 from rlhf.errors import nearest
 
 

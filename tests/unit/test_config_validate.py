@@ -6,7 +6,7 @@ import pytest
 
 from rlhf.compose import compose_config
 from rlhf.config.library import Library
-from rlhf.config.validate import validate
+from rlhf.config.rules.validate import validate
 from tests.support.configurations import make, problems
 
 SERVED: dict[str, Any] = {"rollout__name": "vllm_server", "rollout__servers__urls": ["http://node7:8000"]}

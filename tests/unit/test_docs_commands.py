@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 import rlhf
-from rlhf.arguments import parse
+from rlhf.cli.arguments import parse
+from rlhf.cli.sweep import plan
 from rlhf.compose import compose_config
 from rlhf.config.library import Library
-from rlhf.config.validate import validate
+from rlhf.config.rules.validate import validate
 from rlhf.config.vllm_versions import installation_problem
 from rlhf.errors import EXIT_USER_ERROR, UserError
 from rlhf.models.tiny import FOLDER
-from rlhf.sweep import plan
 from rlhf.train import main
 
 ROOT = Path(rlhf.__file__).parents[1]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import rlhf
-from rlhf.plan import main
+from rlhf.cli.plan import main
 
 PAGE = (Path(rlhf.__file__).parents[1] / "docs/memory.md").read_text()
 BLOCKS = re.findall(r"^```\w*\n(.*?)^```$", PAGE, flags=re.S | re.M)

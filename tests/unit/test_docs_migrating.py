@@ -14,7 +14,7 @@ import rlhf
 from rlhf.api import check_inputs
 from rlhf.compose import compose_config
 from rlhf.config.library import Library
-from rlhf.config.validate import validate
+from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
 from rlhf.train import main
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import rlhf
-from rlhf.config.schema import SECTIONS, SETTINGS
+from rlhf.config.known_settings import SECTIONS, SETTINGS
 
 ROOT = Path(rlhf.__file__).parents[1]
 PAGE = " ".join((ROOT / "docs/troubleshooting.md").read_text().split())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.config.rollout import ServersConfig
+from rlhf.config.schema.rollout import ServersConfig
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.exchange import gather_requests, hand_out_samples
 from rlhf.rollout.servers.client import Ask

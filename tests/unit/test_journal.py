@@ -18,6 +18,7 @@ from rlhf.config import (
     RolloutConfig,
     TrainerConfig,
 )
+from rlhf.config.user_functions import hash_of_files
 from rlhf.experience.groups import Group
 from rlhf.experience.journal import FOLDER, FORMAT, Journal, combined, digests
 from rlhf.experience.journal_records import frame, samples_payload, to_payload
@@ -25,7 +26,6 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
-from rlhf.user_functions import hash_of_files
 from tests.support.launching import flip_a_byte
 
 UIDS = [4, 5]

@@ -3,7 +3,7 @@
 from benchmarks.learning import ROWS, Run, row, settings_of, weakened_policy
 from rlhf.compose import compose_config
 from rlhf.config.library import Library
-from rlhf.config.validate import validate
+from rlhf.config.rules.validate import validate
 
 
 def records(last: float, clipped: float = 0.01, explained: float | None = 0.2) -> list[dict]:

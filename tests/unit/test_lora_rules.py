@@ -12,9 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfi
 
 from rlhf.assemble.found_models import Found
 from rlhf.config import Config, FrozenFsdpConfig, LoraConfig
-from rlhf.config import lora_rules as rules
-from rlhf.config.lora_rules import lora_problems
-from rlhf.config.validate import validate
+from rlhf.config.rules import lora_rules as rules
+from rlhf.config.rules.lora_rules import lora_problems
+from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
 from rlhf.models.adapter_folder import check_adapter_start
 from rlhf.models.adapter_layers import Adapters, add_adapters, target_names

@@ -2,14 +2,14 @@
 
 import pytest
 
-from rlhf.arguments import parse
+from rlhf.cli.arguments import parse
 from rlhf.compose import compose_config
 from rlhf.config.algorithm_table import ESTIMATORS
+from rlhf.config.known_settings import SECTIONS, SETTINGS, hint, meant, nearest_setting, remark, setting_of
 from rlhf.config.library import Library
 from rlhf.config.other_names import SETTINGS_OF_OTHERS, VALUES_OF_OTHERS
 from rlhf.config.other_remarks import REMARKS, REMARKS_ON_VALUES
-from rlhf.config.schema import SECTIONS, SETTINGS, hint, meant, nearest_setting, remark, setting_of
-from rlhf.config.validate import validate
+from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError, nearest
 
 # The settings of examples/grpo_trainer/run_qwen2_5_7b_math.sh and of its neighbours in verl, in their order.

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.config import Config, LoraConfig
-from rlhf.config.validate import validate
+from rlhf.config.rules.validate import validate
 from tests.support.refusals import refused
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.cli.plan import DOES_NOT_FIT, main
 from rlhf.config import Config
-from rlhf.config.validate import validate
+from rlhf.config.rules.validate import validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.launch.banner import banner
-from rlhf.plan import DOES_NOT_FIT, main
 from rlhf.planning import devices
 from rlhf.planning.byte_sizes import gib, parse_bytes
 from rlhf.planning.check import check_fits, plan_of

@@ -14,8 +14,8 @@ from rlhf.checkpoint.commit import pruning
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.commit.retention import retire
-from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.resolved import to_yaml
+from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.lock import RANKS_LOCK, RUN_LOCK, hold_rank_lock, run_lock

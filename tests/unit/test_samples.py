@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import samples
+from rlhf.cli import samples
 from rlhf.config import TrackingConfig, TrainerConfig
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.ranks.progress_pipe import NoProgress

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.config.rollout import RolloutConfig, ServersConfig
+from rlhf.config.schema.rollout import RolloutConfig, ServersConfig
 from rlhf.errors import UserError
 from rlhf.rollout import Request, SamplingParams
 from rlhf.rollout.servers.client import Ask

@@ -3,7 +3,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rlhf.config.rollout import ServersConfig
+from rlhf.config.schema.rollout import ServersConfig
 from rlhf.rollout.servers.health import Budget, ServerHealth
 
 LIMITS = ServersConfig(start_timeout_s=100.0, answer_timeout_s=20.0, max_failures=3, backoff_s=1.0, backoff_max_s=6.0)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import rlhf
 from rlhf.config.help_texts import help_texts
-from rlhf.config.schema import SETTINGS
+from rlhf.config.known_settings import SETTINGS
 from rlhf.config.settings_page import settings_page
 
 PAGE = Path(rlhf.__file__).parents[1] / "docs/settings.md"

@@ -5,9 +5,9 @@ import pytest
 from rlhf.compose import composition
 from rlhf.config import Config
 from rlhf.config.compare import compare, refuse_changes
+from rlhf.config.known_settings import SETTINGS
 from rlhf.config.library import Library
 from rlhf.config.resolved import from_yaml, to_yaml
-from rlhf.config.schema import SETTINGS
 from rlhf.errors import UserError
 from rlhf.launch.banner import banner
 from rlhf.planning import devices

@@ -2,10 +2,10 @@
 
 import pytest
 
+from rlhf.cli.sweep import LONGEST_NAME, plan, run_all, run_name
 from rlhf.compose import combinations
 from rlhf.config.library import Library
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
-from rlhf.sweep import LONGEST_NAME, plan, run_all, run_name
 
 LIBRARY = Library.find(None)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf import trial_import as module
 from rlhf.config import RewardConfig
 from rlhf.errors import UserError
+from rlhf.launch import trial_import as module
+from rlhf.launch.trial_import import trial_import
 from rlhf.reward.trial_start import trial_start
-from rlhf.trial_import import trial_import
 
 FILES = {
     "good.py": "print('a word')\ndef f(solution_str): return 1.0\n",
@@ -118,7 +118,7 @@ def test_what_a_file_has_left_behind_holds_nothing_up(folder):
 def test_an_import_ends_with_the_process_that_wanted_it(folder):
     body = "open(f'/proc/self/task/{os.getpid()}/children').read()"
     code = (
-        "import os, time; from rlhf.trial_import import trial_import\n"
+        "import os, time; from rlhf.launch.trial_import import trial_import\n"
         f"with trial_import([('s', 'waits.py:f')]): print({body}, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:

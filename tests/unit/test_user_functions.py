@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
+from rlhf.config.user_functions import check_positional, find_function, load_function
 from rlhf.errors import UserError
-from rlhf.user_functions import check_positional, find_function, load_function
 
 FILE = """
 import functools

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from rlhf.config.trainer import TrainerConfig
+from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.launch.evidence import AttemptResult, Ending, Hang, classify, describe_rank, first_cause, report
 from rlhf.launch.stacks import frames_of, shown, waits_for_peers
 from rlhf.launch.watchdog import Watchdog

@@ -15,7 +15,7 @@ from rlhf.checkpoint.commit.output_folder import INCOMPLETE, REPLACED
 from rlhf.checkpoint.commit.pointer import point_to_newest
 from rlhf.checkpoint.commit.removal import clean_leftovers, delete
 from rlhf.checkpoint.commit.retention import remove_checkpoints, victims
-from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.lock import run_lock, wait_for_ranks

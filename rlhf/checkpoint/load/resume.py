@@ -15,9 +15,9 @@ from rlhf.checkpoint.load.imported_start import refuse_an_end, start_told
 from rlhf.checkpoint.load.locations import FileLocations, locate_files, published
 from rlhf.checkpoint.load.restoring import LoadResult, load_state
 from rlhf.checkpoint.save.snapshot import RunState
-from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.compare import ResolvedConfig
-from rlhf.config.trainer import TrainerConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
+from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint

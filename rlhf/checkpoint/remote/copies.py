@@ -30,8 +30,8 @@ from rlhf.checkpoint.remote.remote_store import (
 )
 from rlhf.checkpoint.remote.retries import Retries, Stopped, in_threads
 from rlhf.checkpoint.run_file import read_run_file
-from rlhf.config.checkpoint import CheckpointConfig
-from rlhf.config.trainer import TrainerConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
+from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import Unsaved, UserError
 from rlhf.events import announce
 from rlhf.storage.disk_errors import DamagedCheckpoint

@@ -12,8 +12,8 @@ from rlhf.checkpoint.remote.download import CHECK_S, DOWNLOAD_S, download, unrea
 from rlhf.checkpoint.remote.remote_store import Copy, RemoteStore, remote_url
 from rlhf.checkpoint.remote.retries import Retries, one_line
 from rlhf.checkpoint.run_file import read_run_file
-from rlhf.config.checkpoint import CheckpointConfig
-from rlhf.config.trainer import TrainerConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
+from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.layout import RUN_FILE, scan

@@ -29,8 +29,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from rlhf.checkpoint.commit.manifest import Manifest, parse_manifest
-from rlhf.config.checkpoint import CheckpointConfig
-from rlhf.config.trainer import TrainerConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
+from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.hashing import BlockHashes
 from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, step_dir, step_of

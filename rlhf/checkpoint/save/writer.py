@@ -23,7 +23,7 @@ from rlhf.checkpoint.save.draft import Draft, Entries, begin_checkpoint, over_do
 from rlhf.checkpoint.save.hf_export import Exported, write_exports
 from rlhf.checkpoint.save.snapshot import Snapshot
 from rlhf.checkpoint.throughput import Throughput, throughput_figures
-from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.files import WrittenFile, described, write_file
 from rlhf.storage.layout import CONFIG, DRIVER_STATE, INDEX, REFERENCE, SCHEDULE, rank_file

@@ -18,9 +18,9 @@ from rlhf.checkpoint.remote.remote_store import RemoteStore
 from rlhf.checkpoint.run_file import AGENTS, read_run_file, write_run_file
 from rlhf.checkpoint.start import run_dir as directory
 from rlhf.checkpoint.start.comparison import check_same_run, check_unprepared, compare_finished
-from rlhf.config.checkpoint import CheckpointConfig
 from rlhf.config.compare import ResolvedConfig
-from rlhf.config.trainer import TrainerConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
+from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.parent import torchrun_agent

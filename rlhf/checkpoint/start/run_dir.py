@@ -14,7 +14,7 @@ from rlhf.checkpoint.commit.removal import clean_leftovers, discard, set_aside
 from rlhf.checkpoint.driver_state import parse_driver_state
 from rlhf.checkpoint.remote.pins import remove_pins
 from rlhf.checkpoint.run_file import AGENTS, read_run_file
-from rlhf.config.trainer import TrainerConfig
+from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import make_dir_durably, remove_file

@@ -15,7 +15,7 @@ from rlhf.checkpoint.verbs.places import Unreadable, looked_at
 from rlhf.checkpoint.verbs.runs import FoundRun, rules_of_save
 from rlhf.checkpoint.verbs.shown import as_json, sizes_of
 from rlhf.checkpoint.verbs.stored_rules import RULES
-from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE
 from rlhf.printable import printable
 from rlhf.storage.layout import POINTER

@@ -16,7 +16,7 @@ from rlhf.checkpoint.verbs.runs import LocalCheckpoint, LocalRun, rules_of_save
 from rlhf.checkpoint.verbs.shown import as_json, size_text
 from rlhf.checkpoint.verbs.stored_rules import RULES
 from rlhf.checkpoint.verbs.verify import verify_found
-from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_USER_ERROR, UserError, did_you_mean, nearest
 from rlhf.printable import printable
 from rlhf.storage.disk_errors import DamagedCheckpoint

@@ -10,7 +10,7 @@ from rlhf.checkpoint.remote.remote_files import RemoteFiles, ask
 from rlhf.checkpoint.remote.remote_store import RemoteStore, object_name
 from rlhf.checkpoint.remote.retries import Retries, one_line
 from rlhf.checkpoint.verbs.runs import FoundRun, runs_below
-from rlhf.config.checkpoint import REMOTES, CheckpointConfig
+from rlhf.config.schema.checkpoint import REMOTES, CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import MANIFEST, step_dir, step_of

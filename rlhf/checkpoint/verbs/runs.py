@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
 from rlhf.checkpoint.verbs.places import looked_at
 from rlhf.checkpoint.verbs.stored_rules import LARGEST_CONFIG, parse_rules
-from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.storage.layout import CONFIG, POINTER, RESOLVED, scan, set_aside_dirs, step_of
 from rlhf.storage.reading import CheckedFiles, read_regular

@@ -4,7 +4,7 @@ from dataclasses import asdict, fields
 
 import yaml
 
-from rlhf.config.checkpoint import CheckpointConfig
+from rlhf.config.schema.checkpoint import CheckpointConfig
 
 RULES = ("max_to_keep", "keep_every", "keep_best", "best_metric")
 LARGEST_CONFIG = 1 << 20

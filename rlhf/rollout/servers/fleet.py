@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf.config.rollout import ServersConfig
+from rlhf.config.schema.rollout import ServersConfig
 from rlhf.rollout.engine import Request, Sample
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet_loop import FleetLoop, FleetState, ServerHandle

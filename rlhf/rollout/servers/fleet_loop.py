@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import aiohttp
 
-from rlhf.config.rollout import ServersConfig
+from rlhf.config.schema.rollout import ServersConfig
 from rlhf.events import GENERATING, report
 from rlhf.rollout.engine import Request, Sample
 from rlhf.rollout.servers.admission import Admission

@@ -3,7 +3,7 @@
 from collections import deque
 from typing import Literal
 
-from rlhf.config.rollout import ServersConfig
+from rlhf.config.schema.rollout import ServersConfig
 
 State = Literal["starting", "serving", "stale", "dead"]
 """`stale`: alive, without the weights that are wanted. `dead`: not used until its back-off is over."""

@@ -1,0 +1,1 @@
+"""Command lines: options of the trainer, and what stands behind python -m rlhf.plan and rlhf.samples."""

@@ -1,0 +1,70 @@
+"""Arguments of python -m rlhf.train: its options, and a word for those that are settings written as options."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import NoReturn
+
+from rlhf.config.known_settings import nearest_setting, remark, setting_instead
+from rlhf.errors import UserError, did_you_mean, nearest
+
+FLAGS = ("--help", "-h", "--version", "--info", "--multirun", "-m")
+WITH_VALUE = ("--config-dir", "--cfg", "--shell-completion", "-sc")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help shows the usage)")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The options, and `overrides` with everything else in its order.
+
+    Raises:
+        UserError: an option that there is not; all of them at once.
+    """
+    check_options(argv, FLAGS, WITH_VALUE)
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--config-dir", type=Path)
+    parser.add_argument("--cfg", choices=("job",))
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--shell-completion", "-sc", metavar="install=bash")
+    for flag in ("--version", "--info"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
+    return parser.parse_intermixed_args(argv)
+
+
+def check_options(argv: Sequence[str], flags: Sequence[str], with_value: Sequence[str]) -> None:
+    """Raise UserError for options that are neither of `flags` nor of `with_value`, all of them at once; for settings
+    written as options, of ours or of other trainers, it says what they are here."""
+    if problems := list(_unknown(argv, flags, with_value)):
+        raise UserError("\n".join(problems))
+
+
+def _unknown(argv: Sequence[str], flags: Sequence[str], with_value: Sequence[str]) -> Iterator[str]:
+    """What is wrong with each argument that looks like an option and is none."""
+    words = iter(zip_longest(argv, argv[1:], fillvalue=""))
+    for word, following in words:
+        option, equals, value = word.partition("=")
+        if option in with_value and not equals:
+            next(words, None)
+        elif option not in (*flags, *with_value) and option.startswith("-") and option.strip("-"):
+            if not equals and following and not following.startswith("-") and "=" not in following:
+                value = following
+                next(words)
+            typed = word if equals or not value else f"{word} {value}"
+            yield _explained(typed, option.lstrip("-"), value, (*flags, *with_value))
+
+
+def _explained(typed: str, name: str, value: str, options: Sequence[str]) -> str:
+    key = name.replace("-", "_")
+    if said := remark(key):
+        return f"{typed}: there is no such option. {said}"
+    if meant := nearest_setting(key):
+        meant = setting_instead(meant, value) or f"{meant}={value or 'VALUE'}"
+        return f"{typed}: settings are written without dashes. Did you mean {meant}?"
+    option = nearest(f"--{name}", options)
+    return f"{typed}: there is no such option.{did_you_mean(option)} --help shows the usage."

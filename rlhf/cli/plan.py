@@ -1,0 +1,99 @@
+"""python -m rlhf.plan OVERRIDES: memory, disk and tokens of the run that python -m rlhf.train OVERRIDES would be."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from rlhf.cli.arguments import check_options
+from rlhf.cli.command_parser import CommandParser
+from rlhf.compose import compose_config
+from rlhf.config.library import Library
+from rlhf.config.redaction import Redaction
+from rlhf.config.rules.validate import validate
+from rlhf.config.vllm_versions import installation_problem
+from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from rlhf.planning.adapter_check import check_adapters
+from rlhf.planning.byte_sizes import parse_bytes
+from rlhf.planning.check import target_of
+from rlhf.planning.memory_plan import memory_plan
+from rlhf.planning.plan_text import document, page
+from rlhf.planning.remedies import remedies
+from rlhf.planning.run_models import models_of
+from rlhf.planning.suited import Machine
+from rlhf.printable import printable_output
+
+FLAGS = ("--json", "--help", "-h")
+WITH_VALUE = ("--ranks", "--device-memory", "--disk-speed", "--config-dir")
+DISK_SPEED = 1_000_000_000
+"""Bytes per second, when nothing is said."""
+DOES_NOT_FIT = 1
+"""Exit code of a plan that needs more memory than there is."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the plan; exit code 0 if it fits, 1 if it does not, 2 for a mistake."""
+    words = sys.argv[1:] if argv is None else argv
+    # Options may stand between overrides.
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    try:
+        check_options(words, FLAGS, WITH_VALUE)
+        arguments = _parser().parse_args([*(word for word in words if word not in overrides), *overrides])
+        library = Library.find(arguments.config_dir)
+        config = compose_config(arguments.overrides, library, _machine(arguments))
+        ranks = arguments.ranks or config.trainer.ranks
+        validate(config, {"RANK": "0", "WORLD_SIZE": str(ranks)}, here=False)
+        models = models_of(config, from_config=True)
+        assert models is not None
+        check_adapters(config.model, models.policy)
+    except UserError as error:
+        sys.stderr.write(f"{Redaction(os.environ)(printable_output(str(error)))}\n")
+        return EXIT_USER_ERROR
+    plan = memory_plan(config, models, target_of(config, arguments.device_memory, ranks))
+    found = remedies(config, models, plan)
+    if arguments.json:
+        text = json.dumps(document(models, plan, found, arguments.disk_speed), indent=1) + "\n"
+    else:
+        text = page(config, models, plan, found, arguments.disk_speed)
+    sys.stdout.write(text)
+    return EXIT_DONE if plan.fits else DOES_NOT_FIT
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    """What settings that are null suit: another machine has as many GPUs as ranks, and what is installed here."""
+    here = Machine.here()
+    if arguments.device_memory is None:
+        return here
+    return Machine(arguments.ranks or here.gpus or 1, installation_problem())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(prog="python -m rlhf.plan", description=__doc__)
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m rlhf.train")
+    parser.add_argument("--ranks", type=_count, metavar="N", help="of all machines; otherwise trainer.nproc")
+    parser.add_argument(
+        "--device-memory",
+        type=_size,
+        metavar="SIZE",
+        help="of each GPU, e.g. 80GB; otherwise this machine's devices",
+    )
+    parser.add_argument(
+        "--disk-speed", type=_size, default=DISK_SPEED, metavar="SIZE", help="written in a second (1GB)"
+    )
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="as for python -m rlhf.train")
+    parser.add_argument("--json", action="store_true", help="one document; sizes are bytes")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text} is no number of ranks")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,96 @@
+"""python -m rlhf.samples RUN: what the policy said, from `samples/` of a run directory. Imports no torch."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from rlhf.cli.command_parser import CommandParser
+from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from rlhf.printable import printable
+from rlhf.storage.layout import SAMPLES
+from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, SampleFiles, ShownSample, as_text
+
+SHOWN = 10
+"""Samples that are shown when nothing says how many."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 when samples were shown, 2 when there are none such."""
+    parser = CommandParser(prog="python -m rlhf.samples", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument("--step", type=int, metavar="N", help="of this step; otherwise the newest, with --all all")
+    parser.add_argument("--all", action="store_true", help="of all steps")
+    parser.add_argument("--split", choices=(ROLLOUT, VALIDATION), help="of training or of evaluations only")
+    parser.add_argument("--worst", type=_count, metavar="K", help="the K with the lowest score, the lowest first")
+    parser.add_argument("--best", type=_count, metavar="K", help="the K with the highest score, the highest first")
+    parser.add_argument("--grep", metavar="TEXT", help="whose prompt or response holds TEXT")
+    parser.add_argument(
+        "--count", type=_count, default=SHOWN, metavar="N", help=f"so many at most ({SHOWN}); 0 for all"
+    )
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each, with its step")
+    arguments = parser.parse_args(argv)
+    try:
+        for step, sample in _chosen(arguments):
+            if arguments.json:
+                sys.stdout.write(json.dumps({"step": step, **sample}) + "\n")
+            else:
+                sys.stdout.write(f"step {step}, {as_text(sample)}\n\n")
+    except UserError as error:
+        sys.stderr.write(printable(str(error)) + "\n")
+        return EXIT_USER_ERROR
+    except BrokenPipeError:  # `| head` has seen enough
+        sys.stderr.close()
+    return EXIT_DONE
+
+
+def _chosen(arguments: argparse.Namespace) -> Iterable[tuple[int, ShownSample]]:
+    files = SampleFiles(arguments.run)
+    found = list(_matching(files, _steps(files, arguments), arguments))
+    if not found:
+        raise UserError(
+            f"{arguments.run / SAMPLES} has no such samples: there are some of {_ranges(files.steps())}; "
+            "trainer.log_rollouts says how many rollouts a step keeps."
+        )
+    for count, sign in ((arguments.worst, 1), (arguments.best, -1)):
+        if count is not None:
+            return sorted(found, key=lambda each: _rank(sign * float(each[1]["score"])))[:count]
+    return found[: arguments.count or None]
+
+
+def _rank(score: float) -> tuple[bool, float]:
+    """By which samples are sorted: one that is no number is the last."""
+    return math.isnan(score), score
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text} is no number of samples")
+    return int(text)
+
+
+def _steps(files: SampleFiles, arguments: argparse.Namespace) -> list[int]:
+    steps = files.steps()
+    if not steps:
+        what = "has no samples" if arguments.run.is_dir() else "is no folder"
+        raise UserError(
+            f"{arguments.run} {what}. Give a run directory, <default_local_dir>/<project>/<experiment>, of a run that "
+            "has done a step."
+        )
+    if arguments.step is not None and arguments.step not in steps:
+        raise UserError(f"--step={arguments.step}: there are samples of {_ranges(steps)}.")
+    return steps if arguments.all else [steps[-1] if arguments.step is None else arguments.step]
+
+
+def _matching(files: SampleFiles, steps: list[int], arguments: argparse.Namespace) -> Iterator[tuple[int, ShownSample]]:
+    for step in steps:
+        for sample in files.read(step):
+            texts = f"{sample.get('prompt')}\n{sample['response']}"
+            if arguments.split in (None, sample.get("split")) and (arguments.grep or "") in texts:
+                yield step, sample
+
+
+def _ranges(steps: list[int]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"

@@ -1,0 +1,97 @@
+"""Sweep, python -m rlhf.train -m: a run for each combination of values, one after the other, each resumed by itself."""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+from omegaconf import OmegaConf
+
+from rlhf.compose import combinations, composition
+from rlhf.config import Config
+from rlhf.config.library import Library
+from rlhf.config.rules.validate import validate
+from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
+from rlhf.ranks.logs import configure_logging
+
+log = logging.getLogger(__name__)
+
+NAME = "trainer.experiment_name"
+LONGEST_NAME = 200
+"""Bytes of a folder's name; most file systems take 255."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a sweep: the values that are its own, as Hydra writes them, and its configuration."""
+
+    swept: tuple[str, ...]
+    config: Config
+
+    def __str__(self) -> str:
+        return " ".join(self.swept)
+
+
+def plan(overrides: Sequence[str], library: Library) -> list[PlannedRun]:
+    """The runs of the sweep, each with a directory of its own: the experiment's name and the values that are swept.
+
+    Raises:
+        UserError: a mistake in any of them, before the first starts.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise UserError("-m: under torchrun a command is one run; start each by itself, without -m.")
+    runs, problems = [], []
+    for combination in combinations(overrides):
+        try:
+            composed = composition(combination.overrides, library)
+            named = [text for text in combination.swept if not text.startswith(f"{NAME}=")]
+            OmegaConf.update(composed.tree, NAME, run_name(composed.resolved().trainer.experiment_name, named))
+            config = composed.resolved()
+            validate(config)
+            runs.append(PlannedRun(combination.swept, config))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+    if len({run.config.run_dir for run in runs}) < len(runs):
+        raise UserError("-m: two runs of the sweep are the same; give each value once.")
+    return runs
+
+
+def run_name(experiment: str, swept: Sequence[str]) -> str:
+    """The name of a run's folder: `offline-actor.optim.lr-1e-05`. What a folder or Hydra's command line minds is
+    replaced, with a hash so that other values have other names."""
+    plain = [re.sub(r"[^\w.-]", "_", text.replace("=", "-", 1)) for text in swept]
+    name = "-".join([experiment, *plain])
+    changed = [text for text, new in zip(swept, plain, strict=True) if text.replace("=", "-", 1) != new]
+    if not changed and len(name.encode()) <= LONGEST_NAME:
+        return name
+    digest = xxhash.xxh3_64_hexdigest("\n".join(swept).encode())[:8]
+    return f"{name.encode()[:LONGEST_NAME].decode(errors='ignore')}-{digest}"
+
+
+def run_all(runs: Sequence[PlannedRun], start: Callable[[Config], int]) -> int:
+    """Start one after the other, whatever became of those before; returns the exit code of the sweep.
+
+    0: all are done. 75: it was asked to stop; the same command goes on with the run under way. 1 or 2: a run failed, by
+    a crash or by mistakes alone.
+    """
+    configure_logging()
+    codes: list[int] = []
+    for number, run in enumerate(runs, 1):
+        log.info("Run %d of %d: %s, in %s", number, len(runs), run, run.config.run_dir)
+        try:
+            codes.append(start(run.config))
+        except UserError as error:
+            log.error("%s", error)
+            codes.append(EXIT_USER_ERROR)
+        if codes[-1] == EXIT_REQUEUE:
+            log.warning("The sweep stops with run %d of %d. The same command goes on from there.", number, len(runs))
+            return EXIT_REQUEUE
+    failed = [(run, code) for run, code in zip(runs, codes, strict=True) if code != EXIT_DONE]
+    log.info("%d of %d runs are done.", len(runs) - len(failed), len(runs))
+    for run, code in failed:
+        log.error("Failed with exit code %d: %s, in %s", code, run, run.config.run_dir)
+    return EXIT_CRASHED if EXIT_CRASHED in codes else max(codes, default=EXIT_DONE)

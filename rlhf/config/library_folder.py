@@ -1,0 +1,76 @@
+"""Folder of recipes and entries as Hydra reads it, with what our files may say beyond Hydra's."""
+
+from pathlib import Path
+from typing import ClassVar
+
+import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from rlhf.config.known_settings import SETTINGS
+from rlhf.errors import UserError
+
+
+class LibraryFolder(FileConfigSource):
+    """A folder of recipes and entries whose files may choose an entry as the command line does (`algorithm: ppo`), and
+    leave a setting to be set (`???`), which a merge would pass over."""
+
+    groups: frozenset[str] = frozenset()
+    filled: ClassVar[set[str]] = set()
+    left_open: ClassVar[set[str]] = set()
+    """Settings that the files of a composition give a value, and those that they leave open."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "library"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The file, with such choices where Hydra looks for them: at the end of its defaults list."""
+        file = f"{self.path}/{config_path.removesuffix('.yaml')}.yaml"
+        try:
+            result = super().load_config(config_path)
+        except OSError as error:
+            if "Invalid loaded object type" not in str(error):
+                raise
+            raise UserError(_no_mapping(file, "one value")) from error
+        content = result.config
+        if not isinstance(content, DictConfig):
+            raise UserError(_no_mapping(file, "a list"))
+        # OmegaConf takes a text for a key without a value.
+        given = [value for _, value in content.items_ex(resolve=False)]
+        if given == [None] and isinstance(yaml.safe_load(Path(file).read_bytes()), str):
+            raise UserError(_no_mapping(file, "one value"))
+        if result.header.get("package") != "_global_":
+            self._note(file, content, config_path.partition("/")[0] + ".")
+            return result
+        values = {str(key): value for key, value in content.items_ex(resolve=False)}
+        chosen = [key for key in sorted(self.groups) if isinstance(values.get(key), str)]
+        if chosen:
+            with open_dict(content):
+                overrides = {f"override /{key}": content.pop(key) for key in chosen}
+                defaults = list(content.get("defaults") or [])
+                listed = {str(key) for default in defaults if isinstance(default, DictConfig) for key in default}
+                if twice := sorted(listed & overrides.keys()):
+                    what = twice[0].removeprefix("override /")
+                    raise UserError(f"{file}: {what} is chosen twice; leave one out.")
+                content["defaults"] = [*defaults, *({key: value} for key, value in overrides.items())]
+        self._note(file, content, "")
+        return result
+
+    def _note(self, file: str, content: DictConfig, prefix: str) -> None:
+        for name, value in content.items_ex(resolve=False):
+            key = f"{prefix}{name!s}"
+            if isinstance(value, DictConfig) and not value._is_none() and not value._is_interpolation():
+                self._note(file, value, f"{key}.")
+            elif key in SETTINGS:
+                if SETTINGS[key].takes_for_true(value):
+                    raise UserError(f"{file}: {key}={value}: must be {SETTINGS[key].expects}.")
+                (self.left_open if OmegaConf.is_missing(content, name) else self.filled).add(key)
+
+
+def _no_mapping(file: str, what: str) -> str:
+    return (
+        f"{file}: holds {what}, not a mapping of settings. Write each section, and its settings below it: `trainer:`, "
+        "and `  seed: 1` in the next line."
+    )

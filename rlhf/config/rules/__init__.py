@@ -1,0 +1,1 @@
+"""Rules across settings, by subject; `validate` applies them all."""

@@ -1,0 +1,215 @@
+"""Rules of the algorithm: names and files of its functions, and what its estimator needs of the rest of the run."""
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rlhf.config import Config, EntropyCtrlConfig
+from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES, SETTINGS_OF_ONE, Estimator
+from rlhf.config.known_settings import SETTINGS, value_hint
+from rlhf.config.user_functions import check_positional
+from rlhf.errors import UserError
+
+ESTIMATOR_TAKES = ("inputs", "config")
+POLICY_LOSS_TAKES = ("log_probs", "old_log_probs", "advantages", "mask", "config")
+
+
+def needs_critic(config: Config) -> bool:
+    """Whether a critic is trained: as `critic.enable` says, or else when the estimator uses values."""
+    return trains_critic(config.algorithm.adv_estimator, config.critic.enable)
+
+
+def trains_critic(adv_estimator: str, enable: bool | None) -> bool:
+    """`needs_critic` from the two settings that decide it."""
+    return ESTIMATORS.get(adv_estimator, Estimator()).critic if enable is None else enable
+
+
+def idle_critic(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """Settings of a critic among those `given` on the command line, where there is none; one line each.
+
+    A recipe may hold them for the algorithms that have one.
+    """
+    if needs_critic(config):
+        return
+    for key, value in given:
+        if key.startswith("critic.") and key != "critic.enable" and value is not None:
+            yield (
+                f"{key}={value}: has effect only with a critic, and algorithm.adv_estimator="
+                f"{config.algorithm.adv_estimator} trains none. Remove it, or set algorithm=ppo."
+            )
+
+
+def needs_greedy_baseline(config: Config) -> bool:
+    """Whether each prompt also gets a greedy response, whose reward is the estimator's baseline."""
+    return _estimator(config).greedy_baseline
+
+
+def _estimator(config: Config) -> Estimator:
+    return ESTIMATORS.get(config.algorithm.adv_estimator, Estimator())
+
+
+def algorithm_problems(config: Config) -> Iterator[str]:
+    """Wrong names, wrong files of the user (none is run), settings that the estimator cannot work with; one line
+    each."""
+    names = (
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, ESTIMATORS, ESTIMATOR_TAKES),
+        ("actor.policy_loss.loss_mode", config.actor.policy_loss.loss_mode, POLICY_LOSSES, POLICY_LOSS_TAKES),
+    )
+    yield from (problem for name in names if (problem := _wrong_name(*name)))
+    yield from _idle(config)
+    yield from _samples(config)
+    if config.algorithm.mask_truncated_responses and config.rollout.ignore_eos:
+        yield (
+            "algorithm.mask_truncated_responses=true: with rollout.ignore_eos=true nearly every response ends at the "
+            "limit, and there would be nothing to train on; set rollout.ignore_eos=false."
+        )
+    yield from _critic(config)
+    yield from _reference(config)
+
+
+def _idle(config: Config) -> Iterator[str]:
+    """Settings of an estimator or a policy loss that are not the run's; a function of the user's may read any."""
+    chosen = (("algorithm.adv_estimator", ESTIMATORS), ("actor.policy_loss.loss_mode", POLICY_LOSSES))
+    for key, known in chosen:
+        name = SETTINGS[key].value(config)
+        for setting, owner in SETTINGS_OF_ONE.items():
+            value, default = (SETTINGS[setting].value(each) for each in (config, Config()))
+            if name in known and owner in known and name != owner and value != default:
+                yield f"{setting}={value}: has effect only with {key}={owner} (it is {name}); set {setting}={default}."
+
+
+def _wrong_name(setting: str, name: str, known: Collection[str], takes: tuple[str, ...]) -> str | None:
+    if name in known:
+        return None
+    if ":" in name:
+        try:
+            check_positional(setting, name, takes)
+        except UserError as error:
+            return str(error)
+        return None
+    if name in ALGORITHMS:
+        return f"{setting}={name}: {name} is a whole algorithm; write algorithm={name}."
+    return (
+        f"{setting}={name}: must be one of {', '.join(known)}, or path/to/file.py:function."
+        f"{value_hint(setting, name, known)}"
+    )
+
+
+def correction_problems(config: Config) -> Iterator[str]:
+    """Bounds of the correction for the rollout engine's policy that are missing, crossed or of no effect; one line
+    each."""
+    c, section = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    lower, upper, least, kind = (
+        c.rollout_is_threshold_lower,
+        c.rollout_is_threshold,
+        c.rollout_rs_threshold_lower,
+        c.rollout_rs,
+    )
+    if lower is not None and c.rollout_is is None:
+        yield (
+            f"{section}.rollout_is_threshold_lower={lower}: has effect only with {section}.rollout_is; "
+            "set rollout_is=token."
+        )
+    elif lower is not None and lower >= upper:
+        yield (
+            f"{section}.rollout_is_threshold_lower={lower}: must be less than {section}.rollout_is_threshold={upper}."
+        )
+    if kind is None:
+        for key in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
+            if (value := getattr(c, key)) is not None:
+                yield f"{section}.{key}={value}: has effect only with {section}.rollout_rs; set rollout_rs=token_k1."
+        return
+    if c.rollout_rs_threshold is None:
+        usual = 2.0 if kind.endswith("k1") else 0.1
+        yield f"{section}.rollout_rs={kind}: needs a bound; set {section}.rollout_rs_threshold, e.g. to {usual}."
+    elif kind.endswith("k1"):
+        smallest = 1 / c.rollout_rs_threshold if least is None else least
+        if smallest >= c.rollout_rs_threshold:
+            told = f"{section}.rollout_rs_threshold_lower" if least is not None else "its inverse where none is set"
+            yield (
+                f"{section}.rollout_rs_threshold={c.rollout_rs_threshold}: is the largest ratio of {kind}, and must be "
+                f"more than the smallest, {smallest:g} ({told}); set it to more than 1, such as 2."
+            )
+    if least is not None and not kind.endswith("k1"):
+        yield (
+            f"{section}.rollout_rs_threshold_lower={least}: is the smallest ratio of a k1, and has no effect with "
+            f"rollout_rs={kind}; set it to null."
+        )
+
+
+def reward_problems(config: Config) -> Iterator[str]:
+    """A normalisation of rewards without effect, and a clip without a range; one line each."""
+    algorithm, name = config.algorithm, config.algorithm.adv_estimator
+    kind, bounds = algorithm.normalize_reward, algorithm.reward_clip_range
+    if bounds is not None and not (len(bounds) == 2 and all(map(math.isfinite, bounds)) and bounds[0] < bounds[1]):
+        yield f"algorithm.reward_clip_range={bounds}: must be two numbers, the lower one first, such as [-5.0,5.0]."
+    by_deviation = name in ("grpo", "pass_at_k") and algorithm.norm_adv_by_std_in_grpo
+    undone = by_deviation or name == "reinforce_plus_plus_baseline"
+    if kind is not None and undone and bounds is None and not algorithm.kl_in_reward:
+        yield (
+            f"algorithm.normalize_reward={kind}: has no effect with {name}, which divides by a deviation of its own; "
+            "set it to null, or algorithm.reward_clip_range to a range."
+        )
+
+
+def entropy_problems(config: Config) -> Iterator[str]:
+    """Settings of an adaptive entropy bonus that have no effect or contradict each other; one line each."""
+    control, start = config.actor.entropy_ctrl, config.actor.entropy_coeff
+    if control.type != "adaptive":
+        for name, default in asdict(EntropyCtrlConfig()).items():
+            if (value := getattr(control, name)) != default:
+                yield f"actor.entropy_ctrl.{name}={value}: has effect only with actor.entropy_ctrl.type=adaptive."
+    elif control.min_coeff > control.max_coeff:
+        yield (
+            f"actor.entropy_ctrl.min_coeff={control.min_coeff}: must be at most "
+            f"actor.entropy_ctrl.max_coeff={control.max_coeff}."
+        )
+    elif not control.min_coeff <= start <= control.max_coeff:
+        yield (
+            f"actor.entropy_coeff={start}: is where the adaptive coefficient starts, and must be within "
+            f"actor.entropy_ctrl.min_coeff={control.min_coeff} and max_coeff={control.max_coeff}."
+        )
+
+
+def _samples(config: Config) -> Iterator[str]:
+    name, rollout = config.algorithm.adv_estimator, config.rollout
+    estimator = _estimator(config)
+    if estimator.group and rollout.n < 2:
+        yield f"rollout.n={rollout.n}: {name} compares the samples of one prompt; set rollout.n to 2 or more."
+    if name == "pass_at_k" and 1 < rollout.n <= config.algorithm.pass_at_k:
+        yield (
+            f"algorithm.pass_at_k={config.algorithm.pass_at_k}: must be less than rollout.n={rollout.n}, or the best "
+            f"of them is always the same; set algorithm.pass_at_k={max(rollout.n // 2, 1)}, or a larger rollout.n."
+        )
+    for key, value, remedy in (("top_k", 1, -1), ("min_p", 1, 0)):
+        if estimator.greedy_baseline and getattr(rollout, key) == value:
+            yield (
+                f"rollout.{key}={value}: {name} compares samples with the greedy response, and these would equal it; "
+                f"set rollout.{key}={remedy}."
+            )
+
+
+def _critic(config: Config) -> Iterator[str]:
+    name, enabled, warmup = config.algorithm.adv_estimator, config.critic.enable, config.trainer.critic_warmup
+    if enabled is False and _estimator(config).critic:
+        yield f"critic.enable=false: {name} needs values; set critic.enable=null, or another algorithm.adv_estimator."
+    if enabled and name in ESTIMATORS and not ESTIMATORS[name].critic:
+        yield f"critic.enable=true: {name} gives no returns to fit a critic to; set critic.enable=null."
+    if warmup and not needs_critic(config):
+        yield f"trainer.critic_warmup={warmup}: {name} trains no critic; set trainer.critic_warmup=0."
+
+
+def _reference(config: Config) -> Iterator[str]:
+    if config.ref.update_freq is not None and not config.needs_reference:
+        yield (
+            f"ref.update_freq={config.ref.update_freq}: no KL compares the policy with a reference; set "
+            "ref.update_freq=null, "
+            "or actor.use_kl_loss=true or algorithm.use_kl_in_reward=true with a coefficient above 0."
+        )
+    if config.ref.update_freq is not None and config.ref.fsdp_config.model_dtype != "float32":
+        yield (
+            f"ref.fsdp_config.model_dtype={config.ref.fsdp_config.model_dtype}: a reference that moves "
+            f"(ref.update_freq={config.ref.update_freq}) is an average in float32, whose small steps "
+            "would be rounded away; set ref.fsdp_config.model_dtype=float32, or ref.update_freq=null."
+        )

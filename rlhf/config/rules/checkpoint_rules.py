@@ -1,0 +1,109 @@
+"""Rules of the checkpoint settings, by themselves and beside other sections."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from rlhf.config import Config
+from rlhf.config.redaction import Redaction
+from rlhf.config.schema.checkpoint import CONTENTS, REMOTES
+from rlhf.errors import did_you_mean, nearest
+
+
+def checkpoint_problems(config: Config) -> Iterator[str]:
+    """Settings of `config.checkpoint` that do not fit each other or the other sections, one line each."""
+    saved, loaded = config.checkpoint.contents, config.checkpoint.load_contents
+    resumes = config.trainer.resume_mode != "disable"
+    for key, contents in (("contents", saved), ("load_contents", loaded or [])):
+        for name in contents:
+            if name not in CONTENTS:
+                near = did_you_mean(nearest(name, CONTENTS))
+                yield f"checkpoint.{key}={contents}: {name!r} is none of {', '.join(CONTENTS)}.{near}"
+        if len(set(contents)) < len(contents):
+            yield f"checkpoint.{key}={contents}: name each part once."
+    # Whatever trainer.save_freq says: a run that is asked to stop saves.
+    if not saved:
+        yield f"checkpoint.contents=[]: nothing to save; name any of {', '.join(CONTENTS)}."
+    elif resumes and not {"model", "hf_model"} & set(saved):
+        yield (
+            f"checkpoint.contents={saved}: without model or hf_model no run can resume; "
+            "add model, or set trainer.resume_mode=disable."
+        )
+    elif lacking := [name for name in ("optimizer", "extra") if config.checkpoint.journal and name not in saved]:
+        yield (
+            f"checkpoint.contents={saved}: without {' and '.join(lacking)} a resume goes on with other weights than "
+            "those that checkpoint.journal=true kept samples of; add them, or set checkpoint.journal=false."
+        )
+    yield from _export(config, resumes=resumes)
+    yield from _retention(config)
+    yield from _remote(config)
+    if loaded is None:
+        return
+    if not {"model", "hf_model"} & set(loaded):
+        yield f"checkpoint.load_contents={loaded}: needs model or hf_model; null reads what checkpoint.contents names."
+    if config.trainer.resume_mode != "resume_path":
+        yield (
+            f"checkpoint.load_contents={loaded}: has effect only with trainer.resume_mode=resume_path (it is "
+            f"{config.trainer.resume_mode}): a run takes all that checkpoints of its own hold."
+        )
+
+
+def _export(config: Config, *, resumes: bool) -> Iterator[str]:
+    saved, dtype = config.checkpoint.contents, config.checkpoint.hf_dtype
+    if dtype is not None and "hf_model" not in saved:
+        yield f"checkpoint.hf_dtype={dtype}: has effect only with hf_model in checkpoint.contents (it is {saved})."
+    elif dtype in ("bfloat16", "float16") and resumes and "model" not in saved:
+        yield (
+            f"checkpoint.hf_dtype={dtype}: without model in checkpoint.contents a resume would go on from rounded "
+            "weights; add model, or set checkpoint.hf_dtype=null or trainer.resume_mode=disable."
+        )
+
+
+def _retention(config: Config) -> Iterator[str]:
+    c = config.checkpoint
+    for key in ("keep_every", "keep_best"):
+        if getattr(c, key) and c.max_to_keep is None:
+            yield (
+                f"checkpoint.{key}={getattr(c, key)}: has no effect with checkpoint.max_to_keep=null, which keeps all; "
+                "set checkpoint.max_to_keep=1 to keep the newest beside."
+            )
+    if not c.keep_best:
+        return
+    if config.trainer.test_freq == 0:
+        yield (
+            f"checkpoint.keep_best={c.keep_best}: needs evaluations to rank by; set "
+            f"trainer.test_freq={config.trainer.save_freq or 20}."
+        )
+    if config.data.train_files is not None and config.data.val_files is None:
+        yield f"checkpoint.keep_best={c.keep_best}: needs evaluations to rank by; set data.val_files."
+
+
+def _remote(config: Config) -> Iterator[str]:
+    remote, kept = config.checkpoint.remote, config.checkpoint.remote_max_to_keep
+    if remote is None:
+        if kept is not None:
+            yield f"checkpoint.remote_max_to_keep={kept}: has effect only with checkpoint.remote (it is null)."
+        return
+    scheme, separator, path = remote.partition("://")
+    if (shown := Redaction()(remote)) != remote:
+        yield (
+            f"checkpoint.remote={shown}: holds a secret, which every checkpoint and resolved.yaml would have. Leave it "
+            "out, and give it where the store's own tools look for it: in the environment or a file in your home."
+        )
+    elif not separator or scheme not in REMOTES:
+        near = did_you_mean(nearest(scheme, tuple(REMOTES)))
+        yield f"checkpoint.remote={remote}: must begin with {', '.join(f'{known}://' for known in REMOTES)}.{near}"
+    elif not path.strip("/") or (scheme == "file" and not path.startswith("/")):
+        example = {"file": "/folder", "hdfs": "namenode:8020/folder"}.get(scheme, "bucket/folder")
+        yield f"checkpoint.remote={remote}: must name a whole path, such as {scheme}://{example}."
+    elif scheme == "file" and _run_folder(config, Path(path)).is_relative_to(config.run_dir.resolve()):
+        yield (
+            f"checkpoint.remote={remote}: the copies would lie in the run directory, {config.run_dir}; name another "
+            "folder."
+        )
+    elif find_spec(package := REMOTES[scheme]) is None:
+        yield f"checkpoint.remote={remote}: needs the package {package}: pip install {package}"
+
+
+def _run_folder(config: Config, base: Path) -> Path:
+    return (base / config.trainer.project_name / config.trainer.experiment_name).resolve()

@@ -1,0 +1,137 @@
+"""Rules of `model.lora` beside the other sections, and whether peft is there."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.version import Version
+
+from rlhf.config import CheckpointConfig, Config, FrozenFsdpConfig, LoraConfig, RolloutConfig
+from rlhf.config.schema.lora import ALL_LINEAR
+
+VLLM_RANK = 512
+"""The largest rank that vLLM serves."""
+PEFT = "0.21"
+"""The oldest release of peft whose layers are known to work here."""
+
+
+def idle_lora(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """Settings of adapters `given` on the command line with their default values, where no adapters are trained; one
+    line each. Other values are refused wherever they come from (`lora_problems`)."""
+    if config.model.lora.enabled:
+        return
+    defaults = {f"model.lora.{field.name}": getattr(LoraConfig(), field.name) for field in fields(LoraConfig)}
+    defaults |= {"rollout.lora": RolloutConfig().lora, "checkpoint.hf_adapter": CheckpointConfig().hf_adapter}
+    for key, value in given:
+        if key in defaults and key != "model.lora.enabled" and value is not None and value == defaults[key]:
+            yield f"{key}={value}: has effect only with model.lora.enabled=true."
+
+
+def lora_problems(config: Config) -> Iterator[str]:
+    """Settings of `config.model.lora` that do not fit each other or the other sections, one line each."""
+    lora, backend = config.model.lora, config.backend
+    if not lora.enabled:
+        for field in fields(lora):
+            if (value := getattr(lora, field.name)) != getattr(LoraConfig(), field.name):
+                yield f"model.lora.{field.name}={value}: has effect only with model.lora.enabled=true."
+        if config.rollout.lora != RolloutConfig().lora:
+            yield f"rollout.lora={config.rollout.lora}: has effect only with model.lora.enabled=true."
+        if config.checkpoint.hf_adapter != CheckpointConfig().hf_adapter:
+            yield f"checkpoint.hf_adapter={config.checkpoint.hf_adapter}: has effect only with model.lora.enabled=true."
+        return
+    yield from _modules(lora)
+    if config.ref.update_freq is not None:
+        yield (
+            f"ref.update_freq={config.ref.update_freq}: with model.lora.enabled=true the reference is the model "
+            "without its adapters, of which there is no second copy that could move; set ref.update_freq=null."
+        )
+    if config.ref.fsdp_config.param_offload:
+        yield (
+            "ref.fsdp_config.param_offload=true: with model.lora.enabled=true the reference is the actor's model "
+            "without its adapters; set actor.fsdp_config.param_offload instead."
+        )
+    if config.ref.fsdp_config.model_dtype != FrozenFsdpConfig().model_dtype:
+        yield (
+            f"ref.fsdp_config.model_dtype={config.ref.fsdp_config.model_dtype}: with model.lora.enabled=true the "
+            "reference is the model without its adapters; set model.lora.base_dtype instead."
+        )
+    for key in ("contents", "load_contents"):
+        contents = getattr(config.checkpoint, key) or []
+        if "hf_model" in contents and "model" not in contents:
+            yield (
+                f"checkpoint.{key}={contents}: with model.lora.enabled=true hf_model is for other tools, and a run "
+                "goes on from model alone; add model."
+            )
+    yield from _native(config)
+    if backend.name != "deepspeed":
+        return
+    dtype = base_dtype(config)
+    fitting = "bfloat16" if backend.autocast == "bfloat16" else "float32"
+    if dtype != fitting:
+        yield (
+            f"model.lora.base_dtype={dtype}: DeepSpeed computes in the type of the weights, which with "
+            f"backend.autocast={backend.autocast} is {fitting}; set model.lora.base_dtype=null."
+        )
+    if lora.use_dora and backend.zero_stage == 3:
+        yield (
+            "model.lora.use_dora=true: DoRA reads a layer's frozen weight beside the layer's own pass, and "
+            "backend.zero_stage=3 has it whole only in that; set backend.zero_stage=2, or backend=fsdp2."
+        )
+
+
+def _native(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.lora != "native":
+        return
+    instead = "set rollout.lora=merged."
+    if rollout.name != "vllm":
+        of = {"embedded": "its engine computes with whole weights", "vllm_server": "servers are sent whole weights"}
+        why = of.get(str(rollout.name), "no engine is named")
+        yield f"rollout.lora=native: needs rollout=vllm, and it is {rollout.name} ({why}); {instead}"
+    if config.model.lora.use_dora:
+        yield f"rollout.lora=native: vLLM serves no DoRA (model.lora.use_dora=true); {instead}"
+    if rollout.tensor_model_parallel_size > 1:
+        yield (
+            f"rollout.lora=native: what several devices hold of an adapter "
+            f"(rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}) is not verified; {instead}"
+        )
+    if config.model.lora.rank > VLLM_RANK:
+        rank = config.model.lora.rank
+        yield f"rollout.lora=native: vLLM serves adapters up to rank {VLLM_RANK} (model.lora.rank={rank}); {instead}"
+
+
+def base_dtype(config: Config) -> str:
+    """The precision of the frozen weights, `model.lora.base_dtype` or what its null means."""
+    return config.model.lora.base_dtype or ("bfloat16" if config.backend.autocast == "bfloat16" else "float32")
+
+
+def suggested_rate(config: Config) -> float | None:
+    """A learning rate for adapters, ten times that of whole models, where `actor.optim.lr` is still the schema's."""
+    usual = type(config.actor.optim)().lr
+    return 10 * usual if config.model.lora.enabled and config.actor.optim.lr == usual else None
+
+
+def _modules(lora: LoraConfig) -> Iterator[str]:
+    targets = lora.target_modules
+    if targets == ALL_LINEAR:
+        return
+    if not isinstance(targets, list) or not targets or not all(isinstance(name, str) and name for name in targets):
+        instead = f"[{targets}]" if isinstance(targets, str) and targets.isidentifier() else "[q_proj,v_proj]"
+        yield (
+            f"model.lora.target_modules={targets!r}: set {ALL_LINEAR}, or a list of the ends of layers' names, such as "
+            f"{instead}."
+        )
+
+
+def missing_peft(config: Config) -> Iterator[str]:
+    """A line when adapters are wanted and peft is not there, or too old."""
+    if not config.model.lora.enabled:
+        return
+    try:
+        found = version("peft")
+    except PackageNotFoundError:
+        yield f"model.lora.enabled=true: peft is not installed; run `pip install 'peft>={PEFT}'`."
+        return
+    if Version(found) < Version(PEFT):
+        yield f"model.lora.enabled=true: peft {found} is installed, {PEFT} is needed; run `pip install 'peft>={PEFT}'`."

@@ -1,0 +1,114 @@
+"""Rules of settings that name files: homes, models, sources of a run, and starts that no overwriting deletes."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rlhf.config import Config
+from rlhf.config.known_settings import SETTINGS
+from rlhf.config.same_files import PATHS
+from rlhf.errors import did_you_mean, nearest
+
+STARTS = ("model.path", "model.lora.path", "critic.path", "reward_model.path")
+"""Settings that name what a run begins with."""
+
+
+def homeless_paths(config: Config) -> Iterator[str]:
+    """Paths that begin with the home of a user who has none here, one line each: nothing can look for them."""
+    for key in (*PATHS, "model.lora.path", "trainer.resume_from_path"):
+        value = SETTINGS[key].value(config)
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and name.startswith("~") and os.path.expanduser(name).startswith("~"):  # noqa: PTH111
+                yield f"{key}={name}: there is no user {name.split('/')[0]!r} here; write the path without ~."
+
+
+def overwritten_starts(config: Config) -> Iterator[str]:
+    """Starts in the run directory that `trainer.overwrite` would empty first, one line each."""
+    for key in STARTS if config.trainer.overwrite else ():
+        name = SETTINGS[key].value(config)
+        start = None if not name else Path(name).expanduser().resolve()
+        if start is not None and start.is_dir() and start.is_relative_to(config.run_dir.resolve()):
+            yield (
+                f"trainer.overwrite=true: would delete {key}={name}, which is in the run directory; set "
+                "trainer.overwrite=false, and a new trainer.experiment_name for a new run."
+            )
+
+
+def resume_problems(config: Config) -> Iterator[str]:
+    """A source of the run that is none, or that its mode does not read; one line each."""
+    mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
+    if mode == "resume_path" and not path:
+        yield "trainer.resume_mode=resume_path: set trainer.resume_from_path to a global_step_N directory."
+    if mode != "resume_path" and path:
+        yield f"trainer.resume_from_path={path}: has effect only with trainer.resume_mode=resume_path (it is {mode})."
+    # Of a run that exists the source may be gone by now: it goes on from checkpoints of its own.
+    if mode == "resume_path" and path and not config.run_dir.exists():
+        source = Path(path).expanduser()
+        if not source.is_dir():
+            yield f"trainer.resume_from_path={path}: there is no such directory.{_sibling(source)}"
+        elif not (source / "manifest.json").is_file():
+            yield (
+                f"trainer.resume_from_path={path}: has no manifest.json, so it is no checkpoint: name a global_step_N "
+                "directory."
+            )
+    if mode == "resume_path" and config.trainer.overwrite:
+        yield (
+            "trainer.overwrite=true with trainer.resume_mode=resume_path: the one may delete what the other reads: "
+            "set trainer.overwrite=false, and a new trainer.experiment_name for a new run."
+        )
+
+
+def on_one_machine(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether all ranks are here: under torchrun on several nodes a model's files may be on another one."""
+    return int(environ.get("WORLD_SIZE", "1")) == int(environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", "1")))
+
+
+def model_problems(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+    """Models and chat templates that are not there, or of no effect; one line each."""
+    here = on_one_machine(environ)
+    yield from _model_folder("model.path", config.model.path, here)
+    for key, optional in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
+        if optional is not None:
+            yield from _model_folder(key, optional, here)
+    if config.reward_model.path is not None and "reward_model" not in config.reward.functions:
+        yield (
+            f"reward_model.path={config.reward_model.path}: has effect only with reward_model among reward.functions "
+            f"(they are {', '.join(config.reward.functions)})."
+        )
+    template = config.model.chat_template
+    if template is not None and not Path(template).expanduser().is_file():
+        yield f"model.chat_template={template}: there is no such file."
+
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def _model_folder(key: str, name: str, here: bool) -> Iterator[str]:
+    path = Path(name).expanduser()
+    looks_local = name.startswith(("/", "./", "../", "~")) or ("/" in name and path.parent.is_dir())
+    if not name:
+        yield f"{key}='': set a folder in Hugging Face format or a Hub name."
+    elif path.is_file():
+        yield f"{key}={name}: is a file; give the folder that holds config.json."
+    elif here and path.is_dir() and not (path / "config.json").is_file():
+        inside = sorted(p.parent for p in path.glob("*/config.json"))
+        hint = did_you_mean(str(inside[0]) if inside else None)
+        if (path / "adapter_config.json").is_file():
+            hint = (
+                " It holds an adapter (LoRA): name its base model there, and the adapter with model.lora.enabled=true "
+                f"model.lora.path={name}; or merge the two with PEFT's merge_and_unload, and name what that saves."
+            )
+        yield f"{key}={name}: this folder has no config.json, so it is no model in Hugging Face format.{hint}"
+    elif here and looks_local and not path.exists():
+        yield f"{key}={name}: there is no such folder.{_sibling(path)}"
+    elif not looks_local and not path.exists() and not _HUB_NAME.fullmatch(name):
+        unset = " The shell has not replaced what follows the $." if "$" in name else ""
+        yield f"{key}={name}: is neither a folder here nor a Hub name of the form org/name.{unset}"
+
+
+def _sibling(path: Path) -> str:
+    """The folder next to a missing one with the most similar name, as the end of a message."""
+    parent = path.parent
+    found = nearest(path.name, [p.name for p in parent.iterdir() if p.is_dir()]) if parent.is_dir() else None
+    return did_you_mean(str(parent / found) if found else None)

@@ -1,0 +1,194 @@
+"""Rules across the settings of the rollout engines."""
+
+import json
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from rlhf.config import Config, RolloutConfig
+from rlhf.config.schema.rollout import ServersConfig
+from rlhf.config.vllm_versions import installation_problem
+from rlhf.errors import did_you_mean, nearest
+
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+"""The keys of rollout.structured_outputs of which one must be there."""
+STRUCTURE_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+LEAST_TEMPERATURE = 0.01
+"""vLLM's, below which it samples greedily; and logits over a temperature near 0 overflow."""
+OURS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "rollout.dtype",
+    "seed": "trainer.seed",
+    "max_model_len": "data.max_prompt_length and data.max_response_length",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "enforce_eager": "rollout.enforce_eager",
+    "enable_sleep_mode": "rollout.sleep_level",
+    "pipeline_parallel_size": "rollout.tensor_model_parallel_size",
+    "data_parallel_size": "trainer.nproc or rollout.servers.count",
+}
+"""vLLM's arguments that are settings of the trainer, with their names there."""
+TRAINERS = (
+    "api_key",
+    "disable_log_stats",
+    "distributed_executor_backend",
+    "enable_lora",
+    "enable_return_routed_experts",
+    "generation_config",
+    "host",
+    "load_format",
+    "logprobs_mode",
+    "middleware",
+    "override_generation_config",
+    "port",
+    "skip_tokenizer_init",
+    "trust_remote_code",
+    "weight_transfer_config",
+    "worker_cls",
+    "worker_extension_cls",
+)
+"""vLLM's arguments on which the trainer relies as it sets them."""
+
+
+def rollout_problems(config: Config) -> Iterator[str]:
+    """Settings of `config.rollout` that do not fit each other or the other sections, one line each."""
+    r = config.rollout
+    if r.temperature < LEAST_TEMPERATURE:
+        yield (
+            f"rollout.temperature={r.temperature:g}: samples would be greedy, equal to each other and without a "
+            "distribution to train; "
+            "set rollout.temperature=1.0. Evaluation has its own, rollout.val_kwargs.temperature."
+        )
+    if r.n > 1 and r.top_k == 1:
+        yield f"rollout.top_k=1: the {r.n} samples of a prompt (rollout.n) would be equal; set rollout.top_k=-1."
+    if r.n > 1 and r.min_p == 1:
+        yield f"rollout.min_p=1: the {r.n} samples of a prompt (rollout.n) would be equal; set rollout.min_p=0."
+    if "" in r.stop:
+        yield f"rollout.stop={r.stop}: an empty stop string would end every sample at once."
+    if r.name == "embedded":
+        yield from _only_vllm(config)
+    else:
+        yield from _vllm(config)
+    if r.name != "vllm" and r.sleep_level != RolloutConfig().sleep_level:
+        yield f"rollout.sleep_level={r.sleep_level}: has effect only with rollout=vllm (it is {r.name})."
+    if r.async_steps:
+        yield from _one_step_ahead(config)
+    yield from _servers(r)
+
+
+def missing_engine(config: Config) -> Iterator[str]:
+    """Lack of the engine in this installation, in a line."""
+    r = config.rollout
+    own = r.name == "vllm" or (r.name == "vllm_server" and not r.servers.urls)
+    if own and (problem := installation_problem()):
+        yield f"rollout={r.name}: {problem}"
+
+
+def _only_vllm(config: Config) -> Iterator[str]:
+    default = RolloutConfig()
+    for key in ("tensor_model_parallel_size", "structured_outputs", "gpu_memory_utilization", "enforce_eager"):
+        value = getattr(config.rollout, key)
+        if value != getattr(default, key):
+            yield (
+                f"rollout.{key}={value}: has effect only with rollout=vllm or rollout=vllm_server (it is "
+                f"{config.rollout.name}); set rollout=vllm, or rollout.{key}={json.dumps(getattr(default, key))}."
+            )
+    if config.rollout.engine_kwargs.vllm:
+        yield (
+            f"rollout.engine_kwargs.vllm={config.rollout.engine_kwargs.vllm}: has effect only with rollout=vllm or "
+            "rollout=vllm_server."
+        )
+
+
+def _one_step_ahead(config: Config) -> Iterator[str]:
+    ahead, correction = f"rollout.async_steps={config.rollout.async_steps}", config.algorithm.rollout_correction
+    if config.rollout.name != "vllm_server":
+        yield (
+            f"{ahead}: only servers generate while the ranks train; set rollout=vllm_server (it is "
+            f"{config.rollout.name}), "
+            "or rollout.async_steps=0."
+        )
+    if correction.rollout_is is None:
+        yield (
+            f"algorithm.rollout_correction.rollout_is=null: with {ahead} samples are by an older policy than the one "
+            "in training; "
+            "set algorithm.rollout_correction.rollout_is=token."
+        )
+    filters = config.algorithm.filter_groups
+    if filters.enable and filters.max_staleness < config.rollout.async_steps:
+        yield (
+            f"algorithm.filter_groups.max_staleness={filters.max_staleness}: with {ahead} what is generated ahead is "
+            "one step old when it is trained on; set algorithm.filter_groups.max_staleness=1."
+        )
+    if config.checkpoint.journal:
+        yield (
+            f"checkpoint.journal=true: the journal does not keep what {ahead} generates ahead, which only checkpoints "
+            "hold; "
+            "set checkpoint.journal=false."
+        )
+
+
+def _servers(r: RolloutConfig) -> Iterator[str]:
+    s, default = r.servers, ServersConfig()
+    if r.name != "vllm_server":
+        for key, value in vars(s).items():
+            if value != getattr(default, key):
+                yield f"rollout.servers.{key}={value}: has effect only with rollout=vllm_server (it is {r.name})."
+        return
+    for url in s.urls:
+        if not _is_http(url):
+            yield f"rollout.servers.urls: {url!r} is not the URL of a server; give e.g. http://node7:8000."
+    named = [url.rstrip("/") for url in s.urls]
+    for url in sorted({url for url in named if named.count(url) > 1}):
+        yield f"rollout.servers.urls: {url} is there {named.count(url)} times; name each server once."
+    if s.urls and s.count != default.count:
+        yield (
+            f"rollout.servers.count={s.count}: is for servers that we start; rollout.servers.urls names some that run "
+            "already."
+        )
+    if s.backoff_s > s.backoff_max_s:
+        yield (
+            f"rollout.servers.backoff_s={s.backoff_s:g}: is more than "
+            f"rollout.servers.backoff_max_s={s.backoff_max_s:g}; "
+            f"set rollout.servers.backoff_max_s={s.backoff_s:g} or less back-off."
+        )
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
+
+
+def _vllm(config: Config) -> Iterator[str]:
+    r = config.rollout
+    if config.model.trust_remote_code and not r.servers.urls:
+        yield (
+            f"model.trust_remote_code=true: rollout={r.name} is given the policy's configuration and tokenizer, not "
+            "its code; "
+            "set rollout=embedded, or model.trust_remote_code=false for an architecture that transformers and vLLM "
+            "know."
+        )
+    for key, temperature in (("temperature", r.temperature), ("val_kwargs.temperature", r.val_kwargs.temperature)):
+        if temperature > 2 or 0 < temperature < LEAST_TEMPERATURE:
+            yield f"rollout.{key}={temperature}: vLLM takes 0 (greedy) and {LEAST_TEMPERATURE} to 2."
+    for key, value in r.engine_kwargs.vllm.items():
+        shown = f"rollout.engine_kwargs.vllm.{key}={value}"
+        if key in OURS:
+            yield f"{shown}: set {OURS[key]} instead."
+        elif key in TRAINERS:
+            yield f"{shown}: the trainer needs this argument as it sets it; remove it."
+    yield from _structure(r)
+
+
+def _structure(r: RolloutConfig) -> Iterator[str]:
+    shown = f"rollout.structured_outputs={r.structured_outputs}"
+    unknown = set(r.structured_outputs) - {*STRUCTURES, *STRUCTURE_OPTIONS}
+    for key in sorted(unknown):
+        known = (*STRUCTURES, *STRUCTURE_OPTIONS)
+        yield f"{shown}: there is no key {key}.{did_you_mean(nearest(key, known))} Keys: {', '.join(known)}."
+    if r.structured_outputs and not unknown and len(set(r.structured_outputs) & set(STRUCTURES)) != 1:
+        yield f"{shown}: give one of {', '.join(STRUCTURES)}."

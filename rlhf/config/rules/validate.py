@@ -1,0 +1,217 @@
+"""Rules that types cannot express: bounds, choices, settings that must fit each other. All are told at once."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+
+from rlhf.config import Config
+from rlhf.config.known_settings import SETTINGS, Setting, value_hint
+from rlhf.config.other_names import MINUS_ONE
+from rlhf.config.rules.algorithm_rules import algorithm_problems, correction_problems, entropy_problems, reward_problems
+from rlhf.config.rules.backend_rules import backend_problems, missing_backend
+from rlhf.config.rules.checkpoint_rules import checkpoint_problems
+from rlhf.config.rules.learning_rules import kl_problems, loss_problems, optimizer_problems
+from rlhf.config.rules.lora_rules import lora_problems, missing_peft
+from rlhf.config.rules.path_rules import homeless_paths, model_problems, overwritten_starts, resume_problems
+from rlhf.config.rules.rollout_rules import missing_engine, rollout_problems
+from rlhf.errors import UserError, did_you_mean, nearest
+
+TEMPLATE_ARGUMENTS = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "truncation",
+}
+"""Arguments of transformers' `apply_chat_template` beside the template's own variables."""
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
+
+
+def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: bool = True) -> None:
+    """Check a resolved configuration; the number of ranks is `trainer.nproc`, or WORLD_SIZE under torchrun.
+
+    Args:
+        here: it is to run in this installation, which must have what it needs.
+
+    Raises:
+        UserError: with every problem found, one per line, each naming the setting, its value and what to set.
+    """
+    problems = [p for setting in SETTINGS.values() if (p := _out_of_bounds(setting, config))]
+    problems += homeless_paths(config)
+    # Cross-field checks may divide by a value that is itself out of bounds.
+    if not problems:
+        for check in (
+            _run,
+            _batches,
+            optimizer_problems,
+            loss_problems,
+            kl_problems,
+            correction_problems,
+            entropy_problems,
+            reward_problems,
+            rollout_problems,
+            _filter_groups,
+            algorithm_problems,
+            _data,
+            backend_problems,
+            checkpoint_problems,
+            lora_problems,
+            _rollback,
+            resume_problems,
+            overwritten_starts,
+        ):
+            problems += check(config)
+        if here:
+            problems += [*missing_engine(config), *missing_backend(config), *missing_peft(config)]
+        problems += model_problems(config, environ)
+        problems += _ranks(config, environ)
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def _out_of_bounds(setting: Setting, config: Config) -> str | None:
+    value, rules = setting.value(config), setting.metadata
+    shown = f"{setting.key}={value}"
+    if value is None:
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{shown}: must be a finite number."
+    if rules["choices"] and value not in rules["choices"]:
+        return (
+            f"{shown}: must be one of {', '.join(rules['choices'])}.{value_hint(setting.key, value, rules['choices'])}"
+        )
+    if rules["ge"] is not None and value < rules["ge"]:
+        instead = f"; {MINUS_ONE[setting.key]}" if value == -1 and setting.key in MINUS_ONE else ""
+        return f"{shown}: must be at least {rules['ge']}{instead}."
+    if rules["gt"] is not None and value <= rules["gt"]:
+        return f"{shown}: must be greater than {rules['gt']}."
+    if rules["le"] is not None and value > rules["le"]:
+        return f"{shown}: must be at most {rules['le']}."
+    return None
+
+
+def _run(config: Config) -> Iterator[str]:
+    t = config.trainer
+    for key in ("project_name", "experiment_name"):
+        name = getattr(t, key)
+        if name in ("", ".", "..") or any(c in "/\\" or not c.isprintable() for c in name):
+            yield f"trainer.{key}={name!r}: must be a plain folder name, without slashes."
+    if not t.default_local_dir:
+        yield "trainer.default_local_dir='': name the folder for run directories, e.g. checkpoints."
+    for name in t.logger:
+        if name not in LOGGERS:
+            near = did_you_mean(nearest(name, LOGGERS))
+            yield f"trainer.logger={t.logger}: no tracker is called {name!r}; known: {', '.join(LOGGERS)}.{near}"
+    if len(set(t.logger)) < len(t.logger):
+        yield f"trainer.logger={t.logger}: name each tracker once."
+
+
+def _batches(config: Config) -> Iterator[str]:
+    train, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
+    if train % mini:
+        yield (
+            f"actor.ppo_mini_batch_size={mini} must divide data.train_batch_size={train}: "
+            f"set actor.ppo_mini_batch_size={math.gcd(train, mini)} "
+            f"or data.train_batch_size={math.ceil(train / mini) * mini}."
+        )
+
+
+def number_of_ranks(config: Config, environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
+    """Number of ranks of the run, and the name of what says so."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return int(environ["WORLD_SIZE"]), "WORLD_SIZE of torchrun"
+    return config.trainer.ranks, "trainer.nproc"
+
+
+def _ranks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+    ranks, source = number_of_ranks(config, environ)
+    train, mini, n = config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n
+    if ranks > 2 * mini * n:
+        enough = math.ceil(ranks / (2 * n))
+        fitting = next((size for size in range(enough, train + 1) if train % size == 0), None)
+        more = f"set actor.ppo_mini_batch_size={fitting or enough}"
+        more += "" if fitting else f" and data.train_batch_size={enough}"
+        yield (
+            f"actor.ppo_mini_batch_size={mini}: with rollout.n={n} a mini-batch has {mini * n} samples, so more than "
+            f"half of the ranks ({source}={ranks}) would have nothing to train on: {more}, or take at most "
+            f"{2 * mini * n} ranks."
+        )
+    replicas = config.backend.dp_replicate
+    if ranks % replicas:
+        yield (
+            f"backend.dp_replicate={replicas} must divide the number of ranks ({source}={ranks}): "
+            f"set backend.dp_replicate={math.gcd(ranks, replicas)}."
+        )
+    group = config.rollout.tensor_model_parallel_size
+    if config.rollout.name == "vllm" and ranks % group:
+        yield (
+            f"rollout.tensor_model_parallel_size={group} must divide the number of ranks ({source}={ranks}): "
+            f"set rollout.tensor_model_parallel_size={math.gcd(ranks, group)}."
+        )
+
+
+def _filter_groups(config: Config) -> Iterator[str]:
+    filters, train, n = config.algorithm.filter_groups, config.data.train_batch_size, config.rollout.n
+    if not filters.enable:
+        if config.data.gen_batch_size is not None:
+            yield (
+                f"data.gen_batch_size={config.data.gen_batch_size}: has effect only with "
+                "algorithm.filter_groups.enable=true; "
+                "set data.gen_batch_size=null."
+            )
+        return
+    if n < 2:
+        yield (
+            f"rollout.n={n}: algorithm.filter_groups.enable=true drops prompts whose samples agree; set rollout.n to "
+            "2 or more."
+        )
+    most = (config.data.gen_batch_size or train) * filters.max_num_gen_batches
+    if most < train:
+        yield (
+            f"data.gen_batch_size={config.data.gen_batch_size}: with algorithm.filter_groups.max_num_gen_batches="
+            f"{filters.max_num_gen_batches} a step has at most {most} prompts, fewer than "
+            f"data.train_batch_size={train}: "
+            f"set data.gen_batch_size={train}."
+        )
+
+
+def _data(config: Config) -> Iterator[str]:
+    for key in ("train_files", "val_files"):
+        files = getattr(config.data, key)
+        names = [files] if isinstance(files, str) else files
+        if names is not None and not (
+            isinstance(names, list) and names and all(isinstance(n, str) and n for n in names)
+        ):
+            yield f"data.{key}={files!r}: set a file, a glob or a Hub name, or a list of these."
+    for key in TEMPLATE_ARGUMENTS & config.data.apply_chat_template_kwargs.keys():
+        yield f"data.apply_chat_template_kwargs.{key} cannot be set: the trainer decides it. Remove it."
+    if config.data.cache_dir == "":
+        yield "data.cache_dir='': name a folder for tokenised prompts, or set null for the one of Hugging Face."
+
+
+def _rollback(config: Config) -> Iterator[str]:
+    if config.guards.action != "rollback":
+        return
+    for key in ("contents", "load_contents"):
+        contents = getattr(config.checkpoint, key)
+        lacking = [name for name in ("model", "optimizer", "extra") if contents is not None and name not in contents]
+        if lacking:
+            yield (
+                f"checkpoint.{key}={contents}: guards.action=rollback returns to a checkpoint as it was, which takes "
+                "model, optimizer and "
+                f"extra; add {', '.join(lacking)}, or set guards.action=skip."
+            )
+    if config.trainer.save_freq == 0:
+        yield (
+            "trainer.save_freq=0: guards.action=rollback would go back to the start; set trainer.save_freq=20, or "
+            "guards.action=skip."
+        )

@@ -1,0 +1,1 @@
+"""Sections of the configuration, one dataclass module each; `rlhf.config.Config` is the whole."""

@@ -1,0 +1,101 @@
+"""Import of the user's files in a process of its own, so that what they raise is told before the ranks need them.
+
+`python -m rlhf.launch.trial_import SETTING=FILE.py:NAME ...` writes the first UserError, if any, to its stdout.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from threading import Thread
+from typing import IO
+
+from rlhf.config.user_functions import load_function
+from rlhf.errors import UserError
+from rlhf.ranks.parent import PARENT_PID, die_with_parent
+
+DEADLINE_S = 60.0
+"""Seconds after which the start goes on without knowing: the ranks import the file again."""
+_LAST_WORDS = 2000
+_PATIENCE_S = 2.0
+"""Seconds for the last words of a process that has ended."""
+
+
+@contextlib.contextmanager
+def trial_import(functions: Sequence[tuple[str, str]]) -> Iterator[None]:
+    """Import the functions, each a setting with its `FILE.py:NAME`, while the body runs, as the ranks will.
+
+    Raises:
+        UserError: after the body, for a file that cannot be imported or ends its process.
+    """
+    if not functions:
+        yield
+        return
+    named = [f"{setting}={spec}" for setting, spec in functions]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhf.launch.trial_import", *named],
+        env=os.environ | {PARENT_PID: str(os.getpid())},
+        bufsize=0,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    answer, output = _Words(process.stdout), _Words(process.stderr)
+    try:
+        yield
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=DEADLINE_S)
+            if said := answer.heard():
+                raise UserError(said)
+            if process.returncode:
+                raise UserError(
+                    f"{', '.join(named)}: the process that imported it ended with exit code {process.returncode}. "
+                    f"Correct the file.\n{output.heard()[-_LAST_WORDS:]}".rstrip()
+                )
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+class _Words:
+    """What comes out of a pipe, of much the end. A thread reads it: what a file has started and left behind may hold
+    the pipe open for ever."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe, self._parts = pipe, deque[bytes](maxlen=64)
+        self._thread = Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with self._pipe as pipe:
+            while part := pipe.read(1 << 16):
+                self._parts.append(part)
+
+    def heard(self) -> str:
+        self._thread.join(_PATIENCE_S)
+        return b"".join(tuple(self._parts)).decode(errors="replace")
+
+
+def main(named: Sequence[str]) -> None:
+    """Import each of them, in order."""
+    die_with_parent()  # an import may never end
+    told = os.dup(1)
+    os.dup2(2, 1)  # what the files print is none of the answer
+    for each in named:
+        setting, _, spec = each.partition("=")
+        try:
+            load_function(setting, spec)
+        except UserError as error:
+            os.write(told, str(error).encode())
+            return
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
