@@ -18,7 +18,6 @@ if __name__ == "__main__":
     die_with_parent()
 
 import torch
-import torch.distributed as dist
 
 from rlhf.assemble.run import build
 from rlhf.checkpoint.export.finished_export import explain_no_export, export_finished
@@ -188,7 +187,7 @@ def _guarded(work: Callable[[_Evidence], None]) -> int:
     evidence = _Evidence()
     try:
         work(evidence)
-        dist.destroy_process_group()
+        collectives.stop()
         return EXIT_DONE
     except Preempted as request:
         log.info("%s", request)

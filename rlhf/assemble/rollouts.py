@@ -23,6 +23,7 @@ from rlhf.experience.prompt_share import PromptShare
 from rlhf.models import loading
 from rlhf.models.fused_experts import parts_in_files
 from rlhf.models.packing_probe import choose_packing
+from rlhf.ranks import dims
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reward
 from rlhf.reward import build_reward as reward_of
@@ -91,7 +92,7 @@ def build_collector(
     Args:
         fingerprints: of the models and the prompts, which a journal must agree with.
     """
-    prompts = PromptShare(stream, config.data.train_batch_size, coordinator.rank, coordinator.world_size)
+    prompts = PromptShare(stream, config.data.train_batch_size, dims.data())
     journal = None
     if config.checkpoint.journal:
         course = course_of(config, driver.run_id, fingerprints)

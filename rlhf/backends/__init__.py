@@ -4,7 +4,6 @@ import logging
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from rlhf.backends.base import TrainingBackend
@@ -13,6 +12,7 @@ from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from rlhf.errors import UserError
 from rlhf.models.skeleton import materialise, wanted_in_float32
+from rlhf.ranks import dims
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def build_backend(
     Of parameters on the meta device a rank's part gets memory, below stage 3 of DeepSpeed the whole at first; the
     caller fills `model_shards` and calls `after_load`. A training step has `updates_per_step` optimizer steps.
     """
-    if config.autocast == "bfloat16" and dist.get_rank() == 0:
+    if config.autocast == "bfloat16" and dims.everyone().rank == 0:
         _tell_of_narrowed(model)
     if config.name == "deepspeed" and config.zero_stage < 3:
         materialise(model)

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,6 +23,7 @@ from rlhf.errors import UserError
 from rlhf.models.adapter_layers import Adapters
 from rlhf.models.fused_experts import parts_in_files
 from rlhf.models.log_prob_head import with_log_probs
+from rlhf.ranks import dims
 from rlhf.storage.file_parts import FileParts
 from rlhf.storage.shards import Shard, Shards
 
@@ -80,6 +80,7 @@ class DeepSpeedBackend(Scheduled):
         if config.zero_stage < 3:
             self._whole = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
         self._adapters = Adapters.of(self._engine.module)
+        self._holders = dims.model(device)
         self._state = ZeroState(self._engine, optimizer, offload or TrainedFsdpConfig())
         if exact:
             for name, shard in self._state.weights():
@@ -96,7 +97,7 @@ class DeepSpeedBackend(Scheduled):
     def backward(self, loss: Tensor) -> None:
         """See `TrainingBackend.backward`. DeepSpeed averages gradients over the ranks; the caller's loss is a share of
         a sum."""
-        self._engine.backward(loss * dist.get_world_size())
+        self._engine.backward(loss * dims.data().size)
 
     def optimizer_step(self) -> dict[str, float]:
         """See `TrainingBackend.optimizer_step`."""
@@ -130,7 +131,7 @@ class DeepSpeedBackend(Scheduled):
 
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.base_tensors`."""
-        return whole_tensors(self.base_shards().items(), device=self._engine.device)
+        return whole_tensors(self.base_shards().items(), self._holders, device=self._engine.device)
 
     def hf_parts(self) -> FileParts:
         """See `TrainState.hf_parts`."""
@@ -139,7 +140,7 @@ class DeepSpeedBackend(Scheduled):
 
     def adapter_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.adapter_tensors`."""
-        return whole_tensors(self.model_shards().items(), dtype=dtype, device=self._engine.device)
+        return whole_tensors(self.model_shards().items(), self._holders, dtype=dtype, device=self._engine.device)
 
     def merged_shards(self) -> Shards:
         """See `TrainState.merged_shards`."""
@@ -165,17 +166,17 @@ class DeepSpeedBackend(Scheduled):
         has of them."""
         if self._adapters is not None:
             shards = self._adapters.in_order(self.base_shards(), self.model_shards())
-            yield from self._adapters.merged(whole_tensors(shards, device=self._engine.device), dtype)
+            yield from self._adapters.merged(whole_tensors(shards, self._holders, device=self._engine.device), dtype)
             return
         dtype, device = dtype or torch.float32, self._engine.device
         if self._whole in (torch.float32, dtype):
             yield from ((name, weight.to(device).to(dtype)) for name, weight in self._state.module_weights())
         else:
-            yield from whole_tensors(self._state.weights(), dtype=dtype, device=device)
+            yield from whole_tensors(self._state.weights(), self._holders, dtype=dtype, device=device)
         yield from ((name, buffer.detach()) for name, buffer in self._persistent_buffers())
 
     def _buffer_shards(self) -> dict[str, Shard]:
-        owner = dist.get_rank() == 0
+        owner = dims.everyone().rank == 0
         return {name: Shard(tuple(b.shape), 0, b.detach(), owner) for name, b in self._persistent_buffers()}
 
     def _persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -223,7 +224,7 @@ def import_deepspeed(device: torch.device) -> Any:
     # inference.
     deepspeed.ops.__compatible_ops__ = {}
     # Otherwise it makes a copy of the group, which does not have trainer.collective_timeout_s.
-    groups._WORLD_GROUP = dist.group.WORLD
+    groups._WORLD_GROUP = dims.everyone().group
     return deepspeed
 
 

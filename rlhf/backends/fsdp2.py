@@ -7,20 +7,19 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rlhf.backends.gather import shared_out, shared_out_bytes, whole_tensors
-from rlhf.backends.mesh import data_mesh, replica_of, replicas_of
 from rlhf.backends.offload import Offload
 from rlhf.backends.training import MOMENTS, Scheduled, adamw_options, empty_moments, parameter_groups
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from rlhf.models.adapter_layers import Adapters
 from rlhf.models.fused_experts import parts_in_files
 from rlhf.models.log_prob_head import with_log_probs
+from rlhf.ranks import dims
 from rlhf.storage.file_parts import FileParts
 from rlhf.storage.shards import Shard, Shards
 
@@ -36,7 +35,7 @@ class Fsdp2Model:
         self, model: PreTrainedModel, config: BackendConfig, device: torch.device, *, param_offload: bool = False
     ) -> None:
         self.module: nn.Module = shard(with_log_probs(model, use_liger=config.use_liger), config, device)
-        self._sharding = data_mesh(device, config.dp_replicate).get_all_groups()[-1]
+        self._holders = dims.model(device, config.dp_replicate)
         self._device = device
         self._weights = Offload(self._local_weights if param_offload else None, "fsdp_config.param_offload")
         self._weights.watch(self.module)
@@ -70,7 +69,7 @@ class Fsdp2Model:
         """See `TrainingBackend.full_tensors`."""
         self.reshard()
         weights = self._weights.shards(shards_of(self.module.named_parameters()))
-        yield from whole_tensors(weights.items(), self._sharding, dtype=dtype, device=self._device)
+        yield from whole_tensors(weights.items(), self._holders, dtype=dtype, device=self._device)
         yield from ((name, buffer.detach()) for name, buffer in self._persistent_buffers())
 
     def _persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -123,7 +122,7 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
     def backward(self, loss: Tensor) -> None:
         """See `TrainingBackend.backward`. FSDP averages gradients over the ranks; the caller's loss is a share of a
         sum."""
-        (loss * dist.get_world_size()).backward()
+        (loss * dims.data().size).backward()
 
     def optimizer_step(self) -> dict[str, float]:
         """See `TrainingBackend.optimizer_step`."""
@@ -155,12 +154,12 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
 
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.base_tensors`."""
-        return whole_tensors(self.base_shards().items(), self._sharding, device=self._device)
+        return whole_tensors(self.base_shards().items(), self._holders, device=self._device)
 
     def adapter_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.adapter_tensors`."""
         shards = self.model_shards().items()
-        return whole_tensors(shards, self._sharding, dtype=dtype, device=self._device)
+        return whole_tensors(shards, self._holders, dtype=dtype, device=self._device)
 
     def merged_shards(self) -> Shards:
         """See `TrainState.merged_shards`."""
@@ -176,7 +175,7 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
             yield from super().full_tensors(dtype)
             return
         shards = self._adapters.in_order(self.base_shards(), self.model_shards())
-        yield from self._adapters.merged(whole_tensors(shards, self._sharding, device=self._device), dtype)
+        yield from self._adapters.merged(whole_tensors(shards, self._holders, device=self._device), dtype)
 
     def hf_parts(self) -> FileParts:
         """See `TrainState.hf_parts`."""
@@ -210,7 +209,7 @@ def shard(model: PreTrainedModel, config: BackendConfig, device: torch.device) -
     elif any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
         precision = MixedPrecisionPolicy(param_dtype=torch.float32)  # kept narrower than they compute
     options: dict[str, Any] = {
-        "mesh": data_mesh(device, config.dp_replicate),
+        "mesh": dims.mesh(device, config.dp_replicate),
         "mp_policy": precision,
         "reshard_after_forward": config.reshard_after_forward,
     }
@@ -244,19 +243,30 @@ def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
     What is not sharded is owned by rank 0; each replica owns about as many elements of what is replicated.
     """
     shards: dict[str, Shard] = {}
-    owned: list[int] = []
+    owned: dict[int, list[int]] = {}
     for name, tensor in tensors:
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
-            shards[name] = Shard(shape, 0, local_part(tensor), owner=dist.get_rank() == 0)
+            shards[name] = Shard(shape, 0, local_part(tensor), owner=dims.everyone().rank == 0)
             continue
         mesh = tensor.device_mesh
-        owned = owned or [0] * replicas_of(mesh)
-        owner = owned.index(min(owned))
-        owned[owner] += tensor.numel()
+        replica, replicas = replica_of(tensor)
+        by_replica = owned.setdefault(replicas, [0] * replicas)
+        owner = by_replica.index(min(by_replica))
+        by_replica[owner] += tensor.numel()
         start, _ = row_range(shape, mesh.get_local_rank(-1), mesh.size(-1))
-        shards[name] = Shard(shape, start, local_part(tensor), owner == replica_of(mesh))
+        shards[name] = Shard(shape, start, local_part(tensor), owner == replica)
     return shards
+
+
+def replica_of(tensor: DTensor) -> tuple[int, int]:
+    """Return which copy of the sharded `tensor` this rank has a part of, and the number of copies."""
+    replica, replicas = 0, 1
+    for dimension, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            size = tensor.device_mesh.size(dimension)
+            replica, replicas = replica * size + tensor.device_mesh.get_local_rank(dimension), replicas * size
+    return replica, replicas
 
 
 def row_range(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, int]:

@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from rlhf.ranks import dims
+from rlhf.ranks.collectives import gather_from
 from rlhf.storage.shards import Shard, Shards
 
 BUCKET_BYTES = 8 << 20
@@ -17,25 +18,25 @@ caches they leave."""
 @torch.no_grad()
 def whole_tensors(
     shards: Iterable[tuple[str, Shard]],
-    group: dist.ProcessGroup | None = None,
+    ranks: dims.RankGroup,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by name, whole, to the bit. Collective: the ranks of `group`, by default all, iterate together, to
-    the end.
+    """Every tensor by name, whole, to the bit. Collective: `ranks`, those of one copy of the model, iterate
+    together, to the end.
 
     What every rank holds whole already is not copied, unless it is cast or moved.
 
     Args:
         shards: of every tensor this rank's range; the same names in the same order on every rank, each tensor covered
-            by the ranks of `group`.
+            by `ranks`.
         dtype: of floating-point tensors, which are cast before they are sent; the same on every rank. None leaves them
             as they are.
         device: where they are sent from and come to; None means that of the shards.
     """
     named = list(shards)
-    held = _held([shard for _, shard in named], group, device)
+    held = _held([shard for _, shard in named], ranks, device)
 
     def as_sent(shard: Shard) -> Tensor:
         # Moved first: a GPU casts faster than the host whose memory it may come from.
@@ -44,7 +45,7 @@ def whole_tensors(
     def gathered(bucket: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         # Copies are made bucket by bucket: all of them at once would be a second model.
         parts = [(named[i][0], named[i][1].shape, as_sent(named[i][1]).reshape(-1)) for i in bucket]
-        return _gathered(parts, [held[i] for i in bucket], group)
+        return _gathered(parts, [held[i] for i in bucket], ranks)
 
     bucket: list[int] = []
     size = 0
@@ -68,7 +69,7 @@ def whole_tensors(
 def shared_out(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
     """This rank's part of each tensor, about as many elements of each on every rank, in memory of the host's own.
     Collective where the walk over `tensors` is."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks = dims.everyone().rank, dims.everyone().size
     shards: dict[str, Shard] = {}
     for name, tensor in tensors:
         share = math.ceil(tensor.numel() / ranks)
@@ -80,7 +81,7 @@ def shared_out(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
 
 def shared_out_bytes(shapes: Iterable[Sequence[int]]) -> int:
     """Bytes of the first rank's part, which is the largest, of float32 tensors that `shared_out` is given."""
-    return sum(4 * math.ceil(math.prod(shape) / dist.get_world_size()) for shape in shapes)
+    return sum(4 * math.ceil(math.prod(shape) / dims.everyone().size) for shape in shapes)
 
 
 def cast_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -88,36 +89,31 @@ def cast_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _held(
-    shards: Sequence[Shard], group: dist.ProcessGroup | None, device: torch.device | None
-) -> list[list[tuple[int, int]]]:
+def _held(shards: Sequence[Shard], ranks: dims.RankGroup, device: torch.device | None) -> list[list[tuple[int, int]]]:
     """Of each tensor the range (start, number of elements) that each rank holds."""
     if not shards:
         return []
     ranges = [(shard.start, shard.local.numel()) for shard in shards]
     own = torch.tensor(ranges, device=device or shards[0].local.device)
-    every = own.new_empty(dist.get_world_size(group), *own.shape)
-    dist.all_gather(list(every), own, group=group)
+    every = gather_from(ranks, own)
     return [[(start, numel) for start, numel in of_ranks] for of_ranks in every.transpose(0, 1).tolist()]
 
 
 def _gathered(
     bucket: Sequence[tuple[str, tuple[int, ...], Tensor]],
     held: Sequence[Sequence[tuple[int, int]]],
-    group: dist.ProcessGroup | None,
+    ranks: dims.RankGroup,
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole of each of `bucket`: name, shape and this rank's part, flat."""
     if not bucket:
         return
     parts = [part for _, _, part in bucket]
-    ranks = range(dist.get_world_size(group))
-    sizes = [sum(held[i][rank][1] * part.element_size() for i, part in enumerate(parts)) for rank in ranks]
+    sizes = [sum(held[i][rank][1] * part.element_size() for i, part in enumerate(parts)) for rank in range(ranks.size)]
     # Ranks hold more or less of a bucket; the call wants as many bytes of each.
     sent = torch.empty(max(sizes), dtype=torch.uint8, device=parts[0].device)
-    torch.cat([part.view(torch.uint8) for part in parts], out=sent[: sizes[dist.get_rank(group)]])
-    received = sent.new_empty(len(ranks), len(sent))
-    dist.all_gather(list(received), sent, group=group)
-    offsets = [0] * len(ranks)
+    torch.cat([part.view(torch.uint8) for part in parts], out=sent[: sizes[ranks.rank]])
+    received = gather_from(ranks, sent)
+    offsets = [0] * ranks.size
     for i, (name, shape, part) in enumerate(bucket):
         whole = torch.empty(math.prod(shape), dtype=part.dtype, device=part.device)
         content, width = whole.view(torch.uint8), whole.element_size()

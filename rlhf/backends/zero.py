@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -15,6 +14,7 @@ from rlhf.backends.offload import Offload
 from rlhf.backends.training import MOMENTS, empty_moments
 from rlhf.config import TrainedFsdpConfig
 from rlhf.models.skeleton import replace_parameters
+from rlhf.ranks import dims
 from rlhf.storage.shards import Shard
 
 
@@ -42,7 +42,7 @@ class ZeroState:
         self._stage: int = engine.zero_optimization_stage()
         self._ranges = dict(_ranges(engine, optimizer, self._stage))
         # At stage 0 every rank has everything.
-        self._owner = self._stage > 0 or dist.get_rank() == 0
+        self._owner = self._stage > 0 or dims.everyone().rank == 0
         self._flats = {id(held.flat): held.flat for held in self._ranges.values()}
         for flat in self._flats.values():
             optimizer.state[flat] = empty_moments(flat)
@@ -118,7 +118,7 @@ class ZeroState:
         for name, parameter in _named(self._engine, trained=False):
             if self._stage < 3:
                 shape = tuple(parameter.shape)
-                yield name, Shard(shape, 0, self._held(parameter.detach()), owner=dist.get_rank() == 0)
+                yield name, Shard(shape, 0, self._held(parameter.detach()), owner=dims.everyone().rank == 0)
                 continue
             start, held = _part_of(parameter, parameter.ds_tensor.numel())
             yield name, Shard(tuple(parameter.ds_shape), start, self._held(parameter.ds_tensor.detach())[:held])
@@ -126,7 +126,7 @@ class ZeroState:
     def moments(self) -> Iterator[tuple[str, Shard]]:
         """Views of the moments, and the step counts."""
         for name, held in self._ranges.items():
-            yield f"{name}.step", Shard((), 0, self._steps[name], owner=dist.get_rank() == 0)
+            yield f"{name}.step", Shard((), 0, self._steps[name], owner=dims.everyone().rank == 0)
             for moment in MOMENTS:
                 flat = self._held(self._optimizer.state[held.flat][moment])
                 yield f"{name}.{moment}", held.shard(flat, owner=self._owner)
@@ -225,7 +225,7 @@ def _part_of(parameter: Any, numel: int) -> tuple[int, int]:
     """The first element and the number of elements that this rank has of a parameter whose parts have `numel`, the last
     ones padded or empty."""
     size = math.prod(parameter.ds_shape)
-    start = min(dist.get_rank() * numel, size)
+    start = min(dims.data().rank * numel, size)
     return start, min(numel, size - start)
 
 

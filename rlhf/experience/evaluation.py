@@ -15,6 +15,7 @@ from rlhf.experience.responses import score_responses
 from rlhf.experience.shown_samples import shown_answers
 from rlhf.experience.timeouts import tell_timeouts
 from rlhf.experience.validation_metrics import AnsweredPrompt, accuracy_of, validation_metrics
+from rlhf.ranks import dims
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reader, Reward, RewardResult
 from rlhf.rollout import Request, Sample, SamplingParams
@@ -56,7 +57,7 @@ class Evaluator:
         assert self.prompts is not None
         started = time.monotonic()
         announce("evaluation.before")
-        mine = [self.prompts[i] for i in range(self.coordinator.rank, len(self.prompts), self.coordinator.world_size)]
+        mine = [self.prompts[i] for i in range(dims.data().rank, len(self.prompts), dims.data().size)]
         requests = [Request(prompt.index, prompt.token_ids, self.params) for prompt in mine]
         samples = self.sampler.generate(requests, version=step, step=step)
         self.sampler.rest()

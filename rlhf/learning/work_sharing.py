@@ -9,8 +9,10 @@ from torch import Tensor
 
 from rlhf.batch import Batch
 from rlhf.learning.spread import Spread, spread
+from rlhf.ranks import dims
 from rlhf.ranks.collectives import all_to_all
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.dims import RankGroup
 
 TRAVELLING = (
     *("prompt_lengths", "response_lengths", "scores", "uids", "numbers", "staleness"),
@@ -28,12 +30,13 @@ class SampleRoute:
     Args:
         sources, targets: the places of each sample, known on every rank.
         lengths: of the responses, in tokens.
+        ranks: those that hold different samples.
     """
 
-    def __init__(self, sources: Sequence[Place], targets: Sequence[Place], lengths: Tensor, coordinator: Coordinator):
+    def __init__(self, sources: Sequence[Place], targets: Sequence[Place], lengths: Tensor, ranks: RankGroup):
         self._sources, self._targets, self._lengths = sources, targets, lengths
         self._still = sources == targets
-        rank, self._ranks = coordinator.rank, coordinator.world_size
+        rank, self._ranks = ranks.rank, ranks.size
         every = range(len(sources))
         # By rank at the other end, and in the order of the samples for each: the same order on both sides.
         self._sent = sorted((i for i in every if sources[i][0] == rank), key=lambda i: targets[i][0])
@@ -85,19 +88,19 @@ class Shuffle:
     seed: int
     step: int
     mini_batches: int
-    coordinator: Coordinator
+    ranks: RankGroup
     _prompts: list[int]
     _responses: list[int]
     """Tokens of every rank's samples in the order of uids."""
 
     def deal(self, epoch: int) -> tuple[list[Place], Spread]:
         """The place of every sample in an epoch, and how many each rank has of each mini-batch."""
-        return _deal(self._prompts, self._responses, self._order(epoch), self.mini_batches, self.coordinator.world_size)
+        return _deal(self._prompts, self._responses, self._order(epoch), self.mini_batches, self.ranks.size)
 
     def moved(self, batch: Batch, epoch: int) -> Batch:
         """This rank's samples of an epoch from the `batch` of epoch 0, with everything that it has. Collective."""
         places = [self.deal(number)[0] for number in (0, epoch)]
-        route = SampleRoute(places[0], places[1], torch.tensor(self._responses), self.coordinator)
+        route = SampleRoute(places[0], places[1], torch.tensor(self._responses), self.ranks)
         names = [field.name for field in fields(batch) if field.name != "input_ids"]
         return _moved(batch, route, torch.tensor(self._prompts), names)
 
@@ -153,19 +156,20 @@ class WorkSharing:
             uids: of the prompt of each row, ascending; each is on one rank.
         """
         facts = list(zip(uids, home.prompt_lengths.tolist(), home.response_lengths.tolist(), strict=True))
-        every = self.coordinator.gather(facts)
+        ranks = dims.data()
+        every = ranks.of(self.coordinator.gather(facts))
         placed = sorted((fact[0], rank, row) for rank, of_rank in enumerate(every) for row, fact in enumerate(of_rank))
         homes = [(rank, row) for _, rank, row in placed]
         prompts, responses = ([every[rank][row][i] for rank, row in homes] for i in (1, 2))
         shuffle = None
         if self.shuffle_seed is not None:
-            shuffle = Shuffle(self.shuffle_seed, step, self.mini_batches, self.coordinator, prompts, responses)
+            shuffle = Shuffle(self.shuffle_seed, step, self.mini_batches, ranks, prompts, responses)
             places, plan = shuffle.deal(0)
         else:
             in_order = range(len(prompts))
-            places, plan = _deal(prompts, responses, in_order, self.mini_batches, self.coordinator.world_size)
-        there = SampleRoute(homes, places, torch.tensor(responses), self.coordinator)
-        back = SampleRoute(places, homes, torch.tensor(responses), self.coordinator)
+            places, plan = _deal(prompts, responses, in_order, self.mini_batches, ranks.size)
+        there = SampleRoute(homes, places, torch.tensor(responses), ranks)
+        back = SampleRoute(places, homes, torch.tensor(responses), ranks)
         return SharedWork(_moved(home, there, torch.tensor(prompts), TRAVELLING), plan, shuffle, there, back)
 
 

@@ -4,10 +4,10 @@ import logging
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from rlhf.models.log_prob_head import LogProbModel, Targets
+from rlhf.ranks import dims
 from rlhf.ranks.collectives import all_max
 
 log = logging.getLogger(__name__)
@@ -32,5 +32,5 @@ def check_log_probs(module: nn.Module, device: torch.device) -> None:
         difference = float(all_max((found - expected).abs().max().nan_to_num(nan=torch.inf)))
         if difference > TOLERANCES.get(logits.dtype, LARGE):
             model.whole_logits = f"{model.config.model_type} makes its logits in another way (off by {difference:.3g})"
-    if model.whole_logits is not None and dist.get_rank() == 0:
+    if model.whole_logits is not None and dims.everyone().rank == 0:
         log.warning("The logits of all tokens of a micro-batch are in memory at once: %s.", model.whole_logits)

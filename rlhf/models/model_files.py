@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 import xxhash
 from safetensors import SafetensorError, safe_open
 
 from rlhf.errors import UserError
 from rlhf.models.fingerprint import fingerprint
 from rlhf.models.loading import ModelSource, resolve_path
+from rlhf.ranks import dims
+from rlhf.ranks.collectives import broadcast
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.files import make_new_dir, write_small
 from rlhf.storage.shards import DTYPES
@@ -58,7 +59,7 @@ class ModelFiles:
     @property
     def reads(self) -> bool:
         """Whether this rank reads weights from `folder`."""
-        return self.reader is None or self.reader == dist.get_rank()
+        return self.reader is None or self.reader == dims.everyone().rank
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -241,7 +242,7 @@ def _send(contents: dict[str, bytes], reader: int, coordinator: Coordinator, dev
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
         if coordinator.rank == reader and size:
             buffer.copy_(torch.frombuffer(bytearray(contents[name]), dtype=torch.uint8))
-        dist.broadcast(buffer, reader)
+        broadcast(buffer, reader)
         sent[name] = buffer.cpu().numpy().tobytes()
     return sent
 

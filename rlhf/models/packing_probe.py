@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf.errors import UserError
 from rlhf.models.packing import head_of, lay_out, library_model, pack, unpack
+from rlhf.ranks import dims
 from rlhf.ranks.collectives import any_rank
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def choose_packing(model: nn.Module, wanted: bool | None, setting: str) -> None:
             f"{setting}=true: sequences can't be packed for this model ({library_model(model).config.model_type}): "
             f"{reason}. Set {setting}=null, which packs only where results stay the same."
         )
-    if dist.get_rank() == 0:
+    if dims.everyone().rank == 0:
         who = setting.split(".")[0]
         log.info("%s: sequences %s", who, "packed without padding" if reason is None else f"padded, since {reason}")
 

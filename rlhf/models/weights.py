@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -15,6 +14,7 @@ from rlhf.errors import UserError
 from rlhf.models.fused_experts import fuse_experts
 from rlhf.models.model_files import ModelFiles, on_every_rank
 from rlhf.models.skeleton import skeleton
+from rlhf.ranks.collectives import broadcast
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.file_parts import FileParts, parts_of
 from rlhf.storage.shards import DTYPES, Shards
@@ -126,7 +126,7 @@ class ModelReader:
             except Exception as caught:
                 error = caught
             sent[-1] = error is None
-        dist.broadcast(sent, self._files.reader)
+        broadcast(sent, self._files.reader)
         if error is not None:
             raise error
         if not sent[-1]:

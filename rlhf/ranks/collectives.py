@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.config import TrainerConfig
+from rlhf.ranks import dims
 from rlhf.ranks.world import STORE_FD
 
 
@@ -83,37 +84,54 @@ def _agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: ti
     return own
 
 
+def stop() -> None:
+    """Leave the process group."""
+    dist.destroy_process_group()
+
+
 def all_sum(tensor: Tensor) -> Tensor:
-    """Sum over ranks, in place, returned."""
-    dist.all_reduce(tensor)
+    """Sum over the ranks that hold different samples, in place, returned."""
+    dist.all_reduce(tensor, group=dims.data().group)
     return tensor
 
 
 def all_max(tensor: Tensor) -> Tensor:
-    """Maximum over ranks, in place, returned."""
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    """Maximum over the ranks that hold different samples, in place, returned."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=dims.data().group)
     return tensor
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Tensors of one shape of all ranks, one behind the other in the order of ranks."""
-    every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, tensor.contiguous())
-    return torch.cat(every)
+    """Tensors of one shape of the ranks that hold different samples, one behind the other in the order of ranks."""
+    return gather_from(dims.data(), tensor).flatten(0, 1)
+
+
+def gather_from(ranks: dims.RankGroup, tensor: Tensor) -> Tensor:
+    """[ranks, ...]: tensors of one shape of each of `ranks`, on each of them."""
+    every = tensor.new_empty(ranks.size, *tensor.shape)
+    dist.all_gather(list(every), tensor.contiguous(), group=ranks.group)
+    return every
+
+
+def broadcast(tensor: Tensor, source: int) -> None:
+    """Fill `tensor` on every rank with that of the rank `source`."""
+    dist.broadcast(tensor, source, group=dims.everyone().group)
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether `flag` is set on any rank; the same answer everywhere."""
-    return bool(all_max(torch.tensor(float(flag), device=device)).item())
+    """Whether `flag` is set on any of all ranks; the same answer everywhere."""
+    found = torch.tensor(float(flag), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=dims.everyone().group)
+    return bool(found.item())
 
 
 def all_to_all(flat: Tensor, sent: Sequence[int], came: Sequence[int]) -> Tensor:
-    """Entries that all ranks send to this one, rank after rank, bit for bit.
+    """Entries that all ranks with samples of their own send to this one, rank after rank, bit for bit.
 
     Args:
         flat: one dimension; the first `sent[0]` entries go to rank 0, the next `sent[1]` to rank 1, and so on.
         came: how many entries come from each rank.
     """
     result = flat.new_empty(sum(came))
-    dist.all_to_all_single(result, flat, list(came), list(sent))
+    dist.all_to_all_single(result, flat, list(came), list(sent), group=dims.data().group)
     return result

@@ -9,8 +9,7 @@ from rlhf.backends import build_backend
 from rlhf.config import BackendConfig, OptimConfig, RolloutConfig
 from rlhf.learning.work_sharing import SampleRoute
 from rlhf.ranks.collectives import all_to_all
-from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.gloo import GlooTransport
+from rlhf.ranks.dims import data
 from rlhf.rollout import Request, SamplingParams, build_embedded_engine
 from tests.support.gpus import DEVICES
 from tests.support.numeric_ranks import single_rank
@@ -34,7 +33,7 @@ def test_samples_travel_bit_for_bit(device):
     values = torch.randn(4, 5, device=device)
     places = [(0, row) for row in range(4)]
     targets = [(0, row) for row in (2, 0, 3, 1)]
-    route = SampleRoute(places, targets, lengths, Coordinator(GlooTransport()))
+    route = SampleRoute(places, targets, lengths, data())
     moved = route.of_tokens(values)
     assert moved.device == device
     for row, length in enumerate(lengths.tolist()):

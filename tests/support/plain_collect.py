@@ -24,6 +24,7 @@ from rlhf.experience.collector import Collector
 from rlhf.experience.generation import Generation
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.prompt_share import PromptShare
+from rlhf.ranks import dims
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import Reward, RewardItem, Score
@@ -116,7 +117,7 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
         chosen["filter_groups"],
         reward,
         int(chosen["ahead"]),
-        PromptShare(stream, chosen["batch"], coordinator.rank, coordinator.world_size),
+        PromptShare(stream, chosen["batch"], dims.data()),
         generation,
         coordinator,
         CPU,

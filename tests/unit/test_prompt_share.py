@@ -8,6 +8,7 @@ from rlhf.data.items import Row
 from rlhf.data.tokens import LengthLimit
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.models.loading import ModelSource, load_tokenizer
+from rlhf.ranks.dims import RankGroup
 
 BATCH, STEPS = 24, 5
 
@@ -23,7 +24,8 @@ def prompts() -> PromptSet:
 def shares_of(prompts: PromptSet, world_size: int) -> list[PromptShare]:
     """The share of each rank."""
     return [
-        PromptShare(PromptStream(prompts, seed=3, shuffle=True), BATCH, rank, world_size) for rank in range(world_size)
+        PromptShare(PromptStream(prompts, seed=3, shuffle=True), BATCH, RankGroup(rank, range(world_size), None))
+        for rank in range(world_size)
     ]
 
 

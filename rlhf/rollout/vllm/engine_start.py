@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf.config import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.models.fused_experts import parts_in_files
+from rlhf.ranks import dims
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.vllm.colocated import VllmEngine
 from rlhf.rollout.vllm.process_state import ProcessState
@@ -61,7 +61,7 @@ def build_vllm_engine(
     tensor_parallel = config.tensor_model_parallel_size
     first = coordinator.rank // tensor_parallel * tensor_parallel
     scratch = Scratch()
-    here = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(device.index or 0)}
+    here = {"RANK": str(dims.everyone().rank), "LOCAL_RANK": str(device.index or 0)}
     here["VLLM_RPC_BASE_PATH"] = str(scratch.folder)
     # For a CPU vLLM compiles two small functions, which takes longer than they ever save.
     process_state = ProcessState(ENVIRONMENT | here, compiles=device.type == "cuda")
@@ -169,7 +169,7 @@ def _cpu_cache_bytes(config: RolloutConfig, hf_config: Any, max_model_len: int) 
     token = 2 * text.num_hidden_layers * heads * width * getattr(torch, config.engine_dtype).itemsize
     blocks = config.max_num_seqs * math.ceil(max_model_len / BLOCK) + 1  # vLLM keeps one for itself
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or dims.everyone().size)
     return min(blocks * BLOCK * token, int(machine * config.gpu_memory_utilization / local))
 
 

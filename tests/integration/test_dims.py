@@ -1,0 +1,76 @@
+"""Groups of ranks by what they are for; and nobody outside `rlhf.ranks` asks torch.distributed for one."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rlhf
+from rlhf.ranks import dims
+from rlhf.ranks.collectives import gather_from
+from tests.support.checkpoints import run_ranks
+
+PACKAGE = Path(rlhf.__file__).parent
+GLUE = {"rollout/servers/weights/vllm_worker.py": "runs in vLLM's processes, over vLLM's groups"}
+"""Modules outside of `rlhf.ranks` that call torch.distributed, and why."""
+ABOUT_TENSORS = {"fsdp", "tensor", "checkpoint", "DistError"}
+"""What others may take from torch.distributed: engines, sharded tensors and files, which know no rank of the run."""
+
+
+def seen(rank: int) -> dict[str, Any]:
+    device = torch.device("cpu")
+    groups = {"everyone": dims.everyone(), "data": dims.data(), "one copy": dims.model(device)}
+    groups["replica"] = dims.model(device, 2)
+    return {
+        name: (group.rank, list(group.members), gather_from(group, torch.tensor([rank])).flatten().tolist())
+        for name, group in groups.items()
+    }
+
+
+def test_each_purpose_has_its_group(tmp_path):
+    for rank, found in enumerate(run_ranks(4, seen, deadline_s=60, join=tmp_path)):
+        every = [0, 1, 2, 3]
+        assert found["everyone"] == found["data"] == found["one copy"] == (rank, every, every)
+        mine = every[rank // 2 * 2 :][:2]
+        assert found["replica"] == (rank % 2, mine, mine)
+
+
+def test_a_process_by_itself_is_everyone():
+    alone = dims.data()
+    assert (alone.rank, alone.size, alone.of(["its own"])) == (0, 1, ["its own"])
+
+
+def taken_from_torch_distributed(code: str) -> set[str]:
+    """The names that a module takes from torch.distributed, however it imports it."""
+    tree, aliases, taken = ast.parse(code), {"torch.distributed"}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases |= {alias.asname for alias in node.names if alias.name == "torch.distributed" and alias.asname}
+            taken |= {a.name.split(".")[2] for a in node.names if a.name.startswith("torch.distributed.")}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            aliases |= {alias.asname or alias.name for alias in node.names if alias.name == "distributed"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
+            inside = (node.module or "").split(".")[2:]
+            taken |= {inside[0]} if inside else {alias.name for alias in node.names}
+    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return taken | {node.attr for node in attributes if ast.unparse(node.value) in aliases}
+
+
+def test_how_torch_distributed_may_be_imported():
+    for code in (
+        "import torch.distributed as dist\ndist.get_rank()",
+        "import torch\ntorch.distributed.get_rank()",
+        "from torch import distributed\ndistributed.get_rank()",
+        "from torch.distributed import get_rank",
+    ):
+        assert taken_from_torch_distributed(code) == {"get_rank"}
+
+
+def test_only_the_ranks_ask_for_ranks_and_groups():
+    users = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        if not name.startswith("ranks/") and (taken := taken_from_torch_distributed(path.read_text()) - ABOUT_TENSORS):
+            users[name] = taken
+    assert users.keys() == GLUE.keys(), users
