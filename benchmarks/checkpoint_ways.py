@@ -19,8 +19,8 @@ from transformers import PretrainedConfig
 
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.commit.identity import Identity
-from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.save.snapshot import RunState
+from rlhf.checkpoint.state.driver_state import DriverState
+from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config import Config
 from rlhf.config.compare import ConfigDiff, ResolvedConfig
 from rlhf.config.resolved import to_yaml

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rlhf
 from rlhf.backends.fsdp2 import row_range
 from rlhf.checkpoint.commit.manifest import Manifest, describe, write_manifest
-from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
 from rlhf.storage.files import WrittenFile, write_file, write_json

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rlhf.batch import Batch
 from rlhf.checkpoint.checkpointer import Checkpointer
-from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.experience.collector import Collector

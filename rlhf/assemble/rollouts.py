@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from rlhf.assemble.course import course_of
 from rlhf.assemble.found_models import Found, FoundModels
 from rlhf.assemble.learners import frozen
-from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.config import Config, DataConfig, RolloutConfig
 from rlhf.config.rules.algorithm_rules import needs_greedy_baseline
 from rlhf.config.user_functions import hash_of_files

@@ -16,10 +16,10 @@ from rlhf.backends import check_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.commit.identity import Identity
-from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.run_file import read_run_file
-from rlhf.checkpoint.save.snapshot import RunState
 from rlhf.checkpoint.start.run_dir import planned_steps
+from rlhf.checkpoint.state.driver_state import DriverState
+from rlhf.checkpoint.state.run_file import read_run_file
+from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig
 from rlhf.data import PromptSet, PromptStream, build_train_set, build_val_set

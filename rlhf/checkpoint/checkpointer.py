@@ -19,10 +19,11 @@ from rlhf.checkpoint.remote.copies import RemoteCopies
 from rlhf.checkpoint.save.background import SaveInFlight
 from rlhf.checkpoint.save.draft import Draft, begin_checkpoint
 from rlhf.checkpoint.save.host_memory import check_memory
-from rlhf.checkpoint.save.snapshot import RunState, Snapshot, take_snapshot
+from rlhf.checkpoint.save.snapshot import Snapshot, take_snapshot
 from rlhf.checkpoint.save.staging import Stager
 from rlhf.checkpoint.save.writer import SaveResult, write_checkpoint
 from rlhf.checkpoint.start.run_dir import resume_source
+from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config.compare import ResolvedConfig
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.config.schema.trainer import TrainerConfig

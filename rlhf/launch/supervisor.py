@@ -142,8 +142,8 @@ def _supervise_locked(
     # Slow imports, after the lock: a second run is refused at once.
     from rlhf.checkpoint.export.finished_export import export_finished
     from rlhf.checkpoint.remote.copies import check_copied, copy_pending
-    from rlhf.checkpoint.run_file import read_run_file
     from rlhf.checkpoint.start.preparation import finished_step, prepare
+    from rlhf.checkpoint.state.run_file import read_run_file
     from rlhf.tracking import Tracker, write_report
 
     run_dir = config.run_dir

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlhf.checkpoint.run_file import read_run_file
 from rlhf.checkpoint.start.domains import find_domains
+from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config import Config
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.ranks.lock import run_lock, run_lock_together

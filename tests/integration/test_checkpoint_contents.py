@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.load.restoring import load_state
-from rlhf.checkpoint.save.snapshot import RunState
+from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config.schema.checkpoint import CONTENTS
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator

@@ -10,8 +10,8 @@ import pytest
 from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.load.restoring import LoadResult, load_state
-from rlhf.checkpoint.save.snapshot import RunState
-from rlhf.checkpoint.throughput import Throughput
+from rlhf.checkpoint.state.run_state import RunState
+from rlhf.checkpoint.state.throughput import Throughput
 from rlhf.config import Config
 from rlhf.storage.hashing import BLOCK
 from rlhf.storage.layout import step_dir

@@ -9,7 +9,7 @@ import torch
 
 from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.checkpoint.commit.manifest import read_manifest, verify
-from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.convert.native.native_folder import Written, plan_native_folder, write_native_folder
 from rlhf.errors import UserError
 from rlhf.models.hf import hf_folder

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf.batch import Batch
-from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.experience.collector import Collector
 from rlhf.experience.journal import FOLDER, Journal
 from rlhf.experience.journal_records import frame, payloads

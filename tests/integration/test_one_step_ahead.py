@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf.batch import Batch
-from rlhf.checkpoint.driver_state import DriverState
+from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.experience.collector import Collector
 from rlhf.experience.prompt_share import PromptShare
 from rlhf.ranks.coordinator import Coordinator

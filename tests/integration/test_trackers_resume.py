@@ -1,6 +1,6 @@
 """wandb (offline) and TensorBoard in a run that is killed and resumed: every step once and in order in both."""
 
-from rlhf.checkpoint.run_file import read_run_file
+from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.errors import EXIT_DONE
 from tests.support.interrupter import at
 from tests.support.launching import ranks, records, saved_steps, small

@@ -24,8 +24,8 @@ from rlhf import events
 from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.commit.identity import Identity
-from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.save.snapshot import RunState
+from rlhf.checkpoint.state.driver_state import DriverState
+from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config import BackendConfig, Config, OptimConfig
 from rlhf.config.compare import ResolvedConfig
 from rlhf.events import Listener

@@ -13,9 +13,9 @@ from unittest import mock
 from rlhf.checkpoint.commit import pointer
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.commit.output_folder import output_folder
-from rlhf.checkpoint.commit.pruning import carry_out, plan_pruning, run_at_rest
 from rlhf.checkpoint.remote.lease import release_held
 from rlhf.checkpoint.save import disk_space
+from rlhf.checkpoint.verbs.pruning import carry_out, plan_pruning, run_at_rest
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_DONE
 from rlhf.launch import supervisor

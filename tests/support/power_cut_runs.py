@@ -11,11 +11,11 @@ import torch
 
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.commit.identity import Identity
-from rlhf.checkpoint.driver_state import DriverState
-from rlhf.checkpoint.run_file import read_run_file
-from rlhf.checkpoint.save.snapshot import RunState
 from rlhf.checkpoint.start.domains import find_domains
 from rlhf.checkpoint.start.preparation import prepare
+from rlhf.checkpoint.state.driver_state import DriverState
+from rlhf.checkpoint.state.run_file import read_run_file
+from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig, compare_text
 from rlhf.config.resolved import to_yaml

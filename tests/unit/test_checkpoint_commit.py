@@ -9,8 +9,9 @@ from rlhf.checkpoint.commit.manifest import describe, verify
 from rlhf.checkpoint.commit.publication import begin, publish
 from rlhf.checkpoint.commit.removal import clean_leftovers, discard, set_aside
 from rlhf.checkpoint.commit.retention import retire
-from rlhf.checkpoint.save.snapshot import RunState, take_snapshot
+from rlhf.checkpoint.save.snapshot import take_snapshot
 from rlhf.checkpoint.save.writer import write_checkpoint
+from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport

@@ -2,8 +2,9 @@
 
 import torch
 
-from rlhf.checkpoint.save.snapshot import RunState, take_snapshot
+from rlhf.checkpoint.save.snapshot import take_snapshot
 from rlhf.checkpoint.save.staging import ALIGNMENT, Stager
+from rlhf.checkpoint.state.run_state import RunState
 from rlhf.storage.shards import Shard
 from tests.support.checkpoints import PlainReference, PlainRole, equal_bits, make_driver
 

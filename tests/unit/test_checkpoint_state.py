@@ -10,7 +10,7 @@ import pytest
 from rlhf.checkpoint.commit.manifest import read_manifest, verify
 from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.load.restoring import load_state
-from rlhf.checkpoint.save.snapshot import RunState
+from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config import Config
 from rlhf.config.schema.checkpoint import CONTENTS
 from rlhf.errors import UserError

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from rlhf.checkpoint.save import block_plan, hf_export
 from rlhf.checkpoint.save.hf_export import HfExport, write_exports
-from rlhf.checkpoint.save.snapshot import RunState
+from rlhf.checkpoint.state.run_state import RunState
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage import files, hf_layout

@@ -11,8 +11,8 @@ import pytest
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.retention import retire
 from rlhf.checkpoint.load.proofs import newest_usable
-from rlhf.checkpoint.run_file import read_run_file
 from rlhf.checkpoint.start.run_dir import driver_state_of, newest_run_id
+from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator

@@ -30,6 +30,16 @@ STOREYS = (
 )
 """The rooms, from the top down; a room imports from its own storey and from those below."""
 
+CHECKPOINT_LAYERS = (
+    {"checkpointer", "verbs", "__main__"},
+    {"start"},
+    {"save"},
+    {"load", "remote", "export"},
+    {"commit"},
+    {"state"},
+)
+"""The rooms inside `checkpoint/`, from the top down; one imports from its own folder and from the layers below."""
+
 MAY_IMPORT_CHECKPOINT = {"loop", "worker", "assemble", "launch", "checkpoint", "checkpoint.__main__", "convert"}
 COMMANDS_IN_ROOMS = {"rlhf.checkpoint.__main__"}
 """Thin commands that stand in a room, and may import what is above it."""
@@ -120,6 +130,17 @@ def test_no_arrow_goes_up():
 def test_the_checkpoint_is_asked_by_few():
     users = {room(a) for a, targets in graph().items() if any(room(b) == "checkpoint" for b in targets)}
     assert users <= MAY_IMPORT_CHECKPOINT
+
+
+def test_layers_inside_the_checkpoint():
+    def layer(module: str) -> int:
+        return next(i for i, layer in enumerate(CHECKPOINT_LAYERS) if module.split(".")[2] in layer)
+
+    own = [name for name in trees() if name.startswith("rlhf.checkpoint.")]
+    assert {name.split(".")[2] for name in own} == set().union(*CHECKPOINT_LAYERS)
+    arrows = [(a, b) for a in own for b in sorted(graph()[a]) if b in own and a.split(".")[2] != b.split(".")[2]]
+    assert arrows, "an empty graph proves nothing"
+    assert [f"{a} -> {b}" for a, b in arrows if layer(b) <= layer(a)] == []
 
 
 def test_only_the_command_reaches_the_converters():

@@ -10,10 +10,10 @@ import pytest
 
 from rlhf import events
 from rlhf.checkpoint.__main__ import main
-from rlhf.checkpoint.commit import pruning
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.commit.retention import retire
+from rlhf.checkpoint.verbs import pruning
 from rlhf.config.resolved import to_yaml
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import UserError

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from rlhf.checkpoint.commit.publication import begin
-from rlhf.checkpoint.run_file import read_run_file
 from rlhf.checkpoint.start import preparation
 from rlhf.checkpoint.start.run_dir import planned_steps, resume_source
+from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.storage.layout import HISTORY, POINTER, scan, step_dir, step_of

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
-from rlhf.checkpoint.driver_state import parse_driver_state
 from rlhf.checkpoint.export.native_model_files import NativeModelFiles, base_folder, start_settings
+from rlhf.checkpoint.state.driver_state import parse_driver_state
 from rlhf.errors import UserError
 from rlhf.models.hf.source import Contents, Origin, TrainedSoFar
 from rlhf.storage.disk_errors import DamagedCheckpoint

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from rlhf.checkpoint.load.locations import FileLocations
-from rlhf.checkpoint.save.snapshot import RunState
+from rlhf.checkpoint.state.run_state import RunState
 from rlhf.errors import UserError
 from rlhf.storage.layout import INDEX, SCHEDULE
 

@@ -13,18 +13,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 
 from rlhf.checkpoint.commit.manifest import Manifest
-from rlhf.checkpoint.driver_state import parse_driver_state
 from rlhf.checkpoint.load.fetching import Fetched
 from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.load.proofs import BlockNumbers, prove_share
-from rlhf.checkpoint.save.snapshot import HF_FOLDER, RunState
-from rlhf.checkpoint.throughput import Throughput, throughput_figures
+from rlhf.checkpoint.state.driver_state import parse_driver_state
+from rlhf.checkpoint.state.run_state import RunState
+from rlhf.checkpoint.state.throughput import Throughput, throughput_figures
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.rng import seed_everything, set_rng_state
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.file_parts import shards_in_files
-from rlhf.storage.layout import CARRIED, DRIVER_STATE, INDEX, REFERENCE, SCHEDULE, rank_file
+from rlhf.storage.layout import CARRIED, DRIVER_STATE, HF_FOLDER, INDEX, REFERENCE, SCHEDULE, rank_file
 from rlhf.storage.reading import CheckedFiles, parse_json
 from rlhf.storage.shards import Shards, TensorReader
 

@@ -14,7 +14,7 @@ from rlhf.checkpoint.load.compatibility import check_compatible
 from rlhf.checkpoint.load.imported_start import refuse_an_end, start_told
 from rlhf.checkpoint.load.locations import FileLocations, locate_files, published
 from rlhf.checkpoint.load.restoring import LoadResult, load_state
-from rlhf.checkpoint.save.snapshot import RunState
+from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config.compare import ResolvedConfig
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.config.schema.trainer import TrainerConfig

@@ -29,7 +29,7 @@ from rlhf.checkpoint.remote.remote_store import (
     remote_url,
 )
 from rlhf.checkpoint.remote.retries import Retries, Stopped, in_threads
-from rlhf.checkpoint.run_file import read_run_file
+from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import Unsaved, UserError

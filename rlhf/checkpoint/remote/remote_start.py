@@ -11,7 +11,7 @@ from typing import Any
 from rlhf.checkpoint.remote.download import CHECK_S, DOWNLOAD_S, download, unreadable
 from rlhf.checkpoint.remote.remote_store import Copy, RemoteStore, remote_url
 from rlhf.checkpoint.remote.retries import Retries, one_line
-from rlhf.checkpoint.run_file import read_run_file
+from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError

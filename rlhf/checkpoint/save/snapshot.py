@@ -10,46 +10,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rlhf.checkpoint.driver_state import DriverState
 from rlhf.checkpoint.save.hf_export import HfExport
+from rlhf.checkpoint.state.run_state import RunState
 from rlhf.ranks.rng import rng_state
 from rlhf.storage.hf_layout import ADAPTER_CONFIG, GENERATION_CONFIG, MODEL_CONFIG
 from rlhf.storage.layout import CARRIED, CONFIG, DRIVER_STATE, HF_FOLDER, REFERENCE, SCHEDULE, rank_file
 from rlhf.storage.shards import Shards
-from rlhf.storage.state import Carried, MovingReference, Stateful, TrainState
-
-
-@dataclass
-class RunState:
-    """Everything that a checkpoint saves and restores, as live objects.
-
-    `reference` is None unless it moves: a frozen one is the starting policy. `stateful` is what the driver state holds
-    beside `driver`, by name.
-    """
-
-    roles: Mapping[str, TrainState]
-    driver: DriverState
-    stateful: Mapping[str, Stateful] = field(default_factory=dict)
-    reference: MovingReference | None = None
-    carried: Carried | None = None
-    initial: dict[str, str] = field(init=False)
-    """The states of `stateful` at the start, for a roll-back to a checkpoint that does not know them; as JSON, which
-    nobody can change."""
-
-    def __post_init__(self) -> None:
-        self.initial = {name: json.dumps(stateful.state_dict()) for name, stateful in self.stateful.items()}
-
-    def copied_bytes(self, contents: Collection[str], hf_adapter: str = "keep") -> int:
-        """Bytes of this rank's copies in a save of `contents` behind the training: of the live tensors that it writes,
-        and of its part of a model that is merged for an export. Arguments as in `checkpoint`."""
-        live = [role.model_shards() for role in self.roles.values() if {"model", "hf_model"} & set(contents)]
-        live += [role.optimizer_shards() for role in self.roles.values() if "optimizer" in contents]
-        if self.reference is not None:
-            live.append(self.reference.shards())
-        size = sum(shard.local.nbytes for shards in live for shard in shards.values() if shard.owner)
-        if "hf_model" in contents and hf_adapter == "merge":
-            size += sum(role.merged_bytes() for role in self.roles.values() if ADAPTER_CONFIG in role.hf_files())
-        return size
+from rlhf.storage.state import TrainState
 
 
 @dataclass

@@ -22,7 +22,7 @@ from rlhf.checkpoint.save.disk_space import make_room
 from rlhf.checkpoint.save.draft import Draft, Entries, begin_checkpoint, over_domains
 from rlhf.checkpoint.save.hf_export import Exported, write_exports
 from rlhf.checkpoint.save.snapshot import Snapshot
-from rlhf.checkpoint.throughput import Throughput, throughput_figures
+from rlhf.checkpoint.state.throughput import Throughput, throughput_figures
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.files import WrittenFile, described, write_file

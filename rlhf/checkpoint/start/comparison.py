@@ -10,8 +10,8 @@ from pathlib import Path
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.load.locations import locate_files, published
 from rlhf.checkpoint.load.stored_config import BASE, changes_since, check_base
-from rlhf.checkpoint.run_file import read_run_file
 from rlhf.checkpoint.start.run_dir import at_end, driver_state_of, planned_steps, resume_source
+from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config.compare import NEW_RUN, RUN_LENGTH, ResolvedConfig, as_lines, refuse_changes
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError

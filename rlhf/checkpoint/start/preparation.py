@@ -15,9 +15,9 @@ from rlhf.checkpoint.load.proofs import damage_of
 from rlhf.checkpoint.remote.lease import hold
 from rlhf.checkpoint.remote.remote_start import claim_at_start, open_remote, restore
 from rlhf.checkpoint.remote.remote_store import RemoteStore
-from rlhf.checkpoint.run_file import AGENTS, read_run_file, write_run_file
 from rlhf.checkpoint.start import run_dir as directory
 from rlhf.checkpoint.start.comparison import check_same_run, check_unprepared, compare_finished
+from rlhf.checkpoint.state.run_file import AGENTS, read_run_file, write_run_file
 from rlhf.config.compare import ResolvedConfig
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.config.schema.trainer import TrainerConfig

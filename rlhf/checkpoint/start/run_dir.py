@@ -11,9 +11,9 @@ from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.commit.output_folder import remove_leftovers
 from rlhf.checkpoint.commit.pointer import point_to, point_to_newest
 from rlhf.checkpoint.commit.removal import clean_leftovers, discard, set_aside
-from rlhf.checkpoint.driver_state import parse_driver_state
 from rlhf.checkpoint.remote.pins import remove_pins
-from rlhf.checkpoint.run_file import AGENTS, read_run_file
+from rlhf.checkpoint.state.driver_state import parse_driver_state
+from rlhf.checkpoint.state.run_file import AGENTS, read_run_file
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from rlhf.checkpoint.commit.manifest import Manifest, damage_in
-from rlhf.checkpoint.driver_state import parse_driver_state
+from rlhf.checkpoint.state.driver_state import parse_driver_state
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
 from rlhf.checkpoint.verbs.places import looked_at
 from rlhf.checkpoint.verbs.runs import FoundCheckpoint

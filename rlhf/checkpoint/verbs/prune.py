@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 
 from rlhf.checkpoint.commit.manifest import Manifest, read_manifest
-from rlhf.checkpoint.commit.pruning import PruningPlan, bytes_freed, carry_out, plan_pruning, run_at_rest
 from rlhf.checkpoint.verbs.addresses import find_runs
 from rlhf.checkpoint.verbs.places import looked_at
+from rlhf.checkpoint.verbs.pruning import PruningPlan, bytes_freed, carry_out, plan_pruning, run_at_rest
 from rlhf.checkpoint.verbs.runs import LocalCheckpoint, LocalRun, rules_of_save
 from rlhf.checkpoint.verbs.shown import as_json, size_text
 from rlhf.checkpoint.verbs.stored_rules import RULES

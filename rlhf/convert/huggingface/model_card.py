@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from rlhf.checkpoint.commit.manifest import Manifest
-from rlhf.checkpoint.driver_state import parse_driver_state
 from rlhf.checkpoint.export import layout_native
+from rlhf.checkpoint.state.driver_state import parse_driver_state
 from rlhf.config.overrides import as_shell, command_of, fit_to_show, stored_settings
 from rlhf.convert.huggingface.hub import known_model
 from rlhf.models.hf.source import Origin

@@ -10,8 +10,8 @@ import torch
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest, describe, write_manifest
 from rlhf.checkpoint.commit.output_folder import output_folder, prove
-from rlhf.checkpoint.driver_state import DriverState
 from rlhf.checkpoint.start.run_dir import new_run_id
+from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.convert.native.named_as_trained import TrainedTensor, named_as_trained
 from rlhf.convert.native.native_component import Part, part_of, write_component, zeros
 from rlhf.convert.open_roles import CRITIC
