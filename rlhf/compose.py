@@ -24,10 +24,10 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException, Validati
 
 from rlhf.config import Config
 from rlhf.config.help_texts import commented_yaml
-from rlhf.config.known_settings import SECTIONS, SETTINGS, form_hint, hint, instead, nearest_setting, setting_of
+from rlhf.config.known_settings import SECTIONS, SETTINGS, setting_of
 from rlhf.config.library import PACKAGE, Library
 from rlhf.config.library_folder import LibraryFolder
-from rlhf.config.other_remarks import OWN_RECIPE
+from rlhf.config.names.hints import form_hint, hint, instead, nearest_setting, own_recipe
 from rlhf.config.rules.algorithm_rules import idle_critic
 from rlhf.config.rules.lora_rules import idle_lora
 from rlhf.errors import UserError, did_you_mean, nearest
@@ -169,7 +169,7 @@ def _parse_override(text: str) -> Override:
     except HydraException as error:
         if "=" not in text:
             if text.endswith((".yaml", ".yml")):
-                raise UserError(f"{text}: is no setting. {OWN_RECIPE}") from error
+                raise UserError(f"{text}: is no setting. {own_recipe()}") from error
             found = text if setting_of(text) else nearest_setting(text)
             raise UserError(f"{text}: has no value; write {found or 'KEY'}=VALUE.") from error
         reason = str(error).splitlines()[0]

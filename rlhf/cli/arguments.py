@@ -6,7 +6,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NoReturn
 
-from rlhf.config.known_settings import nearest_setting, remark, setting_instead
+from rlhf.config.names.hints import nearest_setting, remark, setting_instead
 from rlhf.errors import UserError, did_you_mean, nearest
 
 FLAGS = ("--help", "-h", "--version", "--info", "--multirun", "-m")

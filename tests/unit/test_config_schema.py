@@ -4,7 +4,8 @@ from typing import get_args
 import pytest
 
 from rlhf.config import Config
-from rlhf.config.known_settings import SECTIONS, SETTINGS, nearest_setting, setting_of
+from rlhf.config.known_settings import SECTIONS, SETTINGS, setting_of
+from rlhf.config.names.hints import nearest_setting
 from rlhf.config.resolved import from_yaml, to_yaml
 from rlhf.config.schema.fields import Resume
 from rlhf.errors import nearest

@@ -5,12 +5,14 @@ import pytest
 from rlhf.cli.arguments import parse
 from rlhf.compose import compose_config
 from rlhf.config.algorithm_table import ESTIMATORS
-from rlhf.config.known_settings import SECTIONS, SETTINGS, hint, meant, nearest_setting, remark, setting_of
+from rlhf.config.known_settings import SECTIONS, SETTINGS, setting_of
 from rlhf.config.library import Library
-from rlhf.config.other_names import SETTINGS_OF_OTHERS, VALUES_OF_OTHERS
-from rlhf.config.other_remarks import REMARKS, REMARKS_ON_VALUES
+from rlhf.config.names.hints import hint, meant, nearest_setting, remark
+from rlhf.config.names.other_trainers import other_trainers
 from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError, nearest
+
+OTHERS = other_trainers()
 
 # The settings of examples/grpo_trainer/run_qwen2_5_7b_math.sh and of its neighbours in verl, in their order.
 VERL_SCRIPT = """algorithm.adv_estimator data.train_files data.val_files data.train_batch_size data.max_prompt_length
@@ -29,30 +31,30 @@ trainer.n_gpus_per_node trainer.nnodes trainer.save_freq trainer.test_freq train
 
 def test_what_is_offered_is_there():
     groups = {*Library.find(None).groups, "recipes"}
-    offered = set(SETTINGS_OF_OTHERS.values())
+    offered = set(OTHERS.settings.values())
     assert {name for name in offered if not setting_of(name)} <= groups | SECTIONS
 
 
 def test_no_name_of_the_table_is_a_setting_of_ours():
-    typed = {*SETTINGS_OF_OTHERS, *REMARKS}
+    typed = {*OTHERS.settings, *OTHERS.remarks}
     assert not typed & {*SETTINGS, "recipes"}
-    assert not SETTINGS_OF_OTHERS.keys() & REMARKS.keys()
+    assert not OTHERS.settings.keys() & OTHERS.remarks.keys()
 
 
 def test_settings_that_remarks_name_are_there():
-    words = {word.strip(".,;()'") for text in REMARKS.values() for word in text.split()}
+    words = {word.strip(".,;()'") for text in OTHERS.remarks.values() for word in text.split()}
     names = {word.partition("=")[0].strip("'") for word in words if word.split(".")[0] in SECTIONS and "." in word}
     assert {name for name in names if not setting_of(name)} == set()
 
 
 def test_values_that_are_offered_are_choices():
     choices = {choice for setting in SETTINGS.values() for choice in setting.metadata["choices"]}
-    assert set(VALUES_OF_OTHERS.values()) <= choices | ESTIMATORS.keys()
+    assert set(OTHERS.values.values()) <= choices | ESTIMATORS.keys()
 
 
 def test_settings_of_remarks_on_values_are_there_and_the_values_are_not():
     groups = Library.find(None).groups
-    for key, value in REMARKS_ON_VALUES:
+    for key, value in OTHERS.value_remarks:
         setting = SETTINGS.get(key)
         assert key in groups or setting is not None
         assert value not in {*ESTIMATORS, *(() if setting is None else setting.metadata["choices"])}
@@ -61,7 +63,7 @@ def test_settings_of_remarks_on_values_are_there_and_the_values_are_not():
 @pytest.mark.parametrize("key", VERL_SCRIPT.split())
 def test_every_setting_of_a_script_of_verls_has_an_answer(key):
     own = key.removeprefix("actor_rollout_ref.")
-    assert own in SETTINGS or own in SETTINGS_OF_OTHERS or own in REMARKS
+    assert own in SETTINGS or own in OTHERS.settings or own in OTHERS.remarks
     assert key in SETTINGS or hint(key)
 
 

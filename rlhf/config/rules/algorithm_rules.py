@@ -7,7 +7,8 @@ from typing import Any
 
 from rlhf.config import Config, EntropyCtrlConfig
 from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES, SETTINGS_OF_ONE, Estimator
-from rlhf.config.known_settings import SETTINGS, value_hint
+from rlhf.config.known_settings import SETTINGS
+from rlhf.config.names.hints import value_hint
 from rlhf.config.user_functions import check_positional
 from rlhf.errors import UserError
 

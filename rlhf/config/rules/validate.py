@@ -5,8 +5,9 @@ import os
 from collections.abc import Iterator, Mapping
 
 from rlhf.config import Config
-from rlhf.config.known_settings import SETTINGS, Setting, value_hint
-from rlhf.config.other_names import MINUS_ONE
+from rlhf.config.known_settings import SETTINGS, Setting
+from rlhf.config.names.hints import value_hint
+from rlhf.config.names.other_trainers import other_trainers
 from rlhf.config.rules.algorithm_rules import algorithm_problems, correction_problems, entropy_problems, reward_problems
 from rlhf.config.rules.backend_rules import backend_problems, missing_backend
 from rlhf.config.rules.checkpoint_rules import checkpoint_problems
@@ -90,7 +91,8 @@ def _out_of_bounds(setting: Setting, config: Config) -> str | None:
             f"{shown}: must be one of {', '.join(rules['choices'])}.{value_hint(setting.key, value, rules['choices'])}"
         )
     if rules["ge"] is not None and value < rules["ge"]:
-        instead = f"; {MINUS_ONE[setting.key]}" if value == -1 and setting.key in MINUS_ONE else ""
+        meant = other_trainers().minus_one.get(setting.key) if value == -1 else None
+        instead = f"; {meant}" if meant else ""
         return f"{shown}: must be at least {rules['ge']}{instead}."
     if rules["gt"] is not None and value <= rules["gt"]:
         return f"{shown}: must be greater than {rules['gt']}."

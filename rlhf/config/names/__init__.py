@@ -1,0 +1,1 @@
+"""Names of settings: what users of other trainers type, and what a wrong name or value most likely means."""

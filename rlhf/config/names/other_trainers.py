@@ -1,0 +1,43 @@
+"""Names and values that verl, TRL, OpenRLHF and Hydra have for our settings, from `other_trainers.toml`."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("other_trainers.toml")
+
+
+@dataclass(frozen=True)
+class OtherTrainers:
+    """Tables of what other trainers' users type.
+
+    `settings` maps their names to the setting or group that does the same here, `values` their values to ours,
+    `minus_one` settings whose -1 means none or all in verl to what means it here. `remarks` has a sentence for a name
+    that no one setting stands for, `value_remarks` one for a setting (or group) and a value. `prefixes` are verl's
+    sections around sections that have the same names here.
+    """
+
+    prefixes: tuple[str, ...]
+    settings: Mapping[str, str]
+    values: Mapping[str, str]
+    minus_one: Mapping[str, str]
+    remarks: Mapping[str, str]
+    value_remarks: Mapping[tuple[str, str], str]
+
+
+@cache
+def other_trainers() -> OtherTrainers:
+    """Read the tables, once a message needs them."""
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    in_samples = "It counts samples; here a pass takes as many as fit into a number of tokens: set {}."
+    return OtherTrainers(
+        prefixes=tuple(table["prefixes"]),
+        settings={name: ours for names in table["settings"].values() for name, ours in names.items()},
+        values=table["values"],
+        minus_one=table["minus_one"],
+        remarks={name: remark["text"] for remark in table["remarks"] for name in remark["names"]}
+        | {name: in_samples.format(budget) for name, budget in table["micro_batches"].items()},
+        value_remarks={(entry["setting"], entry["value"]): entry["text"] for entry in table["values_with_remarks"]},
+    )
