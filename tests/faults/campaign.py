@@ -7,7 +7,11 @@ behind. Saves run behind the training, as they do by default, and kills in their
 further. Settings at the end of the command are for both runs, such as `checkpoint.async_save=false` or
 `backend=deepspeed backend.zero_stage=3 backend.autocast=bfloat16`.
 
-With fewer kills than windows, as many windows are drawn: a short form, for CI.
+With fewer kills than windows, those of the profile are hit, and as many of the others as there are kills left: the next
+ones with each seed, so that campaigns of several seeds hit all of them. A short form, for CI.
+
+Starts are forked from a server that has paid for the imports, but for those of --random, which are of the command
+itself.
 
 With --random the kills have no appointment: any process of the tree (supervisor, launcher, ranks, reward processes,
 rollout servers), at random instants, by SIGKILL, by SIGSTOP and then SIGKILL, by SIGTERM, or all processes at once.
@@ -17,10 +21,8 @@ It reports the kills by kind and role, starts and restarts, and how long after a
 
 import argparse
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +35,7 @@ from rlhf.events import LISTENER_VARIABLE
 from rlhf.storage.layout import RESOLVED, TEMPORARY, TRASH
 from tests.faults.random_kills import DisturbedRun, Figures
 from tests.support.compare_runs import differences
+from tests.support.forked_start import train_forked
 from tests.support.killer import PLAN_VARIABLE
 
 ON_EVERY_RANK = ("rollout.before", "rollout.after", "update.mid", "commit.file_write", "commit.fsync")
@@ -64,7 +67,16 @@ class Profile:
 
     @property
     def windows(self) -> tuple[str, ...]:
-        return ON_EVERY_RANK + self.on_every_rank + ON_THE_LEADER + self.on_the_leader
+        """Its own first."""
+        return self.on_every_rank + self.on_the_leader + ON_EVERY_RANK + ON_THE_LEADER
+
+    def windows_of(self, kills: int, seed: int) -> tuple[str, ...]:
+        """The windows that so many kills hit."""
+        own, others = self.on_every_rank + self.on_the_leader, ON_EVERY_RANK + ON_THE_LEADER
+        left = kills - len(own)
+        if left >= len(others):
+            return self.windows
+        return own[:kills] + tuple(others[((seed - 1) * left + i) % len(others)] for i in range(left))
 
 
 PROFILES = {
@@ -184,7 +196,7 @@ def overrides(folder: Path, name: str, steps: int, nproc: int, profile: Profile)
 def plan_kills(kills: int, seed: int, nproc: int, steps: int, profile: Profile) -> list[dict]:
     """Every window equally often, in random order, spread over the run; an eighth of the kills hit the supervisor."""
     rng = random.Random(seed)
-    windows = profile.windows if kills >= len(profile.windows) else rng.sample(profile.windows, kills)
+    windows = profile.windows_of(kills, seed)
     events = [windows[i % len(windows)] for i in range(kills)]
     rng.shuffle(events)
     plan = []
@@ -200,11 +212,10 @@ def plan_kills(kills: int, seed: int, nproc: int, steps: int, profile: Profile) 
 
 
 def launch(arguments: list[str], environment: dict[str, str], log: Path) -> int:
+    ended = train_forked(arguments, environment, LAUNCH_DEADLINE_S)
     with log.open("a") as output:
-        command = [sys.executable, "-m", "rlhf.train", *arguments]
-        return subprocess.run(
-            command, env=os.environ | environment, stdout=output, stderr=output, timeout=LAUNCH_DEADLINE_S, check=False
-        ).returncode
+        output.write(ended.output)
+    return ended.code
 
 
 def say(text: str) -> None:

@@ -24,13 +24,15 @@ from tests.support.preload import forkserver
 _POLL_S = 0.01
 
 
-def train_forked(arguments: Sequence[str], environment: dict[str, str] | None = None) -> Ended:
+def train_forked(
+    arguments: Sequence[str], environment: dict[str, str] | None = None, deadline_s: float = DEADLINE_S
+) -> Ended:
     """What `train` does, seven CPU-seconds cheaper. For tests that are not about how processes start."""
     with tempfile.NamedTemporaryFile("r") as said:
         variables = {**os.environ, **(environment or {})}
         process = forkserver.Process(target=_supervisor, args=(list(arguments), variables, said.name))
         process.start()
-        process.join(DEADLINE_S)
+        process.join(deadline_s)
         code = process.exitcode
         if code is None:
             process.kill()
