@@ -2,21 +2,31 @@
 group."""
 
 import multiprocessing
+import sys
 
+OF_RUNS = [
+    "rlhf.train",
+    "rlhf.launch.supervisor",
+    "rlhf.worker",
+    # Imported late, as not every rank needs them: the command line, data in files, procedural data, the report,
+    # adapters.
+    "hydra",
+    "datasets",
+    "reasoning_gym",
+    "matplotlib.figure",
+    "peft",
+]
+OF_TESTS = [
+    "pytest",
+    "hypothesis",
+    "tests.support.checkpoints",
+    "tests.support.update_cases",
+    "tests.support.adapted_engines",
+    "tests.support.with_deepspeed",
+]
 # Python has one such server per process, with one list of modules: whoever starts ranks takes this context, and nobody
 # sets a list.
 forkserver = multiprocessing.get_context("forkserver")
 forkserver.set_forkserver_preload(
-    [
-        "rlhf.train",
-        "rlhf.launch.supervisor",
-        "rlhf.worker",
-        "tests.support.checkpoints",
-        # Imported late, as not every rank needs them: the command line, data in files, procedural data, the report.
-        "hydra",
-        "datasets",
-        "reasoning_gym",
-        "matplotlib.figure",
-        "tests.support.frozen",
-    ]
+    [*OF_RUNS, *(OF_TESTS if "pytest" in sys.modules else []), "tests.support.done_once", "tests.support.frozen"]
 )
