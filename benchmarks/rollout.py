@@ -64,7 +64,7 @@ def start_vllm(
     max_model_len: int,
 ) -> RolloutEngine:
     """vLLM in this process with the weights of `model`."""
-    from rlhf.rollout.vllm.colocated import build_vllm_engine
+    from rlhf.rollout.vllm.engine_start import build_vllm_engine
 
     files = hf_files(model.config, tokenizer, model.generation_config)
     eos = eos_token_ids(model, tokenizer)
