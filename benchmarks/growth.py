@@ -1,4 +1,5 @@
-"""python -m benchmarks.growth: start and resume of a run with few and with many rows and history lines, side by side.
+"""python -m benchmarks.growth: start and resume of a run with few and with many rows and history lines, side by side;
+and the collection of a large batch (`benchmarks/collecting.py`).
 
 Real commands with the bundled policy, until rank 0 begins its first step. `start` is that of a new run whose prompts
 are cached, `resume` that of one with a checkpoint and a long metric history; `first` is the start that made the cache.
@@ -96,10 +97,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.growth", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--part", choices=("starts", "batch"), help="only this part")
+    parser.add_argument("--samples", type=int, default=4096, help="of the large batch")
+    parser.add_argument("--length", type=int, default=4000, help="tokens of each of these samples")
     parser.add_argument("--many", type=int, default=1_000_000, help="rows, and lines of the history")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
+    if arguments.part != "starts":
+        from benchmarks.collecting import table
+
+        sys.stdout.write(table(arguments.samples, arguments.length, arguments.repeats) + "\n")
+    return 0 if arguments.part == "batch" else starts(arguments)
+
+
+def starts(arguments: argparse.Namespace) -> int:
+    """Measure starts and resumes; 1 if many rows and lines cost too much."""
     sizes = (FEW, arguments.many)
     sys.stdout.write(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start, {arguments.ranks} ranks\n\n")
     figures: dict[tuple[str, int], list[Figures]] = {}

@@ -79,7 +79,7 @@ def start_vllm(
 
 def run_engine(engine: RolloutEngine, requests: list[Request], repeat: int) -> int:
     """Tokens generated."""
-    return sum(len(s.token_ids) for of_request in engine.generate(requests, seed=repeat, step=1) for s in of_request)
+    return sum(map(len, engine.generate(requests, seed=repeat, step=1)))
 
 
 def run_generate(
@@ -92,7 +92,7 @@ def run_generate(
     """Tokens that `generate` makes of the left-padded batch of all samples, as trainers call it, without padding."""
     torch.manual_seed(repeat)
     params = requests[0].params
-    prompts = [r.token_ids for r in requests for _ in range(params.n)]
+    prompts = [r.token_ids for r in requests]
     width = max(map(len, prompts))
     ids = torch.tensor([[pad_id] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
@@ -152,8 +152,8 @@ def main() -> int:
     for shape, limit, eos in (("equal", 16, None), ("equal", 128, None), ("skewed", 256, many_eos)):
         model.generation_config.eos_token_id = eos
         config = RolloutConfig(max_num_seqs=arguments.prompts * arguments.n)
-        params = SamplingParams(n=arguments.n, max_tokens=limit, ignore_eos=eos is None)
-        requests = [Request(i, prompt, params) for i, prompt in enumerate(prompts)]
+        params = SamplingParams(max_tokens=limit, ignore_eos=eos is None)
+        requests = [Request(i, prompt, params, n) for i, prompt in enumerate(prompts) for n in range(arguments.n)]
         embedded = build_embedded_engine(model, tokenizer, config)
         ways: dict[str, Callable[[int], int]] = {"embedded": partial(run_engine, embedded, requests)}
         vllm = None if missing else start_vllm(model, tokenizer, config, device, PROMPT_TOKENS + limit)

@@ -100,6 +100,7 @@ def build_collector(
     generation = Generation(
         sampler,
         training_params(config.rollout, config.data),
+        config.rollout.n,
         needs_greedy_baseline(config),
         reward,
         config.reward.overlong_buffer,
@@ -124,7 +125,6 @@ def build_collector(
 def training_params(rollout: RolloutConfig, data: DataConfig) -> SamplingParams:
     """Sampling parameters of a step's samples."""
     return SamplingParams(
-        rollout.n,
         rollout.temperature,
         rollout.top_p,
         rollout.top_k,
@@ -140,7 +140,6 @@ def evaluation_params(rollout: RolloutConfig, data: DataConfig) -> SamplingParam
     """Sampling parameters of the responses to held-out prompts."""
     val = rollout.val_kwargs
     return SamplingParams(
-        val.n,
         val.temperature,
         val.top_p,
         val.top_k,

@@ -116,6 +116,7 @@ def _build(
         val_set,
         sampler,
         val_params,
+        config.rollout.val_kwargs.n,
         reward,
         answer_reader(config.reward),
         policy.tokenizer,

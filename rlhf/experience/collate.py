@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from rlhf.batch import Batch
 from rlhf.experience.groups import Group
-from rlhf.rollout import Sample
 
 
 def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.device) -> Batch:
@@ -19,20 +18,28 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
     `version` is the steps that the policy has done.
     """
     rows = [(group, sample) for group in groups for sample in group.samples]
+    prompts = [len(group.prompt_ids) for group, _ in rows]
+    responses = [len(sample) for _, sample in rows]
+    longest = max(map(sum, zip(prompts, responses, strict=True)), default=0)
+    input_ids = np.full((len(rows), longest), pad_id, np.int64)
+    log_probs, mask = np.zeros((2, len(rows), max(responses, default=0)), np.float32)
+    for row, (group, sample) in enumerate(rows):
+        start, length = prompts[row], responses[row]
+        input_ids[row, :start] = group.prompt_ids
+        input_ids[row, start : start + length] = sample.token_ids
+        log_probs[row, :length] = sample.log_probs
+        mask[row, :length] = sample.mask()
 
     def tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
     baselines = [group.baseline for group, _ in rows]
-    lengths = tensor([len(sample.token_ids) for _, sample in rows], torch.int64)
-    sequences = [torch.tensor(group.prompt_ids + sample.token_ids, dtype=torch.int64) for group, sample in rows]
-    log_probs = [torch.tensor(sample.log_probs, dtype=torch.float32) for _, sample in rows]
     return Batch(
-        input_ids=_padded(sequences, torch.int64, pad_id).to(device),
-        prompt_lengths=tensor([len(group.prompt_ids) for group, _ in rows], torch.int64),
-        response_lengths=lengths,
-        response_mask=_mask([sample for _, sample in rows], lengths),
-        rollout_log_probs=_padded(log_probs, torch.float32).to(device),
+        input_ids=torch.from_numpy(input_ids).to(device),
+        prompt_lengths=tensor(prompts, torch.int64),
+        response_lengths=tensor(responses, torch.int64),
+        response_mask=torch.from_numpy(mask).to(device),
+        rollout_log_probs=torch.from_numpy(log_probs).to(device),
         scores=tensor([score for group in groups for score in group.scores], torch.float32),
         baselines=None if None in baselines else tensor(baselines, torch.float32),
         truncated=tensor([sample.finish_reason == "length" for _, sample in rows], torch.bool),
@@ -40,18 +47,3 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
         numbers=tensor([sample.sample for _, sample in rows], torch.int64),
         staleness=tensor([version - sample.version for _, sample in rows], torch.int64),
     )
-
-
-def _padded(rows: list[Tensor], dtype: torch.dtype, value: float = 0.0) -> Tensor:
-    """[N, longest], the rows padded on the right with `value`; without rows [0, 0]."""
-    return pad_sequence(rows, batch_first=True, padding_value=value) if rows else torch.empty(0, 0, dtype=dtype)
-
-
-def _mask(samples: Sequence[Sample], lengths: Tensor) -> Tensor:
-    """[N, R] float32, 1 on what the policy wrote; `lengths` [N] are those of the responses."""
-    columns = torch.arange(max((len(sample.token_ids) for sample in samples), default=0), device=lengths.device)
-    mask = (columns < lengths[:, None]).float()
-    for row, sample in enumerate(samples):
-        for start, end in sample.observations:
-            mask[row, start:end] = 0.0
-    return mask

@@ -11,7 +11,7 @@ from rlhf.data import Prompt, PromptSet
 from rlhf.events import announce
 from rlhf.experience.metrics import Summary, merge
 from rlhf.experience.policy_sampler import PolicySampler
-from rlhf.experience.responses import score_responses
+from rlhf.experience.responses import score_responses, texts_of
 from rlhf.experience.shown_samples import shown_answers
 from rlhf.experience.timeouts import tell_timeouts
 from rlhf.experience.validation_metrics import AnsweredPrompt, accuracy_of, validation_metrics
@@ -32,6 +32,8 @@ class Evaluator:
     prompts: PromptSet | None
     sampler: PolicySampler
     params: SamplingParams
+    n: int
+    """Responses to each prompt."""
     reward: Reward
     answer: Reader | None
     """Reads the answer that a response states, for votes; None where nobody knows how."""
@@ -58,8 +60,10 @@ class Evaluator:
         started = time.monotonic()
         announce("evaluation.before")
         mine = [self.prompts[i] for i in range(dims.data().rank, len(self.prompts), dims.data().size)]
-        requests = [Request(prompt.index, prompt.token_ids, self.params) for prompt in mine]
-        samples = self.sampler.generate(requests, version=step, step=step)
+        n = self.n
+        requests = [Request(p.index, p.token_ids, self.params, number) for p in mine for number in range(n)]
+        every = self.sampler.generate(requests, version=step, step=step)
+        samples = [every[start : start + n] for start in range(0, len(every), n)]
         self.sampler.rest()
         scored = score_responses(self.reward, self.tokenizer, zip(mine, samples, strict=True))
         tell_timeouts(f"Evaluation after step {step}", self.reward.take_timeouts(), self.coordinator)
@@ -79,7 +83,7 @@ class Evaluator:
         right = [r.correct if (accuracy := accuracy_of(r)) is None else accuracy for r in results]
         seen = {"val/accuracy": Summary.of(right), "val/reward": Summary.of(r.score for r in results)}
         every = {name: summary.mean for name, summary in merge(seen, self.coordinator).items()}
-        return every | validation_metrics(answered, self.params.n, self.coordinator)
+        return every | validation_metrics(answered, self.n, self.coordinator)
 
     def _answers(self, samples: list[Sample], results: list[RewardResult]) -> list[str | None]:
         """The answer of each response: `pred` that a function returned beside its score, as verl's do, or what the
@@ -90,5 +94,4 @@ class Evaluator:
             return [str((result.extra | result.notes)["pred"]) for result in results]
         if self.answer is None:
             return [None] * len(samples)
-        texts = self.tokenizer.batch_decode([s.token_ids for s in samples], skip_special_tokens=True)
-        return [self.answer(text) for text in texts]
+        return [self.answer(text) for text in texts_of(self.tokenizer, samples)]

@@ -25,11 +25,12 @@ from rlhf.rollout import Request, Sample, SamplingParams
 class Generation:
     """Samples the policy and scores what it says; what a `journal` (`checkpoint.journal`) has is not made again.
 
-    The samples of a prompt are `params.n` drawn ones and, with a `greedy_baseline`, the greedy one after them.
+    The samples of a prompt are `n` drawn ones and, with a `greedy_baseline`, the greedy one after them.
     """
 
     sampler: PolicySampler
     params: SamplingParams
+    n: int
     greedy_baseline: bool
     reward: Reward
     overlong_buffer: OverlongBufferConfig
@@ -47,22 +48,27 @@ class Generation:
 
     def requests(self, drawn: Sequence[DrawnPrompt]) -> list[Request]:
         """Requests to the engine: each prompt's drawn samples and, with a baseline, the greedy one next."""
-        greedy = [replace(self.params, n=1, temperature=0.0)] if self.greedy_baseline else []
-        return [Request(each.uid, each.prompt.token_ids, params) for each in drawn for params in (self.params, *greedy)]
+        wanted = [self.params] * self.n
+        if self.greedy_baseline:
+            wanted.append(replace(self.params, temperature=0.0))
+        return [
+            Request(each.uid, each.prompt.token_ids, params, number)
+            for each in drawn
+            for number, params in enumerate(wanted)
+        ]
 
-    def by_prompt(self, samples: list[list[Sample]]) -> list[list[Sample]]:
-        """The samples of each prompt from those of each of its `requests`."""
-        if not self.greedy_baseline:
-            return samples
-        return [sampled + greedy for sampled, greedy in zip(samples[::2], samples[1::2], strict=True)]
+    def by_prompt(self, samples: list[Sample]) -> list[list[Sample]]:
+        """The samples of each prompt from those of its `requests`."""
+        size = self.n + self.greedy_baseline
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
 
     def fits(self, group: Group) -> bool:
         """Whether the present settings would make such a group."""
-        return len(group.samples) == self.params.n and (group.baseline is not None) == self.greedy_baseline
+        return len(group.samples) == self.n and (group.baseline is not None) == self.greedy_baseline
 
     def scored(self, drawn: Sequence[DrawnPrompt], samples: list[list[Sample]], stats: RolloutStats) -> list[Group]:
         """The group of each prompt from its samples. Collective."""
-        started, n = time.monotonic(), self.params.n
+        started, n = time.monotonic(), self.n
         groups = []
         for each, of_prompt, results in zip(drawn, samples, self._results(drawn, samples), strict=True):
             penalties = self._penalties(of_prompt)
@@ -82,7 +88,7 @@ class Generation:
         """The samples of each prompt; from the journal if all are there. Collective."""
         known = None if self.journal is None else self.journal.samples([each.uid for each in drawn])
         if self.journal is not None:
-            stats.journaled += [known is not None] * (len(drawn) * self.params.n)
+            stats.journaled += [known is not None] * (len(drawn) * self.n)
             # The weights reach the engine by a collective call: either every rank makes it or none does.
             everywhere = all(self.coordinator.gather(known is not None))
             if known is not None and everywhere:

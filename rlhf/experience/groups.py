@@ -1,19 +1,19 @@
 """Groups: a prompt's samples with their rewards, and the tensors as which they lie in a checkpoint until their step."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf.experience.groups_format_7 import from_format_7, is_format_7
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
-from rlhf.rollout import Sample, as_spans
-
-OF_SAMPLES = ("response_lengths", "finish_reasons", "versions", "observations")
-"""Fields of a record that are lists with an entry for each sample."""
+from rlhf.rollout import Sample
+from rlhf.rollout.sample_codec import from_arrays, joined, split, to_arrays
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ def uids_everywhere(groups: Sequence[Group], coordinator: Coordinator) -> list[i
 
 
 def to_tensors(groups: Sequence[Group], prefix: str = "") -> dict[str, Tensor]:
-    """`groups` without loss: token ids and log-probs as flat tensors, all else as JSON bytes. No groups are no tensors.
+    """`groups` without loss: their samples' arrays, the prompts' token ids flat (int32), all else as JSON bytes. No
+    groups are no tensors.
 
     The tensors' names begin with `prefix`.
     """
@@ -69,46 +70,32 @@ def to_tensors(groups: Sequence[Group], prefix: str = "") -> dict[str, Tensor]:
             "baseline": group.baseline,
             "penalties": group.penalties,
             "prompt_length": len(group.prompt_ids),
-            "response_lengths": [len(s.token_ids) for s in group.samples],
-            "finish_reasons": [s.finish_reason for s in group.samples],
-            "versions": [s.version for s in group.samples],
-            "observations": [s.observations for s in group.samples],
+            # Python's floats are float64, and so is what its JSON writes and reads: nothing is rounded.
             "results": [asdict(result) for result in group.results],
         }
         for group in groups
     ]
-    token_ids = [token for g in groups for ids in (g.prompt_ids, *(s.token_ids for s in g.samples)) for token in ids]
-    log_probs = [log_prob for group in groups for sample in group.samples for log_prob in sample.log_probs]
-    return {
-        f"{prefix}token_ids": torch.tensor(token_ids, dtype=torch.int64),
-        # Python's floats are float64, and so is what its JSON writes and reads: nothing is rounded.
-        f"{prefix}log_probs": torch.tensor(log_probs, dtype=torch.float64),
-        f"{prefix}records": torch.tensor(list(json.dumps(records).encode()), dtype=torch.uint8),
-    }
+    arrays = to_arrays([sample for group in groups for sample in group.samples])
+    arrays["prompt_ids"] = joined([np.array(group.prompt_ids, "<i4") for group in groups], "<i4")
+    arrays["records"] = np.frombuffer(bytearray(json.dumps(records).encode()), "u1")
+    return {f"{prefix}{name}": torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def from_tensors(tensors: dict[str, Tensor], prefix: str = "") -> list[Group]:
+def from_tensors(tensors: Mapping[str, Tensor], prefix: str = "") -> list[Group]:
     """The groups that `to_tensors` was given; tensors with other names do not matter."""
     if f"{prefix}records" not in tensors:
         return []
-    token_ids, log_probs = (iter(tensors[f"{prefix}{name}"].tolist()) for name in ("token_ids", "log_probs"))
-    groups = []
-    for record in json.loads(bytes(tensors[f"{prefix}records"].tolist())):
-        uid, prompt_ids = record["uid"], list(islice(token_ids, record["prompt_length"]))
-        samples = [
-            Sample(
-                uid,
-                number,
-                list(islice(token_ids, length)),
-                list(islice(log_probs, length)),
-                reason,
-                version,
-                as_spans(spans),
-            )
-            for number, (length, reason, version, spans) in enumerate(
-                zip(*(record[name] for name in OF_SAMPLES), strict=True)
-            )
-        ]
+    names = [name for name in tensors if name.startswith(prefix)]
+    arrays = {name.removeprefix(prefix): tensors[name].numpy() for name in names}
+    if is_format_7(arrays):
+        arrays = from_format_7(arrays)
+    records = json.loads(arrays["records"].tobytes())
+    samples, groups = iter(from_arrays(arrays)), []
+    prompts = split(arrays["prompt_ids"], [record["prompt_length"] for record in records])
+    for record, prompt_ids in zip(records, prompts, strict=True):
         results = [RewardResult(**result) for result in record["results"]]
-        groups.append(Group(uid, prompt_ids, samples, results, record["penalties"], record["baseline"]))
+        of_prompt = list(islice(samples, len(results)))
+        groups.append(
+            Group(record["uid"], prompt_ids.tolist(), of_prompt, results, record["penalties"], record["baseline"])
+        )
     return groups

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from rlhf.events import announce
@@ -16,12 +15,13 @@ from rlhf.experience.groups import Group
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
+from rlhf.rollout.sample_codec import layout_of, to_arrays, to_bytes
 from rlhf.storage.files import append_durably, fsync_dir, fsync_file, make_dir_durably, remove_file, truncate
 from rlhf.storage.layout import scan, step_of
 
 log = logging.getLogger(__name__)
 FOLDER = "journal"
-FORMAT = 3
+FORMAT = 4
 _NAME = re.compile(r"step_(\d+)\.rank_(\d+)")
 
 
@@ -170,7 +170,7 @@ class Journal:
         known: dict[int, _Entry] = {}
         for document, tail in (records.from_payload(payload) for payload in payloads[1:] if payload is not None):
             uid = document["uid"]
-            if "samples" in document:
+            if "arrays" in document:
                 known[uid] = _Entry(records.samples_of(document, tail))
             elif uid in known and document["scored_by"] == self._scored_by:
                 known[uid].results = records.results_of(document)
@@ -206,12 +206,11 @@ def digests(groups: Iterable[Group]) -> dict[int, str]:
     """A hash of each group, by uid: of all that an update learns from it, to the last bit."""
     found = {}
     for group in groups:
-        digest = xxhash.xxh3_128(repr((group.prompt_ids, group.scores, group.baseline)).encode())
-        for sample in group.samples:
-            spans = [bound for span in sample.observations for bound in span]
-            numbers = [len(sample.token_ids), len(spans), *sample.token_ids, *spans]
-            digest.update(np.array(numbers, "<i8").tobytes())
-            digest.update(np.array(sample.log_probs, "<f8").tobytes())
+        arrays = to_arrays(group.samples)
+        facts = group.prompt_ids, group.scores, group.baseline, layout_of(arrays)
+        digest = xxhash.xxh3_128(repr(facts).encode())
+        for content in to_bytes(arrays):
+            digest.update(content)
         found[group.uid] = digest.hexdigest()
     return found
 

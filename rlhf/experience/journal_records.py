@@ -1,7 +1,7 @@
 """Records of a rollout journal's file as bytes: framed, hashed, and without any code in them.
 
 A file is a sequence of records: the payload's length (8 bytes, little-endian), the xxh3-128 of length and payload (16
-bytes), the payload. A payload is a line of JSON; that of samples is followed by int32 token ids and float64 log-probs.
+bytes), the payload. A payload is a line of JSON; that of samples is followed by their arrays (`rollout.sample_codec`).
 """
 
 import json
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from rlhf.reward import RewardResult
-from rlhf.rollout import Sample, as_spans
+from rlhf.rollout import Sample
+from rlhf.rollout.sample_codec import from_arrays, from_bytes, layout_of, to_arrays, to_bytes
 
 _LENGTH, _HASH_BYTES = struct.Struct("<Q"), 16
 
@@ -58,29 +58,13 @@ def from_payload(payload: bytes) -> tuple[dict[str, Any], bytes]:
 
 def samples_payload(uid: int, samples: Sequence[Sample]) -> bytes:
     """The samples of the prompt `uid`."""
-    document = {
-        "uid": uid,
-        "samples": [[s.sample, len(s.token_ids), s.finish_reason, s.version, s.observations] for s in samples],
-    }
-    token_ids = np.array([token for s in samples for token in s.token_ids], "<i4")
-    log_probs = np.array([log_prob for s in samples for log_prob in s.log_probs], "<f8")
-    return to_payload(document, token_ids.tobytes() + log_probs.tobytes())
+    arrays = to_arrays(samples)
+    return to_payload({"uid": uid, "arrays": layout_of(arrays)}, b"".join(to_bytes(arrays)))
 
 
 def samples_of(document: dict[str, Any], tail: bytes) -> list[Sample]:
     """The samples of a `samples_payload`, taken apart by `from_payload`."""
-    total = sum(length for _, length, *_ in document["samples"])
-    token_ids = np.frombuffer(tail, "<i4", total).tolist()
-    log_probs = np.frombuffer(tail, "<f8", total, offset=4 * total).tolist()
-    samples, start = [], 0
-    for number, length, reason, version, observations in document["samples"]:
-        part = slice(start, start + length)
-        written = Sample(
-            document["uid"], number, token_ids[part], log_probs[part], reason, version, as_spans(observations)
-        )
-        samples.append(written)
-        start += length
-    return samples
+    return from_arrays(from_bytes(tail, document["arrays"]))
 
 
 def results_payload(uid: int, scored_by: str, results: Sequence[RewardResult]) -> bytes:

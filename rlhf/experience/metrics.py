@@ -101,14 +101,14 @@ def step_metrics(
     all its tokens, as in verl, whoever wrote them.
     """
     rows = [(len(group.prompt_ids), sample) for group in groups for sample in group.samples]
-    responses = [len(sample.token_ids) for _, sample in rows]
+    responses = [len(sample) for _, sample in rows]
     mine = {
         "reward": Summary.of(batch.scores.tolist()),
         "response_length": Summary.of(responses),
-        "response_length_terminated": Summary.of(len(s.token_ids) for _, s in rows if s.finish_reason == "stop"),
+        "response_length_terminated": Summary.of(len(s) for _, s in rows if s.finish_reason == "stop"),
         "prompt_length": Summary.of(prompt for prompt, _ in rows),
         "written": Summary.of(sample.written for _, sample in rows),
-        "length": Summary.of(prompt + len(sample.token_ids) for prompt, sample in rows),
+        "length": Summary.of(prompt + len(sample) for prompt, sample in rows),
         "clipped": Summary.of(float(n >= max_response_length) for n in responses),
         # One sample alone has nothing to differ from.
         "no_signal": Summary.of(not group.has_signal("seq_reward") for group in groups if len(group.samples) > 1),

@@ -26,10 +26,10 @@ class PolicySampler:
     _version: int | None = field(default=None, init=False)
     _runs: bool = field(default=False, init=False)
     # What `begin` started has come to, once something else had to be generated before it was asked for.
-    _finished: list[list[Sample]] | None = field(default=None, init=False)
+    _finished: list[Sample] | None = field(default=None, init=False)
 
-    def generate(self, requests: Sequence[Request], *, version: int, step: int) -> list[list[Sample]]:
-        """For each of this rank's requests its samples, by the policy after `version` steps. Collective.
+    def generate(self, requests: Sequence[Request], *, version: int, step: int) -> list[Sample]:
+        """For each of this rank's requests its sample, by the policy after `version` steps. Collective.
 
         Noise is keyed by `step`.
         """
@@ -50,8 +50,8 @@ class PolicySampler:
         cast(BackgroundEngine, self.engine).begin(requests, seed=self.seed, step=step)
         self._runs = True
 
-    def finish(self, version: int) -> list[list[Sample]]:
-        """The samples of each request of `begin`. Collective.
+    def finish(self, version: int) -> list[Sample]:
+        """The sample of each request of `begin`. Collective.
 
         What failed is generated now, by the policy after `version` steps.
         """

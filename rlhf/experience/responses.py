@@ -15,9 +15,7 @@ def score_responses(
 ) -> list[list[RewardResult]]:
     """For each prompt with its samples what the reward says of each of them. Collective with a reward model."""
     every = list(answered)
-    ids = [sample.token_ids for _, samples in every for sample in samples]
-    # The tokenizer makes one text out of no sequences.
-    texts = iter(tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else [])
+    texts = iter(texts_of(tokenizer, [sample for _, samples in every for sample in samples]))
     items = [
         RewardItem(
             prompt.data_source,
@@ -35,3 +33,9 @@ def score_responses(
     report(REWARD, 0, len(items))
     results = iter(reward.score(items))
     return [[next(results) for _ in samples] for _, samples in every]
+
+
+def texts_of(tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample]) -> list[str]:
+    """The text of each response, without special tokens."""
+    # One at a time: as Python's integers the tokens of a whole step take ten times their memory.
+    return [str(tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)) for sample in samples]

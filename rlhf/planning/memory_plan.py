@@ -36,8 +36,8 @@ PHASES = {
     "reward model": ("rewards",),
 }
 """Phases with passes of a role's model."""
-TOKEN_RECORD = 68
-"""Bytes of a token of a response in a sample: an integer and a float of Python's, and their places in two lists."""
+TOKEN_RECORD = 16
+"""Bytes of a token of a response: int32 and float32 in its sample, and the same in a copy to be sent or journaled."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhf.ranks.coordinator import Coordinator
 
-DTYPES = {"int64": torch.int64, "float64": torch.float64, "uint8": torch.uint8}
+DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "uint8": torch.uint8}
 """Types that travel, by name."""
 
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 NUMBER = "number"
 """Field that a question to a reward process has in common with its answer, and with no other."""
 
@@ -24,8 +26,8 @@ class RewardItem:
     """The prompt as a chat."""
     columns: dict[str, Any] = field(default_factory=dict)
     """Further columns of the row that functions read, with the prompt as the data have it as `prompt`."""
-    token_ids: list[int] = field(default_factory=list)
-    """Of the response."""
+    token_ids: Sequence[int] | np.ndarray = ()
+    """Of the response; a list where a function reads them."""
     group: int = 0
     """Number of its prompt among those that are scored together."""
 

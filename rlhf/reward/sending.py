@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
+
 from rlhf.reward.scores import RewardItem
 from rlhf.reward.signature import FIELDS, Convention, Signature
 
@@ -40,8 +42,9 @@ class Sending:
     def fields(self, item: RewardItem) -> dict[str, object]:
         """The fields of an item that are sent, by name."""
         names = ["response", *FIELDS, "columns"]
-        names += ["messages"] * self.messages + ["token_ids"] * self.token_ids
-        return {name: getattr(item, name) for name in names}
+        names += ["messages"] * self.messages
+        own: dict[str, object] = {"token_ids": np.asarray(item.token_ids).tolist()} if self.token_ids else {}
+        return {name: getattr(item, name) for name in names} | own
 
     def timeout_s(self, each_s: float, count: int) -> float:
         """Seconds for a question with `count` samples, of which each may take `each_s`."""

@@ -7,11 +7,10 @@ from rlhf.rollout.engine import (
     BackgroundEngine,
     Request,
     RolloutEngine,
-    Sample,
     SamplingParams,
     Weights,
-    as_spans,
 )
+from rlhf.rollout.sample import Sample
 
 if TYPE_CHECKING:
     from rlhf.rollout.embedded import EmbeddedEngine, build_embedded_engine, check_lengths, eos_token_ids
@@ -25,7 +24,6 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "Weights",
-    "as_spans",
     "build_embedded_engine",
     "check_lengths",
     "eos_token_ids",

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rlhf.events import GENERATING, report
-from rlhf.rollout.engine import Request, Sample
+from rlhf.rollout.engine import Request, siblings
 from rlhf.rollout.kv_cache import RowCache
+from rlhf.rollout.sample import FinishReason, Sample
 from rlhf.rollout.sampling import fold, row_keys, sample
 
 # Padded prompt tokens of one prefill: bounds its activations.
@@ -18,13 +19,13 @@ PREFILL_TOKENS = 16384
 # Waiting samples are let in when one row in this many is free: ending one by one, they would cost an admission each.
 REFILL_SHARE = 16
 
-# What each sample in the batch carries along: its number (request-major), the first column of its prompt in the cache,
+# What each sample in the batch carries along: the place of its request, the first column of its prompt in the cache,
 # the time at which its first token was drawn, the key of its noise, and its newest token.
 SAMPLE, START, BIRTH, KEY, TOKEN = range(5)
 
 
 class Decoding:
-    """State of one `generate` call over requests that share their `params`.
+    """State of one `generate` call over requests that share their `params`. Siblings share their prompt's prefill.
 
     The host keeps a copy of what it decides on: one synchronisation per token, with top-k two.
     """
@@ -32,9 +33,14 @@ class Decoding:
     def __init__(self, model: Any, tokenizer: Any, eos: Tensor, requests: Sequence[Request], max_rows: int) -> None:
         self.model, self.tokenizer, self.eos, self.requests = model, tokenizer, eos, requests
         self.params = params = requests[0].params
-        self.total = len(requests) * params.n
+        self.total = len(requests)
         self.max_rows = min(max_rows, self.total)
-        self.lengths = np.array([len(r.token_ids) for r in requests])
+        groups = siblings(requests)
+        self.prompts = [requests[group[0]].token_ids for group in groups]
+        self.lengths = np.array([len(token_ids) for token_ids in self.prompts])
+        self.ends = np.array([group.stop for group in groups])
+        """The number of requests up to the last one for each prompt."""
+        self.prompt_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         self.device = model.device
         self.accepts = inspect.signature(model.forward).parameters
         self.cache = RowCache(model.config)
@@ -58,11 +64,10 @@ class Decoding:
         self.counts = np.zeros(self.total, dtype=np.int64)
         self.stopped = np.zeros(self.total, dtype=bool)
 
-    def run(self, seed: int, step: int, version: int) -> list[list[Sample]]:
-        """The samples of each request, by weights of that `version`."""
-        samples = torch.arange(self.total, device=self.device)
-        uids = torch.tensor([r.uid for r in self.requests], device=self.device)
-        self.keys = row_keys(seed, step, uids[samples // self.params.n], samples % self.params.n)
+    def run(self, seed: int, step: int, version: int) -> list[Sample]:
+        """The sample of each request, by weights of that `version`."""
+        uids, numbers = torch.tensor([(r.uid, r.sample) for r in self.requests], device=self.device).T
+        self.keys = row_keys(seed, step, uids, numbers)
         while self.cache.span.rows or self.admitted < self.total:
             free = self.max_rows - self.cache.span.rows
             if self.admitted < self.total and free * REFILL_SHARE >= self.max_rows:
@@ -70,15 +75,17 @@ class Decoding:
             else:
                 self._emit(0, self._decode())
         longest = int(self.counts.max())
-        tokens, log_probs = self.tokens[:, :longest].tolist(), self.log_probs[:, :longest].tolist()
+        tokens, log_probs = self.tokens[:, :longest].cpu().numpy(), self.log_probs[:, :longest].cpu().numpy()
         counts, stopped = self.counts.tolist(), self.stopped.tolist()
 
-        def sample_at(row: int, uid: int, number: int) -> Sample:
-            ids, own_log_probs = tokens[row][: counts[row]], log_probs[row][: counts[row]]
-            return Sample(uid, number, ids, own_log_probs, "stop" if stopped[row] else "length", version)
+        def sample_of(row: int, request: Request) -> Sample:
+            # Copies: a view would keep the padding of all rows alive.
+            ids = tokens[row, : counts[row]].astype(np.int32)
+            own_log_probs = log_probs[row, : counts[row]].copy()
+            reason: FinishReason = "stop" if stopped[row] else "length"
+            return Sample.of(request.uid, request.sample, ids, own_log_probs, reason, version)
 
-        n = self.params.n
-        return [[sample_at(i * n + s, r.uid, s) for s in range(n)] for i, r in enumerate(self.requests)]
+        return [sample_of(row, request) for row, request in enumerate(self.requests)]
 
     def _forward(self, cache: RowCache, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
         """Logits [rows, vocab] after the last of `ids` [rows, length]."""
@@ -90,17 +97,17 @@ class Decoding:
     def _prefill(self) -> None:
         """Run the next prompts, left-padded; keys, values and logits stay until all their samples are admitted."""
         first = self.prefilled
-        last = first + 1
+        last, before = first + 1, self.ends[first - 1] if first else 0
         longest = self.lengths[first]
-        while last < len(self.requests) and last - first < -(-self.max_rows // self.params.n):
+        while last < len(self.prompts) and self.ends[last - 1] - before < self.max_rows:
             longest = max(longest, self.lengths[last])
             if longest * (last + 1 - first) > PREFILL_TOKENS:
                 break
             last += 1
         width = int(self.lengths[first:last].max())
         ids = np.zeros((last - first, width), dtype=np.int64)
-        for row, request in enumerate(self.requests[first:last]):
-            ids[row, width - len(request.token_ids) :] = request.token_ids
+        for row, token_ids in enumerate(self.prompts[first:last]):
+            ids[row, width - len(token_ids) :] = token_ids
         padding = torch.as_tensor(width - self.lengths[first:last], device=self.device)[:, None]
         positions = torch.arange(width, device=self.device)[None] - padding
         mask = (positions >= 0).long() if (self.lengths[first:last] < width).any() else None
@@ -112,13 +119,13 @@ class Decoding:
 
     def _admit(self, free: int) -> Tensor:
         """Fill free rows with samples of prefilled prompts; returns the logits [rows, vocab] of their first token."""
-        if self.admitted == self.prefilled * self.params.n:
+        if not self.prefilled or self.admitted == self.ends[self.prefilled - 1]:
             self._prefill()
         if not self.columns:
             self._reserve(self.ready)
-        span, last = self.cache.span, min(self.admitted + free, self.prefilled * self.params.n)
+        span, last = self.cache.span, min(self.admitted + free, int(self.ends[self.prefilled - 1]))
         samples = np.arange(self.admitted, last)
-        prompts = samples // self.params.n
+        prompts = self.prompt_of[samples]
         lengths = self.lengths[prompts]
         rows = slice(span.rows, span.rows + len(samples))
         self.host[:, rows] = samples, span.end - lengths, np.full_like(samples, self.time)
@@ -136,11 +143,11 @@ class Decoding:
         return logits
 
     def _see_prompts(self, rows: slice, prompts: np.ndarray, vocab: int) -> None:
-        """Note for each of the `rows` the tokens of its prompt, whose place in the requests is in `prompts`."""
+        """Note for each of the `rows` the tokens of its prompt, whose place is in `prompts`."""
         if self.seen is None:
             self.seen = torch.zeros(self.max_rows, vocab, dtype=torch.bool, device=self.device)
         self.seen[rows] = False
-        ids = [self.requests[prompt].token_ids for prompt in prompts]
+        ids = [self.prompts[prompt] for prompt in prompts]
         owners = np.repeat(np.arange(rows.start, rows.stop), self.lengths[prompts])
         places = np.stack([owners, np.concatenate(ids)])
         self.seen[tuple(torch.as_tensor(places, device=self.device))] = True

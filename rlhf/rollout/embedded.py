@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from rlhf.config.schema.rollout import RolloutConfig
 from rlhf.models.config_check import check_positions
 from rlhf.rollout.decoding import Decoding
-from rlhf.rollout.engine import Request, Sample, Weights, places_by_params
+from rlhf.rollout.engine import Request, Weights, places_by_params
 from rlhf.rollout.kv_cache import RowCache
+from rlhf.rollout.sample import Sample
 from rlhf.rollout.weight_digest import WeightCheck, digest, read_digests
 
 
@@ -89,11 +90,11 @@ class EmbeddedEngine:
         self.version = version
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[list[Sample]]:
-        """For each request, in their order, its `params.n` samples.
+    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
+        """The sample that each request asks for, in their order.
 
-        Sample s of a request depends on the weights, its `params`, `seed`, `step`, its uid and s only: not on the other
-        requests, their order or `max_num_seqs` (up to rounding at exact ties).
+        It depends on the weights, `seed`, `step` and the request only: not on the other requests, their order or
+        `max_num_seqs` (up to rounding at exact ties).
 
         Raises:
             ValueError: an empty prompt.
@@ -101,7 +102,7 @@ class EmbeddedEngine:
         """
         if not all(r.token_ids for r in requests):
             raise ValueError("a prompt has no tokens")
-        samples: dict[int, list[Sample]] = {}
+        samples: dict[int, Sample] = {}
         for params, places in places_by_params(requests).items():
             alike = [requests[place] for place in places]
             check_lengths(self.model.config, max(len(r.token_ids) for r in alike), params.max_tokens)

@@ -1,14 +1,16 @@
-"""Interface of the rollout engines: requests, samples, and the protocols that every engine follows."""
+"""Interface of the rollout engines: requests, sampling parameters, and the protocols that every engine follows."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+from rlhf.rollout.sample import Sample
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-FinishReason = Literal["stop", "length"]
 Weights = Callable[[], Iterable[tuple[str, "Tensor"]]]
 """The policy's weights, whole and one by one, each time it is called; every rank walks them to their end."""
 
@@ -17,7 +19,6 @@ Weights = Callable[[], Iterable[tuple[str, "Tensor"]]]
 class SamplingParams:
     """Parameters of sampling; the fields mean what they mean in the `rollout` settings."""
 
-    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -30,46 +31,27 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to sample it: `uid` names it for the run and seeds its noise, the model reads `token_ids`."""
+    """Asks for response number `sample` to the prompt `uid`, whose tokens are `token_ids`.
+
+    Noise is keyed by `uid` and `sample`. Consecutive requests for consecutive responses to one prompt are siblings: an
+    engine may prefill their prompt once.
+    """
 
     uid: int
     token_ids: list[int]
     params: SamplingParams = SamplingParams()
+    sample: int = 0
+
+    def continued_by(self, other: "Request") -> bool:
+        """Whether `other` asks for the next response to the same prompt."""
+        same = (self.uid, self.sample + 1, self.params) == (other.uid, other.sample, other.params)
+        return same and self.token_ids == other.token_ids
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Response number `sample` to the request `uid`.
-
-    `token_ids` ends with the EOS token if one was produced. `log_probs` has one natural logarithm for each token, under
-    the distribution that it was drawn from. `finish_reason` is `stop` for EOS and stop strings, otherwise `length`.
-    `version`: the steps that the policy had done; it is each token's, since weights never change within a sample.
-    `observations` are the spans [start, end) of `token_ids` that a tool or an environment wrote, in order; all else the
-    policy wrote. What `log_probs` says of them is never read.
-    """
-
-    uid: int
-    sample: int
-    token_ids: list[int]
-    log_probs: list[float]
-    finish_reason: FinishReason
-    version: int = 0
-    observations: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        bounds = [0, *(bound for span in self.observations for bound in span), len(self.token_ids)]
-        if bounds != sorted(bounds):
-            raise ValueError(f"observations {self.observations} are not spans of {len(self.token_ids)} tokens in order")
-
-    @property
-    def written(self) -> int:
-        """Number of tokens that the policy wrote."""
-        return len(self.token_ids) - sum(end - start for start, end in self.observations)
-
-
-def as_spans(pairs: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    """`Sample.observations` from the lists as which JSON and tensors hand them back."""
-    return tuple((start, end) for start, end in pairs)
+def siblings(requests: Sequence[Request]) -> list[range]:
+    """The places of the requests, those of siblings together."""
+    starts = [i for i in range(len(requests)) if i == 0 or not requests[i - 1].continued_by(requests[i])]
+    return [range(start, end) for start, end in pairwise([*starts, len(requests)])]
 
 
 def places_by_params(requests: Sequence[Request]) -> dict[SamplingParams, list[int]]:
@@ -93,8 +75,8 @@ class RolloutEngine(Protocol):
         An engine may ask for them again until the next update.
         """
 
-    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[list[Sample]]:
-        """For each of this rank's requests, in their order, its `params.n` samples."""
+    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
+        """The sample that each of this rank's requests asks for, in their order."""
 
     def sleep(self) -> bool:
         """Give back what memory of the device it can until it is next called. Whether the weights went with it."""
@@ -112,8 +94,8 @@ class BackgroundEngine(RolloutEngine, Protocol):
     def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:
         """Start to generate, with the weights as they are now; no other call but `finish` may follow."""
 
-    def finish(self, version: int) -> list[list[Sample]]:
-        """Wait for what `begin` started: the samples of each request.
+    def finish(self, version: int) -> list[Sample]:
+        """Wait for what `begin` started: the sample of each request.
 
         What could not be generated then (an engine died) is generated now, by the policy as it is by now, after
         `version` steps.

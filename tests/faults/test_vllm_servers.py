@@ -23,6 +23,7 @@ from rlhf.config import RolloutConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import Request, Sample, SamplingParams
+from rlhf.rollout.engine import siblings
 from rlhf.rollout.servers import server_engine as engine_module
 from rlhf.rollout.servers.client import Ask, ServerClient
 from rlhf.rollout.servers.secret import VARIABLE, Secret, run_secret
@@ -43,8 +44,8 @@ CPU = torch.device("cpu")
 # The machine may be slow and busy with other things; what hangs on purpose is not waited for so long.
 START_S, ANSWER_S, HANG_S = 240.0, 120.0, 10.0
 LONGEST = 512
-SEEDED = SamplingParams(n=3, max_tokens=24, ignore_eos=True)
-GREEDY = SamplingParams(n=2, temperature=0.0, max_tokens=12)
+SEEDED = SamplingParams(max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
 class Behind(ServerProcess):
@@ -136,7 +137,7 @@ class World:
         finally:
             self.config.servers.answer_timeout_s = ANSWER_S
 
-    def generate(self) -> tuple[list[list[Sample]], dict[str, float]]:
+    def generate(self) -> tuple[list[Sample], dict[str, float]]:
         self.engine.begin(self.requests, seed=3, step=5)
         return self.engine.finish(1), self.engine.metrics()
 
@@ -151,7 +152,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         every = requests(14)
         scratches = {server._scratch.folder for server in Behind.made if server._scratch}
         world = World(
-            config, run_secret(logs / "secret"), engine, Behind.made, asking(every, SEEDED) + asking(every[:4], GREEDY)
+            config,
+            run_secret(logs / "secret"),
+            engine,
+            Behind.made,
+            asking(every, SEEDED, 3) + asking(every[:4], GREEDY, 2),
         )
         assert sorted(path.name for path in logs.iterdir()) == ["secret", "server_0.log", "server_1.log"]
         events.subscribe(world.said.append)
@@ -172,12 +177,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         assert not processes_of(server._process.pid)
 
 
-def plain(samples: list[list[Sample]]) -> list[list[tuple]]:
-    return [[(s.uid, s.sample, s.token_ids, s.finish_reason) for s in of_request] for of_request in samples]
+def plain(samples: list[Sample]) -> list[tuple]:
+    return [(s.uid, s.sample, s.token_ids.tolist(), s.finish_reason) for s in samples]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(world: World) -> list[list[Sample]]:
+def undisturbed(world: World) -> list[Sample]:
     world.everyone_serves()
     samples, metrics = world.generate()
     assert metrics == {
@@ -191,12 +196,13 @@ def undisturbed(world: World) -> list[list[Sample]]:
 
 
 def test_undisturbed(world, undisturbed):
-    for request, samples in zip(world.requests, undisturbed, strict=True):
-        assert [(s.uid, s.sample) for s in samples] == [(request.uid, i) for i in range(request.params.n)]
-        assert {s.version for s in samples} == {1}
-        assert (len({tuple(s.token_ids) for s in samples}) > 1) == (request.params == SEEDED)
-    seeded = [s for of_request in undisturbed[:14] for s in of_request]
-    assert all(len(s.token_ids) == len(s.log_probs) == SEEDED.max_tokens for s in seeded)
+    assert [(s.uid, s.sample) for s in undisturbed] == [(r.uid, r.sample) for r in world.requests]
+    assert {s.version for s in undisturbed} == {1}
+    for places in siblings(world.requests):
+        said = {tuple(undisturbed[place].token_ids.tolist()) for place in places}
+        assert (len(said) > 1) == (world.requests[places[0]].params == SEEDED)
+    seeded = undisturbed[: 14 * 3]
+    assert all(len(s) == len(s) == SEEDED.max_tokens for s in seeded)
     assert all(server.proxy.requests for server in world.servers)
     assert [e for e in world.said if e == "rollout.begin"]
     assert world.said[0] == "rollout.push"
@@ -248,9 +254,9 @@ def one_of_two_ranks(urls: list[str], secret: str, folder: Path) -> list[list[tu
     try:
         engine.update_weights(weights_of_rank, 4)
         mine = requests(5)[:2] if coordinator.rank == 0 else requests(5)[2:]
-        samples = engine.generate(asking(mine, SEEDED), seed=3, step=5)
+        samples = engine.generate(asking(mine, SEEDED, 3), seed=3, step=5)
         assert bool(engine.metrics()) is coordinator.is_leader
-        assert {s.version for of_request in samples for s in of_request} == {4}
+        assert {s.version for s in samples} == {4}
         return plain(samples)
     finally:
         engine.close()
@@ -262,25 +268,25 @@ def test_ranks_share_servers_given_by_url(world, undisturbed, tmp_path):
     urls = [server.proxy.upstream + "/" for server in world.servers]
     first, second = run_ranks(2, partial(one_of_two_ranks, urls, world.secret.value, tmp_path))
     wanted = plain(undisturbed)
-    assert (first, second) == (wanted[:2], wanted[2:5])
+    assert (first, second) == (wanted[: 2 * 3], wanted[2 * 3 : 5 * 3])
     assert not list(tmp_path.iterdir())
 
 
 def test_a_busy_server_counts_its_tokens_before_it_answers(world):
     """By which it is told from one that hangs."""
     world.everyone_serves()
-    long = SamplingParams(n=1, max_tokens=LONGEST - 64, ignore_eos=True)
+    long = SamplingParams(max_tokens=LONGEST - 64, ignore_eos=True)
     request = Request(1, world.requests[0].token_ids, long)
 
     async def count() -> list[float]:
         async with aiohttp.ClientSession() as session:
             client = ServerClient(session, world.servers[0].url, Ask([1], {}, 512), ANSWER_S, world.secret)
             label, before = await client.weight_label(), await client.tokens()
-            answer = asyncio.create_task(client.generate(request, 1, label, 1))
+            answer = asyncio.create_task(client.generate([request], 1, label, 1))
             counts = [before]
             while not answer.done():
                 counts.append(await client.tokens())
-            assert len((await answer)[0].token_ids) == long.max_tokens
+            assert len((await answer)[0]) == long.max_tokens
             return counts
 
     # A machine that is busy with other things may look at one answer at its beginning and its end only.
@@ -316,7 +322,7 @@ def test_one_is_killed_and_the_engine_of_one_stops_while_the_ranks_train(world, 
     metrics = world.engine.metrics()
     assert plain(samples) == plain(undisturbed)
     # What the dead ones had not answered is by the policy that there was when one came back.
-    versions = {s.version for of_request in samples for s in of_request}
+    versions = {s.version for s in samples}
     assert 8 in versions
     assert versions <= {1, 8}
     assert world.said.count("rollout.push") > pushes

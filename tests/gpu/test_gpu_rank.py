@@ -17,7 +17,7 @@ from tests.support.sampled import sampled
 from tests.support.tiny_models import tiny_tokenizer
 from tests.support.tiny_updates import tiny_qwen2
 
-GREEDY = SamplingParams(n=1, temperature=0.0, max_tokens=12)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
 @pytest.fixture(params=DEVICES)
@@ -52,14 +52,14 @@ def test_weights_are_handed_to_the_engine_as_they_are_trained(device):
 
     def generated(version: int) -> list[list[int]]:
         engine.update_weights(backend.full_tensors, version)
-        return [sample.token_ids for sample in sampled(engine, requests, GREEDY, seed=1, step=version)]
+        return [sample.token_ids.tolist() for sample in sampled(engine, requests, GREEDY, seed=1, step=version)]
 
     def expected() -> list[list[int]]:
         plain = tiny_qwen2(2).to(device)
         plain.load_state_dict(dict(backend.full_tensors()), strict=False)
         other = build_embedded_engine(plain, tiny_tokenizer(), RolloutConfig(max_num_seqs=4), device)
         other.update_weights(lambda: iter(plain.named_parameters()), 0)
-        return [sample.token_ids for sample in sampled(other, requests, GREEDY, seed=1, step=0)]
+        return [sample.token_ids.tolist() for sample in sampled(other, requests, GREEDY, seed=1, step=0)]
 
     before = {name: tensor.clone() for name, tensor in backend.full_tensors()}
     assert generated(0) == expected()

@@ -19,7 +19,7 @@ from tests.support.sampled import sampled
 from tests.support.tiny_models import tiny_config, tiny_tokenizer
 
 pytestmark = [pytest.mark.vllm, *NEEDS_GPU]
-GREEDY = SamplingParams(n=1, temperature=0.0, max_tokens=16)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -42,9 +42,9 @@ def worst_difference(model: Any, samples: list[Sample], prompts: dict[int, list[
     worst = 0.0
     for sample in samples:
         prompt = prompts[sample.uid]
-        ids = torch.tensor([prompt + list(sample.token_ids)], device=model.device)
+        ids = torch.tensor([prompt + list(sample.token_ids.tolist())], device=model.device)
         every = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-        mine = every.gather(1, torch.tensor(sample.token_ids, device=model.device)[:, None])[:, 0].cpu()
+        mine = every.gather(1, torch.tensor(sample.token_ids.tolist(), device=model.device)[:, None])[:, 0].cpu()
         worst = max(worst, float((mine - torch.tensor(sample.log_probs)).abs().max()))
     return worst
 
@@ -80,7 +80,7 @@ def test_sleep_wake_and_reload(level: int, tmp_path: Path) -> None:
                 assert {sample.version for sample in samples} == {version}
                 assert worst_difference(model, samples, prompts) < 0.1
                 assert worst_difference(models[1 - version % 2], samples, prompts) > 0.1
-                said.append([sample.token_ids for sample in samples])
+                said.append([sample.token_ids.tolist() for sample in samples])
                 awake = torch.cuda.mem_get_info(device)[0]
                 engine.sleep()
                 freed = torch.cuda.mem_get_info(device)[0] - awake
@@ -88,6 +88,6 @@ def test_sleep_wake_and_reload(level: int, tmp_path: Path) -> None:
             assert said[0] == said[2] != said[1]
             if level == 1:  # weights are kept, so that nothing has to be handed over
                 woken = sampled(engine, requests, GREEDY, seed=1, step=1)
-                assert [sample.token_ids for sample in woken] == said[2]
+                assert [sample.token_ids.tolist() for sample in woken] == said[2]
         finally:
             engine.close()

@@ -189,7 +189,7 @@ def test_a_batch_that_cannot_be_filled_is_refused_with_figures(ranks, world_size
 
 
 def group(uid: int, n: int = N, baseline: float | None = None, version: int = 0) -> Group:
-    samples = [Sample(uid, i, [7], [-0.5], "stop", version) for i in range(n)]
+    samples = [Sample.of(uid, i, [7], [-0.5], "stop", version) for i in range(n)]
     results = [RewardResult(float(i), {"sums": float(i)}) for i in range(n)]
     return Group(uid, [3, uid], samples, results, [0.0] * n, baseline=baseline)
 
@@ -268,7 +268,7 @@ def test_weights_are_taken_once_per_version_unless_forgotten():
     collector = build(driver, Coordinator(GlooTransport()))
     sampler, requests = collector.generation.sampler, collector.generation.requests(collector.prompts.next(4))
 
-    def samples() -> list[list[Sample]]:
+    def samples() -> list[Sample]:
         return sampler.generate(requests, version=3, step=3)
 
     first = samples()

@@ -34,7 +34,7 @@ from rlhf.errors import UserError
 from rlhf.rollout import EmbeddedEngine, Request, Sample, SamplingParams, build_embedded_engine, check_lengths, decoding
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.weight_digest import WeightsNotHeld
-from tests.support.sampled import sampled
+from tests.support.sampled import asking, sampled
 
 EOS = 1
 SIZES: dict[str, Any] = {
@@ -101,16 +101,16 @@ def prompts(count: int, longest: int = 12, seed: int = 0) -> list[Request]:
 
 def reference_log_probs(model: Any, request: Request, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
     """The log-probs of a response from one full forward pass without cache or padding."""
-    ids = torch.tensor([request.token_ids + sample.token_ids])
+    ids = torch.tensor([request.token_ids + sample.token_ids.tolist()])
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0, len(request.token_ids) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
 
 
 def assert_same(left: list[Sample], right: list[Sample]) -> None:
     """Equal samples, log-probs up to the rounding of other batch shapes."""
     for a, b in zip(left, right, strict=True):
-        assert dataclasses.replace(a, log_probs=[]) == dataclasses.replace(b, log_probs=[])
+        assert dataclasses.replace(a, log_probs=b.log_probs) == b
         torch.testing.assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), rtol=1e-5, atol=1e-5)
 
 
@@ -126,7 +126,7 @@ def test_greedy_equals_transformers_generate(family: str, tokenizer: PreTrainedT
         expected = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
         )[0, ids.shape[1] :].tolist()
-        assert sample.token_ids == expected
+        assert sample.token_ids.tolist() == expected
         assert sample.finish_reason == ("stop" if expected[-1] == EOS else "length")
         reference = reference_log_probs(model, request, sample)
         torch.testing.assert_close(torch.tensor(sample.log_probs), reference, rtol=1e-5, atol=1e-5)
@@ -138,8 +138,8 @@ def penalised_log_probs(model: Any, request: Request, sample: Sample, params: Sa
     if params.temperature:
         warpers += [TemperatureLogitsWarper(params.temperature), MinPLogitsWarper(params.min_p)]
     found = []
-    for position, token in enumerate(sample.token_ids):
-        ids = torch.tensor([request.token_ids + sample.token_ids[:position]])
+    for position, token in enumerate(sample.token_ids.tolist()):
+        ids = torch.tensor([request.token_ids + sample.token_ids.tolist()[:position]])
         with torch.no_grad():
             logits = model(input_ids=ids).logits[:, -1]
         found.append(LogitsProcessorList(warpers)(ids, logits).log_softmax(-1)[0, token].item())
@@ -162,22 +162,22 @@ def test_a_repetition_penalty_is_that_of_transformers_generate(tokenizer: PreTra
             pad_token_id=0,
             repetition_penalty=1.5,
         )
-        assert sample.token_ids == expected[0, ids.shape[1] :].tolist()
-        assert sample.log_probs == pytest.approx(penalised_log_probs(model, request, sample, params), abs=1e-5)
+        assert sample.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
+        assert sample.log_probs.tolist() == pytest.approx(penalised_log_probs(model, request, sample, params), abs=1e-5)
     plain = sampled(engine, requests, dataclasses.replace(params, repetition_penalty=1.0), seed=0, step=0)
-    assert [s.token_ids for s in plain] != [s.token_ids for s in greedy]
+    assert [s.token_ids.tolist() for s in plain] != [s.token_ids.tolist() for s in greedy]
 
 
 def test_a_penalty_follows_its_sample_whatever_the_batch(tokenizer: PreTrainedTokenizerFast) -> None:
     model, requests = make_model(FAMILIES["llama"]), prompts(5, longest=20)
-    params = SamplingParams(n=3, max_tokens=40, temperature=1.3, min_p=0.05, repetition_penalty=1.3)
-    whole = sampled(EmbeddedEngine(model, tokenizer, 256), requests, params, seed=1, step=2)
+    params = SamplingParams(max_tokens=40, temperature=1.3, min_p=0.05, repetition_penalty=1.3)
+    whole = sampled(EmbeddedEngine(model, tokenizer, 256), requests, params, 3, seed=1, step=2)
     assert {s.finish_reason for s in whole} == {"stop", "length"}
     for width in (1, 4):
-        assert_same(whole, sampled(EmbeddedEngine(model, tokenizer, width), requests, params, seed=1, step=2))
+        assert_same(whole, sampled(EmbeddedEngine(model, tokenizer, width), requests, params, 3, seed=1, step=2))
     for i, sample in enumerate(whole[:6]):
         expected = penalised_log_probs(model, requests[i // 3], sample, params)
-        assert sample.log_probs == pytest.approx(expected, abs=1e-5)
+        assert sample.log_probs.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -185,8 +185,8 @@ def test_a_penalty_follows_its_sample_whatever_the_batch(tokenizer: PreTrainedTo
 def test_log_probs_equal_a_full_forward_pass(family: str, attention: str, tokenizer: PreTrainedTokenizerFast) -> None:
     model = make_model(FAMILIES[family], attention)
     requests = prompts(5)
-    params = SamplingParams(n=3, temperature=1.5, max_tokens=24)
-    samples = sampled(EmbeddedEngine(model, tokenizer, 6), requests, params, seed=3, step=4)
+    params = SamplingParams(temperature=1.5, max_tokens=24)
+    samples = sampled(EmbeddedEngine(model, tokenizer, 6), requests, params, 3, seed=3, step=4)
     assert [(s.uid, s.sample) for s in samples] == [(r.uid, i) for r in requests for i in range(3)]
     for i, sample in enumerate(samples):
         reference = reference_log_probs(model, requests[i // 3], sample, 1.5)
@@ -196,26 +196,25 @@ def test_log_probs_equal_a_full_forward_pass(family: str, attention: str, tokeni
 def test_requests_that_are_sampled_otherwise_share_no_batch(tokenizer: PreTrainedTokenizerFast) -> None:
     engine, drawn, greedy = (
         EmbeddedEngine(make_model(FAMILIES["llama"]), tokenizer, 6),
-        SamplingParams(n=3, max_tokens=12),
+        SamplingParams(max_tokens=12),
         SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
     )
-    requests = prompts(4)
-    mixed = [replace(request, params=params) for request in requests for params in (drawn, greedy)]
+    mixed = [one for prompt in prompts(4) for one in asking([prompt], drawn, 3) + asking([prompt], greedy)]
     answers = engine.generate(mixed, seed=3, step=4)
     # To the bit: the same batches as when they are asked for one after the other.
-    assert answers[::2] == engine.generate(mixed[::2], seed=3, step=4)
-    assert answers[1::2] == engine.generate(mixed[1::2], seed=3, step=4)
-    assert [[sample.sample for sample in samples] for samples in answers] == [[0, 1, 2], [0]] * 4
+    for params in (drawn, greedy):
+        alike = [place for place, request in enumerate(mixed) if request.params == params]
+        assert [answers[i] for i in alike] == engine.generate([mixed[i] for i in alike], seed=3, step=4)
+    assert [sample.sample for sample in answers] == [0, 1, 2, 0] * 4
 
 
 def test_finished_samples_are_counted(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, int, int]] = []
     monkeypatch.setattr(events, "_followers", [lambda *report: told.append(report)])
     engine = EmbeddedEngine(make_model(FAMILIES["llama"]), tokenizer, 6)
-    requests = [replace(request, params=SamplingParams(n=3, max_tokens=12)) for request in prompts(4)]
-    samples = sampled(engine, requests, requests[0].params, seed=3, step=4)
+    samples = sampled(engine, prompts(4), SamplingParams(max_tokens=12), 3, seed=3, step=4)
     assert told[-1] == (events.GENERATING, 12, 12)
-    assert len(told) <= len({len(sample.token_ids) for sample in samples}) * 2, "told of samples, not of tokens"
+    assert len(told) <= len({len(sample) for sample in samples}) * 2, "told of samples, not of tokens"
     assert [done for _, done, _ in told] == sorted({done for _, done, _ in told})
 
 
@@ -225,18 +224,18 @@ def test_samples_do_not_depend_on_batch_order_or_width(
 ) -> None:
     model = make_model(FAMILIES[family])
     requests = prompts(4, longest=20)
-    params = SamplingParams(n=4, max_tokens=max_tokens)
-    whole = sampled(EmbeddedEngine(model, tokenizer, 256), requests, params, seed=1, step=2)
+    params = SamplingParams(max_tokens=max_tokens)
+    whole = sampled(EmbeddedEngine(model, tokenizer, 256), requests, params, 4, seed=1, step=2)
     assert {s.finish_reason for s in whole} == {"stop", "length"}
     for width in (1, 5):
-        assert_same(whole, sampled(EmbeddedEngine(model, tokenizer, width), requests, params, seed=1, step=2))
+        assert_same(whole, sampled(EmbeddedEngine(model, tokenizer, width), requests, params, 4, seed=1, step=2))
     engine = EmbeddedEngine(model, tokenizer, 8)
-    split = [s for r in requests for s in sampled(engine, [r], params, seed=1, step=2)]
+    split = [s for r in requests for s in sampled(engine, [r], params, 4, seed=1, step=2)]
     assert_same(whole, split)
-    backwards = sampled(engine, requests[::-1], params, seed=1, step=2)
+    backwards = sampled(engine, requests[::-1], params, 4, seed=1, step=2)
     assert_same(whole, sorted(backwards, key=lambda s: (s.uid, s.sample)))
     monkeypatch.setattr(decoding, "PREFILL_TOKENS", 50)
-    assert_same(whole, sampled(EmbeddedEngine(model, tokenizer, 256), requests, params, seed=1, step=2))
+    assert_same(whole, sampled(EmbeddedEngine(model, tokenizer, 256), requests, params, 4, seed=1, step=2))
 
 
 def test_each_prompt_is_prefilled_once_and_finished_samples_leave(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -246,21 +245,21 @@ def test_each_prompt_is_prefilled_once_and_finished_samples_leave(tokenizer: Pre
         lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     requests = [Request(i, [2 + i] * 7) for i in range(6)]
-    samples = sampled(EmbeddedEngine(model, tokenizer, 8), requests, SamplingParams(n=4, max_tokens=60), seed=0, step=0)
+    samples = sampled(EmbeddedEngine(model, tokenizer, 8), requests, SamplingParams(max_tokens=60), 4, seed=0, step=0)
     assert sum(rows for rows, length in shapes if length > 1) == len(requests)
     decoded = sum(rows for rows, length in shapes if length == 1)
     # The token drawn from the prefill needs no decoding, and no finished sample is fed through the model again.
-    assert decoded == sum(len(s.token_ids) - 1 for s in samples)
+    assert decoded == sum(len(s) - 1 for s in samples)
 
 
 def test_the_same_call_is_bit_identical_and_other_coordinates_differ(tokenizer: PreTrainedTokenizerFast) -> None:
     engine = EmbeddedEngine(make_model(FAMILIES["qwen3"]), tokenizer, 10)
-    requests, params = prompts(6), SamplingParams(n=4, max_tokens=16)
-    first = sampled(engine, requests, params, seed=1, step=1)
-    assert sampled(engine, requests, params, seed=1, step=1) == first
-    assert sampled(engine, requests, params, seed=2, step=1) != first
-    assert sampled(engine, requests, params, seed=1, step=2) != first
-    assert len({tuple(s.token_ids) for s in first[:4]}) > 1
+    requests, params = prompts(6), SamplingParams(max_tokens=16)
+    first = sampled(engine, requests, params, 4, seed=1, step=1)
+    assert sampled(engine, requests, params, 4, seed=1, step=1) == first
+    assert sampled(engine, requests, params, 4, seed=2, step=1) != first
+    assert sampled(engine, requests, params, 4, seed=1, step=2) != first
+    assert len({tuple(s.token_ids.tolist()) for s in first[:4]}) > 1
 
 
 def test_a_diverged_sample_leaves_nothing_to_the_next_in_its_place() -> None:
@@ -286,15 +285,15 @@ def test_top_k_1_is_greedy(tokenizer: PreTrainedTokenizerFast) -> None:
     engine = EmbeddedEngine(make_model(FAMILIES["qwen2"]), tokenizer, 4)
     greedy = sampled(engine, prompts(4), SamplingParams(temperature=0, max_tokens=9), seed=0, step=0)
     top_1 = sampled(engine, prompts(4), SamplingParams(top_k=1, max_tokens=9), seed=0, step=0)
-    assert [s.token_ids for s in top_1] == [s.token_ids for s in greedy]
-    assert all(lp == 0 for s in top_1 for lp in s.log_probs)
+    assert [s.token_ids.tolist() for s in top_1] == [s.token_ids.tolist() for s in greedy]
+    assert all(lp == 0 for s in top_1 for lp in s.log_probs.tolist())
 
 
 def test_the_smallest_call_and_no_call(tokenizer: PreTrainedTokenizerFast) -> None:
     engine = EmbeddedEngine(make_model(FAMILIES["gpt2"]), tokenizer, 4)
     assert sampled(engine, [], SamplingParams(), seed=0, step=0) == []
     [sample] = sampled(engine, [Request(5, [3])], SamplingParams(max_tokens=1), seed=0, step=0)
-    assert (sample.uid, sample.sample, len(sample.token_ids), len(sample.log_probs)) == (5, 0, 1, 1)
+    assert (sample.uid, sample.sample, len(sample), len(sample.log_probs)) == (5, 0, 1, 1)
     with pytest.raises(ValueError, match="no tokens"):
         sampled(engine, [Request(5, [])], SamplingParams(), seed=0, step=0)
 
@@ -303,27 +302,31 @@ def test_eos_comes_from_model_and_tokenizer_and_can_be_ignored(tokenizer: PreTra
     model = make_model(FAMILIES["llama"])
     model.generation_config.eos_token_id = [5, 9]
     engine = EmbeddedEngine(model, tokenizer, 64)
-    params = SamplingParams(n=20, temperature=5.0, max_tokens=60)
-    samples = sampled(engine, prompts(3), params, seed=0, step=0)
+    params = SamplingParams(temperature=5.0, max_tokens=60)
+    samples = sampled(engine, prompts(3), params, 20, seed=0, step=0)
     stopped = [s for s in samples if s.finish_reason == "stop"]
-    assert {s.token_ids[-1] for s in stopped} == {EOS, 5, 9}
-    assert all(not {EOS, 5, 9} & set(s.token_ids[:-1]) for s in samples)
-    ignoring = sampled(engine, prompts(3), dataclasses.replace(params, ignore_eos=True), seed=0, step=0)
-    assert all(len(s.token_ids) == 60 and s.finish_reason == "length" for s in ignoring)
-    assert all(long.token_ids[: len(s.token_ids)] == s.token_ids for s, long in zip(samples, ignoring, strict=True))
+    assert {s.token_ids.tolist()[-1] for s in stopped} == {EOS, 5, 9}
+    assert all(not {EOS, 5, 9} & set(s.token_ids.tolist()[:-1]) for s in samples)
+    ignoring = sampled(engine, prompts(3), dataclasses.replace(params, ignore_eos=True), 20, seed=0, step=0)
+    assert all(len(s) == 60 and s.finish_reason == "length" for s in ignoring)
+    assert all(
+        long.token_ids.tolist()[: len(s)] == s.token_ids.tolist() for s, long in zip(samples, ignoring, strict=True)
+    )
 
 
 def test_stop_strings_over_several_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     engine = EmbeddedEngine(make_model(FAMILIES["llama"]), tokenizer, 16)
-    params = SamplingParams(n=16, temperature=3.0, max_tokens=40, ignore_eos=True)
-    free = sampled(engine, prompts(4), params, seed=0, step=0)
-    text = tokenizer.decode(free[0].token_ids)
+    params = SamplingParams(temperature=3.0, max_tokens=40, ignore_eos=True)
+    free = sampled(engine, prompts(4), params, 16, seed=0, step=0)
+    text = tokenizer.decode(free[0].token_ids.tolist())
     stop = (text[5:9], text[30:33])
-    samples = sampled(engine, prompts(4), dataclasses.replace(params, stop=stop), seed=0, step=0)
+    samples = sampled(engine, prompts(4), dataclasses.replace(params, stop=stop), 16, seed=0, step=0)
     stopped = 0
     for unstopped, sample in zip(free, samples, strict=True):
-        ends = [i + 1 for i in range(40) if any(s in tokenizer.decode(unstopped.token_ids[: i + 1]) for s in stop)]
-        assert sample.token_ids == unstopped.token_ids[: ends[0] if ends else 40]
+        ends = [
+            i + 1 for i in range(40) if any(s in tokenizer.decode(unstopped.token_ids.tolist()[: i + 1]) for s in stop)
+        ]
+        assert sample.token_ids.tolist() == unstopped.token_ids.tolist()[: ends[0] if ends else 40]
         assert sample.finish_reason == ("stop" if ends else "length")
         stopped += bool(ends)
     assert 0 < stopped < len(samples)
@@ -332,14 +335,14 @@ def test_stop_strings_over_several_tokens(tokenizer: PreTrainedTokenizerFast) ->
 def test_update_weights(tokenizer: PreTrainedTokenizerFast) -> None:
     policy, other = make_model(FAMILIES["qwen2"]), make_model(FAMILIES["qwen2"], seed=1)
     engine = build_embedded_engine(policy, tokenizer, RolloutConfig(max_num_seqs=8))
-    requests, params = prompts(4), SamplingParams(n=2, max_tokens=10)
-    before = sampled(engine, requests, params, seed=0, step=0)
-    assert before == sampled(EmbeddedEngine(policy, tokenizer, 8), requests, params, seed=0, step=0)
+    requests, params = prompts(4), SamplingParams(max_tokens=10)
+    before = sampled(engine, requests, params, 2, seed=0, step=0)
+    assert before == sampled(EmbeddedEngine(policy, tokenizer, 8), requests, params, 2, seed=0, step=0)
     engine.update_weights(other.named_parameters, 3)
-    after = sampled(engine, requests, params, seed=0, step=0)
+    after = sampled(engine, requests, params, 2, seed=0, step=0)
     assert after != before
-    expected = sampled(EmbeddedEngine(other, tokenizer, 8), requests, params, seed=0, step=0)
-    assert after == [replace(sample, version=3) for sample in expected]
+    expected = sampled(EmbeddedEngine(other, tokenizer, 8), requests, params, 2, seed=0, step=0)
+    assert after == [replace(sample, versions=((3, len(sample)),)) for sample in expected]
 
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
         engine.update_weights(lambda: ((n, p) for n, p in other.named_parameters() if n != "model.norm.weight"), 4)
@@ -391,7 +394,7 @@ def test_the_engine_owns_a_copy_in_its_dtype(tokenizer: PreTrainedTokenizerFast)
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
     assert engine.model.model.rotary_emb.inv_freq.dtype == torch.float32
-    samples = sampled(engine, prompts(3), SamplingParams(n=2, max_tokens=8), seed=0, step=0)
+    samples = sampled(engine, prompts(3), SamplingParams(max_tokens=8), 2, seed=0, step=0)
     assert len(samples) == 6
 
 

@@ -43,8 +43,8 @@ class Counted:
         self.updates += 1
         self._engine.update_weights(weights, version)
 
-    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[list[Sample]]:
-        self.generated += sum(request.params.n for request in requests)
+    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
+        self.generated += len(requests)
         return self._engine.generate(requests, seed=seed, step=step)
 
     def sleep(self) -> bool:

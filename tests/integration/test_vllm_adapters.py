@@ -27,7 +27,7 @@ from tests.support.tiny_models import tiny_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 LORA = LoraConfig(enabled=True, rank=4, alpha=12.0, use_rslora=True)
-GREEDY = SamplingParams(n=1, temperature=0.0, max_tokens=24)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 
 class Served:
@@ -96,10 +96,10 @@ def test_samples_are_those_of_the_merged_model_and_the_base_comes_once(served):
         embedded = build_embedded_engine(merged, served.tokenizer, RolloutConfig())
         found = sampled(served.engine, prompts, GREEDY, seed=1, step=2)
         expected = sampled(embedded, prompts, GREEDY, seed=1, step=2)
-        assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
+        assert [sample.token_ids.tolist() for sample in found] == [sample.token_ids.tolist() for sample in expected]
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=0, atol=1e-3)
-        seen.append([sample.log_probs for sample in found])
+        seen.append([sample.log_probs.tolist() for sample in found])
         served.move(1.0)
     assert seen[0] != seen[1]
     assert served.bases == 1

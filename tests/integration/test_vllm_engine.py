@@ -40,8 +40,8 @@ pytestmark = [
     pytest.mark.slow,
 ]
 CPU = torch.device("cpu")
-GREEDY = SamplingParams(n=2, temperature=0.0, max_tokens=24)
-RANDOM = SamplingParams(n=3, temperature=1.5, max_tokens=24)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+RANDOM = SamplingParams(temperature=1.5, max_tokens=24)
 
 
 def policy(name: str) -> Any:
@@ -116,14 +116,14 @@ class Pair:
             # Blocks that prompts of a test can fill.
             self.vllm = build(self.model, self.tokenizer, engine_kwargs=EngineKwargsConfig({"block_size": 32}))
             self.vllm.update_weights(self.model.named_parameters, 3)
-            sampled(self.vllm, self.requests, RANDOM, seed=9, step=9)
+            sampled(self.vllm, self.requests, RANDOM, 3, seed=9, step=9)
             self.changed = {name for name, value in process().items() if value != before[name]}
         finally:
             torch.use_deterministic_algorithms(False)
         self.embedded = build_embedded_engine(self.model, self.tokenizer, RolloutConfig())
 
     def sampled(self, params: SamplingParams, seed: int = 1, step: int = 2) -> list[Sample]:
-        return sampled(self.vllm, self.requests, params, seed=seed, step=step)
+        return sampled(self.vllm, self.requests, params, 3 if params.temperature else 2, seed=seed, step=step)
 
 
 @pytest.fixture(scope="module")
@@ -159,13 +159,13 @@ def test_the_process_is_left_as_it_was(pair: Pair):
 
 
 def test_greedy_is_what_the_embedded_engine_says(pair: Pair):
-    expected = sampled(pair.embedded, pair.requests, GREEDY, seed=1, step=2)
+    expected = sampled(pair.embedded, pair.requests, GREEDY, 2, seed=1, step=2)
     got = pair.sampled(GREEDY)
-    assert [(s.uid, s.sample, s.token_ids, s.finish_reason) for s in got] == [
-        (s.uid, s.sample, s.token_ids, s.finish_reason) for s in expected
+    assert [(s.uid, s.sample, s.token_ids.tolist(), s.finish_reason) for s in got] == [
+        (s.uid, s.sample, s.token_ids.tolist(), s.finish_reason) for s in expected
     ]
     assert {s.version for s in got} == {3}
-    assert len({tuple(s.token_ids) for s in got}) > 4
+    assert len({tuple(s.token_ids.tolist()) for s in got}) > 4
     for ours, theirs in zip(expected, got, strict=True):
         np.testing.assert_allclose(theirs.log_probs, ours.log_probs, atol=1e-4)
 
@@ -184,7 +184,7 @@ def test_log_probs_are_those_of_what_was_sampled_from(pair: Pair, params: Sampli
     prompts = {r.uid: r.token_ids for r in pair.requests}
     worst = 0.0
     for sample in pair.sampled(params):
-        expected = log_probs(pair.model, prompts[sample.uid], sample.token_ids, params)
+        expected = log_probs(pair.model, prompts[sample.uid], sample.token_ids.tolist(), params)
         worst = max(worst, (expected - torch.tensor(sample.log_probs)).abs().max().item())
     logging.getLogger(__name__).info("the largest difference of a log-prob from transformers' is %.2g", worst)
     assert worst < 1e-4
@@ -193,20 +193,24 @@ def test_log_probs_are_those_of_what_was_sampled_from(pair: Pair, params: Sampli
 def test_samples_are_a_function_of_their_coordinates(pair: Pair):
     first = pair.sampled(RANDOM)
     assert [(s.uid, s.sample) for s in first] == [(r.uid, i) for r in pair.requests for i in range(3)]
-    tokens = {(s.uid, s.sample): s.token_ids for s in first}
+    tokens = {(s.uid, s.sample): s.token_ids.tolist() for s in first}
     assert len({tuple(ids) for ids in tokens.values()}) > len(pair.requests)
-    alone = [s for r in reversed(pair.requests) for s in sampled(pair.vllm, [r], replace(RANDOM, n=2), seed=1, step=2)]
-    assert {(s.uid, s.sample): s.token_ids for s in alone} == {key: ids for key, ids in tokens.items() if key[1] < 2}
+    alone = [s for r in reversed(pair.requests) for s in sampled(pair.vllm, [r], RANDOM, 2, seed=1, step=2)]
+    assert {(s.uid, s.sample): s.token_ids.tolist() for s in alone} == {
+        key: ids for key, ids in tokens.items() if key[1] < 2
+    }
     for changed in ({"seed": 2}, {"step": 3}):
-        assert [s.token_ids for s in pair.sampled(RANDOM, **changed)] != [s.token_ids for s in first]
+        assert [s.token_ids.tolist() for s in pair.sampled(RANDOM, **changed)] != [s.token_ids.tolist() for s in first]
     renamed = [replace(r, uid=r.uid + 50) for r in pair.requests]
-    assert [s.token_ids for s in sampled(pair.vllm, renamed, RANDOM, seed=1, step=2)] != list(tokens.values())
+    assert [s.token_ids.tolist() for s in sampled(pair.vllm, renamed, RANDOM, 3, seed=1, step=2)] != list(
+        tokens.values()
+    )
 
 
 def test_finished_samples_are_counted(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     told: list[tuple[str, int, int]] = []
     monkeypatch.setattr(events, "_followers", [lambda *report: told.append(report)])
-    sampled(pair.vllm, pair.requests, RANDOM, seed=1, step=2)
+    sampled(pair.vllm, pair.requests, RANDOM, 3, seed=1, step=2)
     total = 3 * len(pair.requests)
     assert told[-1] == (events.GENERATING, total, total)
     assert [done for _, done, _ in told] == sorted({done for _, done, _ in told})
@@ -214,13 +218,13 @@ def test_finished_samples_are_counted(pair: Pair, monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_of_earlier_calls_matters_to_the_bit(pair: Pair):
     def again() -> list[Sample]:
-        return sampled(pair.vllm, prompts, replace(RANDOM, n=1, max_tokens=12), seed=1, step=2)
+        return sampled(pair.vllm, prompts, replace(RANDOM, max_tokens=12), seed=1, step=2)
 
     prompts = [replace(r, token_ids=r.token_ids * 2) for r in pair.requests]
     first = again()
     # Prompts that begin as those do: blocks of theirs are in the cache then.
     longer = [replace(r, token_ids=r.token_ids + r.token_ids[:9]) for r in prompts[::2]]
-    sampled(pair.vllm, longer, replace(RANDOM, n=1, max_tokens=20), seed=4, step=1)
+    sampled(pair.vllm, longer, replace(RANDOM, max_tokens=20), seed=4, step=1)
     assert again() == first
     pair.vllm.update_weights(pair.model.named_parameters, 3)
     assert again() == first
@@ -228,22 +232,22 @@ def test_nothing_of_earlier_calls_matters_to_the_bit(pair: Pair):
 
 def test_what_ends_a_sample(pair: Pair):
     forever = pair.sampled(replace(RANDOM, ignore_eos=True))
-    assert {(len(s.token_ids), s.finish_reason) for s in forever} == {(24, "length")}
+    assert {(len(s), s.finish_reason) for s in forever} == {(24, "length")}
     short = pair.sampled(replace(RANDOM, ignore_eos=True, stop=("5", "e")))
     stopped = [s for s in short if s.finish_reason == "stop"]
     assert stopped
     for sample in short:
-        text = pair.tokenizer.decode(sample.token_ids, skip_special_tokens=False)
-        at_the_end = any(ending in pair.tokenizer.decode(sample.token_ids[-1:]) for ending in "5e")
+        text = pair.tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=False)
+        at_the_end = any(ending in pair.tokenizer.decode(sample.token_ids.tolist()[-1:]) for ending in "5e")
         assert at_the_end == (sample.finish_reason == "stop"), text
 
 
 def test_prompts_that_cannot_be(pair: Pair):
     with pytest.raises(UserError, match=r"data\.max_prompt_length"):
-        sampled(pair.vllm, [Request(1, [7] * 100)], RANDOM, seed=1, step=1)
+        sampled(pair.vllm, [Request(1, [7] * 100)], RANDOM, 3, seed=1, step=1)
     with pytest.raises(ValueError, match="a prompt has no tokens"):
-        sampled(pair.vllm, [Request(1, [])], RANDOM, seed=1, step=1)
-    assert sampled(pair.vllm, [], RANDOM, seed=1, step=1) == []
+        sampled(pair.vllm, [Request(1, [])], RANDOM, 3, seed=1, step=1)
+    assert sampled(pair.vllm, [], RANDOM, 3, seed=1, step=1) == []
 
 
 def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp_path: Path):
@@ -269,7 +273,7 @@ def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp
     after = pair.sampled(GREEDY)
     pair.vllm.update_weights(pair.model.named_parameters, 3)
     assert {s.version for s in after} == {4}
-    assert [s.token_ids for s in after] != [s.token_ids for s in before]
+    assert [s.token_ids.tolist() for s in after] != [s.token_ids.tolist() for s in before]
 
     with ProcessState(ENVIRONMENT, compiles=False).entered():
         from vllm import LLM
@@ -289,10 +293,10 @@ def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp
         wanted = VllmSamplingParams(temperature=0.0, max_tokens=24, detokenize=False)
         prompts = [{"prompt_token_ids": r.token_ids} for r in pair.requests]
         outputs = fresh.generate(prompts, wanted, use_tqdm=False)
-    assert [s.token_ids for s in after[::2]] == [list(o.outputs[0].token_ids) for o in outputs]
+    assert [s.token_ids.tolist() for s in after[::2]] == [list(o.outputs[0].token_ids) for o in outputs]
     embedded = build_embedded_engine(trained, pair.tokenizer, RolloutConfig())
-    expected = sampled(embedded, pair.requests, GREEDY, seed=1, step=2)
-    assert [s.token_ids for s in after] == [s.token_ids for s in expected]
+    expected = sampled(embedded, pair.requests, GREEDY, 2, seed=1, step=2)
+    assert [s.token_ids.tolist() for s in after] == [s.token_ids.tolist() for s in expected]
 
 
 KEPT = "still the old ones in the engine: "
@@ -375,8 +379,8 @@ def test_structure_arguments_of_vllm_and_weights_that_do_not_fit(rank: None):
         build(model, tokenizer, engine_kwargs=EngineKwargsConfig({"quantization": "none such"}))
     engine = build(model, tokenizer, structured_outputs={"choice": ["12", "345"]}, engine_kwargs=settings)
     engine.update_weights(model.named_parameters, 2)
-    said = sampled(engine, requests(tokenizer, 6), RANDOM, seed=1, step=1)
-    texts = {tokenizer.decode(s.token_ids, skip_special_tokens=True) for s in said}
+    said = sampled(engine, requests(tokenizer, 6), RANDOM, 3, seed=1, step=1)
+    texts = {tokenizer.decode(s.token_ids.tolist(), skip_special_tokens=True) for s in said}
     assert texts == {"12", "345"}
     assert engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens == 333
 
@@ -415,10 +419,10 @@ def experts_beside_the_embedded_engine() -> list[tuple[Any, Any, float]]:
         engine.update_weights(model.named_parameters, version)
         assert engine._check_weights._computed == set()
         plain = build_embedded_engine(model, tokenizer, RolloutConfig())
-        said, expected = (sampled(e, requests(tokenizer), GREEDY, seed=1, step=1) for e in (engine, plain))
+        said, expected = (sampled(e, requests(tokenizer), GREEDY, 2, seed=1, step=1) for e in (engine, plain))
         pairs = zip(said, expected, strict=True)
         apart = max(float((torch.tensor(a.log_probs) - torch.tensor(b.log_probs)).abs().max()) for a, b in pairs)
-        found.append(([s.token_ids for s in said], [s.token_ids for s in expected], apart))
+        found.append(([s.token_ids.tolist() for s in said], [s.token_ids.tolist() for s in expected], apart))
         shaken(model, 0.4)
     engine.close()
     return found
@@ -449,16 +453,16 @@ def on_two_ranks(backend_name: str, tensor_parallel: int, folder: Path) -> dict[
     )
     engine.update_weights(backend.full_tensors, 1)
     own = requests(tokenizer)[dist.get_rank() :: 2]
-    both = sampled(engine, own, GREEDY, seed=1, step=1) + sampled(engine, own, RANDOM, seed=1, step=1)
-    one = sampled(engine, own if dist.get_rank() else [], RANDOM, seed=1, step=1)
+    both = sampled(engine, own, GREEDY, 2, seed=1, step=1) + sampled(engine, own, RANDOM, 3, seed=1, step=1)
+    one = sampled(engine, own if dist.get_rank() else [], RANDOM, 3, seed=1, step=1)
     scratch = engine._scratch.folder
     here = [path.name for path in scratch.iterdir()]
     engine.close()
     return {
         "sockets": here,
         "scratch": str(scratch),
-        "both": [(s.uid, s.sample, s.token_ids) for s in both],
-        "one": [(s.uid, s.sample, s.token_ids) for s in one],
+        "both": [(s.uid, s.sample, s.token_ids.tolist()) for s in both],
+        "one": [(s.uid, s.sample, s.token_ids.tolist()) for s in one],
     }
 
 
@@ -484,7 +488,7 @@ def test_on_two_ranks_each_gets_its_own(function, tmp_path):
     for rank, result in enumerate(results):
         own = requests(tokenizer)[rank::2]
         greedy, drawn = result["both"][: 2 * len(own)], result["both"][2 * len(own) :]
-        expected = sampled(embedded, own, GREEDY, seed=1, step=1)
-        assert greedy == [(s.uid, s.sample, s.token_ids) for s in expected]
+        expected = sampled(embedded, own, GREEDY, 2, seed=1, step=1)
+        assert greedy == [(s.uid, s.sample, s.token_ids.tolist()) for s in expected]
         assert [(uid, sample) for uid, sample, _ in drawn] == [(r.uid, i) for r in own for i in range(3)]
         assert result["one"] == (drawn if rank else [])

@@ -71,7 +71,7 @@ def embedded(model: PreTrainedModel) -> list[list[int]]:
     engine = build_embedded_engine(model, AutoTokenizer.from_pretrained(TINY_POLICY), RolloutConfig())
     greedy = SamplingParams(temperature=0, max_tokens=RESPONSE, ignore_eos=True)
     samples = sampled(engine, [Request(i, ids) for i, ids in enumerate(prompts())], greedy, seed=0, step=0)
-    return [sample.token_ids for sample in samples]
+    return [sample.token_ids.tolist() for sample in samples]
 
 
 class Server:

@@ -112,7 +112,7 @@ def test_a_mini_batch_without_a_token_is_a_step_that_is_told_and_says_nothing_of
 
 def test_truncated_is_what_the_limit_cut_off() -> None:
     """One that ends with its last token at the limit is whole."""
-    samples = [Sample(7, 0, [3, 4, 1], [-1.0] * 3, "stop"), Sample(7, 1, [3, 4, 5], [-1.0] * 3, "length")]
+    samples = [Sample.of(7, 0, [3, 4, 1], [-1.0] * 3, "stop"), Sample.of(7, 1, [3, 4, 5], [-1.0] * 3, "length")]
     group = Group(7, [2, 2], samples, [RewardResult(1.0, {"f": 1.0}), RewardResult(0.0, {"f": 0.0})], [0.0, 0.0], None)
     made = collate([group], 0, 0, torch.device("cpu"))
     assert made.truncated is not None

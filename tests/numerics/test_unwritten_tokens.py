@@ -152,5 +152,5 @@ def test_the_overlong_punishment_counts_written_tokens():
     generation.params = SamplingParams(max_tokens=6)
     generation.overlong_buffer = OverlongBufferConfig(enable=True, len=2, penalty_factor=1.0)
     lengths = [(6, ()), (6, ((0, 1),)), (6, ((0, 2),)), (4, ())]
-    samples = [Sample(0, 0, [1] * n, [0.0] * n, "stop", 0, spans) for n, spans in lengths]
+    samples = [Sample.of(0, 0, [1] * n, [0.0] * n, "stop", 0, spans) for n, spans in lengths]
     assert generation._penalties(samples) == [-1.0, -0.5, 0.0, 0.0]

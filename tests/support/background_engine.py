@@ -18,7 +18,7 @@ class BackgroundThread:
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine, self._pool, self.dtype = engine, ThreadPoolExecutor(1), engine.dtype
-        self._running: Future[list[list[Sample]]] | None = None
+        self._running: Future[list[Sample]] | None = None
         self.gate, self.loses, self.begun = Event(), False, 0
         self.gate.set()
 
@@ -31,7 +31,7 @@ class BackgroundThread:
         self._weights = weights
         self._engine.update_weights(weights, version)
 
-    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[list[Sample]]:
+    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
         assert self._running is None
         return self._engine.generate(requests, seed=seed, step=step)
 
@@ -40,17 +40,14 @@ class BackgroundThread:
         self._again, self._lost, self.begun = (requests, seed, step), self.loses, self.begun + 1
         self._running = self._pool.submit(self._samples, requests, seed, step)
 
-    def finish(self, version: int) -> list[list[Sample]]:
+    def finish(self, version: int) -> list[Sample]:
         assert self._running is not None
         samples, self._running = self._running.result(DEADLINE_S), None
         if not self._lost:
             return samples
         self._engine.update_weights(self._weights, version)
         anew = self._samples(*self._again)
-        return [
-            [b if b.sample % 2 else a for a, b in zip(*of_request, strict=True)]
-            for of_request in zip(samples, anew, strict=True)
-        ]
+        return [b if b.sample % 2 else a for a, b in zip(samples, anew, strict=True)]
 
     def sleep(self) -> bool:
         assert self._running is None
@@ -63,6 +60,6 @@ class BackgroundThread:
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _samples(self, requests: Sequence[Request], seed: int, step: int) -> list[list[Sample]]:
+    def _samples(self, requests: Sequence[Request], seed: int, step: int) -> list[Sample]:
         assert self.gate.wait(DEADLINE_S)
         return self._engine.generate(requests, seed=seed, step=step)

@@ -105,7 +105,8 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
     engine = BackgroundThread(embedded) if chosen["ahead"] else embedded
     generation = Generation(
         PolicySampler(engine, DriftingPolicy(driver), SEED),  # type: ignore[arg-type]
-        SamplingParams(n=chosen["n"], temperature=1.4, max_tokens=LONGEST),
+        SamplingParams(temperature=1.4, max_tokens=LONGEST),
+        chosen["n"],
         chosen["greedy"],
         Reward([Term("sums", WEIGHT, Sums(), FailurePolicy("sums", reward))]),
         chosen["overlong"],
@@ -188,30 +189,30 @@ def plain_group(
 ) -> dict[str, Any]:
     """One prompt, sampled and scored by itself."""
 
-    def sampled(params: SamplingParams) -> list[Sample]:
-        request = Request(drawn.uid, drawn.prompt.token_ids, params)
-        return parts.generation.sampler.generate([request], version=version, step=step)[0]
+    def sampled(params: SamplingParams, n: int) -> list[Sample]:
+        requests = [Request(drawn.uid, drawn.prompt.token_ids, params, number) for number in range(n)]
+        return parts.generation.sampler.generate(requests, version=version, step=step)
 
     def score(sample: Sample) -> Score:
-        text = parts.generation.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        text = parts.generation.tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
         return Sums().judge(text, drawn.prompt.ground_truth)
 
     def penalty(sample: Sample) -> float:
         if not chosen["overlong"].enable:
             return 0.0
         # Lengths up to 5 - 3 go unpunished; 5 costs 0.6.
-        return -0.2 * max(0, len(sample.token_ids) - 2)
+        return -0.2 * max(0, len(sample) - 2)
 
-    samples = sampled(parts.generation.params)
+    samples = sampled(parts.generation.params, chosen["n"])
     scores = [score(sample) for sample in samples]
-    greedy = sampled(replace(parts.generation.params, n=1, temperature=0.0)) if chosen["greedy"] else []
+    greedy = sampled(replace(parts.generation.params, temperature=0.0), 1) if chosen["greedy"] else []
     counted = scores + [score(sample) for sample in greedy]
     return {
         "uid": drawn.uid,
         "version": version,
         "prompt": drawn.prompt.token_ids,
-        "responses": [sample.token_ids for sample in samples],
-        "log_probs": [sample.log_probs for sample in samples],
+        "responses": [sample.token_ids.tolist() for sample in samples],
+        "log_probs": [sample.log_probs.tolist() for sample in samples],
         "acc": [s.score for s in scores],
         "penalties": [penalty(sample) for sample in samples],
         "seq_reward": [WEIGHT * scored.score + penalty(s) for scored, s in zip(scores, samples, strict=True)],

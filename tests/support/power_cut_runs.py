@@ -289,7 +289,7 @@ class TinyRun:
 
 
 def samples_of(uid: int, step: int) -> list[Sample]:
-    return [Sample(uid, i, [7, uid, step], [-0.5, -uid / 3, -0.1], "stop") for i in range(2)]
+    return [Sample.of(uid, i, [7, uid, step], [-0.5, -uid / 3, -0.1], "stop") for i in range(2)]
 
 
 def results_of(uid: int, step: int) -> list[RewardResult]:

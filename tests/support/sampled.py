@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 from rlhf.rollout import Request, RolloutEngine, Sample, SamplingParams
 
 
-def asking(requests: Sequence[Request], params: SamplingParams) -> list[Request]:
-    """The requests with these parameters."""
-    return [replace(request, params=params) for request in requests]
+def asking(requests: Sequence[Request], params: SamplingParams, n: int = 1) -> list[Request]:
+    """Requests for `n` samples of each prompt with these parameters."""
+    return [replace(request, params=params, sample=number) for request in requests for number in range(n)]
 
 
 def sampled(
-    engine: RolloutEngine, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
+    engine: RolloutEngine, requests: Sequence[Request], params: SamplingParams, n: int = 1, *, seed: int, step: int
 ) -> list[Sample]:
-    """What the engine gives for each request with these parameters, request after request."""
-    return list(chain.from_iterable(engine.generate(asking(requests, params), seed=seed, step=step)))
+    """`n` samples of each prompt with these parameters, prompt after prompt."""
+    return engine.generate(asking(requests, params, n), seed=seed, step=step)

@@ -44,7 +44,7 @@ def random_groups(seed: int, prompts: int = 5, n: int = 3, *, baseline: bool = T
             tokens = [next(ids) for _ in range(rng.randint(1, 6))]
             log_probs = [-token / 100 for token in tokens]
             spans = ((0, 1), (2, len(tokens))) if len(tokens) > 3 else ()
-            samples.append(Sample(uid, number, tokens, log_probs, "length", VERSION - place, spans))
+            samples.append(Sample.of(uid, number, tokens, log_probs, "length", VERSION - place, spans))
         scores = [float(place * n + number) for number in range(n)]
         groups.append(group_of(uid, prompt, samples, scores, place / 4 if baseline else None))
     return groups
@@ -53,7 +53,7 @@ def random_groups(seed: int, prompts: int = 5, n: int = 3, *, baseline: bool = T
 def mask_of(sample: Sample) -> list[float]:
     """1 for each token that the policy wrote, 0 for the others."""
     observed = {place for start, end in sample.observations for place in range(start, end)}
-    return [float(place not in observed) for place in range(len(sample.token_ids))]
+    return [float(place not in observed) for place in range(len(sample))]
 
 
 def full_batch(seed: int) -> tuple[list[Group], Batch]:
@@ -69,7 +69,7 @@ def check_row(batch: Batch, row: int, number: int, groups: list[Group]) -> None:
     """Row `row` of `batch` is sample `number` of all groups, with its numbers in their places."""
     group, sample = [(group, sample) for group in groups for sample in group.samples][number]
     prompt = group.prompt_ids
-    whole, count = [*prompt, *sample.token_ids], len(sample.token_ids)
+    whole, count = [*prompt, *sample.token_ids.tolist()], len(sample)
     assert batch.input_ids[row].tolist()[: len(whole)] == whole
     assert set(batch.input_ids[row].tolist()[len(whole) :]) <= {PAD}
     assert (int(batch.prompt_lengths[row]), int(batch.response_lengths[row])) == (len(prompt), count)
@@ -152,7 +152,7 @@ def test_scores_lie_on_the_last_written_token_and_nowhere_without_one():
         group_of(
             uid,
             [1, 2],
-            [Sample(uid, 0, [5] * length, [-1.0] * length, "stop", 0, observations.get(uid, ()))],
+            [Sample.of(uid, 0, [5] * length, [-1.0] * length, "stop", 0, observations.get(uid, ()))],
             [score],
             None,
         )
@@ -176,4 +176,4 @@ def test_scores_lie_on_the_last_written_token_and_nowhere_without_one():
 @pytest.mark.parametrize("spans", [((0, 4),), ((2, 1),), ((1, 2), (0, 1)), ((-1, 2),)])
 def test_spans_that_are_not_of_the_response_are_refused(spans):
     with pytest.raises(ValueError, match="are not spans of 3 tokens"):
-        Sample(0, 0, [1, 2, 3], [-1.0] * 3, "stop", 0, spans)
+        Sample.of(0, 0, [1, 2, 3], [-1.0] * 3, "stop", 0, spans)

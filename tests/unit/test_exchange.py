@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
@@ -20,19 +21,22 @@ from rlhf.rollout.servers.server_engine import ServerEngine
 from rlhf.storage.file_parts import FilePart
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks
 
-VOCAB, HERE = 1 << 40, "127.0.0.1"
+VOCAB, HERE = (1 << 31) - 1, "127.0.0.1"
 PARAMS = [
-    SamplingParams(n=2, top_p=1 / 3, stop=("\n", "ä")),
-    SamplingParams(n=1, temperature=0, max_tokens=9),
-    SamplingParams(n=3, top_k=4, ignore_eos=True),
-    SamplingParams(min_p=0.1, repetition_penalty=1.1),
+    (2, SamplingParams(top_p=1 / 3, stop=("\n", "ä"))),
+    (1, SamplingParams(temperature=0, max_tokens=9)),
+    (3, SamplingParams(top_k=4, ignore_eos=True)),
 ]
 
 
 def requests_of(rank: int) -> list[Request]:
-    """As many as the rank's number, but rank 2 has none; with odd values."""
-    count = 0 if rank == 2 else rank + 1
-    return [Request(10 * rank + i, [rank, VOCAB - 1 - i, *range(i)], PARAMS[(rank + i) % 3]) for i in range(count)]
+    """For as many prompts as the rank's number, but rank 2 has none; with odd values, and not always from sample 0."""
+    requests = []
+    for i in range(0 if rank == 2 else rank + 1):
+        n, params = PARAMS[(rank + i) % 3]
+        prompt = [rank, VOCAB - 1 - i, *range(i)]
+        requests += [Request(10 * rank + i, prompt, params, number) for number in range(i % 2, i % 2 + n)]
+    return requests
 
 
 def answer_of(prompt: Sequence[int], number: int) -> tuple[list[int], list[float], str]:
@@ -41,15 +45,18 @@ def answer_of(prompt: Sequence[int], number: int) -> tuple[list[int], list[float
     return tokens, [-(token % 7 + 1) / 3 for token in tokens], ["stop", "length"][number % 2]
 
 
-def samples_of(request: Request) -> list[Sample]:
-    return [Sample(request.uid, n, *answer_of(request.token_ids, n), 5) for n in range(request.params.n)]
+def sample_of(request: Request) -> Sample:
+    # A server numbers its answers from 0 on.
+    first = request.sample - (request.uid % 10) % 2
+    return Sample.of(request.uid, request.sample, *answer_of(request.token_ids, first), 5)
 
 
 def observed(number: int) -> Sample:
     """A sample of `number` % 4 tokens, of which the policy wrote the second only."""
     length = number % 4
     spans = ((0, 1), (2, 3))[: length // 2 + length % 2]
-    return Sample(number, number, [7] * length, [-0.5] * length, "length", 0, spans)
+    whole = Sample.of(number, number, [7] * length, [-0.0] * length, "length", 0, spans)
+    return replace(whole, versions=((3, length // 2), (4, length)))
 
 
 class Server(ThreadingHTTPServer):
@@ -126,7 +133,7 @@ def generate(rank: int) -> tuple[bool, list[int]]:
         weights = [("fused", torch.arange(6.0).view(1, 3, 2)), ("other", torch.ones(1))]
         engine.update_weights(lambda: weights, 5)
         mine = requests_of(rank)
-        same = [repr(engine.generate(mine, seed=1, step=6)) == repr(list(map(samples_of, mine))) for _ in range(2)]
+        same = [engine.generate(mine, seed=1, step=6) == list(map(sample_of, mine)) for _ in range(2)]
         if server is not None:
             assert server.sent == [("first", [[0, 1]]), ("second", [[2, 3], [4, 5]]), ("other", [1])]
         return all(same), engine._sizes
@@ -137,7 +144,8 @@ def generate(rank: int) -> tuple[bool, list[int]]:
 def test_requests_go_to_the_leader_and_samples_to_their_rank():
     """They were pickled, and the requests of all ranks went to every rank."""
     told = run_thread_ranks(4, generate)
-    assert told == [(True, [1, 2, 0, 4]), (True, []), (True, []), (True, [])]
+    sizes = [len(requests_of(rank)) for rank in range(4)]
+    assert told == [(True, sizes), (True, []), (True, []), (True, [])]
 
 
 def exchange_in_group(rank: int, size: int) -> list[int]:
@@ -146,7 +154,7 @@ def exchange_in_group(rank: int, size: int) -> list[int]:
     group = range(first, first + size)
     gathered = gather_requests(requests_of(rank), group, group, coordinator)
     assert repr(gathered) == repr([requests_of(other) for other in group])
-    return [request.uid for of_rank in gathered for request in of_rank]
+    return sorted({request.uid for of_rank in gathered for request in of_rank})
 
 
 @pytest.mark.parametrize(
@@ -157,15 +165,11 @@ def test_requests_stay_in_their_tensor_parallel_group(size, uids):
     assert run_thread_ranks(4, exchange_in_group, size) == uids
 
 
-def hand_out(rank: int, parts: list[list[list[int]]]) -> list[list[str]]:
-    """What each request of this rank gets; the leader has the parts of all."""
-    coordinator = make_coordinator()
-    held = [[[observed(n) for n in of_request] for of_request in part] for part in parts]
-    got = hand_out_samples(held if rank == 0 else [], coordinator)
-    return [[repr(sample) for sample in of_request] for of_request in got]
+def hand_out(rank: int, parts: list[list[int]]) -> bool:
+    """Whether this rank gets its part, to the bit; the leader has the parts of all."""
+    held = [[observed(n) for n in part] for part in parts]
+    return hand_out_samples(held if rank == 0 else [], make_coordinator()) == held[rank]
 
 
-def test_requests_without_samples_and_empty_samples_keep_their_place():
-    parts = [[[1]], [], [[], [3, 4, 7], []]]
-    samples = [[[repr(observed(n)) for n in ns] for ns in part] for part in parts]
-    assert run_thread_ranks(3, hand_out, parts) == samples
+def test_ranks_without_samples_and_empty_samples():
+    assert run_thread_ranks(3, hand_out, [[1], [], [3, 4, 7]]) == [True] * 3

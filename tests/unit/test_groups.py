@@ -1,17 +1,20 @@
 """Groups on their way through a checkpoint are the same ones, and only those without a difference are without
 signal."""
 
+import json
 import math
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+import torch
 
 from rlhf.experience.groups import Group, from_tensors, to_tensors
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
 from rlhf.storage.shards import DTYPE_NAMES
 
-AWKWARD = [0.1 + 0.2, -0.0, 1e-320, -math.pi * 1e200, math.nextafter(1, 2), 2.0, 1 / 3]
+AWKWARD = [0.1 + 0.2, -0.0, 1e-320, -math.pi * 1e30, math.nextafter(1, 2), 2.0, 1 / 3]
 
 
 def group(uid: int, lengths: list[int], **more: Any) -> Group:
@@ -19,10 +22,11 @@ def group(uid: int, lengths: list[int], **more: Any) -> Group:
     samples, results = [], []
     for number, length in enumerate(lengths):
         log_probs = [AWKWARD[(uid + number + i) % len(AWKWARD)] for i in range(length)]
-        token_ids = [100 * uid + 10 * number + i for i in range(length)]
+        token_ids = [uid % 1000 + 10 * number + i for i in range(length)]
         spans = ((0, 1), (2, 3)) if length > 2 else ()
         reason = "stop" if number % 2 else "length"
-        samples.append(Sample(uid, number, token_ids, log_probs, reason, number + 3, spans))
+        whole = Sample.of(uid, number, token_ids, log_probs, reason, number + 3, spans)
+        samples.append(replace(whole, versions=((number + 3, length // 2), (number + 4, length))))
         terms = {"zweite": AWKWARD[number], "Prüfung": 1.0}
         results.append(
             RewardResult(AWKWARD[-number], terms, {"länge": length / 3}, number % 2, number % 3, {"text": ["ä", None]})
@@ -31,7 +35,7 @@ def group(uid: int, lengths: list[int], **more: Any) -> Group:
         "penalties": [-0.7 * i for i in range(len(lengths))],
         "baseline": None,
     }
-    return Group(uid, [uid] * (1 + uid % 4), samples, results, **(values | more))
+    return Group(uid, [uid % 1000] * (1 + uid % 4), samples, results, **(values | more))
 
 
 def test_the_round_trip_is_exact():
@@ -40,8 +44,38 @@ def test_the_round_trip_is_exact():
     restored = from_tensors(tensors)
     assert restored == groups
     # Equality takes 0.0 for -0.0 and ignores the order of names, which says what the first reward is.
-    assert repr(restored) == repr(groups)
+    assert [repr(group.results) for group in restored] == [repr(group.results) for group in groups]
     assert all(tensor.dtype in DTYPE_NAMES and tensor.dim() == 1 for tensor in tensors.values())
+
+
+def test_groups_of_format_7_are_read():
+    """The form of 0.1.0: prompts among the token ids, float64, all else of a sample in JSON."""
+    records = [
+        {
+            "uid": 5,
+            "baseline": 0.25,
+            "penalties": [0.0, -0.5],
+            "prompt_length": 2,
+            "response_lengths": [3, 1],
+            "finish_reasons": ["stop", "length"],
+            "versions": [4, 4],
+            "observations": [[[1, 2]], []],
+            "results": [asdict(RewardResult(score, {"f": score})) for score in (1.0, 0.0)],
+        }
+    ]
+    tensors = {
+        "token_ids": torch.tensor([8, 9, 1, 2, 3, 7]),
+        "log_probs": torch.tensor([-0.5, -0.1, -0.25, -2.0], dtype=torch.float64),
+        "records": torch.tensor(list(json.dumps(records).encode()), dtype=torch.uint8),
+    }
+    samples = [
+        Sample.of(5, 0, [1, 2, 3], [-0.5, -0.1, -0.25], "stop", 4, [(1, 2)]),
+        Sample.of(5, 1, [7], [-2.0], "length", 4),
+    ]
+    results = [RewardResult(score, {"f": score}) for score in (1.0, 0.0)]
+    expected = [Group(5, [8, 9], samples, results, [0.0, -0.5], 0.25)]
+    assert from_tensors(tensors) == expected
+    assert from_tensors({f"ahead.{name}": tensor for name, tensor in tensors.items()}, "ahead.") == expected
 
 
 def test_no_groups_are_no_tensors():
@@ -52,7 +86,7 @@ def test_no_groups_are_no_tensors():
 def with_scores(*samples: tuple[float, float, float]) -> Group:
     """Of each sample the first term, the weighted sum and the penalty."""
     results = [RewardResult(score, {"first": first, "second": 0.5}) for first, score, _ in samples]
-    whole = [Sample(1, i, [1], [-1.0], "stop") for i in range(len(samples))]
+    whole = [Sample.of(1, i, [1], [-1.0], "stop") for i in range(len(samples))]
     return Group(1, [1], whole, results, [penalty for *_, penalty in samples], baseline=None)
 
 

@@ -33,7 +33,7 @@ FILES = {"model.path": "a", "prompts": "b"}
 
 
 def samples_of(uid: int) -> list[Sample]:
-    return [Sample(uid, i, [7, uid], [-0.5, -uid / 3], "stop") for i in range(2)]
+    return [Sample.of(uid, i, [7, uid], [-0.5, -uid / 3], "stop") for i in range(2)]
 
 
 def results_of(uid: int) -> list[RewardResult]:
@@ -205,9 +205,9 @@ def test_batches_are_told_apart_to_the_last_bit():
     def hashed(*groups: Group) -> str:
         return combined([digests(groups)])
 
-    other_sample = [Sample(1, 0, [7, 1], [-0.5, -1 / 3 + 1e-16], "stop"), *samples_of(1)[1:]]
-    shifted = [Sample(1, 0, [7], [-0.5], "stop"), Sample(1, 1, [1, 7, 1], [-1 / 3, -0.5, -1 / 3], "stop")]
-    tool = Sample(1, 0, [7, 1], [-0.5, -1 / 3], "stop", 0, ((1, 2),))
+    other_sample = [Sample.of(1, 0, [7, 1], [-0.5, -1 / 3 + 1e-7], "stop"), *samples_of(1)[1:]]
+    shifted = [Sample.of(1, 0, [7], [-0.5], "stop"), Sample.of(1, 1, [1, 7, 1], [-1 / 3, -0.5, -1 / 3], "stop")]
+    tool = Sample.of(1, 0, [7, 1], [-0.5, -1 / 3], "stop", 0, ((1, 2),))
     different = [
         group(),
         group(2),

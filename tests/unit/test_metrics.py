@@ -58,7 +58,7 @@ def test_step_metrics():
     reasons = ["stop", "length", "stop", "length"]
     observations = [((1, 3),), (), (), ((0, 1), (4, 8))]  # what a tool wrote is part of a response's length
     samples = [
-        Sample(0, 0, [1] * n, [0.0] * n, reason, 0, spans)
+        Sample.of(0, 0, [1] * n, [0.0] * n, reason, 0, spans)
         for n, reason, spans in zip(responses, reasons, observations, strict=True)
     ]
     groups = [
@@ -95,7 +95,7 @@ def test_step_metrics():
 def test_what_no_sample_is_has_no_metric():
     two = torch.tensor([2])
     batch = Batch(torch.zeros(1, 4), two, two, torch.ones(1, 2), torch.zeros(1, 2), torch.tensor([1.0]))
-    sample = Sample(0, 0, [1, 1], [0.0, 0.0], "length", 0)
+    sample = Sample.of(0, 0, [1, 1], [0.0, 0.0], "length", 0)
     group = Group(0, [1, 1], [sample], [RewardResult(1.0, {"maths": 1.0})], [0.0], None)
     metrics, _ = step_metrics(batch, [group], 2, Coordinator(GlooTransport()))
     assert metrics["response_length/clip_ratio"] == 1

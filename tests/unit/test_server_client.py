@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -24,9 +23,10 @@ from rlhf.rollout.servers.client import (
     samples_of,
 )
 from rlhf.rollout.servers.secret import Secret
+from tests.support.sampled import asking
 
 SECRET = Secret("of-this-run-alone", "here")
-PARAMS, VOCAB = SamplingParams(n=2, max_tokens=4), 10
+PARAMS, VOCAB = SamplingParams(max_tokens=4), 10
 REQUEST = Request(7, [1, 2, 3], PARAMS)
 
 
@@ -45,13 +45,13 @@ def answer() -> dict[str, Any]:
 
 
 def read(content: Any, label: str = "w1") -> list[Sample]:
-    return samples_of(json.dumps(content).encode(), REQUEST, VOCAB, label, 3)
+    return samples_of(json.dumps(content).encode(), asking([REQUEST], PARAMS, 2), VOCAB, label, 3)
 
 
 def test_samples_in_their_order_with_their_version():
     assert read(answer()) == [
-        Sample(7, 0, [4, 5, 6, 9], [-0.5] * 4, "stop", 3),
-        Sample(7, 1, [4, 9], [-0.5] * 2, "stop", 3),
+        Sample.of(7, 0, [4, 5, 6, 9], [-0.5] * 4, "stop", 3),
+        Sample.of(7, 1, [4, 9], [-0.5] * 2, "stop", 3),
     ]
 
 
@@ -107,12 +107,12 @@ def test_a_broken_answer_is_a_failure_of_the_server(name):
 @given(st.binary() | st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(json.dumps))
 def test_garbage_is_a_failure_of_the_server(garbage):
     with pytest.raises(ServerFailure):
-        samples_of(garbage if isinstance(garbage, bytes) else garbage.encode(), REQUEST, VOCAB, "w1", 3)
+        samples_of(garbage if isinstance(garbage, bytes) else garbage.encode(), [REQUEST], VOCAB, "w1", 3)
 
 
 def test_deep_garbage_is_a_failure_of_the_server():
     with pytest.raises(ServerFailure, match="not JSON"):
-        samples_of(b"[" * 100_000, REQUEST, VOCAB, "w1", 3)
+        samples_of(b"[" * 100_000, [REQUEST], VOCAB, "w1", 3)
 
 
 def test_an_answer_by_other_weights_is_refused():
@@ -150,8 +150,8 @@ def ask(handler: Callable, use: Callable, answer_timeout_s: float = 30.0) -> Any
     return asyncio.run(run())
 
 
-def generate(params: SamplingParams = PARAMS) -> Callable:
-    return lambda client: client.generate(replace(REQUEST, params=params), 11, "w1", 3)
+def generate(params: SamplingParams = PARAMS, n: int = 2) -> Callable:
+    return lambda client: client.generate(asking([REQUEST], params, n), 11, "w1", 3)
 
 
 def test_what_is_asked():
@@ -172,8 +172,8 @@ def test_greedy_samples_are_asked_for_once():
         assert (await request.json())["sampling_params"]["n"] == 1
         return web.json_response({"choices": [choice(0)]})
 
-    samples = ask(handler, generate(SamplingParams(n=3, temperature=0.0, max_tokens=4)))
-    assert samples == [Sample(7, i, [4, 9], [-0.5] * 2, "stop", 3) for i in range(3)]
+    samples = ask(handler, generate(SamplingParams(temperature=0.0, max_tokens=4), 3))
+    assert samples == [Sample.of(7, i, [4, 9], [-0.5] * 2, "stop", 3) for i in range(3)]
 
 
 def test_life_label_and_version():

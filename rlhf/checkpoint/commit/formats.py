@@ -6,7 +6,7 @@ no entry here: their reader takes `Manifest.format` (or what the file itself say
 | Format | Release | What changed |
 |---|---|---|
 | 7 | 0.1.0 | |
-| 8 | 0.2.0 | the manifest has `numerics` |
+| 8 | 0.2.0 | the manifest has `numerics`; carried samples are the arrays of `rlhf.rollout.sample_codec` |
 """
 
 from collections.abc import Callable

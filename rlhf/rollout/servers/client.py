@@ -3,15 +3,16 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from rlhf.errors import UserError
-from rlhf.rollout.engine import Request, Sample
+from rlhf.rollout.engine import Request
+from rlhf.rollout.sample import Sample
 from rlhf.rollout.servers.secret import Secret
-from rlhf.rollout.vllm.requests import sampling_kwargs
+from rlhf.rollout.vllm.requests import copies_of, sampling_kwargs
 
 CONNECT_S = 10.0
 LOWEST_LOG_PROB = -9999.0
@@ -92,24 +93,25 @@ class ServerClient:
         except ValueError as error:
             raise ServerFailure(f"/metrics: {error}") from error
 
-    async def generate(self, request: Request, seed: int, label: str, version: int) -> list[Sample]:
-        """The request's samples by the weights `label`, which are those after `version` steps. However long it takes.
+    async def generate(self, requests: Sequence[Request], seed: int, label: str, version: int) -> list[Sample]:
+        """The samples of siblings by the weights `label`, which are those after `version` steps. However long it takes.
+
+        Args:
+            seed: of the first.
 
         Raises:
             StaleAnswer: other weights had a part in it.
             UserError: the server finds fault with the request; another server would as well.
         """
-        n, greedy = request.params.n, request.params.temperature == 0
-        # Several greedy samples, which vLLM refuses, are one.
-        asked = replace(request, params=replace(request.params, n=1)) if greedy else request
+        first, n = requests[0], copies_of(requests)
+        ask = self._ask
         body = {
-            "token_ids": asked.token_ids,
-            "sampling_params": sampling_kwargs(asked.params, seed, self._ask.eos, self._ask.structured_outputs),
+            "token_ids": first.token_ids,
+            "sampling_params": sampling_kwargs(first.params, n, seed, ask.eos, ask.structured_outputs),
         }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         answer = await self._call("POST", "/inference/v1/generate", timeout, body)
-        samples = samples_of(answer, asked, self._ask.vocab_size, label, version)
-        return [replace(samples[0], sample=i) for i in range(n)] if greedy else samples
+        return samples_of(answer, requests, ask.vocab_size, label, version)
 
     async def _call(
         self,
@@ -147,8 +149,8 @@ class ServerClient:
         return content
 
 
-def samples_of(content: bytes, request: Request, vocab_size: int, label: str, version: int) -> list[Sample]:
-    """The samples in an answer, each checked.
+def samples_of(content: bytes, requests: Sequence[Request], vocab_size: int, label: str, version: int) -> list[Sample]:
+    """The samples of siblings in an answer, each checked.
 
     Raises:
         ServerFailure: something is missing or cannot be.
@@ -158,13 +160,14 @@ def samples_of(content: bytes, request: Request, vocab_size: int, label: str, ve
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise ServerFailure(f"an answer without choices: {_short(content.decode(errors='replace'))}")
     found = {choice["index"]: choice for choice in choices if _is_int(choice.get("index"))}
-    n = request.params.n
+    n = copies_of(requests)
     if len(choices) != n or sorted(found) != list(range(n)):
         raise ServerFailure(f"an answer of {len(choices)} samples numbered {sorted(found)}; {n} were asked for")
     samples, foreign = [], set()
-    for index in range(n):
+    for i, request in enumerate(requests):
+        index = i % n
         try:
-            sample, labels = _sample(found[index], request.uid, request.params.max_tokens, vocab_size, version)
+            sample, labels = _sample(found[index], request, vocab_size, version)
         except ServerFailure as error:
             raise ServerFailure(f"sample {index} of an answer: {error}") from None
         samples.append(sample)
@@ -174,10 +177,9 @@ def samples_of(content: bytes, request: Request, vocab_size: int, label: str, ve
     return samples
 
 
-def _sample(
-    choice: dict[str, Any], uid: int, max_tokens: int, vocab_size: int, version: int
-) -> tuple[Sample, set[str]]:
+def _sample(choice: dict[str, Any], request: Request, vocab_size: int, version: int) -> tuple[Sample, set[str]]:
     """A sample, and the labels of the weights that it is by."""
+    max_tokens = request.params.max_tokens
     token_ids, reason = choice.get("token_ids"), choice.get("finish_reason")
     if not isinstance(token_ids, list) or not all(_is_int(token) and 0 <= token < vocab_size for token in token_ids):
         raise ServerFailure(f"token_ids are not numbers from 0 to {vocab_size - 1}")
@@ -194,8 +196,8 @@ def _sample(
         value = entry.get("logprob") if isinstance(entry, dict) and entry.get("token_id") == token else None
         if not isinstance(value, (int, float)) or not math.isfinite(value) or not LOWEST_LOG_PROB < value < ROUNDING:
             raise ServerFailure(f"no finite log-prob of token {token}: {_short(str(entry))}")
-        log_probs.append(float(value))
-    sample = Sample(uid, choice["index"], token_ids, log_probs, reason, version)
+        log_probs.append(value)
+    sample = Sample.of(request.uid, request.sample, token_ids, log_probs, reason, version)
     return sample, _labels(choice.get("weight_versions"), len(token_ids))
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf.config.schema.rollout import ServersConfig
-from rlhf.rollout.engine import Request, Sample
+from rlhf.rollout.engine import Request
+from rlhf.rollout.sample import Sample
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet_loop import FleetLoop, FleetState, ServerHandle
 from rlhf.rollout.servers.secret import Secret
@@ -73,8 +74,8 @@ class Fleet:
         """Start to generate; `wait` tells how it goes, `take` ends it."""
         self._do(lambda: self._fleet_loop.begin(requests, seed, step))
 
-    def take(self) -> list[list[Sample]]:
-        """The samples of each request, in their order, once `wait` has said `done`."""
+    def take(self) -> list[Sample]:
+        """The sample of each request, in their order, once `wait` has said `done`."""
         return self._do(self._fleet_loop.take)
 
     def metrics(self) -> dict[str, float]:

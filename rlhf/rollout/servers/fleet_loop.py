@@ -14,7 +14,8 @@ import aiohttp
 
 from rlhf.config.schema.rollout import ServersConfig
 from rlhf.events import GENERATING, report
-from rlhf.rollout.engine import Request, Sample
+from rlhf.rollout.engine import Request, siblings
+from rlhf.rollout.sample import Sample
 from rlhf.rollout.servers.admission import Admission
 from rlhf.rollout.servers.client import Ask, ServerClient, ServerFailure, StaleAnswer
 from rlhf.rollout.servers.health import Budget, ServerHealth
@@ -60,7 +61,7 @@ class _Member:
     load: int = 0
     """Samples in flight."""
     asks: dict[asyncio.Task, int] = field(default_factory=dict)
-    """The number of the request that each of its tasks has sent."""
+    """The number of the siblings that each of its tasks has sent."""
     probe: asyncio.Task | None = None
     silence: str = NOTHING_HEARD
     """What was wrong with its last answer to a probe; empty if nothing was."""
@@ -68,16 +69,18 @@ class _Member:
 
 @dataclass
 class _Generation:
-    requests: Sequence[Request]
+    groups: Sequence[Sequence[Request]]
+    """Siblings, which one server is asked for together."""
     seed: int
     step: int
     queue: deque[int]
+    """The numbers of groups that are to be sent."""
     samples: dict[int, list[Sample]] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
         """Samples that it is to have."""
-        return sum(request.params.n for request in self.requests)
+        return sum(map(len, self.groups))
 
 
 class FleetLoop:
@@ -165,14 +168,15 @@ class FleetLoop:
                     self._tell_failure(member, f"the push of the weights failed: {error}")
 
     def begin(self, requests: Sequence[Request], seed: int, step: int) -> None:
-        self._generation = _Generation(requests, seed, step, deque(range(len(requests))))
+        groups = [[requests[place] for place in places] for places in siblings(requests)]
+        self._generation = _Generation(groups, seed, step, deque(range(len(groups))))
         self._budget.needed = True
         self._wake.set()
 
-    def take(self) -> list[list[Sample]]:
+    def take(self) -> list[Sample]:
         generation, self._generation = self._generation, None
         assert generation is not None
-        return [generation.samples[i] for i in range(len(generation.requests))]
+        return [sample for i in range(len(generation.groups)) for sample in generation.samples[i]]
 
     def metrics(self) -> dict[str, float]:
         counts, self._counts = self._counts, Counter()
@@ -187,7 +191,7 @@ class FleetLoop:
     def _ended(self) -> FleetState | None:
         self._check()
         assert self._generation is not None
-        if len(self._generation.samples) == len(self._generation.requests):
+        if len(self._generation.samples) == len(self._generation.groups):
             return "done"
         states = {m.health.state for m in self._members}
         return "weights" if "stale" in states and "serving" not in states else None
@@ -286,10 +290,10 @@ class FleetLoop:
             self._wake.set()
 
     def _dispatch(self) -> None:
-        """Hand out the queue, each request to the server with the least in flight, up to the capacity of each."""
+        """Hand out the queue, each group to the server with the least in flight, up to the capacity of each."""
         generation = self._generation
         while generation is not None and generation.queue:
-            n = generation.requests[generation.queue[0]].params.n
+            n = len(generation.groups[generation.queue[0]])
             serving = [m for m in self._members if m.health.state == "serving"]
             free = [m for m in serving if not m.load or m.load + n <= self._capacity]
             if not free:
@@ -300,11 +304,11 @@ class FleetLoop:
             member.asks[asyncio.create_task(self._send(member, generation, index))] = index
 
     async def _send(self, member: _Member, generation: _Generation, index: int) -> None:
-        request, task = generation.requests[index], asyncio.current_task()
+        group, task = generation.groups[index], asyncio.current_task()
         assert task is not None
         try:
-            seed = request_seed(generation.seed, generation.step, request.uid)
-            samples = await member.client.generate(request, seed, self._label, self._version)
+            seed = request_seed(generation.seed, generation.step, group[0].uid) + group[0].sample
+            samples = await member.client.generate(group, seed, self._label, self._version)
         except ServerFailure as failure:
             if task in member.asks:
                 self._fail(member, str(failure), gone=failure.hung)
@@ -322,7 +326,7 @@ class FleetLoop:
             if member.asks.pop(task, None) is not None:
                 generation.samples[index] = samples
                 report(GENERATING, sum(map(len, generation.samples.values())), generation.total)
-                member.load -= request.params.n
+                member.load -= len(group)
                 member.health.finished(time.monotonic())
         finally:
             self._wake.set()

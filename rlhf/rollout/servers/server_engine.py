@@ -16,8 +16,9 @@ from rlhf.config import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.rollout.engine import Request, Sample, Weights
+from rlhf.rollout.engine import Request, Weights
 from rlhf.rollout.exchange import gather_requests, hand_out_samples
+from rlhf.rollout.sample import Sample
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import FleetState
@@ -63,8 +64,8 @@ class ServerEngine:
         self._new_label(version)
         self._push(version)
 
-    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[list[Sample]]:
-        """For each of this rank's requests, in their order, its samples.
+    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
+        """The sample of each of this rank's requests, in their order.
 
         Raises:
             ServersFailed: the servers failed too often (rollout.servers.max_failures).
@@ -81,8 +82,8 @@ class ServerEngine:
         every = [request for of_rank in of_ranks for request in of_rank]
         self._lead(lambda fleet: fleet.begin(every, seed=seed, step=step))
 
-    def finish(self, version: int) -> list[list[Sample]]:
-        """The samples of each of this rank's requests of `begin`.
+    def finish(self, version: int) -> list[Sample]:
+        """The sample of each of this rank's requests of `begin`.
 
         Raises:
             ServersFailed: as `generate`.
@@ -92,7 +93,7 @@ class ServerEngine:
             self._version = version
             self._new_label(version)
             self._push(version)
-        parts: list[list[list[Sample]]] = []
+        parts: list[list[Sample]] = []
         self._lead(lambda fleet: parts.extend(self._parted(fleet.take())))
         return hand_out_samples(parts, self._coordinator)
 
@@ -153,8 +154,8 @@ class ServerEngine:
         errors = self._coordinator.everywhere(walk)[0]
         self._lead(lambda fleet: fleet.pushed(label, errors))
 
-    def _parted(self, samples: list[list[Sample]]) -> list[list[list[Sample]]]:
-        """The samples of all requests, by rank and request."""
+    def _parted(self, samples: list[Sample]) -> list[list[Sample]]:
+        """The samples of all requests, by rank."""
         left = iter(samples)
         return [list(islice(left, size)) for size in self._sizes]
 

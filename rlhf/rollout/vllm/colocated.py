@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +11,13 @@ from tqdm import tqdm
 from rlhf.errors import UserError
 from rlhf.events import GENERATING, report
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.rollout.engine import Request, Sample, Weights, places_by_params
+from rlhf.rollout.engine import Request, Weights, places_by_params, siblings
 from rlhf.rollout.exchange import gather_requests
+from rlhf.rollout.sample import Sample
 from rlhf.rollout.vllm.held_weights import held_digests, plain_name, record_packing, weight_check
 from rlhf.rollout.vllm.process_state import ProcessState
 from rlhf.rollout.vllm.repacking import repack
-from rlhf.rollout.vllm.requests import request_seed, sampling_kwargs
+from rlhf.rollout.vllm.requests import copies_of, request_seed, sampling_kwargs
 from rlhf.rollout.weight_digest import WeightCheck, digest, read_digests
 from rlhf.storage.file_parts import FileParts, whole_in_files
 from rlhf.storage.scratch import Scratch
@@ -29,8 +29,8 @@ PARTS = ("weights", "kv_cache")
 class VllmEngine:
     """A `RolloutEngine` over vLLM in this process, alone or with the other ranks of its tensor-parallel group.
 
-    Sample s of a request depends on the weights, its `params`, `seed`, `step`, its uid and s only, up to the rounding
-    that comes with another batch. With the same requests it is the same to the bit, whatever was generated before.
+    A sample depends on the weights, `seed`, `step` and its request only, up to the rounding that comes with another
+    batch. With the same requests it is the same to the bit, whatever was generated before.
 
     Args:
         llm: `vllm.LLM`, made in `process_state`. Its weights come with the first update.
@@ -93,8 +93,8 @@ class VllmEngine:
             self._llm.reset_prefix_cache()
         self.version = version
 
-    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[list[Sample]]:
-        """For each request, in their order, its `params.n` samples.
+    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
+        """The sample that each request asks for, in their order.
 
         Raises:
             ValueError: an empty prompt.
@@ -104,16 +104,16 @@ class VllmEngine:
         ranks = gather_requests(requests, self._group, self._group, self._coordinator)
         together = [request for rank in ranks for request in rank]
         self._check(together)
-        outputs: dict[int, Any] = {}
+        samples: dict[int, Sample] = {}
         with self._process_state.entered():
             restored = "weights" in self._asleep
             self._wake(*PARTS)
             if restored:
                 self._verify(self.version)
             for places in places_by_params(together).values():
-                outputs |= zip(places, self._outputs([together[i] for i in places], seed, step), strict=True)
+                samples |= zip(places, self._samples([together[i] for i in places], seed, step), strict=True)
         first = sum(len(rank) for rank in ranks[: self._group.index(self._coordinator.rank)])
-        return [self._samples(request, outputs[place].outputs) for place, request in enumerate(requests, start=first)]
+        return [samples[place] for place in range(first, first + len(requests))]
 
     def sleep(self) -> bool:
         """Give memory of the GPU back as `rollout.sleep_level` says; on a CPU nothing."""
@@ -214,44 +214,47 @@ class VllmEngine:
                     f"{self._max_model_len} (data.max_prompt_length and data.max_response_length). Raise one of these."
                 )
 
-    def _outputs(self, requests: Sequence[Request], seed: int, step: int) -> list[Any]:
+    def _samples(self, requests: Sequence[Request], seed: int, step: int) -> list[Sample]:
+        """The samples of requests with the same parameters; siblings are one request of vLLM's."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
-        def sampling(request: Request) -> Any:
-            params, own = request.params, request_seed(seed, step, request.uid)
-            # Equal samples are asked for once, and vLLM wants it so.
-            asked = replace(params, n=1) if params.temperature == 0 else params
-            kwargs = sampling_kwargs(asked, own, self._eos, self._structured_outputs)
+        def sampling(asked: Sequence[Request]) -> Any:
+            own = request_seed(seed, step, asked[0].uid) + asked[0].sample
+            kwargs = sampling_kwargs(asked[0].params, copies_of(asked), own, self._eos, self._structured_outputs)
             if structure := kwargs.pop("structured_outputs", None):
                 kwargs["structured_outputs"] = StructuredOutputsParams(**structure)
-            return VllmSamplingParams(**kwargs)
+            return VllmSamplingParams(**kwargs, flat_logprobs=True)
 
+        groups = [[requests[place] for place in places] for places in siblings(requests)]
         # A prompt whose beginning is in the cache is computed otherwise, so none of an earlier call may be.
         self._llm.reset_prefix_cache()
-        prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
         # The ranks of a group all see the same samples.
         counts = self._coordinator.rank == self._group[0]
-        return self._llm.generate(
-            prompts,
-            [sampling(request) for request in requests],
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": group[0].token_ids} for group in groups],
+            [sampling(group) for group in groups],
             use_tqdm=_Reporting if counts else False,
             lora_request=self._lora_request(),
         )
+        return [
+            self._sample(request, output.outputs[i % len(output.outputs)])
+            for group, output in zip(groups, outputs, strict=True)
+            for i, request in enumerate(group)
+        ]
 
     def _lora_request(self) -> Any:
         """The adapters that vLLM is to apply; None for none."""
         return None
 
-    def _samples(self, request: Request, completions: Sequence[Any]) -> list[Sample]:
-        return [self._sample(request, i, completions[i % len(completions)]) for i in range(request.params.n)]
-
-    def _sample(self, request: Request, number: int, completion: Any) -> Sample:
-        if completion.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"vLLM ended a sample of request {request.uid} with {completion.finish_reason!r}")
-        ids = list(completion.token_ids)
-        log_probs = [position[token].logprob for token, position in zip(ids, completion.logprobs, strict=True)]
-        return Sample(request.uid, number, ids, log_probs, completion.finish_reason, self.version)
+    def _sample(self, request: Request, completion: Any) -> Sample:
+        reason, flat = completion.finish_reason, completion.logprobs
+        if reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a sample of request {request.uid} with {reason!r}")
+        # One entry for each position: that of the token that was drawn.
+        if flat.token_ids != list(completion.token_ids):
+            raise RuntimeError(f"vLLM has no log-prob for each token of a sample of request {request.uid}")
+        return Sample.of(request.uid, request.sample, flat.token_ids, flat.logprobs, reason, self.version)
 
 
 class _Reporting(tqdm):

@@ -6,25 +6,31 @@ from typing import Any
 
 import xxhash
 
-from rlhf.rollout.engine import SamplingParams
+from rlhf.rollout.engine import Request, SamplingParams
 
 
 def request_seed(seed: int, step: int, uid: int) -> int:
-    """The seed of sample 0 of a request, 62 bits; sample i has this plus i, by vLLM's own rule for several samples."""
+    """The seed of sample 0 of a prompt, 62 bits; sample i has this plus i, by vLLM's own rule for several samples."""
     return xxhash.xxh3_64_intdigest(struct.pack("<qqq", seed, step, uid)) >> 2
 
 
+def copies_of(requests: Sequence[Request]) -> int:
+    """How many samples to ask vLLM for where siblings are wanted: greedy ones are equal, and vLLM gives only one."""
+    return 1 if requests[0].params.temperature == 0 else len(requests)
+
+
 def sampling_kwargs(
-    params: SamplingParams, request_seed: int, eos: Sequence[int], structured_outputs: Mapping[str, Any]
+    params: SamplingParams, n: int, request_seed: int, eos: Sequence[int], structured_outputs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """JSON-able arguments of `vllm.SamplingParams`.
 
     Args:
+        n: samples of one prompt; each further one has the next seed.
         eos: the tokens that end a response; the one that does is part of it.
         structured_outputs: arguments of vLLM's StructuredOutputsParams; empty for none.
     """
     kwargs: dict[str, Any] = {
-        "n": params.n,
+        "n": n,
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,

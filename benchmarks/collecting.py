@@ -1,0 +1,234 @@
+"""Collection of one batch on two ranks, without the engine's arithmetic: seconds, and memory per token of a response.
+
+The leader stands in for an engine that generates for all ranks: it has the tokens and log-probs of every sample as the
+tensors that the embedded engine decodes into. From there all goes as in a run: samples are cut from these tensors, sent
+to their rank, journaled, scored, hashed and collated into the batch; then the groups pass through a checkpoint's
+tensors. Texts are decoded for the rewards by the bundled tokenizer, which has a row of its own.
+"""
+
+import logging
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoTokenizer
+
+import rlhf
+from rlhf.config import DataConfig, FilterGroupsConfig, OverlongBufferConfig, RewardConfig
+from rlhf.data import PromptSet, PromptStream
+from rlhf.data.items import Row
+from rlhf.data.tokens import LengthLimit
+from rlhf.experience.collector import Collector
+from rlhf.experience.generation import Generation
+from rlhf.experience.groups import from_tensors, to_tensors
+from rlhf.experience.journal import Journal
+from rlhf.experience.policy_sampler import PolicySampler
+from rlhf.experience.prompt_share import PromptShare
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.gloo import GlooTransport
+from rlhf.reward import Reward, RewardItem, Score
+from rlhf.reward.failures import FailurePolicy
+from rlhf.reward.weighted import Term
+from rlhf.rollout import Request, Sample, SamplingParams
+from rlhf.rollout.decoding import Decoding
+from rlhf.rollout.exchange import gather_requests, hand_out_samples
+
+RANKS, N = 2, 8
+FOLDER = Path(rlhf.__file__).parent / "models" / "tiny_policy"
+T = TypeVar("T")
+PHASES = ("samples and exchange", "journal", "rewards' texts", "digests, batch, metrics", "checkpoint's tensors")
+Figures = dict[str, float]
+CPU = ", CPU"
+
+
+class Drawn(Decoding):
+    """A decoding that is over: all its tokens are drawn, and its samples are to be cut from them."""
+
+    def __init__(self, requests: Sequence[Request], tokens: Tensor, log_probs: Tensor) -> None:
+        self.requests, self.total = requests, len(tokens)
+        self.tokens, self.log_probs, self.device = tokens, log_probs, torch.device("cpu")
+        self.cache: Any = SimpleNamespace(span=SimpleNamespace(rows=0))
+        self.max_rows = self.admitted = self.total
+        self.counts = torch.full((self.total,), tokens.shape[1]).numpy()
+        self.stopped = torch.zeros(self.total, dtype=torch.bool).numpy()
+
+
+@dataclass
+class StandIn:
+    """A `RolloutEngine` that has drawn everything on the leader already."""
+
+    coordinator: Coordinator
+    tokens: Tensor
+    log_probs: Tensor
+    dtype: torch.dtype = torch.float32
+
+    def update_weights(self, *_: object) -> None:
+        """It has no weights."""
+
+    def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
+        of_ranks = gather_requests(requests, range(RANKS), [0], self.coordinator)
+        parts: list[list[Sample]] = []
+        if self.coordinator.is_leader:
+            every = [request for of_rank in of_ranks for request in of_rank]
+            samples = iter(Drawn(every, self.tokens, self.log_probs).run(seed, step, 0))
+            parts = [list(islice(samples, len(of_rank))) for of_rank in of_ranks]
+        return hand_out_samples(parts, self.coordinator)
+
+    def sleep(self) -> bool:
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """It has nothing to close."""
+
+
+class Lengths:
+    """The reward: how long the text is."""
+
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        return [Score(float(len(item.response))) for item in items]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass
+class Watch:
+    """Wall and processor seconds of the phases, these by their names with CPU."""
+
+    seconds: Figures = field(default_factory=lambda: defaultdict(float))
+
+    def timed(self, phase: str, function: Callable[..., T]) -> Callable[..., T]:
+        """`function`, whose time counts for `phase`."""
+
+        def run(*arguments: Any, **named: Any) -> T:
+            wall, cpu = time.monotonic(), time.process_time()
+            try:
+                return function(*arguments, **named)
+            finally:
+                self.seconds[phase] += time.monotonic() - wall
+                self.seconds[phase + CPU] += time.process_time() - cpu
+
+        return run
+
+
+def memory(name: str) -> int:
+    """`VmRSS` or `VmHWM` of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+
+def collector_of(engine: StandIn, prompts: int, length: int, folder: Path) -> Collector:
+    """The collector of a run with that engine, and with a journal."""
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    rows = [Row(i, f"row {i}", [{"role": "user", "content": f"{i}+{i}="}], "sums", "", {}) for i in range(prompts)]
+    every = PromptSet.in_memory(rows, tokenizer, LengthLimit(128, "error", "data.train_files"))
+    reward, data = RewardConfig(), DataConfig(train_batch_size=prompts)
+    coordinator = engine.coordinator
+    generation = Generation(
+        PolicySampler(engine, SimpleNamespace(full_tensors=dict), 0),  # type: ignore[arg-type]
+        SamplingParams(max_tokens=length),
+        N,
+        False,
+        Reward([Term("lengths", 1.0, Lengths(), FailurePolicy("lengths", reward))]),
+        OverlongBufferConfig(),
+        tokenizer,
+        coordinator,
+        Journal(folder, "run", "scores", coordinator),
+    )
+    share = PromptShare(PromptStream(every, seed=0, shuffle=True), prompts, coordinator.rank, RANKS)
+    fixed = (data, FilterGroupsConfig(), reward, 0)
+    return Collector(*fixed, share, generation, coordinator, torch.device("cpu"), ends_with=lambda *_: True)
+
+
+def collect(rank: int, samples: int, length: int, folder: Path) -> Figures:
+    """Collect one batch on this rank; returns its figures. Collective."""
+    coordinator = Coordinator(GlooTransport())
+    drawn = (samples, length) if rank == 0 else (0, 0)
+    vocabulary = len(AutoTokenizer.from_pretrained(FOLDER))
+    tokens = torch.randint(vocabulary, drawn)
+    collector = collector_of(StandIn(coordinator, tokens, -torch.rand(drawn)), samples // N, length, folder)
+    watch, generation = Watch(), collector.generation
+    journal: Any = generation.journal
+    journal.add_samples = watch.timed(PHASES[1], journal.add_samples)
+    generation.sampler.generate = watch.timed(PHASES[0], generation.sampler.generate)  # type: ignore[method-assign]
+    generation._results = watch.timed(PHASES[2], generation._results)  # type: ignore[method-assign]
+    coordinator.gather(None)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before, tokens_here = memory("VmRSS"), samples * length // RANKS
+    collected = watch.timed("all", collector.collect)(1)
+    for unit in ("", CPU):
+        watch.seconds[PHASES[3] + unit] = watch.seconds["all" + unit] - sum(watch.seconds[p + unit] for p in PHASES[:3])
+    peak, after = memory("VmHWM") - before, memory("VmRSS") - before
+    batch = sum(value.nbytes for value in vars(collected.batch).values() if isinstance(value, Tensor))
+
+    def through_checkpoint() -> None:
+        if from_tensors(to_tensors(collected.groups)) != collected.groups:
+            raise RuntimeError("the groups have changed on their way through a checkpoint")
+
+    watch.timed(PHASES[4], through_checkpoint)()
+    memories = {"held": (after - batch) / tokens_here, "batch": batch / tokens_here, "peak": peak}
+    return watch.seconds | memories | {"checkpoint": memory("VmHWM") - before}
+
+
+def _rank(rank: int, samples: int, length: int, folder: Path, results: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    results.put((rank, dict(collect(rank, samples, length, folder))))
+
+
+def measure(samples: int, length: int) -> list[Figures]:
+    """The figures of each rank."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="rlhf-growth-") as folder:
+        results = context.Queue()
+        arguments = (samples, length, Path(folder), results)
+        ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(RANKS)]
+        for process in ranks:
+            process.start()
+        try:
+            found = dict(results.get(timeout=1800) for _ in ranks)
+        finally:
+            for process in ranks:
+                process.join(60)
+                process.kill()
+    return [found[rank] for rank in range(RANKS)]
+
+
+def table(samples: int, length: int, repeats: int) -> str:
+    """Medians over `repeats` runs, as a table."""
+    runs = [measure(samples, length) for _ in range(repeats)]
+
+    def row(name: str, told: Callable[[Figures], str]) -> str:
+        return f"| {name} | {' | '.join(told(_median([run[rank] for run in runs])) for rank in range(RANKS))} |"
+
+    def seconds(phase: str) -> Callable[[Figures], str]:
+        return lambda figures: f"{figures[phase]:.2f} s ({figures[phase + CPU]:.2f} CPU)"
+
+    lines = [f"{samples:,} samples of {length:,} tokens, {RANKS} ranks", "", "| | leader | other |", "|---|---|---|"]
+    lines += [row(phase, seconds(phase)) for phase in ("all", *PHASES)]
+    lines.append(row("bytes per token: samples", lambda figures: f"{figures['held']:.1f}"))
+    lines.append(row("bytes per token: batch", lambda figures: f"{figures['batch']:.1f}"))
+    lines.append(row("peak of the collection", lambda figures: f"{figures['peak'] / 1e6:,.0f} MB"))
+    lines.append(row("peak with the checkpoint", lambda figures: f"{figures['checkpoint'] / 1e6:,.0f} MB"))
+    return "\n".join(lines) + "\n"
+
+
+def _median(of_runs: Sequence[Figures]) -> Figures:
+    return {name: statistics.median(figures[name] for figures in of_runs) for name in of_runs[0]}

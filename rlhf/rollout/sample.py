@@ -1,0 +1,98 @@
+"""A sample: one response with what the engine knows of each of its tokens, as arrays from the engine to the batch."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length"]
+Spans = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Response number `sample` to the prompt `uid`: T tokens.
+
+    The arrays are NumPy's and not torch's: slices of them are cheap views, files and hashes take them as the bytes that
+    they are, and engines outside the trainer read them without torch. Nobody writes to them.
+
+    Log-probs are float32, as every engine computes them and as the batch has them. A server's decimal numbers are
+    rounded to float32 once, where its answer is read; from there to the batch no bit of a sample changes.
+    """
+
+    uid: int
+    sample: int
+    token_ids: np.ndarray
+    """[T] int32, the EOS token included if one was produced."""
+    log_probs: np.ndarray
+    """[T] float32: natural logarithms, under the distribution that each token was drawn from. What they say of
+    observations is never read."""
+    finish_reason: FinishReason
+    """`stop` for EOS and stop strings, otherwise `length`."""
+    versions: Spans
+    """Runs (version, end) in order: the tokens up to `end`, from the end of the run before, are by the policy after
+    `version` steps. The last run ends with the response."""
+    observations: Spans = ()
+    """Spans [start, end) of tokens that a tool or an environment wrote, in order; all others the policy wrote."""
+
+    def __post_init__(self) -> None:
+        types = self.token_ids.dtype, self.log_probs.dtype
+        if types != (np.int32, np.float32) or self.log_probs.shape != (len(self),):
+            raise ValueError(f"token ids {types[0]}{list(self.token_ids.shape)}, log-probs {types[1]}")
+        bounds = [0, *(bound for span in self.observations for bound in span), len(self)]
+        if bounds != sorted(bounds):
+            raise ValueError(f"observations {self.observations} are not spans of {len(self)} tokens in order")
+        ends = [end for _, end in self.versions]
+        if ends != sorted(ends) or ends[-1:] != [len(self)]:
+            raise ValueError(f"versions {self.versions} are not runs that end with {len(self)} tokens")
+
+    @classmethod
+    def of(
+        cls,
+        uid: int,
+        sample: int,
+        token_ids: Sequence[int] | np.ndarray,
+        log_probs: Sequence[float] | np.ndarray,
+        finish_reason: FinishReason,
+        version: int = 0,
+        observations: Iterable[Sequence[int]] = (),
+    ) -> "Sample":
+        """A sample from any numbers, all of it by the policy after `version` steps."""
+        arrays = np.asarray(token_ids, np.int32), np.asarray(log_probs, np.float32)
+        return cls(uid, sample, *arrays, finish_reason, ((version, len(token_ids)),), as_spans(observations))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to the bit: -0.0 is not 0.0, and a NaN is itself."""
+        return isinstance(other, Sample) and self._facts() == other._facts()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def version(self) -> int:
+        """Steps that the policy had done when it drew the oldest of the tokens."""
+        return min(version for version, _ in self.versions)
+
+    @property
+    def written(self) -> int:
+        """Number of tokens that the policy wrote."""
+        return len(self) - sum(end - start for start, end in self.observations)
+
+    def mask(self) -> np.ndarray:
+        """[T] float32, 1 on the tokens that the policy wrote."""
+        mask = np.ones(len(self), np.float32)
+        for start, end in self.observations:
+            mask[start:end] = 0.0
+        return mask
+
+    def _facts(self) -> tuple[object, ...]:
+        arrays = self.token_ids.tobytes(), self.log_probs.tobytes()
+        return self.uid, self.sample, *arrays, self.finish_reason, self.versions, self.observations
+
+
+def as_spans(pairs: Iterable[Sequence[int]]) -> Spans:
+    """Pairs of integers as `Sample` has them, from lists or rows of an array."""
+    return tuple((int(first), int(second)) for first, second in pairs)

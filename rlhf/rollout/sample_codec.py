@@ -1,0 +1,78 @@
+"""The one stored form of samples: named flat arrays, and the bytes of arrays with a layout that JSON can hold.
+
+Ranks exchange samples as these arrays, checkpoints store them, the journal writes their bytes and hashes them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, get_args
+
+import numpy as np
+
+from rlhf.rollout.sample import FinishReason, Sample, as_spans
+
+REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+FIELDS = 6
+"""Numbers of a row: uid, sample, tokens, place of the finish reason in REASONS, runs of versions, observations."""
+Arrays = dict[str, np.ndarray]
+Layout = dict[str, tuple[str, int]]
+"""Of each array its type, as NumPy writes it, and its length; in the order in which their bytes follow each other."""
+
+
+def to_arrays(samples: Sequence[Sample]) -> Arrays:
+    """`samples` without loss, little-endian: token ids (int32) and log-probs (float32) one sample after the other, and
+    rows, runs of versions and observations flat (int64)."""
+    rows = [
+        (s.uid, s.sample, len(s), REASONS.index(s.finish_reason), len(s.versions), len(s.observations)) for s in samples
+    ]
+    return {
+        "token_ids": joined([sample.token_ids for sample in samples], "<i4"),
+        "log_probs": joined([sample.log_probs for sample in samples], "<f4"),
+        "rows": np.array(rows, "<i8").reshape(-1),
+        "versions": np.array([run for sample in samples for run in sample.versions], "<i8").reshape(-1),
+        "observations": np.array([span for sample in samples for span in sample.observations], "<i8").reshape(-1),
+    }
+
+
+def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[Sample]:
+    """The samples that `to_arrays` was given; their token ids and log-probs are views of `arrays`."""
+    runs, spans = (iter(arrays[name].reshape(-1, 2).tolist()) for name in ("versions", "observations"))
+    rows = arrays["rows"].reshape(-1, FIELDS).tolist()
+    token_ids, log_probs = (split(arrays[name], [row[2] for row in rows]) for name in ("token_ids", "log_probs"))
+    samples = []
+    for (uid, number, _, reason, of_runs, of_spans), ids, own in zip(rows, token_ids, log_probs, strict=True):
+        versions, observations = as_spans(islice(runs, of_runs)), as_spans(islice(spans, of_spans))
+        samples.append(Sample(uid, number, ids, own, REASONS[reason], versions, observations))
+    return samples
+
+
+def joined(parts: Sequence[np.ndarray], dtype: str) -> np.ndarray:
+    """One array of all `parts`, which may be none."""
+    return np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype)
+
+
+def split(values: np.ndarray, lengths: Sequence[int]) -> Iterator[np.ndarray]:
+    """Views of the consecutive parts of `values` with these lengths."""
+    start = 0
+    for length in lengths:
+        yield values[start : start + length]
+        start += length
+
+
+def layout_of(arrays: Arrays) -> Layout:
+    """What `from_bytes` needs to know of the arrays."""
+    return {name: (array.dtype.str, len(array)) for name, array in arrays.items()}
+
+
+def to_bytes(arrays: Arrays) -> list[memoryview]:
+    """The memory of each array, one after the other."""
+    return [array.data.cast("B") if len(array) else memoryview(b"") for array in arrays.values()]
+
+
+def from_bytes(content: bytes | memoryview, layout: Mapping[str, Sequence[Any]]) -> Arrays:
+    """The arrays as views of `content`."""
+    arrays, offset = {}, 0
+    for name, (dtype, length) in layout.items():
+        arrays[name] = np.frombuffer(content, dtype, length, offset)
+        offset += arrays[name].nbytes
+    return arrays
