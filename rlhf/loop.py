@@ -25,6 +25,7 @@ from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.experience.collector import Collector
 from rlhf.experience.evaluation import Evaluator
+from rlhf.experience.shown_samples import RolloutViewer
 from rlhf.learning.actor import Actor
 from rlhf.learning.credit import Advantages
 from rlhf.learning.critic import Critic
@@ -53,6 +54,7 @@ class Components:
     advantages: Advantages
     guards: Guards
     evaluator: Evaluator
+    viewer: RolloutViewer
     checkpointer: Checkpointer
     run_log: RunLog
     clock: PhaseClock
@@ -97,7 +99,7 @@ def _train(c: Components) -> None:
         with c.clock.phase("share"):
             work = c.work_sharing.share(home, collected.uids, step)
         metrics |= estimate(c, home, work)
-        c.run_log.show(c.collector.shown(collected))
+        c.run_log.show(c.viewer.shown(collected.groups, home))
         metrics |= update(c, work, step)
         if c.guards.settle(step, last=last) == "rollback":
             roll_back(c)

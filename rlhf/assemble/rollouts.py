@@ -118,7 +118,6 @@ def build_collector(
         coordinator,
         device,
         ends_with=driver.ends_with,
-        log_rollouts=config.trainer.log_rollouts,
     )
 
 

@@ -28,6 +28,7 @@ from rlhf.events import follow, report, subscribe
 from rlhf.experience.collector import Collector
 from rlhf.experience.evaluation import Evaluator
 from rlhf.experience.policy_sampler import PolicySampler
+from rlhf.experience.shown_samples import RolloutViewer
 from rlhf.learning.credit import Advantages
 from rlhf.learning.guards import Guards
 from rlhf.learning.work_sharing import WorkSharing
@@ -157,6 +158,7 @@ def _build(
         advantages=advantages,
         guards=guards,
         evaluator=evaluator,
+        viewer=RolloutViewer(collector.prompts, policy.tokenizer, config.trainer.log_rollouts, coordinator),
         checkpointer=checkpointer,
         run_log=run_log,
         clock=PhaseClock(device),

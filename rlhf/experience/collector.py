@@ -18,12 +18,10 @@ from rlhf.experience.metrics import RolloutStats, generation_metrics, slowest, s
 from rlhf.experience.plain_sampling import PlainSampling
 from rlhf.experience.prefetch import Prefetch
 from rlhf.experience.prompt_share import PromptShare
-from rlhf.experience.shown_samples import shown_rollouts
 from rlhf.experience.timeouts import tell_timeouts
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.memory_use import largest, memory_use
 from rlhf.reward.settings import REWARD_MODEL
-from rlhf.tracking.sample_files import ShownSample
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +63,6 @@ class Collector:
     device: torch.device
     ends_with: Callable[[int, float], bool]
     """Whether the run ends with a step and the epochs after it, so that nothing is begun ahead."""
-    log_rollouts: int = 0
-    """Rollouts of a step that people get to see; -1 for all."""
     _prefetch: Prefetch = field(init=False)
     _sampling: PlainSampling | DynamicSampling = field(init=False)
     # The last step of this process, and a hash of its batch over all ranks.
@@ -127,13 +123,6 @@ class Collector:
         if self.async_steps and not self.ends_with(step, epochs) and not self._sampling.starts_full():
             self._prefetch.begin(step + 1, self._sampling.gen_batch_size)
         return Collected(batch, groups, figures | metrics, tokens, epochs)
-
-    def shown(self, collected: Collected) -> list[ShownSample]:
-        """The rollouts of a batch that people get to see, once it has its advantages. Collective."""
-        generation = self.generation
-        return shown_rollouts(
-            collected.groups, collected.batch, self.prompts, generation.tokenizer, self.log_rollouts, self.coordinator
-        )
 
     def drop_journal(self, up_to: int) -> None:
         """Remove what only a crash before the save of the step `up_to` would still have needed."""

@@ -1,6 +1,7 @@
 """Samples that people get to see: texts and figures of rollouts and of evaluations, from all ranks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,29 +15,43 @@ from rlhf.rollout import Sample
 from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, ShownSample
 
 
-def shown_rollouts(
-    groups: Sequence[Group],
-    batch: Batch,
-    prompts: PromptShare,
-    tokenizer: PreTrainedTokenizerBase,
-    count: int,
-    coordinator: Coordinator,
-) -> list[ShownSample]:
-    """`count` of the step's rollouts from all ranks (-1: all) with their advantages, on the leader; elsewhere none.
+@dataclass(frozen=True)
+class RolloutViewer:
+    """Picks the rollouts of each step that users get to see, with their texts and advantages."""
 
-    From as many prompts as there are: the first sample of each, then the second. Collective. `batch` is of `groups`.
-    """
-    if not count:
-        return []
-    advantages = _means(batch)
-    rows = [(group, number) for group in groups for number in range(len(group.samples))]
-    order = sorted(range(len(rows)), key=lambda row: rows[row][1])
-    part = _parts(coordinator.gather(len(rows)), count)[coordinator.rank] if count > 0 else len(rows)
+    prompts: PromptShare
+    tokenizer: PreTrainedTokenizerBase
+    count: int
+    """Rollouts of a step over all ranks; -1 for all."""
+    coordinator: Coordinator
 
-    def mine() -> list[ShownSample]:
-        return [_rollout(*rows[row], advantages[row], prompts, tokenizer) for row in sorted(order[:part])]
+    def shown(self, groups: Sequence[Group], batch: Batch) -> list[ShownSample]:
+        """The picked rollouts of all ranks on the leader; elsewhere none. Collective.
 
-    return [sample for of_rank in coordinator.collect(mine) or [] for sample in of_rank]
+        They are from as many prompts as there are: the first sample of each, then the second. `batch` is of `groups`,
+        and has its advantages.
+        """
+        count, coordinator = self.count, self.coordinator
+        if not count:
+            return []
+        advantages = _means(batch)
+        rows = [(group, number) for group in groups for number in range(len(group.samples))]
+        order = sorted(range(len(rows)), key=lambda row: rows[row][1])
+        part = _parts(coordinator.gather(len(rows)), count)[coordinator.rank] if count > 0 else len(rows)
+
+        def mine() -> list[ShownSample]:
+            return [self._rollout(*rows[row], advantages[row]) for row in sorted(order[:part])]
+
+        return [sample for of_rank in coordinator.collect(mine) or [] for sample in of_rank]
+
+    def _rollout(self, group: Group, number: int, advantage: float) -> ShownSample:
+        prompt: Prompt | None = self.prompts.prompt(group.uid)
+        if prompt is not None and prompt.token_ids != group.prompt_ids:
+            prompt = None  # the data were changed since it was drawn
+        sample, result = group.samples[number], group.results[number]
+        return _shown(
+            ROLLOUT, group.prompt_ids, prompt, sample, result, group.scores[number], advantage, self.tokenizer
+        )
 
 
 def shown_answers(
@@ -72,16 +87,6 @@ def _means(batch: Batch) -> list[float]:
     assert batch.advantages is not None
     written = batch.response_mask.sum(1).clamp(min=1)
     return (batch.advantages.double().sum(1) / written).tolist()
-
-
-def _rollout(
-    group: Group, number: int, advantage: float, prompts: PromptShare, tokenizer: PreTrainedTokenizerBase
-) -> ShownSample:
-    prompt: Prompt | None = prompts.prompt(group.uid)
-    if prompt is not None and prompt.token_ids != group.prompt_ids:
-        prompt = None  # the data were changed since it was drawn
-    sample, result = group.samples[number], group.results[number]
-    return _shown(ROLLOUT, group.prompt_ids, prompt, sample, result, group.scores[number], advantage, tokenizer)
 
 
 def _shown(
