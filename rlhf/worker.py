@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -20,28 +20,23 @@ if __name__ == "__main__":
 import torch
 
 from rlhf.assemble.run import build
-from rlhf.checkpoint.export.finished_export import explain_no_export, export_finished
-from rlhf.checkpoint.remote.copies import check_copied, copy_pending
-from rlhf.checkpoint.remote.lease import release_held
-from rlhf.checkpoint.start.domains import find_domains
-from rlhf.checkpoint.start.preparation import finished_step, finished_unprepared, prepare
+from rlhf.checkpoint.remote.copies import check_copied
 from rlhf.config import Config
-from rlhf.config.compare import ResolvedConfig
 from rlhf.config.redaction import Redaction
 from rlhf.config.resolved import from_yaml, schema, to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Preempted, Unsaved, UserError
 from rlhf.events import announce, subscribe_from_environment
+from rlhf.lifecycle import live
 from rlhf.loop import train
 from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from rlhf.ranks.lock import hold_rank_lock, run_lock_together
+from rlhf.ranks.lock import hold_rank_lock
 from rlhf.ranks.logs import configure_logging, write_whole_lines
 from rlhf.ranks.progress_pipe import NoProgress, ProgressPipe, ShowsProgress
 from rlhf.ranks.status import STACKS_SIGNAL, StatusWriter
 from rlhf.storage.disk_errors import is_unfixable
-from rlhf.storage.layout import RESOLVED, RUN_LOG
-from rlhf.tracking import read_report, write_report
+from rlhf.storage.layout import RESOLVED
 from rlhf.tracking.run_output import OutputHandler, RunOutput
 
 log = logging.getLogger(__name__)
@@ -113,8 +108,8 @@ def main(run_dir: Path) -> int:
 
 
 def main_under_torchrun(config: Config, banner: str = "") -> int:
-    """A rank that torchrun started: the leader (of each storage domain) does what our supervisor would have done before
-    and after. Rank 0 shows the progress, and has said `banner`, which is for the log."""
+    """A rank that torchrun started: all ranks open and finish the run together. Rank 0 shows the progress, and has said
+    `banner`, which is for the log."""
     # A launcher has several writers for one terminal, and mostly none: a bar is shown to who asks for it.
     mode = "plain" if config.tracking.progress == "auto" else config.tracking.progress
     output = RunOutput("plain" if rank() else mode, Redaction(os.environ))
@@ -125,51 +120,20 @@ def main_under_torchrun(config: Config, banner: str = "") -> int:
         coordinator = _coordinator(config)
         # Every rank composed by itself; the leader's result is the one that counts.
         agreed = from_yaml(coordinator.broadcast(to_yaml(config)))
-        left: list[int] = []
-        # Nothing is written before the lock is held: the directory may be a living run's.
-        with ExitStack() as locks:
-            try:
-                locks.enter_context(run_lock_together(agreed.run_dir, coordinator))
-                locks.callback(release_held)
-                coordinator.domains = find_domains(agreed.run_dir, coordinator)
-                resolved = ResolvedConfig.of(agreed)
-                prepare(agreed.run_dir, agreed.trainer, agreed.checkpoint, resolved, coordinator)
-                output.keep(agreed.run_dir / RUN_LOG)  # not before: it may empty the directory
-                finished = finished_step(agreed.run_dir, agreed.trainer, resolved, coordinator)
-            except OSError as error:  # the same on every rank
-                if not is_unfixable(error) or not _tells_finished(agreed, error, coordinator):
-                    raise
-                return
-            if finished is None:
-                output.begin_bar()
-                shown = NoProgress() if rank() else output.progress
-                run(agreed, device, coordinator, evidence.begin(agreed.run_dir), shown)
-                output.end_bar()
-            elif coordinator.is_leader:
-                log.info("The run in %s is finished at step %d.", agreed.run_dir, finished)
-                export_finished(agreed.run_dir, agreed.checkpoint, finished)
-                left = copy_pending(agreed.run_dir, agreed.trainer, agreed.checkpoint)
-            if coordinator.is_leader:
-                log.info("Done.\n%s", write_report(agreed.run_dir))
-        check_copied(left, agreed.run_dir, agreed.checkpoint)
+
+        def attempt() -> int:
+            output.begin_bar()
+            shown = NoProgress() if rank() else output.progress
+            run(agreed, device, coordinator, evidence.begin(agreed.run_dir), shown)
+            return EXIT_DONE
+
+        live(agreed, coordinator, output, attempt)
 
     with output:
         configure_logging(rank(), OutputHandler(output))
         if banner:
             output.only_log(banner)
         return _guarded(work)
-
-
-def _tells_finished(config: Config, problem: OSError, coordinator: Coordinator) -> bool:
-    """Whether the directory, which cannot be written, holds the finished run; the leader logs its report then.
-    Collective."""
-    run_dir = config.run_dir
-    step = finished_unprepared(run_dir, config.trainer, ResolvedConfig.of(config), coordinator)
-    if step is not None and coordinator.is_leader:
-        text = read_report(run_dir)
-        log.info("The run in %s is finished at step %d. Nothing is written (%s).\n%s", run_dir, step, problem, text)
-        explain_no_export(run_dir, config.checkpoint, step)
-    return step is not None
 
 
 def _coordinator(config: Config) -> Coordinator:

@@ -6,13 +6,10 @@ It holds no training state, so it may be killed at any moment as well. Signals: 
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rlhf.config import Config
-from rlhf.config.compare import ResolvedConfig
 from rlhf.config.redaction import Redaction
-from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Unsaved, UserError
 from rlhf.launch import evidence
 from rlhf.launch.attempt import Attempt
@@ -22,15 +19,15 @@ from rlhf.launch.rank_output import RankOutput
 from rlhf.launch.rank_starter import RankStarter
 from rlhf.launch.restart_policy import GiveUp, RestartPolicy
 from rlhf.launch.stop_request import StopRequest
+from rlhf.lifecycle import live, refuse_another_run
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.lock import run_lock, wait_for_ranks
+from rlhf.ranks.lock import wait_for_ranks
 from rlhf.ranks.logs import configure_logging
 from rlhf.ranks.status import RankStatus, clear_statuses, read_statuses
 from rlhf.ranks.stop import IDLE
 from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.disk_errors import is_unfixable
-from rlhf.storage.files import make_dir, replace_durably
-from rlhf.storage.layout import HISTORY, RESOLVED, RUN_LOG, scan, step_of
+from rlhf.storage.layout import HISTORY, scan, step_of
 from rlhf.tracking.run_output import OutputHandler, RunOutput
 
 NO_CALLBACKS = Callbacks()
@@ -55,75 +52,36 @@ def supervise(config: Config, check: Callable[[], None], banner: str = "", callb
 
 
 def _supervise(config: Config, check: Callable[[], None], output: RunOutput, callbacks: Callbacks) -> int:
-    expected = not _seems_finished(config)
+    expected, alone = not _seems_finished(config), Coordinator(LoneTransport())
     with RankOutput(output) as of_ranks, RankStarter(config, output=of_ranks, expected=expected) as starter:
-        _compare(config)
+        refuse_another_run(config, alone)
         check()
-        _make(config.run_dir)
+
+        def locked() -> None:
+            if expected:
+                starter.check_devices()
+
+        def train() -> int:
+            if not expected:
+                starter.check_devices()
+            callbacks.follow(config.run_dir / HISTORY)
+            with StopRequest() as stop:
+                code = run_attempts(config, ["-m", "rlhf.worker", str(config.run_dir)], starter, stop, callbacks)
+                callbacks.look(stop)
+            return code
+
         try:
-            with run_lock(config.run_dir):
-                try:
-                    return _supervise_locked(config, starter, output, callbacks, expected=expected)
-                finally:
-                    _release_lease()
+            return live(config, alone, output, train, locked)
+        except Unsaved as error:
+            log.error("%s", error)
+            return EXIT_REQUEUE
         except OSError as error:
             if not is_unfixable(error):
                 raise
-            if _tells_finished(config, error):
-                return EXIT_DONE
             raise UserError(
                 f"Cannot write into the run directory {config.run_dir}: {error}. Mend it, or set "
                 "trainer.default_local_dir to a writable folder with room."
             ) from error
-
-
-def _compare(config: Config) -> None:
-    """Refuse another run than the directory's at once; what `prepare` brings there is compared again."""
-    try:
-        if config.run_dir.is_dir():  # a new run need not wait for the import
-            from rlhf.checkpoint.start.comparison import check_unprepared
-            from rlhf.checkpoint.start.run_dir import refuse_earlier
-
-            refuse_earlier(config.run_dir, config.trainer)
-            check_unprepared(config.run_dir, config.trainer, ResolvedConfig.of(config), Coordinator(LoneTransport()))
-    except OSError as error:
-        if not is_unfixable(error):
-            raise
-        raise UserError(
-            f"Cannot read the run directory {config.run_dir}: {error}. Mend it, or set trainer.default_local_dir to a "
-            "folder of your own."
-        ) from error
-
-
-def _tells_finished(config: Config, problem: OSError) -> bool:
-    """Whether the directory, which cannot be written, holds the finished run; its report is logged then."""
-    from rlhf.checkpoint.export.finished_export import explain_no_export
-    from rlhf.checkpoint.start.preparation import finished_unprepared
-    from rlhf.tracking import read_report
-
-    alone, run_dir = Coordinator(LoneTransport()), config.run_dir
-    step = finished_unprepared(run_dir, config.trainer, ResolvedConfig.of(config), alone)
-    if step is not None:
-        text = read_report(run_dir)
-        log.info("The run in %s is finished at step %d. Nothing is written (%s).\n%s", run_dir, step, problem, text)
-        explain_no_export(run_dir, config.checkpoint, step)
-    return step is not None
-
-
-def _make(run_dir: Path) -> None:
-    try:
-        make_dir(run_dir)
-    except OSError as error:
-        raise UserError(
-            f"Cannot create the run directory {run_dir} ({error.strerror}). "
-            "Set trainer.default_local_dir to a writable folder."
-        ) from error
-
-
-def _release_lease() -> None:
-    from rlhf.checkpoint.remote.lease import release_held
-
-    release_held()
 
 
 def _seems_finished(config: Config) -> bool:
@@ -134,61 +92,6 @@ def _seems_finished(config: Config) -> bool:
         return False
     t = config.trainer
     return newest is not None and not t.overwrite and step_of(newest) == t.total_training_steps
-
-
-def _supervise_locked(
-    config: Config, starter: RankStarter, output: RunOutput, callbacks: Callbacks, *, expected: bool
-) -> int:
-    # Slow imports, after the lock: a second run is refused at once.
-    from rlhf.checkpoint.export.finished_export import export_finished
-    from rlhf.checkpoint.remote.copies import check_copied, copy_pending
-    from rlhf.checkpoint.start.preparation import finished_step, prepare
-    from rlhf.checkpoint.state.run_file import read_run_file
-    from rlhf.tracking import Tracker, write_report
-
-    run_dir = config.run_dir
-    if expected:
-        starter.check_devices()
-    wait_for_ranks(run_dir)
-    alone, resolved = Coordinator(LoneTransport()), ResolvedConfig.of(config)
-    prepare(run_dir, config.trainer, config.checkpoint, resolved, alone)
-    output.keep(run_dir / RUN_LOG)  # not before: it may empty the directory
-    step = finished_step(run_dir, config.trainer, resolved, alone)
-    if step is not None:
-        output.end_bar()
-        log.info(
-            "The run in %s is finished at step %d. To continue it, raise trainer.total_training_steps "
-            "(or trainer.total_epochs).",
-            run_dir,
-            step,
-        )
-        # A kill between the last commit and the trackers' end left them short of the last steps.
-        run_id = read_run_file(run_dir)["run_id"]
-        tracker = Tracker(config.trainer, config.tracking, asdict(config), run_dir, run_id)
-        tracker.start(step)
-        tracker.finish()
-        export_finished(run_dir, config.checkpoint, step)
-        left = copy_pending(run_dir, config.trainer, config.checkpoint)
-        log.info("Done.\n%s", write_report(run_dir))
-        try:
-            check_copied(left, run_dir, config.checkpoint)
-        except Unsaved as error:
-            log.error("%s", error)
-            return EXIT_REQUEUE
-        return EXIT_DONE
-    if not expected:
-        starter.check_devices()
-    replace_durably(run_dir / RESOLVED, to_yaml(config))
-    callbacks.follow(run_dir / HISTORY)
-    with StopRequest() as stop:
-        code = run_attempts(config, ["-m", "rlhf.worker", str(run_dir)], starter, stop, callbacks)
-        callbacks.look(stop)
-    if code == EXIT_DONE:
-        output.progress.phase(0, 0, "writing the report")
-        text = write_report(run_dir)
-        output.end_bar()
-        log.info("Done.\n%s", text)
-    return code
 
 
 def run_attempts(

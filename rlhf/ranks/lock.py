@@ -20,7 +20,6 @@ from typing import Any
 
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.storage.files import make_dir
 
 RUN_LOCK = "run.lock"
 RANKS_LOCK = "ranks.lock"
@@ -86,12 +85,15 @@ def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]
 
     Raises UserError on every rank, with nothing written but the lock's own file, when another run holds one.
     """
+    if coordinator.world_size == 1:
+        with run_lock(run_dir):
+            yield
+        return
     launch = coordinator.broadcast(uuid.uuid4().hex)
     fd: int | None = None
 
     def take() -> None:
         nonlocal fd
-        make_dir(run_dir)
         fd = _take(run_dir, launch)
 
     def look() -> None:

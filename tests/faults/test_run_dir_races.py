@@ -36,6 +36,7 @@ def set_up_as_torchrun_does(rank: int, config: Config, set_ups: int) -> dict[str
     coordinator, delays = make_coordinator(), random.Random(rank)
     run_dir, runs, overwritten = config.run_dir, [], 0
     mark, leftover = run_dir / f"mark_{rank}", run_dir / f".tmp-global_step_{rank}-x"
+    run_dir.mkdir(parents=True, exist_ok=True)
     for number in range(set_ups):
         config.trainer.overwrite = number % 2 == 1
         if delays.random() < 0.05:

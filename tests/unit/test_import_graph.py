@@ -20,6 +20,7 @@ STOREYS = (
     {"api", "cli"},
     {"compose", "launch"},
     {"worker"},
+    {"lifecycle"},
     {"assemble", "planning"},
     {"loop"},
     {"experience", "learning", "checkpoint", "tracking"},
@@ -40,11 +41,11 @@ CHECKPOINT_LAYERS = (
 )
 """The rooms inside `checkpoint/`, from the top down; one imports from its own folder and from the layers below."""
 
-MAY_IMPORT_CHECKPOINT = {"loop", "worker", "assemble", "launch", "checkpoint", "checkpoint.__main__", "convert"}
+MAY_IMPORT_CHECKPOINT = {"loop", "worker", "lifecycle", "assemble", "checkpoint", "checkpoint.__main__", "convert"}
 COMMANDS_IN_ROOMS = {"rlhf.checkpoint.__main__"}
 """Thin commands that stand in a room, and may import what is above it."""
 
-MAY_SEE_THE_WHOLE_CONFIG = {"api", "cli", "compose", "worker", "assemble", "launch", "planning", "config"}
+MAY_SEE_THE_WHOLE_CONFIG = {"api", "cli", "compose", "worker", "lifecycle", "assemble", "launch", "planning", "config"}
 WHOLE_CONFIG_WITH_A_REASON: dict[str, str] = {}
 """Other modules that import `Config`, and why."""
 

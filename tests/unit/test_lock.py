@@ -43,6 +43,7 @@ def test_a_holder_without_a_name_yet_is_still_a_clear_refusal(tmp_path):
 def hold_together(rank: int, folder: Path, nodes: list[int]) -> str:
     """A rank of a launch on the `nodes`; what it is told when it is refused."""
     coordinator = make_coordinator()
+    (folder / str(nodes[rank])).mkdir(exist_ok=True)
     try:
         with run_lock_together(folder / str(nodes[rank]), coordinator):
             coordinator.gather(None)
