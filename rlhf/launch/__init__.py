@@ -1,1 +1,1 @@
-"""Parent process of a run: starts, watches, restarts and ends the ranks. A rank imports nothing of it."""
+"""Policy of a run's parent process: when ranks start, restart, leave and die. A rank imports nothing of it."""

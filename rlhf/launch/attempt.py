@@ -1,20 +1,15 @@
-"""One attempt: the ranks of this machine, watched until the last of them has ended."""
+"""One attempt: its ranks, watched until the last of them has ended."""
 
 import logging
-import os
-import signal
 import time
 from collections.abc import Collection
-from contextlib import suppress
-from pathlib import Path
 
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.launch.callbacks import Callbacks
 from rlhf.launch.evidence import AttemptResult, Hang, furthest_step
 from rlhf.launch.hangs import HangDetector
-from rlhf.launch.rank_starter import Ranks
+from rlhf.launch.rank_group import RankExit, RankGroup
 from rlhf.launch.stop_request import StopRequest
-from rlhf.ranks.status import read_statuses
 
 # Long enough for the peers of a dead rank to notice and write down what they saw; NCCL peers never notice by
 # themselves.
@@ -31,27 +26,26 @@ class Attempt:
 
     A rank that crashed or met a user error gives its peers `PEER_GRACE_S`; a stop request, or a rank that left to be
     requeued, gives all of them `grace_s`; then, at a second signal, or when `detector` finds a hang, what is left is
-    killed. A stop request before any rank, by its status in `run_dir`, has come to a step kills them at once: there is
+    killed. A stop request before any rank, by its status, has come to a step kills them at once: there is
     nothing to save.
     """
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: RankGroup,
         nproc: int,
-        run_dir: Path,
         stop: StopRequest,
         grace_s: float,
         detector: HangDetector | None,
         callbacks: Callbacks,
     ) -> None:
-        self._ranks, self._nproc, self._run_dir = ranks, nproc, run_dir
+        self._ranks, self._nproc = ranks, nproc
         self._stop, self._grace_s, self._detector, self._callbacks = stop, grace_s, detector, callbacks
         self._deadline = float("inf")
         self._asked, self._idle = False, False
         self._first_failure_at: float | None = None
         self._killed_at: float | None = None
-        self._exits: dict[int, int] = {}
+        self._exits: dict[int, RankExit] = {}
         self._first: list[int] = []
         self._killed: frozenset[int] = frozenset()
         self._hang: Hang | None = None
@@ -62,24 +56,17 @@ class Attempt:
             self._detector.start(self._nproc)
         while True:
             ended, now = self._ranks.ended(_LOOK_S), time.monotonic()
-            for rank, code in ended.items():
-                self._note(rank, code, now)
+            for rank, end in ended.items():
+                self._note(rank, end, now)
             self._callbacks.look(self._stop)
             alive = set(range(self._nproc)) - self._exits.keys()
             if not alive or (self._killed_at is not None and now > self._killed_at + _KILL_PATIENCE_S):
-                return AttemptResult(
-                    self._exits,
-                    tuple(sorted(self._first)),
-                    self._killed,
-                    self._hang,
-                    self._ranks.launcher_exit,
-                    self._idle,
-                )
+                return AttemptResult(self._exits, tuple(sorted(self._first)), self._killed, self._hang, self._idle)
             self._end_what_is_due(alive, now)
 
-    def _note(self, rank: int, code: int, now: float) -> None:
-        self._exits[rank] = code
-        if code == EXIT_DONE or self._ranks.launcher_exit is not None:
+    def _note(self, rank: int, end: RankExit, now: float) -> None:
+        self._exits[rank], code = end, end.code
+        if code == EXIT_DONE or end.taken_by:
             return
         if self._first_failure_at is None:
             self._first_failure_at = now
@@ -87,28 +74,25 @@ class Attempt:
             self._first.append(rank)
         self._deadline = min(self._deadline, now + (self._grace_s if code == EXIT_REQUEUE else PEER_GRACE_S))
         if code not in (EXIT_REQUEUE, EXIT_USER_ERROR):
-            self._ranks.kill(rank)  # its reward processes and the like, orphans by now
+            self._ranks.kill([rank])  # its reward processes and the like, orphans by now
 
     def _end_what_is_due(self, alive: Collection[int], now: float) -> None:
         if self._stop.signal_name and not self._asked:
             self._asked = True
-            self._idle = furthest_step(read_statuses(self._run_dir)) is None
+            self._idle = furthest_step(self._ranks.statuses()) is None
             if not self._idle:
                 self._ask(alive)
         if self._killed_at is not None:
             return
         if self._detector is not None:
-            self._hang = self._detector.look({rank: self._ranks.pids[rank] for rank in alive})
+            self._hang = self._detector.look(self._ranks, alive)
         if self._hang is not None or self._stop.kill or self._idle or now >= self._deadline:
             self._killed_at, self._killed = now, frozenset(alive)
-            for rank in alive:
-                self._ranks.kill(rank)
+            self._ranks.kill(alive)
 
     def _ask(self, alive: Collection[int]) -> None:
         self._deadline = min(self._deadline, self._stop.at + self._grace_s)
-        for rank in alive:
-            with suppress(ProcessLookupError):
-                os.kill(self._ranks.pids[rank], signal.SIGUSR1)
+        self._ranks.ask_to_leave(alive)
         log.info(
             "%s: the ranks save at the next safe point and leave, within %g s (trainer.preempt_grace_s). "
             "A second SIGTERM or Ctrl-C kills them at once.",

@@ -1,11 +1,11 @@
 """Evidence of an attempt's end: what it means, and its report for a person."""
 
-import signal
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
+from rlhf.launch.rank_group import RankExit
 from rlhf.ranks.status import RankError, RankStatus
 
 _TRACEBACK_LINES = 15
@@ -29,16 +29,13 @@ class Hang:
 class AttemptResult:
     """The end of each rank."""
 
-    exits: dict[int, int]
-    """Exit code by rank, in the order in which they ended; negative for a signal. A rank that SIGKILL could not end is
-    missing."""
+    exits: dict[int, RankExit]
+    """By rank, in the order in which they ended. A rank that SIGKILL could not end is missing."""
     first: tuple[int, ...]
     """The ranks that failed first: those within 0.1 s of the first one."""
     killed: frozenset[int]
     """Ranks that the supervisor killed, after a peer's failure, at the end of the grace or in a hang."""
     hang: Hang | None = None
-    launcher: int | None = None
-    """Exit code of the launcher, if it ended and took the ranks with it."""
     idle: bool = False
     """Whether no rank had come to a step when the run was asked to stop, so that all were killed at once."""
 
@@ -57,7 +54,7 @@ def classify(attempt: AttemptResult, nproc: int, stop_requested: bool) -> Ending
 
     Once asked to stop there is nothing to restart: a crash on the way out is a requeue too.
     """
-    codes = attempt.exits.values()
+    codes = [end.code for end in attempt.exits.values()]
     if EXIT_USER_ERROR in codes:
         return Ending.USER_ERROR
     if len(codes) == nproc and all(code == EXIT_DONE for code in codes):
@@ -76,7 +73,7 @@ def first_cause(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> int 
 
     def order(rank: int) -> tuple[bool, float]:
         status = statuses.get(rank)
-        return attempt.exits[rank] > 0, status.time if status and status.error else float("inf")
+        return attempt.exits[rank].code > 0, status.time if status and status.error else float("inf")
 
     if attempt.hang is not None:
         return attempt.hang.rank
@@ -90,9 +87,9 @@ def furthest_step(statuses: dict[int, RankStatus]) -> int | None:
 
 def user_error(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
     """The message of the rank that met a mistake in the settings, the data or the files."""
-    for rank, code in attempt.exits.items():
+    for rank, end in attempt.exits.items():
         status = statuses.get(rank)
-        if code == EXIT_USER_ERROR and status and status.error:
+        if end.code == EXIT_USER_ERROR and status and status.error:
             return status.error.message
     return f"A rank ended with exit code {EXIT_USER_ERROR}, which a restart can't mend, and left no message; see above."
 
@@ -102,25 +99,13 @@ def unsaved(statuses: dict[int, RankStatus]) -> str | None:
     return next((s.error.message for s in statuses.values() if s.error and s.error.kind == "unsaved"), None)
 
 
-def describe_exit(code: int) -> str:
-    """The exit code or the signal in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    if -code == signal.SIGKILL:
-        return "SIGKILL (often the kernel's out-of-memory killer)"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
-
-
 def describe_crash(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
     """One line: what brought down the attempt."""
     cause = first_cause(attempt, statuses)
     if cause is not None:
         return describe_rank(cause, attempt, statuses)
-    if attempt.launcher is not None:
-        return f"the launcher: {describe_exit(attempt.launcher)}, and its ranks died with it"
+    if taken_by := next((end.taken_by for end in attempt.exits.values() if end.taken_by), None):
+        return f"{taken_by}, and its ranks died with it"
     return "a rank could not be ended"
 
 
@@ -131,10 +116,9 @@ def describe_rank(rank: int, attempt: AttemptResult, statuses: dict[int, RankSta
         how = f"hung, {attempt.hang.what}, {ended}"
     elif rank in attempt.killed:
         how = "killed by the supervisor"
-    elif rank in attempt.exits and attempt.launcher is not None and rank not in attempt.first:
-        how = f"died with the launcher ({describe_exit(attempt.launcher)})"
     elif rank in attempt.exits:
-        how = describe_exit(attempt.exits[rank])
+        end = attempt.exits[rank]
+        how = f"died with {end.taken_by}" if end.taken_by else str(end)
     else:
         how = "still not ended by SIGKILL: its process is stuck in the kernel"
     status = statuses.get(rank)

@@ -1,41 +1,7 @@
-"""Stacks of a process that may not react any more.
+"""Reads stacks that a rank has written: the frames of a thread, and whether it waits for other ranks."""
 
-On SIGUSR2 it writes them itself, without Python's help (`rlhf.ranks.status`), and its supervisor reads them here.
-"""
-
-import os
 import re
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-
-from rlhf.ranks.status import STACKS_SIGNAL
-
-# A dump takes milliseconds; a process without one by then is stopped, stuck in the kernel or not that far yet.
-PATIENCE_S = 3.0
-_SETTLED_S = 0.2
-
-
-def ask_for_stacks(files: Mapping[int, Path]) -> None:
-    """Have the processes (id -> the file of `answer_with_stacks`) write their stacks; returns when they have, or after
-    PATIENCE_S."""
-    before = {path: _size(path) for path in files.values()}
-    for process in files:
-        with suppress(ProcessLookupError):
-            os.kill(process, STACKS_SIGNAL)
-    end, last, quiet_since = time.monotonic() + PATIENCE_S, before, time.monotonic()
-    while (now := time.monotonic()) < end:
-        sizes = {path: _size(path) for path in before}
-        if sizes != last:
-            last, quiet_since = sizes, now
-        elif all(sizes[path] > before[path] for path in before) and now - quiet_since > _SETTLED_S:
-            return
-        time.sleep(0.02)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+from collections.abc import Sequence
 
 
 def frames_of(dump: str, thread: int) -> list[str]:
@@ -57,16 +23,3 @@ def waits_for_peers(frames: Sequence[str]) -> bool:
 def shown(frames: Sequence[str], count: int) -> list[str]:
     """`count` frames for a person: the innermost, then without PyTorch's own, of which a collective has dozens."""
     return [frame for i, frame in enumerate(frames) if i == 0 or "/torch/" not in frame][:count]
-
-
-def why_silent(process: int) -> str:
-    """The reason why the process has left no stacks, as the kernel (of Linux) sees it."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        state = ""
-    if state in ("T", "t"):
-        return "stopped, as by SIGSTOP or a debugger"
-    if state == "D":
-        return "blocked in the kernel: a disk, a network file system or a driver does not answer"
-    return "no answer; so early in its start it is still importing"

@@ -15,15 +15,16 @@ from rlhf.launch import evidence
 from rlhf.launch.attempt import Attempt
 from rlhf.launch.callbacks import Callbacks
 from rlhf.launch.hangs import HangDetector
-from rlhf.launch.rank_output import RankOutput
-from rlhf.launch.rank_starter import RankStarter
+from rlhf.launch.local.rank_output import RankOutput
+from rlhf.launch.local.starter import LocalStarter
+from rlhf.launch.rank_group import RankStarter
 from rlhf.launch.restart_policy import GiveUp, RestartPolicy
 from rlhf.launch.stop_request import StopRequest
 from rlhf.lifecycle import live, refuse_another_run
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.lock import wait_for_ranks
 from rlhf.ranks.logs import configure_logging
-from rlhf.ranks.status import RankStatus, clear_statuses, read_statuses
+from rlhf.ranks.status import RankStatus
 from rlhf.ranks.stop import IDLE
 from rlhf.ranks.transport import LoneTransport
 from rlhf.storage.disk_errors import is_unfixable
@@ -53,7 +54,7 @@ def supervise(config: Config, check: Callable[[], None], banner: str = "", callb
 
 def _supervise(config: Config, check: Callable[[], None], output: RunOutput, callbacks: Callbacks) -> int:
     expected, alone = not _seems_finished(config), Coordinator(LoneTransport())
-    with RankOutput(output) as of_ranks, RankStarter(config, output=of_ranks, expected=expected) as starter:
+    with RankOutput(output) as of_ranks, LocalStarter(config, output=of_ranks, expected=expected) as starter:
         refuse_another_run(config, alone)
         check()
 
@@ -101,15 +102,14 @@ def run_attempts(
     t = config.trainer
     run_dir = config.run_dir
     policy = RestartPolicy(t)
-    detector = HangDetector(config) if t.watchdog else None
+    detector = HangDetector(t, config.checkpoint.timeout_s) if t.watchdog else None
     while True:
-        clear_statuses(run_dir)
         ranks = starter.start(command, stop)
         if ranks is None:
             _log_idle(stop, next(iter(scan(run_dir)), None))
             return EXIT_REQUEUE
-        attempt = Attempt(ranks, t.ranks, run_dir, stop, t.preempt_grace_s, detector, callbacks).run()
-        statuses = read_statuses(run_dir)
+        attempt = Attempt(ranks, t.ranks, stop, t.preempt_grace_s, detector, callbacks).run()
+        statuses = ranks.statuses()
         checkpoint = next(iter(scan(run_dir)), None)
         ending = evidence.classify(attempt, t.ranks, stop.signal_name is not None)
         starter.say_the_rest(last=ending in (evidence.Ending.USER_ERROR, evidence.Ending.REQUEUE))
@@ -155,7 +155,7 @@ def _log_leaving(
     if unsaved := evidence.unsaved(statuses):
         log.error("%s", unsaved)
         return
-    if all(code in (EXIT_REQUEUE, EXIT_DONE) for code in attempt.exits.values()) and len(attempt.exits) == t.ranks:
+    if all(end.code in (EXIT_REQUEUE, EXIT_DONE) for end in attempt.exits.values()) and len(attempt.exits) == t.ranks:
         log.info("%s: the ranks saved and left. %s", asked, evidence.next_start(checkpoint))
         return
     if attempt.idle:

@@ -16,8 +16,8 @@ import torch
 from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, UserError
-from rlhf.launch import rank_starter
-from rlhf.launch.rank_starter import RankStarter, modules_of, why_plain
+from rlhf.launch.local import starter as local_starter
+from rlhf.launch.local.starter import LocalStarter, modules_of, why_plain
 from rlhf.ranks.launcher import why_not_fork
 from tests.support import rank_scripts
 from tests.support.compare_runs import differences
@@ -255,7 +255,7 @@ os.fork = limited
 """)
     config.trainer.max_failures_per_step = 1
     assert supervised("block()", "full") == EXIT_CRASHED
-    assert "rank 1: died with the launcher (exit code 1)" in said(caplog)[-1]
+    assert "rank 1: died with the launcher: exit code 1" in said(caplog)[-1]
     wait_until(lambda: not any(alive(pid) for _, pid in starts(config)), 30)
 
 
@@ -301,10 +301,10 @@ def test_imports_that_hang_are_left_to_the_ranks(config, supervised, tmp_path, c
 def test_counting_the_devices_has_a_deadline(config, tmp_path, monkeypatch, count, message):
     """Where the imports of the launcher hang, and where CUDA itself does."""
     (tmp_path / "hanging.py").write_text("import time\ntime.sleep(600)")
-    monkeypatch.setattr(rank_starter, "_COUNT", count)
+    monkeypatch.setattr(local_starter, "_COUNT", count)
     t = config.trainer
     t.device, t.nproc, t.watchdog_first_timeout_s = "cuda", 4, 2.0
-    with RankStarter(config, ["hanging"]) as starter, pytest.raises(UserError, match=message):
+    with LocalStarter(config, ["hanging"]) as starter, pytest.raises(UserError, match=message):
         starter.check_devices()
 
 
@@ -314,16 +314,16 @@ def test_devices_are_counted_by_a_process_of_their_own(config):
     config.trainer.nproc = count + 1
     for warm in (True, False):
         config.trainer.warm_start = warm
-        with RankStarter(config, []) as starter, pytest.raises(UserError, match=r"CUDA devices? (is|are) visible"):
+        with LocalStarter(config, []) as starter, pytest.raises(UserError, match=r"CUDA devices? (is|are) visible"):
             starter.check_devices()
 
 
 def test_gpus_of_the_driver_that_torch_does_not_find_are_told(config, monkeypatch):
-    monkeypatch.setattr(rank_starter, "_COUNT", "print(0)")
+    monkeypatch.setattr(local_starter, "_COUNT", "print(0)")
     config.trainer.device, config.trainer.warm_start = "auto", False
-    with RankStarter(config, []) as starter:
+    with LocalStarter(config, []) as starter:
         starter.check_devices()
-        monkeypatch.setattr(rank_starter, "count_gpus", lambda: 1)
+        monkeypatch.setattr(local_starter, "count_gpus", lambda: 1)
         with pytest.raises(UserError, match=r"trainer\.device=auto, but no CUDA device is visible"):
             starter.check_devices()
 

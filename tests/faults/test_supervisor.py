@@ -18,7 +18,7 @@ from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
 from rlhf.launch import attempt as attempt_module
-from rlhf.launch.rank_starter import RankStarter
+from rlhf.launch.local.starter import LocalStarter
 from rlhf.launch.supervisor import supervise
 from rlhf.ranks.lock import run_lock, wait_for_ranks
 from tests.support import rank_scripts
@@ -305,7 +305,7 @@ def test_a_killed_supervisor_takes_its_ranks_along_and_frees_the_directory(confi
 
 
 def test_more_ranks_than_devices_and_an_unwritable_place_are_refused(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(RankStarter, "_device_count", lambda _: 1)
+    monkeypatch.setattr(LocalStarter, "_device_count", lambda _: 1)
     config.trainer.device = "cuda"
     with pytest.raises(UserError, match=r"trainer\.nproc=2, but only 1 CUDA"):
         supervise(config, lambda: None)

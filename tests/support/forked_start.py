@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from rlhf.launch import launcher_process
-from rlhf.launch.rank_output import RankOutput
+from rlhf.launch.local import launcher_process
+from rlhf.launch.local.rank_output import RankOutput
 from rlhf.ranks import launcher
 from rlhf.ranks.stop import STOP_SIGNALS, leave_while_idle
 from tests.support.launching import DEADLINE_S, ROOT, Ended

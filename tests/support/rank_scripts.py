@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf.config import Config
-from rlhf.launch.rank_starter import RankStarter
+from rlhf.launch.local.starter import LocalStarter
 from rlhf.launch.stop_request import StopRequest
 from rlhf.launch.supervisor import run_attempts
 
@@ -62,12 +62,12 @@ from pathlib import Path
 from rlhf.config.resolved import load
 from rlhf.ranks.lock import run_lock, wait_for_ranks
 from rlhf.ranks.logs import configure_logging
-from rlhf.launch.rank_starter import RankStarter
+from rlhf.launch.local.starter import LocalStarter
 from rlhf.launch.stop_request import StopRequest
 from rlhf.launch.supervisor import run_attempts
 configure_logging()
 config = load(Path(sys.argv[1]))
-with run_lock(config.run_dir), StopRequest() as stop, RankStarter(config, modules=[]) as starter:
+with run_lock(config.run_dir), StopRequest() as stop, LocalStarter(config, modules=[]) as starter:
     wait_for_ranks(config.run_dir)
     sys.exit(run_attempts(config, [sys.argv[2], str(config.run_dir)], starter, stop))
 """
@@ -79,7 +79,7 @@ def supervised(config: Config, path: Path, text: str, modules: Sequence[str] = (
     Unless `config` says otherwise, the ranks are forked from a launcher that has imported `modules`.
     """
     path.write_text(text)
-    with StopRequest() as stop, RankStarter(config, modules) as starter:
+    with StopRequest() as stop, LocalStarter(config, modules) as starter:
         return run_attempts(config, [str(path), str(config.run_dir)], starter, stop)
 
 

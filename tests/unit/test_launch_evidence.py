@@ -8,19 +8,19 @@ from rlhf.launch.evidence import (
     Ending,
     classify,
     describe_crash,
-    describe_exit,
     first_cause,
     furthest_step,
     report,
     user_error,
 )
+from rlhf.launch.rank_group import RankExit
 from rlhf.ranks.status import RankError, RankStatus
 
 KILLED = -signal.SIGKILL
 
 
 def attempt(exits: dict[int, int], first: tuple[int, ...] = (), killed: tuple[int, ...] = ()) -> AttemptResult:
-    return AttemptResult(exits, first, frozenset(killed))
+    return AttemptResult({rank: RankExit(code) for rank, code in exits.items()}, first, frozenset(killed))
 
 
 @pytest.mark.parametrize(
@@ -90,16 +90,17 @@ def test_a_message_of_many_lines_is_told_once_and_whole():
 
 def test_the_end_of_the_launcher_is_the_cause_unless_a_rank_failed_before():
     statuses = {0: RankStatus(7, "rollout.after", 2.0, None), 1: RankStatus(7, "update.mid", 1.0, None)}
-    gone = AttemptResult({0: KILLED, 1: KILLED}, (), frozenset(), launcher=-signal.SIGKILL)
-    assert describe_crash(gone, statuses).startswith("the launcher: SIGKILL (")
-    assert "rank 1: died with the launcher (SIGKILL" in report(gone, 2, statuses, None)
-    late = AttemptResult({1: 3, 0: KILLED}, (1,), frozenset(), launcher=-signal.SIGKILL)
+    taken = RankExit(KILLED, taken_by="the launcher: SIGKILL")
+    gone = AttemptResult({0: taken, 1: taken}, (), frozenset())
+    assert describe_crash(gone, statuses).startswith("the launcher: SIGKILL, and its ranks")
+    assert "rank 1: died with the launcher: SIGKILL" in report(gone, 2, statuses, None)
+    late = AttemptResult({1: RankExit(3), 0: taken}, (1,), frozenset())
     assert describe_crash(late, statuses) == "rank 1: exit code 3, at step 7, last event update.mid"
     assert "rank 0: died with the launcher" in report(late, 2, statuses, None)
 
 
 def test_exits_in_words():
-    assert describe_exit(3) == "exit code 3"
-    assert "out-of-memory" in describe_exit(KILLED)
-    assert describe_exit(-signal.SIGSEGV) == "SIGSEGV"
-    assert describe_exit(-40) == "signal 40"
+    assert str(RankExit(3)) == "exit code 3"
+    assert "out-of-memory" in str(RankExit(KILLED))
+    assert str(RankExit(-signal.SIGSEGV)) == "SIGSEGV"
+    assert str(RankExit(-40)) == "signal 40"

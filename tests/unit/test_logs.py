@@ -12,7 +12,7 @@ import pytest
 from rlhf import worker
 from rlhf.config import Config
 from rlhf.errors import EXIT_CRASHED, UserError
-from rlhf.launch.rank_starter import RankStarter
+from rlhf.launch.local.starter import LocalStarter
 from rlhf.ranks.logs import configure_logging, logging_put_back
 
 SCRIPT = """
@@ -58,12 +58,12 @@ def test_a_thread_of_a_process_that_ignores_its_children_is_told():
     code = f"""
 import signal, threading
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-from {RankStarter.__module__} import RankStarter
+from {LocalStarter.__module__} import LocalStarter
 from {Config.__module__} import Config
 from {UserError.__module__} import UserError
 def start():
     try:
-        with RankStarter(Config()):
+        with LocalStarter(Config()):
             print("started")
     except UserError as error:
         print(error)

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf.config.redaction import Redaction
 from rlhf.errors import UserError
-from rlhf.launch.rank_output import RankOutput
+from rlhf.launch.local.rank_output import RankOutput
 from rlhf.ranks.progress_pipe import PROGRESS_FD, NoProgress, ProgressPipe
 from rlhf.storage.log_file import LogFile
 from rlhf.tracking import unread_output

@@ -4,6 +4,7 @@ import pytest
 
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.launch.evidence import AttemptResult, Ending, Hang, classify, describe_rank, first_cause, report
+from rlhf.launch.rank_group import RankExit
 from rlhf.launch.stacks import frames_of, shown, waits_for_peers
 from rlhf.launch.watchdog import Watchdog
 from rlhf.ranks.status import StatusWriter, keep_stacks, read_statuses, stacks_file
@@ -276,11 +277,11 @@ def test_stacks_of_a_hang_outlive_the_next_attempt(tmp_path):
 
 def test_evidence_of_a_hang():
     hang = Hang(1, "no progress for 12 s after rollout.before (deadline 10 s)", {0: ["in gather"], 1: ["in solve"]}, [])
-    attempt = AttemptResult({0: -9, 1: -9}, (0, 1), frozenset({0, 1}), hang)
+    attempt = AttemptResult({0: RankExit(-9), 1: RankExit(-9)}, (0, 1), frozenset({0, 1}), hang)
     assert classify(attempt, nproc=2, stop_requested=False) is Ending.CRASH
     assert first_cause(attempt, {}) == 1
     assert "hung, no progress for 12 s after rollout.before" in describe_rank(1, attempt, {})
     text = report(attempt, 2, {}, None)
     assert text.index("rank 1 hangs here:\n    in solve") < text.index("rank 0 is here:\n    in gather")
-    stuck = AttemptResult({0: -9}, (0,), frozenset({0, 1}), hang)
+    stuck = AttemptResult({0: RankExit(-9)}, (0,), frozenset({0, 1}), hang)
     assert "SIGKILL does not end it" in describe_rank(1, stuck, {})

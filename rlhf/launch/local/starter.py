@@ -1,4 +1,5 @@
-"""Start of the ranks: forked from a launcher that has done their imports, or plainly, where that is not safe."""
+"""Starts the ranks on this machine: forked from a launcher that has done their imports, or plainly where that is not
+safe."""
 
 import logging
 import os
@@ -8,17 +9,19 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Self
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.launch.launcher_process import ForkedRanks, LauncherProcess, kill_group
-from rlhf.launch.rank_output import RankOutput
+from rlhf.launch.local.launcher_process import ForkedRanks, LauncherProcess
+from rlhf.launch.local.plain_ranks import PlainRanks
+from rlhf.launch.local.rank_output import RankOutput
+from rlhf.launch.rank_group import RankGroup
 from rlhf.launch.stop_request import StopRequest
 from rlhf.planning.devices import count_gpus
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked
-from rlhf.ranks.parent import PARENT_PID, SUPERVISOR_PID
-from rlhf.ranks.world import listening_socket, rank_variables
+from rlhf.ranks.parent import SUPERVISOR_PID
+from rlhf.ranks.status import clear_statuses
 
 _LOOK_S = 0.1
 _COUNT = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
@@ -26,66 +29,9 @@ _COUNT = "import torch; print(torch.cuda.device_count() if torch.cuda.is_availab
 log = logging.getLogger(__name__)
 
 
-class Ranks(Protocol):
-    """The processes of one attempt: `pids` by rank."""
-
-    pids: dict[int, int]
-
-    @property
-    def launcher_exit(self) -> int | None:
-        """The exit code of the launcher, if there was one and it has ended, and its ranks with it."""
-
-    def ended(self, wait_s: float) -> dict[int, int]:
-        """Exit codes of the ranks that have ended since the last call; waits up to `wait_s` seconds for the first of
-        them."""
-
-    def kill(self, rank: int) -> None:
-        """SIGKILL to a rank and its children."""
-
-
-class PlainRanks:
-    """Ranks that this process has started, each with imports of its own."""
-
-    launcher_exit = None
-
-    def __init__(
-        self, command: Sequence[str], nproc: int, variables: dict[str, str], output: RankOutput | None = None
-    ) -> None:
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-        with listening_socket() as listener:
-            for rank in range(nproc):
-                own = rank_variables(rank, nproc, listener) | {PARENT_PID: str(os.getpid())}
-                fds = [listener.fileno()] if rank == 0 else []
-                self._running[rank] = subprocess.Popen(
-                    [sys.executable, *command],
-                    env=os.environ | variables | (output.variables if output else {}) | own,
-                    pass_fds=[*fds, output.progress_fd] if output else fds,
-                    stdout=output.stdout if output else None,
-                    stderr=output.stderr if output else None,
-                    start_new_session=True,
-                )
-        self.pids = {rank: process.pid for rank, process in self._running.items()}
-
-    def ended(self, wait_s: float) -> dict[int, int]:
-        """See `Ranks`."""
-        end = time.monotonic() + wait_s
-        while True:
-            codes = {rank: code for rank, process in self._running.items() if (code := process.poll()) is not None}
-            if codes or (left := end - time.monotonic()) <= 0:
-                break
-            time.sleep(min(left, 0.02))
-        for rank in codes:
-            del self._running[rank]
-        return codes
-
-    def kill(self, rank: int) -> None:
-        """See `Ranks`."""
-        kill_group(self.pids[rank])
-
-
-class RankStarter:
-    """Starts the ranks of one attempt after the other; while entered, it may keep a launcher, which imports `modules`,
-    already before there are ranks to start unless they are not `expected`.
+class LocalStarter:
+    """A `RankStarter` of processes. While entered, it may keep a launcher, which imports `modules`; from the beginning if
+    ranks are `expected`, else once they start.
 
     A launcher that ends takes its ranks along, and the next start makes a new one. What ranks print goes to `output`,
     or where this process's own goes.
@@ -99,7 +45,7 @@ class RankStarter:
         *,
         expected: bool = True,
     ) -> None:
-        self._trainer, self._output, self._expected = config.trainer, output, expected
+        self._trainer, self._run_dir, self._output, self._expected = config.trainer, config.run_dir, output, expected
         self._modules = modules_of(config) if modules is None else modules
         self._variables = _variables(config)
         self._launcher: LauncherProcess | None = None
@@ -131,14 +77,15 @@ class RankStarter:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def say_the_rest(self, *, last: bool) -> None:
-        """Say all that ranks which have ended left unread; with `last` no others follow, and the bar ends."""
+        """See `RankStarter`; with `last` the bar ends."""
         if self._output is not None:
             self._output.drain()
             if last:
                 self._output.end_bar()
 
-    def start(self, command: Sequence[str], stop: StopRequest) -> Ranks | None:
-        """Start `python *command` as `trainer.nproc` ranks; None when `stop` is requested before they are there."""
+    def start(self, command: Sequence[str], stop: StopRequest) -> RankGroup | None:
+        """See `RankStarter`: `trainer.nproc` ranks."""
+        clear_statuses(self._run_dir)
         if self._output is not None:
             self._output.phase("starting the ranks")
         self._launch()
@@ -147,7 +94,7 @@ class RankStarter:
             if ranks is not None or stop.signal_name is not None:
                 return ranks
         log.info("The ranks are started plainly: %s.", self._why_plain)
-        return PlainRanks(command, self._trainer.ranks, self._variables, self._output)
+        return PlainRanks(command, self._trainer.ranks, self._variables, self._run_dir, self._output)
 
     def _fork(self, launcher: LauncherProcess, command: Sequence[str], stop: StopRequest) -> ForkedRanks | None:
         nproc = self._trainer.ranks
@@ -156,11 +103,11 @@ class RankStarter:
         while launcher.exit is None and stop.signal_name is None:
             answer = launcher.receive(_LOOK_S)
             if isinstance(answer, Forked) and answer.problem is None:
-                return ForkedRanks(launcher, nproc, answer.pids)
+                return ForkedRanks(launcher, nproc, answer.pids, self._run_dir)
             if isinstance(answer, Forked) or time.monotonic() > end:
                 self._give_up(launcher, answer.problem if isinstance(answer, Forked) else None)
                 return None
-        return ForkedRanks(launcher, nproc, {}) if stop.signal_name is None else None
+        return ForkedRanks(launcher, nproc, {}, self._run_dir) if stop.signal_name is None else None
 
     def _give_up(self, launcher: LauncherProcess, problem: str | None = None) -> None:
         """Do without a launcher from now on, because of its `problem` or, without one, because it does not answer."""

@@ -7,8 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
+from pathlib import Path
 
-from rlhf.launch.rank_output import RankOutput
+from rlhf.launch.local.processes import RankProcesses
+from rlhf.launch.local.rank_output import RankOutput
+from rlhf.launch.rank_group import RankExit
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked, RankEnded
 from rlhf.ranks.parent import PARENT_PID
 
@@ -77,41 +80,24 @@ class LauncherProcess:
             self._connection.close()
 
 
-class ForkedRanks:
-    """Ranks that a launcher has forked."""
+class ForkedRanks(RankProcesses):
+    """A `RankGroup` that a launcher has forked. The kernel ends the ranks with their launcher."""
 
-    def __init__(self, launcher: LauncherProcess, nproc: int, pids: Mapping[int, int]) -> None:
+    def __init__(self, launcher: LauncherProcess, nproc: int, pids: Mapping[int, int], run_dir: Path) -> None:
+        super().__init__(pids, run_dir)
         self._launcher = launcher
         self._running = set(range(nproc))
-        self.pids = dict(pids)
 
-    @property
-    def launcher_exit(self) -> int | None:
-        """The exit code of the launcher, if it has ended, and its ranks with it."""
-        return self._launcher.exit
-
-    def ended(self, wait_s: float) -> dict[int, int]:
-        """Exit codes of the ranks that have ended since the last call; waits up to `wait_s` seconds for the first of
-        them."""
-        codes: dict[int, int] = {}
-        while (message := self._launcher.receive(0.0 if codes else wait_s)) is not None:
+    def ended(self, wait_s: float) -> dict[int, RankExit]:
+        """See `RankGroup`."""
+        exits: dict[int, RankExit] = {}
+        while (message := self._launcher.receive(0.0 if exits else wait_s)) is not None:
             assert isinstance(message, RankEnded)
-            codes[message.rank] = message.code
+            exits[message.rank] = RankExit(message.code)
         if self._launcher.exit is not None:
-            for rank in self._running - codes.keys():
-                codes[rank] = -signal.SIGKILL
-                self.kill(rank)  # for its children
-        self._running -= codes.keys()
-        return codes
-
-    def kill(self, rank: int) -> None:
-        """SIGKILL to a rank and its children."""
-        if rank in self.pids:
-            kill_group(self.pids[rank])
-
-
-def kill_group(leader: int) -> None:
-    """SIGKILL to a rank, the leader of a session, and to its children; so early in its life it is no leader yet."""
-    for kill in (os.kill, os.killpg):
-        with suppress(ProcessLookupError):
-            kill(leader, signal.SIGKILL)
+            taken_by = f"the launcher: {RankExit(self._launcher.exit)}"
+            lost = self._running - exits.keys()
+            exits |= {rank: RankExit(-signal.SIGKILL, taken_by) for rank in lost}
+            self.kill(lost)  # for their children
+        self._running -= exits.keys()
+        return exits

@@ -1,0 +1,81 @@
+"""Ranks as processes: signals by process id, and the stacks that a process writes even when it hangs."""
+
+import os
+import signal
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from rlhf.launch.rank_group import Stacks
+from rlhf.ranks.status import STACKS_SIGNAL, RankStatus, keep_stacks, read_statuses, stacks_file
+
+# A dump takes milliseconds; a process without one by then is stopped, stuck in the kernel or not that far yet.
+PATIENCE_S = 3.0
+_SETTLED_S = 0.2
+
+
+class RankProcesses:
+    """The part of `RankGroup` that process ids (`pids`, by rank) and the status files in `run_dir` suffice for."""
+
+    def __init__(self, pids: Mapping[int, int], run_dir: Path) -> None:
+        self._pids, self._run_dir = dict(pids), run_dir
+
+    def statuses(self) -> dict[int, RankStatus]:
+        """See `RankGroup`."""
+        return read_statuses(self._run_dir)
+
+    def ask_to_leave(self, ranks: Collection[int]) -> None:
+        """See `RankGroup`."""
+        self._signal(ranks, signal.SIGUSR1)
+
+    def stacks(self, ranks: Collection[int]) -> Stacks:
+        """See `RankGroup`. A process writes its stacks itself on STACKS_SIGNAL, without Python's help."""
+        files = {rank: stacks_file(self._run_dir, rank) for rank in ranks}
+        before = {rank: _size(path) for rank, path in files.items()}
+        self._signal(ranks, STACKS_SIGNAL)
+        _wait_until_written(files, before)
+        texts = {rank: path.read_text(errors="replace") for rank, path in files.items() if _size(path) > before[rank]}
+        silent = {rank: why_silent(self._pids[rank]) for rank in ranks}
+        return Stacks(texts, silent, keep_stacks(self._run_dir))
+
+    def kill(self, ranks: Collection[int]) -> None:
+        """See `RankGroup`. A rank is the leader of a session; so early in its life it is no leader yet."""
+        for rank in ranks:
+            for kill in (os.kill, os.killpg):
+                with suppress(ProcessLookupError, KeyError):
+                    kill(self._pids[rank], signal.SIGKILL)
+
+    def _signal(self, ranks: Collection[int], number: int) -> None:
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(self._pids[rank], number)
+
+
+def _wait_until_written(files: Mapping[int, Path], before: Mapping[int, int]) -> None:
+    """Return when every file is longer than `before` and all are at rest, or after PATIENCE_S."""
+    end, last, quiet_since = time.monotonic() + PATIENCE_S, before, time.monotonic()
+    while (now := time.monotonic()) < end:
+        sizes = {rank: _size(path) for rank, path in files.items()}
+        if sizes != last:
+            last, quiet_since = sizes, now
+        elif all(sizes[rank] > before[rank] for rank in files) and now - quiet_since > _SETTLED_S:
+            return
+        time.sleep(0.02)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def why_silent(process: int) -> str:
+    """The reason why the process has left no stacks, as the kernel (of Linux) sees it."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        state = ""
+    if state in ("T", "t"):
+        return "stopped, as by SIGSTOP or a debugger"
+    if state == "D":
+        return "blocked in the kernel: a disk, a network file system or a driver does not answer"
+    return "no answer; so early in its start it is still importing"
