@@ -26,20 +26,12 @@ log = logging.getLogger(__name__)
 def refuse_another_run(config: Config, coordinator: Coordinator) -> None:
     """Raise UserError if the run directory holds another run, as it lies there; `live` compares again once it is
     prepared. Changes nothing."""
-    try:
-        if config.run_dir.is_dir():  # a new run need not wait for the import
-            from rlhf.checkpoint.start.comparison import check_unprepared
-            from rlhf.checkpoint.start.run_dir import refuse_earlier
+    if config.run_dir.is_dir():  # a new run need not wait for the import
+        from rlhf.checkpoint.start.comparison import check_unprepared
+        from rlhf.checkpoint.start.run_dir import refuse_earlier
 
-            refuse_earlier(config.run_dir, config.trainer)
-            check_unprepared(config.run_dir, config.trainer, ResolvedConfig.of(config), coordinator)
-    except OSError as error:
-        if not is_unfixable(error):
-            raise
-        raise UserError(
-            f"Cannot read the run directory {config.run_dir}: {error}. Mend it, or set trainer.default_local_dir to a "
-            "folder of your own."
-        ) from error
+        refuse_earlier(config.run_dir, config.trainer)
+        check_unprepared(config.run_dir, config.trainer, ResolvedConfig.of(config), coordinator)
 
 
 def live(

@@ -31,10 +31,11 @@ from rlhf.loop import train
 from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
+from rlhf.ranks.guardian import watched
 from rlhf.ranks.lock import hold_rank_lock
 from rlhf.ranks.logs import configure_logging, write_whole_lines
 from rlhf.ranks.progress_pipe import NoProgress, ProgressPipe, ShowsProgress
-from rlhf.ranks.status import STACKS_SIGNAL, StatusWriter
+from rlhf.ranks.status import STACKS_SIGNAL, StatusWriter, clear_statuses
 from rlhf.storage.disk_errors import is_unfixable
 from rlhf.storage.layout import RESOLVED
 from rlhf.tracking.run_output import OutputHandler, RunOutput
@@ -66,12 +67,7 @@ class _Evidence:
 
     def begin(self, run_dir: Path) -> StatusWriter:
         """Make the file; whoever calls this knows that the run is this launch's."""
-        try:
-            self.status = StatusWriter(run_dir, rank())
-        except OSError as error:
-            raise UserError(
-                f"Cannot write into {run_dir} ({error.strerror}). Set trainer.default_local_dir to a writable folder."
-            ) from error
+        self.status = StatusWriter(run_dir, rank())
         return self.status
 
     def crash(self, error: Exception) -> None:
@@ -122,9 +118,11 @@ def main_under_torchrun(config: Config, banner: str = "") -> int:
         agreed = from_yaml(coordinator.broadcast(to_yaml(config)))
 
         def attempt() -> int:
-            output.begin_bar()
-            shown = NoProgress() if rank() else output.progress
-            run(agreed, device, coordinator, evidence.begin(agreed.run_dir), shown)
+            coordinator.on_domain_leaders(lambda: clear_statuses(agreed.run_dir))
+            status = evidence.begin(agreed.run_dir)
+            with watched(agreed.run_dir, agreed.trainer, coordinator):
+                output.begin_bar()
+                run(agreed, device, coordinator, status, NoProgress() if rank() else output.progress)
             return EXIT_DONE
 
         live(agreed, coordinator, output, attempt)

@@ -8,7 +8,7 @@ from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.launch.callbacks import Callbacks
 from rlhf.launch.evidence import AttemptResult, Hang, furthest_step
 from rlhf.launch.hangs import HangDetector
-from rlhf.launch.rank_group import RankExit, RankGroup
+from rlhf.launch.interface import RankExit, Ranks
 from rlhf.launch.stop_request import StopRequest
 
 # Long enough for the peers of a dead rank to notice and write down what they saw; NCCL peers never notice by
@@ -32,7 +32,7 @@ class Attempt:
 
     def __init__(
         self,
-        ranks: RankGroup,
+        ranks: Ranks,
         nproc: int,
         stop: StopRequest,
         grace_s: float,
@@ -53,7 +53,7 @@ class Attempt:
     def run(self) -> AttemptResult:
         """Return when every rank has ended, or is beyond SIGKILL."""
         if self._detector is not None:
-            self._detector.start(self._nproc)
+            self._detector.start(range(self._nproc))
         while True:
             ended, now = self._ranks.ended(_LOOK_S), time.monotonic()
             for rank, end in ended.items():

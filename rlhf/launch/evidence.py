@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import Path
 
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
-from rlhf.launch.rank_group import RankExit
+from rlhf.launch.interface import RankExit
 from rlhf.ranks.status import RankError, RankStatus
 
 _TRACEBACK_LINES = 15
@@ -121,11 +121,20 @@ def describe_rank(rank: int, attempt: AttemptResult, statuses: dict[int, RankSta
         how = f"died with {end.taken_by}" if end.taken_by else str(end)
     else:
         how = "still not ended by SIGKILL: its process is stuck in the kernel"
-    status = statuses.get(rank)
+    return f"rank {rank}: {how}, {_place(statuses.get(rank))}"
+
+
+def _place(status: RankStatus | None) -> str:
     if status is None:
-        return f"rank {rank}: {how}, while starting"
+        return "while starting"
     step = "before the first step" if status.step is None else f"at step {status.step}"
-    return f"rank {rank}: {how}, {step}, last event {status.event}"
+    return f"{step}, last event {status.event}"
+
+
+def describe_hang(hang: Hang, statuses: dict[int, RankStatus], checkpoint: Path | None) -> str:
+    """The hang of ranks that another launcher restarts: the rank to blame, the stacks, the checkpoint to go on from."""
+    what = f"rank {hang.rank}: {hang.what}, {_place(statuses.get(hang.rank))}"
+    return "\n".join([what, *_stacks(hang), f"  {next_start(checkpoint)}"])
 
 
 def report(attempt: AttemptResult, nproc: int, statuses: dict[int, RankStatus], checkpoint: Path | None) -> str:

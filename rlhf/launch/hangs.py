@@ -1,12 +1,13 @@
 """Finds ranks that hang: feeds the watchdog with their statuses, and collects the evidence."""
 
+import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
-from rlhf.config.trainer import TrainerConfig
+from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.launch.evidence import Hang
-from rlhf.launch.rank_group import RankGroup, Stacks
-from rlhf.launch.stacks import frames_of, shown, waits_for_peers
+from rlhf.launch.interface import Stacks, WatchedRanks
 from rlhf.launch.watchdog import Overdue, Watchdog
 from rlhf.ranks.status import RankStatus
 
@@ -15,18 +16,28 @@ LOOK_EVERY_S = 0.5
 _FRAMES, _FRAMES_OF_OTHERS = 12, 6
 
 
+class OtherRanks(Protocol):
+    """Ranks that another detector looks after: one is needed on each node where no process sees all ranks."""
+
+    def tell(self, *, save: bool) -> None:
+        """Tell the other detectors that the loop of a rank here, or the save behind it, is in its time."""
+
+    def are_silent(self, *, save: bool) -> bool:
+        """Whether no other detector has said that of late."""
+
+
 class HangDetector:
     """Looks after the ranks of one attempt after the other."""
 
-    def __init__(self, trainer: TrainerConfig, save_timeout_s: float) -> None:
-        self._watchdog = Watchdog(trainer, save_timeout_s)
+    def __init__(self, trainer: TrainerConfig, save_timeout_s: float, others: OtherRanks | None = None) -> None:
+        self._watchdog, self._others = Watchdog(trainer, save_timeout_s), others
         self._next_look = 0.0
 
-    def start(self, nproc: int) -> None:
-        """An attempt with ranks 0 to `nproc` - 1 begins."""
-        self._watchdog.start(range(nproc))
+    def start(self, ranks: Collection[int]) -> None:
+        """An attempt of `ranks` begins."""
+        self._watchdog.start(ranks)
 
-    def look(self, ranks: RankGroup, alive: Collection[int]) -> Hang | None:
+    def look(self, ranks: WatchedRanks, alive: Collection[int]) -> Hang | None:
         """Return the evidence of a hang among the ranks that are `alive`, or None; looks at most every LOOK_EVERY_S.
 
         The ranks of a hang are asked for their stacks, and can only be killed.
@@ -40,8 +51,14 @@ class HangDetector:
             self._watchdog.observe(rank, status.event, status.time, now)
             save = status.save
             self._watchdog.observe_save(rank, save.event if save else None, save.time if save else 0.0, now)
-        overdue = self._watchdog.overdue(now, alive)
-        return _investigate(overdue, ranks.stacks(alive), statuses) if overdue else None
+        # Apart, so that neither hides that the other hangs.
+        for behind in (False, True):
+            overdue, moving = self._watchdog.overdue(now, alive, save=behind)
+            if moving and self._others is not None:
+                self._others.tell(save=behind)
+            elif overdue and not moving and (self._others is None or self._others.are_silent(save=behind)):
+                return _investigate(overdue, ranks.stacks(alive), statuses)
+        return None
 
 
 def _investigate(overdue: list[Overdue], stacks: Stacks, statuses: Mapping[int, RankStatus]) -> Hang:
@@ -66,3 +83,24 @@ def _frames(late: Overdue, stacks: Stacks, status: RankStatus | None) -> list[st
         return []
     thread = status.save.thread if late.save and status.save else status.thread
     return frames_of(stacks.texts.get(late.rank, ""), thread)
+
+
+def frames_of(dump: str, thread: int) -> list[str]:
+    """The frames of `thread` (its identity) in the newest dump, the innermost first; empty when it is not there."""
+    blocks = re.findall(rf"hread 0x0*{thread:x}\b[^\n]*:\n((?:  [^\n]*\n?)*)", dump)
+    return [line.strip() for line in blocks[-1].splitlines()] if blocks else []
+
+
+def waits_for_peers(frames: Sequence[str]) -> bool:
+    """Whether the thread is in a collective, where the fault is another rank's (as far as frames of Python tell)."""
+    for frame in frames:
+        if "/torch/distributed/" in frame or "/rlhf/ranks/" in frame:
+            return True
+        if "/torch/" not in frame:
+            return False
+    return False
+
+
+def shown(frames: Sequence[str], count: int) -> list[str]:
+    """`count` frames for a person: the innermost, then without PyTorch's own, of which a collective has dozens."""
+    return [frame for i, frame in enumerate(frames) if i == 0 or "/torch/" not in frame][:count]

@@ -5,7 +5,8 @@ It holds no training state, so it may be killed at any moment as well. Signals: 
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rlhf.config import Config
@@ -15,9 +16,9 @@ from rlhf.launch import evidence
 from rlhf.launch.attempt import Attempt
 from rlhf.launch.callbacks import Callbacks
 from rlhf.launch.hangs import HangDetector
+from rlhf.launch.interface import RankStarter
 from rlhf.launch.local.rank_output import RankOutput
 from rlhf.launch.local.starter import LocalStarter
-from rlhf.launch.rank_group import RankStarter
 from rlhf.launch.restart_policy import GiveUp, RestartPolicy
 from rlhf.launch.stop_request import StopRequest
 from rlhf.lifecycle import live, refuse_another_run
@@ -55,16 +56,11 @@ def supervise(config: Config, check: Callable[[], None], banner: str = "", callb
 def _supervise(config: Config, check: Callable[[], None], output: RunOutput, callbacks: Callbacks) -> int:
     expected, alone = not _seems_finished(config), Coordinator(LoneTransport())
     with RankOutput(output) as of_ranks, LocalStarter(config, output=of_ranks, expected=expected) as starter:
-        refuse_another_run(config, alone)
+        with _usable(config.run_dir):
+            refuse_another_run(config, alone)
         check()
 
-        def locked() -> None:
-            if expected:
-                starter.check_devices()
-
         def train() -> int:
-            if not expected:
-                starter.check_devices()
             callbacks.follow(config.run_dir / HISTORY)
             with StopRequest() as stop:
                 code = run_attempts(config, ["-m", "rlhf.worker", str(config.run_dir)], starter, stop, callbacks)
@@ -72,17 +68,24 @@ def _supervise(config: Config, check: Callable[[], None], output: RunOutput, cal
             return code
 
         try:
-            return live(config, alone, output, train, locked)
+            with _usable(config.run_dir):
+                return live(config, alone, output, train, starter.check_devices)
         except Unsaved as error:
             log.error("%s", error)
             return EXIT_REQUEUE
-        except OSError as error:
-            if not is_unfixable(error):
-                raise
-            raise UserError(
-                f"Cannot write into the run directory {config.run_dir}: {error}. Mend it, or set "
-                "trainer.default_local_dir to a writable folder with room."
-            ) from error
+
+
+@contextmanager
+def _usable(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not is_unfixable(error):
+            raise
+        raise UserError(
+            f"Cannot read or write the run directory {run_dir}: {error}. Fix that, or set trainer.default_local_dir to "
+            "a writable folder with room."
+        ) from error
 
 
 def _seems_finished(config: Config) -> bool:

@@ -82,19 +82,17 @@ class Watchdog:
         elif place is None or (event, stamp) != (place.event, place.stamp):
             self._saves[rank] = _Place(event, stamp, self._watched)
 
-    def overdue(self, now: float, alive: Collection[int]) -> list[Overdue]:
-        """All ranks' overdue phases, the one entered first at the head; empty while any rank is in its time.
+    def overdue(self, now: float, alive: Collection[int], *, save: bool) -> tuple[list[Overdue], bool]:
+        """Return the overdue phases of the ranks' loops, or of the saves behind them, the one entered first at the
+        head; and whether any rank is in its time.
 
-        One rank alone is not enough: it may wait for another one, whose phase may take longer. A rank that hangs makes
-        the others wait for it, until they are overdue as well. Loops and saves behind them are looked at apart.
+        It is a hang only if no rank is: one that is overdue may wait for another rank, whose phase may take longer. A
+        rank that hangs makes the others wait for it, until they are overdue as well.
         """
         self._advance(now)
-        for save, places in ((False, self._loops), (True, self._saves)):
-            here = {rank: place for rank, place in places.items() if rank in alive}
-            found = [late for rank, place in here.items() if (late := self._late(rank, place, save=save))]
-            if found and len(found) == len(here):
-                return sorted(found, key=lambda late: here[late.rank].stamp)
-        return []
+        here = {rank: place for rank, place in (self._saves if save else self._loops).items() if rank in alive}
+        found = [late for rank, place in here.items() if (late := self._late(rank, place, save=save))]
+        return sorted(found, key=lambda late: here[late.rank].stamp), len(found) < len(here)
 
     def _advance(self, now: float) -> None:
         if self._last_look is not None:

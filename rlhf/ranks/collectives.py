@@ -58,6 +58,12 @@ def _open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     return store, 0, int(world_size)
 
 
+def connect_to_store(timeout: timedelta) -> dist.TCPStore:
+    """A connection to the store at which the ranks have met, for a process that is no rank."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
 def _agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """A name for this start of the ranks that no earlier start had; raises DistStoreError after `timeout`.
 

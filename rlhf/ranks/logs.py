@@ -32,10 +32,10 @@ def logging_put_back() -> Iterator[None]:
             os.environ.pop(_VERBOSITY, None)
 
 
-def configure_logging(rank: int | None = None, handler: logging.Handler | None = None) -> None:
-    """Log to `handler`, or to stderr: INFO in the supervisor (rank None) and in rank 0, WARNING in the other ranks,
-    which show no progress bars either. Python's warnings are log lines as well."""
-    who = "supervisor" if rank is None else f"rank {rank}"
+def configure_logging(rank: int | None = None, handler: logging.Handler | None = None, who: str = "supervisor") -> None:
+    """Log to `handler`, or to stderr: INFO in rank 0, WARNING in the other ranks, which show no progress bars either,
+    and INFO in a process that is not a rank, which `who` names. Python's warnings are log lines as well."""
+    who = who if rank is None else f"rank {rank}"
     level = logging.WARNING if rank else logging.INFO
     logging.basicConfig(
         level=level,

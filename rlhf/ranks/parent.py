@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import uuid
 from pathlib import Path
 
 SUPERVISOR_PID = "RLHF_SUPERVISOR_PID"
@@ -12,6 +13,7 @@ PARENT_PID = "RLHF_PARENT_PID"
 """Names the process that started this one: of a rank the supervisor or its launcher, of a rollout server the rank."""
 _PR_SET_PDEATHSIG = 1
 _OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_BOOT, _PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 
 def die_with_parent(variable: str = PARENT_PID) -> None:
@@ -43,10 +45,25 @@ def torchrun_agent() -> str | None:
     # Between the two there may be a script of the user's, which has inherited the variable.
     while pid > 1 and f"{_OF_TORCHRUN}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
         pid = int(_stat(pid)[1])
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}-{pid}-{_stat(pid)[19]}"
+    return f"{_BOOT.read_text().strip()}-{pid}-{_stat(pid)[19]}"
+
+
+def machine() -> str:
+    """Text that all processes which see each other's process ids share: no other running machine has it, nor another
+    container on this one."""
+    boot = _BOOT.read_text().strip() if _BOOT.exists() else str(uuid.getnode())
+    return f"{boot} {_PROCESSES.readlink() if _PROCESSES.exists() else ''}"
+
+
+def birth_of(pid: int) -> str | None:
+    """The time of a process' start, which tells it from a later one with its id; None if it has ended. Linux only."""
+    try:
+        fields = _stat(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else fields[19]
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of a process' `/proc` entry after its name: its parent is number 1, the time of its start 19."""
+    """The fields of a process' `/proc` entry after its name: 0 is its state, 1 its parent, 19 the time of its start."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

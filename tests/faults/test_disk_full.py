@@ -362,5 +362,5 @@ def test_a_start_on_a_disk_that_takes_nothing_is_one_message(tmp_path, condition
         end = train([f"trainer.default_local_dir={disk}", "trainer.total_training_steps=1"])
     assert end.code == EXIT_USER_ERROR
     assert "Traceback" not in end.output
-    assert f"Cannot write into the run directory {disk}/rlhf/offline: " in end.output
+    assert f"Cannot read or write the run directory {disk}/rlhf/offline: " in end.output
     assert "trainer.default_local_dir" in end.output

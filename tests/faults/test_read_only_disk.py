@@ -41,9 +41,9 @@ def test_a_finished_run_reports_under_our_supervisor(disk, capsys):
     said = capsys.readouterr().err
     assert "is finished at step 80. Nothing is written" in said
     assert "87.5% after" in said
-    with pytest.raises(UserError, match="Cannot write into the run directory"):
+    with pytest.raises(UserError, match="Cannot read or write the run directory"):
         supervise(compose_config(command(disk, "trainer.overwrite=true"), Library.find(None)), lambda: None)
-    with pytest.raises(UserError, match="Cannot write into the run directory"):
+    with pytest.raises(UserError, match="Cannot read or write the run directory"):
         supervise(compose_config(command(disk, "trainer.total_training_steps=81"), Library.find(None)), lambda: None)
 
 
@@ -59,7 +59,7 @@ def test_a_finished_run_reports_under_torchrun(disk, tmp_path):
 
 def test_a_run_that_would_train_says_what_is_wrong(disk, tmp_path):
     saved(disk, 20)
-    with pytest.raises(UserError, match=r"Read-only file system.*Mend it, or set trainer\.default_local_dir"):
+    with pytest.raises(UserError, match=r"Read-only file system.*Fix that, or set trainer\.default_local_dir"):
         supervise(compose_config(command(disk), Library.find(None)), lambda: None)
     end = ranks(tmp_path / "log", command(disk))
     assert end.code == EXIT_USER_ERROR

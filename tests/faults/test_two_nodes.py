@@ -18,6 +18,7 @@ import pytest
 
 from rlhf.storage.layout import scan, step_dir
 from tests.support.compare_runs import differences
+from tests.support.hanger import hangs
 from tests.support.interrupter import at
 from tests.support.launching import DEADLINE_S, ROOT, Ended, records, saved_steps, small
 from tests.support.undisturbed import EXPORT
@@ -81,15 +82,17 @@ def _in_namespace(pid: int, disk: Path) -> Node:
     return Node(Path(f"/proc/{pid}/root{disk}"), enter)
 
 
-def train_on(nodes: list[Node], sums: Path, environment: dict[str, str] | None = None) -> list[Ended]:
-    """A start of one run on `nodes`, in this order; how it ended on each."""
+def train_on(
+    nodes: list[Node], sums: Path, environment: dict[str, str] | None = None, *more: str, restarts: int = 0
+) -> list[Ended]:
+    """A start of one run on `nodes`, in this order, with `more` settings; how it ended on each."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    arguments = [*small(Path("checkpoints"), "two_nodes", sums), EXPORT]
+    arguments = [*small(Path("checkpoints"), "two_nodes", sums), EXPORT, *more]
     processes = []
     for rank, node in enumerate(nodes):
         torchrun = ["-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1"]
-        torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}", f"--max-restarts={restarts}"]
         command = [sys.executable, *torchrun, "-m", "rlhf.train", *arguments]
         processes.append(node.start(command, environment or {}))
     try:
@@ -139,3 +142,17 @@ def test_a_run_that_is_killed_and_swapped_ends_like_one_that_is_not(tmp_path, su
     assert "global_step_7 is not complete: on no node's disk are" in ends[0].output
     assert "will not start again at step 0 by itself" in ends[0].output
     assert [path.name for path in scan(a.run_dir)] == before
+
+
+@pytest.mark.slow
+def test_a_hang_on_one_node_is_found_on_both_and_the_run_is_restarted(tmp_path, sums, undisturbed, nodes):
+    """No node sees the other's ranks; each shows its own, and the one that waits knows that the other is late, too."""
+    hang = hangs(tmp_path, ("rollout.after", 2, 1, "sleep_forever"))
+    ends = train_on(nodes, sums, hang, "trainer.watchdog_timeout_s=15", restarts=2)
+    assert [end.code for end in ends] == [0, 0], ends
+    waiting, hung = (end.output.split("watchdog: Hang: ")[1:] for end in ends)
+    assert len(waiting) == len(hung) == 1, ends
+    assert waiting[0].startswith("rank 0: no progress for ")
+    assert "/torch/distributed/" in waiting[0]
+    assert " in sleep_forever" in hung[0].split("rank 1 hangs here:\n")[1].splitlines()[0]
+    assert differences(undisturbed.run_dir(2), merged(nodes, tmp_path / "whole")) == []

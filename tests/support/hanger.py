@@ -4,6 +4,7 @@ variable.
 The plan is a list of hangs; each happens once, proven by its marker file, in the first start that comes there.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -36,6 +37,12 @@ def turn_forever() -> None:
         pass
 
 
+def hold_the_gil() -> None:
+    """As an extension does that waits without letting go: no other thread of the process runs."""
+    while True:
+        ctypes.PyDLL(None).pause()
+
+
 def stop_forever() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -62,7 +69,7 @@ def rest() -> None:
     time.sleep(0.2)
 
 
-WAYS = {way.__name__: way for way in (sleep_forever, stop_forever, pause)}
+WAYS = {way.__name__: way for way in (sleep_forever, hold_the_gil, stop_forever, pause)}
 
 
 def on_event(event: str) -> None:

@@ -96,10 +96,11 @@ def ranks(log: Path, arguments: Sequence[str], environment: dict[str, str] | Non
     log.unlink(missing_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
+    unwatched = [*arguments, "trainer.watchdog=false"]  # tests/faults/test_hang_under_torchrun.py has the watchdog
     world = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | (environment or {})
     processes = [
         forkserver.Process(
-            target=_rank, args=(list(arguments), world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, str(log))
+            target=_rank, args=(unwatched, world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, str(log))
         )
         for rank in range(nproc)
     ]

@@ -13,7 +13,7 @@ from rlhf.launch.evidence import (
     report,
     user_error,
 )
-from rlhf.launch.rank_group import RankExit
+from rlhf.launch.interface import RankExit
 from rlhf.ranks.status import RankError, RankStatus
 
 KILLED = -signal.SIGKILL

@@ -4,8 +4,8 @@ import pytest
 
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.launch.evidence import AttemptResult, Ending, Hang, classify, describe_rank, first_cause, report
-from rlhf.launch.rank_group import RankExit
-from rlhf.launch.stacks import frames_of, shown, waits_for_peers
+from rlhf.launch.hangs import frames_of, shown, waits_for_peers
+from rlhf.launch.interface import RankExit
 from rlhf.launch.watchdog import Watchdog
 from rlhf.ranks.status import StatusWriter, keep_stacks, read_statuses, stacks_file
 
@@ -36,8 +36,10 @@ class Machine:
         """What is overdue within `seconds`, at its first sight."""
         for _ in range(seconds):
             self.now += 1
-            if found := self.watchdog.overdue(self.now, self.ranks):
-                return found
+            for save in (False, True):
+                found, moving = self.watchdog.overdue(self.now, self.ranks, save=save)
+                if found and not moving:
+                    return found
         return []
 
     def loop(self, steps: int, **other: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from rlhf.checkpoint.remote.remote_store import RemoteStore
 from rlhf.checkpoint.remote.retries import Retries, Stopped, one_line
 from rlhf.errors import UserError
-from rlhf.ranks.parent import SUPERVISOR_PID
+from rlhf.ranks.parent import SUPERVISOR_PID, machine
 
 log = logging.getLogger(__name__)
 LEASE = "lease.json"
@@ -33,7 +33,6 @@ LOOKS, LOOK_AGAIN_S = 6, 0.1
 STALLED_S = 30.0
 GIVE_BACK_S = 1.0
 """Wait for a remote that does not answer when the lease is given back."""
-BOOT, PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 
 class Lease:
@@ -53,7 +52,7 @@ class Lease:
             "host": platform.node(),
             "run_dir": str(run_dir.absolute()),
             "directory": f"{place.st_dev}:{place.st_ino}",
-            "machine": _machine(),
+            "machine": machine(),
         }
 
     def take(self) -> None:
@@ -191,12 +190,6 @@ def release_held() -> None:
     """Give back what this process holds."""
     while _held:
         _held.pop().release()
-
-
-def _machine() -> str:
-    """Text that no other running machine has, nor another container's processes on this one."""
-    boot = BOOT.read_text().strip() if BOOT.exists() else str(uuid.getnode())
-    return f"{boot} {PROCESSES.readlink() if PROCESSES.exists() else ''}"
 
 
 def _pid_of_run() -> int:

@@ -81,8 +81,8 @@ class TrainerConfig:
     """Longest wait for another rank in training, in seconds; then the attempt fails and restarts. Saves:
     `checkpoint.timeout_s`."""
     watchdog: bool = setting(True, resume="harmless")
-    """End an attempt whose ranks make no progress, with their stacks as evidence, and restart it. Needs our supervisor
-    (not torchrun)."""
+    """End an attempt whose ranks make no progress, with their stacks as evidence; the supervisor, or torchrun, restarts
+    it."""
     watchdog_timeout_s: float | None = setting(None, gt=0, resume="harmless")
     """Longest a rank may stay in one phase of the loop, in seconds; null learns: 5 times as long as any rank ever has,
     at least 300."""

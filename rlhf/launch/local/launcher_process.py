@@ -9,9 +9,9 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 
+from rlhf.launch.interface import RankExit
 from rlhf.launch.local.processes import RankProcesses
 from rlhf.launch.local.rank_output import RankOutput
-from rlhf.launch.rank_group import RankExit
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked, RankEnded
 from rlhf.ranks.parent import PARENT_PID
 
@@ -81,7 +81,7 @@ class LauncherProcess:
 
 
 class ForkedRanks(RankProcesses):
-    """A `RankGroup` that a launcher has forked. The kernel ends the ranks with their launcher."""
+    """A `Ranks` that a launcher has forked. The kernel ends the ranks with their launcher."""
 
     def __init__(self, launcher: LauncherProcess, nproc: int, pids: Mapping[int, int], run_dir: Path) -> None:
         super().__init__(pids, run_dir)
@@ -89,7 +89,7 @@ class ForkedRanks(RankProcesses):
         self._running = set(range(nproc))
 
     def ended(self, wait_s: float) -> dict[int, RankExit]:
-        """See `RankGroup`."""
+        """See `Ranks`."""
         exits: dict[int, RankExit] = {}
         while (message := self._launcher.receive(0.0 if exits else wait_s)) is not None:
             assert isinstance(message, RankEnded)

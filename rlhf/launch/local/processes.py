@@ -2,13 +2,18 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rlhf.launch.rank_group import Stacks
+from rlhf.launch.interface import RankExit, Stacks
+from rlhf.launch.local.rank_output import RankOutput
+from rlhf.ranks.parent import PARENT_PID
 from rlhf.ranks.status import STACKS_SIGNAL, RankStatus, keep_stacks, read_statuses, stacks_file
+from rlhf.ranks.world import listening_socket, rank_variables
 
 # A dump takes milliseconds; a process without one by then is stopped, stuck in the kernel or not that far yet.
 PATIENCE_S = 3.0
@@ -16,21 +21,21 @@ _SETTLED_S = 0.2
 
 
 class RankProcesses:
-    """The part of `RankGroup` that process ids (`pids`, by rank) and the status files in `run_dir` suffice for."""
+    """The part of `Ranks` that process ids (`pids`, by rank) and the status files in `run_dir` suffice for."""
 
     def __init__(self, pids: Mapping[int, int], run_dir: Path) -> None:
         self._pids, self._run_dir = dict(pids), run_dir
 
     def statuses(self) -> dict[int, RankStatus]:
-        """See `RankGroup`."""
+        """See `Ranks`."""
         return read_statuses(self._run_dir)
 
     def ask_to_leave(self, ranks: Collection[int]) -> None:
-        """See `RankGroup`."""
+        """See `Ranks`."""
         self._signal(ranks, signal.SIGUSR1)
 
     def stacks(self, ranks: Collection[int]) -> Stacks:
-        """See `RankGroup`. A process writes its stacks itself on STACKS_SIGNAL, without Python's help."""
+        """See `Ranks`. A process writes its stacks itself on STACKS_SIGNAL, without Python's help."""
         files = {rank: stacks_file(self._run_dir, rank) for rank in ranks}
         before = {rank: _size(path) for rank, path in files.items()}
         self._signal(ranks, STACKS_SIGNAL)
@@ -40,7 +45,7 @@ class RankProcesses:
         return Stacks(texts, silent, keep_stacks(self._run_dir))
 
     def kill(self, ranks: Collection[int]) -> None:
-        """See `RankGroup`. A rank is the leader of a session; so early in its life it is no leader yet."""
+        """See `Ranks`. A rank is the leader of a session; so early in its life it is no leader yet."""
         for rank in ranks:
             for kill in (os.kill, os.killpg):
                 with suppress(ProcessLookupError, KeyError):
@@ -50,6 +55,45 @@ class RankProcesses:
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.kill(self._pids[rank], number)
+
+
+class PlainRanks(RankProcesses):
+    """A `Ranks` of `nproc` children of this process, each with imports of its own."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        nproc: int,
+        variables: Mapping[str, str],
+        run_dir: Path,
+        output: RankOutput | None = None,
+    ) -> None:
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        with listening_socket() as listener:
+            for rank in range(nproc):
+                own = rank_variables(rank, nproc, listener) | {PARENT_PID: str(os.getpid())}
+                fds = [listener.fileno()] if rank == 0 else []
+                self._running[rank] = subprocess.Popen(
+                    [sys.executable, *command],
+                    env={**os.environ, **variables, **(output.variables if output else {}), **own},
+                    pass_fds=[*fds, output.progress_fd] if output else fds,
+                    stdout=output.stdout if output else None,
+                    stderr=output.stderr if output else None,
+                    start_new_session=True,
+                )
+        super().__init__({rank: process.pid for rank, process in self._running.items()}, run_dir)
+
+    def ended(self, wait_s: float) -> dict[int, RankExit]:
+        """See `Ranks`."""
+        end = time.monotonic() + wait_s
+        while True:
+            codes = {rank: code for rank, process in self._running.items() if (code := process.poll()) is not None}
+            if codes or (left := end - time.monotonic()) <= 0:
+                break
+            time.sleep(min(left, 0.02))
+        for rank in codes:
+            del self._running[rank]
+        return {rank: RankExit(code) for rank, code in codes.items()}
 
 
 def _wait_until_written(files: Mapping[int, Path], before: Mapping[int, int]) -> None:

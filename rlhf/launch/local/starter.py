@@ -13,10 +13,10 @@ from typing import Self
 
 from rlhf.config import Config
 from rlhf.errors import UserError
+from rlhf.launch.interface import Ranks
 from rlhf.launch.local.launcher_process import ForkedRanks, LauncherProcess
-from rlhf.launch.local.plain_ranks import PlainRanks
+from rlhf.launch.local.processes import PlainRanks
 from rlhf.launch.local.rank_output import RankOutput
-from rlhf.launch.rank_group import RankGroup
 from rlhf.launch.stop_request import StopRequest
 from rlhf.planning.devices import count_gpus
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class LocalStarter:
-    """A `RankStarter` of processes. While entered, it may keep a launcher, which imports `modules`; from the beginning if
-    ranks are `expected`, else once they start.
+    """A `RankStarter` of processes. While entered, it may keep a launcher, which imports `modules`: at once if ranks
+    are `expected`, else when they start.
 
     A launcher that ends takes its ranks along, and the next start makes a new one. What ranks print goes to `output`,
     or where this process's own goes.
@@ -83,8 +83,11 @@ class LocalStarter:
             if last:
                 self._output.end_bar()
 
-    def start(self, command: Sequence[str], stop: StopRequest) -> RankGroup | None:
+    def start(self, command: Sequence[str], stop: StopRequest) -> Ranks | None:
         """See `RankStarter`: `trainer.nproc` ranks."""
+        if not self._expected:
+            self._expected = True
+            self.check_devices()
         clear_statuses(self._run_dir)
         if self._output is not None:
             self._output.phase("starting the ranks")
@@ -117,9 +120,9 @@ class LocalStarter:
         self._launcher = None
 
     def check_devices(self) -> None:
-        """Raise UserError when there are fewer CUDA devices than `trainer.nproc` ranks need."""
+        """See `RankStarter`: each of `trainer.nproc` ranks needs a CUDA device of its own, unless the device is cpu."""
         t = self._trainer
-        if t.device == "cpu":
+        if t.device == "cpu" or not self._expected:
             return
         count = self._device_count()
         if count == 0 and t.device == "auto" and not count_gpus():

@@ -45,21 +45,25 @@ class Stacks:
     """Files that keep the texts for users."""
 
 
-class RankGroup(Protocol):
-    """The ranks of one attempt. Ranks that have ended are passed over."""
+class WatchedRanks(Protocol):
+    """What is needed of ranks to find out whether, and where, they hang."""
 
     def statuses(self) -> dict[int, RankStatus]:
         """The status that each rank has left, also a dead one; one may be missing for a moment."""
+
+    def stacks(self, ranks: Collection[int]) -> Stacks:
+        """Ask ranks for the stacks of all their threads. Takes some seconds if one does not answer; the ranks can only
+        be killed then."""
+
+
+class Ranks(WatchedRanks, Protocol):
+    """The ranks of one attempt. Ranks that have ended are passed over."""
 
     def ended(self, wait_s: float) -> dict[int, RankExit]:
         """How ranks ended since the last call; waits up to `wait_s` seconds for the first of them."""
 
     def ask_to_leave(self, ranks: Collection[int]) -> None:
         """Ask ranks to save at the next safe point and leave with EXIT_REQUEUE."""
-
-    def stacks(self, ranks: Collection[int]) -> Stacks:
-        """Ask ranks for the stacks of all their threads. Takes some seconds if one does not answer; the ranks can only
-        be killed then."""
 
     def kill(self, ranks: Collection[int]) -> None:
         """End ranks, dead ones too, and all processes that they have started, at once."""
@@ -69,9 +73,9 @@ class RankStarter(Protocol):
     """Starts the ranks of one attempt after the other, each a `python *command`."""
 
     def check_devices(self) -> None:
-        """Raise UserError when there are fewer devices than the ranks need."""
+        """Raise UserError when there are fewer devices than the ranks need. If no ranks are expected, `start` does."""
 
-    def start(self, command: Sequence[str], stop: StopRequest) -> RankGroup | None:
+    def start(self, command: Sequence[str], stop: StopRequest) -> Ranks | None:
         """Start all ranks, without statuses of an earlier attempt; None when `stop` is requested before they run."""
 
     def say_the_rest(self, *, last: bool) -> None:

@@ -1,0 +1,113 @@
+"""Watchdog of a node's ranks that torchrun, or another launcher, has started and restarts.
+
+A rank starts it (`rlhf.ranks.guardian`). It finds a hang, logs the evidence and kills the ranks. It restarts nothing:
+a run has one supervisor, and here that is the other launcher.
+"""
+
+import json
+import logging
+import os
+import select
+import sys
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf.config.redaction import Redaction
+from rlhf.config.resolved import load
+from rlhf.launch.evidence import describe_hang
+from rlhf.launch.hangs import LOOK_EVERY_S, HangDetector
+from rlhf.launch.local.processes import RankProcesses
+from rlhf.ranks.logs import configure_logging
+from rlhf.ranks.parent import birth_of
+from rlhf.storage.layout import RESOLVED, RUN_LOG, scan
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+TELL_EVERY_S = 2.0
+SILENCE_S = 10.0
+"""Other nodes that have not told for so long that a rank of theirs is in its time have none."""
+_STORE_PATIENCE = timedelta(seconds=5)
+
+log = logging.getLogger(__name__)
+
+
+class OtherNodes:
+    """`OtherRanks` on the other ones of `nodes` nodes: counters in the store of the process group.
+
+    A node counts up while one of its ranks is in its time, and reads only while none is. A store that does not answer
+    says nothing: it may be the hung rank's.
+    """
+
+    def __init__(self, store: "TCPStore", node: int, nodes: int) -> None:
+        self._store, self._node = store, node
+        self._others = [other for other in range(nodes) if other != node]
+        self._told: dict[bool, float] = {}
+        self._heard: dict[bool, tuple[list[int], float]] = {}
+
+    def tell(self, *, save: bool) -> None:
+        """See `OtherRanks`."""
+        self._heard.pop(save, None)
+        if time.monotonic() - self._told.get(save, float("-inf")) >= TELL_EVERY_S:
+            self._told[save] = time.monotonic()
+            self._count(self._node, save, 1)
+
+    def are_silent(self, *, save: bool) -> bool:
+        """See `OtherRanks`. True SILENCE_S after the last word, at the earliest after the first question."""
+        counts, now = [self._count(other, save, 0) for other in self._others], time.monotonic()
+        before, since = self._heard.get(save, ([], now))
+        if counts != before:
+            since = now
+        self._heard[save] = counts, since
+        return now - since >= SILENCE_S
+
+    def _count(self, node: int, save: bool, more: int) -> int:
+        try:
+            return self._store.add(f"rlhf/watchdog/{node}/{'save' if save else 'loop'}", more)
+        except RuntimeError:
+            return -1
+
+
+def _other_nodes(node: int, nodes: int) -> OtherNodes | None:
+    if nodes == 1:
+        return None
+    from rlhf.ranks.collectives import connect_to_store
+
+    return OtherNodes(connect_to_store(_STORE_PATIENCE), node, nodes)
+
+
+def watch(run_dir: Path, pids: Mapping[int, int], others: OtherNodes | None) -> None:
+    """Return when the ranks of this node (their process ids by rank) have ended, or have been killed in a hang.
+
+    The lowest of them is not watched any more once it has closed its end of this process's stdin.
+    """
+    config = load(run_dir / RESOLVED)
+    ranks, births = RankProcesses(pids, run_dir), {rank: birth_of(pid) for rank, pid in pids.items()}
+    detector, pipe = HangDetector(config.trainer, config.checkpoint.timeout_s, others), [sys.stdin]
+    detector.start(pids)
+    while alive := [rank for rank, pid in pids.items() if births[rank] and birth_of(pid) == births[rank]]:
+        if (hang := detector.look(ranks, alive)) is not None:
+            evidence = describe_hang(hang, ranks.statuses(), next(iter(scan(run_dir)), None))
+            _log(run_dir, f"Hang: {evidence}\nThe ranks of this node are killed. Their launcher restarts the run.")
+            ranks.kill(alive)
+            return
+        if select.select(pipe, [], [], LOOK_EVERY_S)[0]:
+            pipe, births[min(pids)] = [], None
+
+
+def _log(run_dir: Path, text: str) -> None:
+    from rlhf.tracking.run_output import OutputHandler, RunOutput
+
+    with RunOutput("plain", Redaction(os.environ)) as output:
+        configure_logging(handler=OutputHandler(output), who="watchdog")
+        output.keep(run_dir / RUN_LOG)
+        log.error("%s", text)
+
+
+if __name__ == "__main__":
+    folder, by_rank, number, count = sys.argv[1:]
+    local = {int(rank): pid for rank, pid in json.loads(by_rank).items()}
+    watch(Path(folder), local, _other_nodes(int(number), int(count)))

@@ -1,0 +1,45 @@
+"""Has the ranks of a node watched where no supervisor of ours watches them: under torchrun, srun and the like.
+
+The watchdog (`python -m rlhf.launch.node_watchdog`) is a process of its own, since a rank that hangs may hold the GIL.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlhf.config.schema.trainer import TrainerConfig
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.parent import machine
+
+MODULE = "rlhf.launch.node_watchdog"
+
+
+@contextmanager
+def watched(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinator) -> Iterator[None]:
+    """Have the ranks watched while entered, on Linux, unless `trainer.watchdog` is off. Collective.
+
+    A node is a machine with one run directory. The lowest rank of each starts its watchdog, which watches that rank
+    while it is here, and the others to their end.
+    """
+    if not trainer.watchdog or sys.platform != "linux":
+        yield
+        return
+    ranks = coordinator.gather((f"{machine()} {coordinator.domain}", os.getpid()))
+    nodes = list(dict.fromkeys(node for node, _ in ranks))
+    mine = ranks[coordinator.rank][0]
+    pids = {rank: pid for rank, (node, pid) in enumerate(ranks) if node == mine}
+    if coordinator.rank != min(pids):
+        yield
+        return
+    process = subprocess.Popen(
+        [sys.executable, "-m", MODULE, str(run_dir), json.dumps(pids), str(nodes.index(mine)), str(len(nodes))],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # a request to leave is the ranks'; until they have saved, they are watched
+    )
+    assert process.stdin is not None
+    with process.stdin:
+        yield

@@ -1,0 +1,107 @@
+"""Ranks that hang under torchrun: their node's watchdog finds them and kills all, and torchrun restarts the run."""
+
+import re
+import time
+
+import pytest
+import torch.distributed as dist
+
+from rlhf.config.schema.trainer import TrainerConfig
+from rlhf.errors import EXIT_DONE
+from rlhf.launch import node_watchdog
+from rlhf.launch.hangs import HangDetector
+from rlhf.launch.interface import Stacks
+from rlhf.launch.node_watchdog import OtherNodes
+from rlhf.ranks.status import RankStatus
+from rlhf.storage.layout import RUN_LOG
+from tests.support.compare_runs import differences
+from tests.support.hanger import hangs
+from tests.support.launching import small, train
+from tests.support.undisturbed import EXPORT
+
+DEADLINE_S = 15
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
+# The hang of `hanger` comes before the event is noted. Rank 0, which is stopped, is the parent of the watchdog.
+PLAN = (("rollout.after", 2, 1, "hold_the_gil"), ("update.mid", 9, 0, "stop_forever"))
+PHASES = ("rollout.before", "update.before")
+
+
+@pytest.mark.slow
+def test_each_hang_is_found_and_killed_and_torchrun_restarts_the_run(tmp_path, sums, undisturbed):
+    command = [*small(tmp_path, "hung", sums), EXPORT, f"trainer.watchdog_timeout_s={DEADLINE_S}"]
+    end = train(command, hangs(tmp_path, *PLAN), TORCHRUN)
+    assert end.code == EXIT_DONE, end.output
+    assert len(list(tmp_path.glob("hung_*"))) == len(PLAN)
+    run_dir = tmp_path / "rlhf" / "hung"
+    log = (run_dir / RUN_LOG).read_text()
+    for said in (end.output, log):
+        stories = said.split("watchdog: Hang: ")[1:]
+        assert len(stories) == len(PLAN), said
+        for (_, _, rank, _), phase, story in zip(PLAN, PHASES, stories, strict=True):
+            found = re.match(rf"rank {rank}: no progress for (\d+) s after {phase} ", story)
+            assert found, story
+            assert DEADLINE_S <= int(found[1]) <= DEADLINE_S + 6
+            assert f"rank {1 - rank} is here:" in story
+        assert " in hold_the_gil" in stories[0].split("rank 1 hangs here:\n")[1].splitlines()[0]
+        assert "rank 0 hangs here:\n    stopped, as by SIGSTOP or a debugger" in stories[1]
+    assert "The same command continues from" in log
+    assert differences(undisturbed.run_dir(2), run_dir) == []
+
+
+class Rank:
+    """One rank of a node, as its watchdog sees it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.status = rank, RankStatus(1, "update.before", 0.0, None)
+
+    def move(self) -> None:
+        self.status = RankStatus(1, "update.mid", time.time(), None)
+
+    def statuses(self) -> dict[int, RankStatus]:
+        return {self.rank: self.status}
+
+    def stacks(self, ranks: list[int]) -> Stacks:
+        return Stacks(silent=dict.fromkeys(ranks, "not asked"))
+
+
+def test_a_rank_that_waits_for_another_node_does_not_hang(monkeypatch):
+    """The ranks of node 0 are overdue: no hang while a rank of node 1 moves, and one when it moves no more, also when
+    nothing is heard of it."""
+    monkeypatch.setattr(node_watchdog, "TELL_EVERY_S", 0.05)
+    monkeypatch.setattr(node_watchdog, "SILENCE_S", 1.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks, detectors = [Rank(0), Rank(1)], []
+    for rank in ranks:
+        here = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        detector = HangDetector(TrainerConfig(watchdog_timeout_s=1.5), 900.0, OtherNodes(here, rank.rank, 2))
+        detector.start([rank.rank])
+        detectors.append(detector)
+
+    def look(node: int):
+        return detectors[node].look(ranks[node], [node])
+
+    end = time.monotonic() + 6
+    while time.monotonic() < end:
+        ranks[1].move()
+        assert look(0) is None
+        assert look(1) is None
+        time.sleep(0.1)
+    end = time.monotonic() + 60
+    while (hang := look(0)) is None:
+        assert look(1) is None or time.monotonic() < end, "a hang of both nodes"
+        assert time.monotonic() < end, "nobody moves"
+        time.sleep(0.1)
+    assert hang.rank == 0
+
+
+def test_a_store_that_does_not_answer_says_nothing(monkeypatch):
+    monkeypatch.setattr(node_watchdog, "SILENCE_S", 0.2)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    others = OtherNodes(dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False), 0, 2)
+    others.tell(save=False)
+    assert not others.are_silent(save=False)
+    del store
+    end = time.monotonic() + 60
+    while not others.are_silent(save=False):
+        assert time.monotonic() < end
+        time.sleep(0.1)
