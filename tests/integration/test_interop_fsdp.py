@@ -19,6 +19,7 @@ from tests.support.adapted import Q, save_adapted_by_verl
 from tests.support.checkpoints import run_ranks
 from tests.support.fsdp_saves import RATE, STEPS, WITH_BUFFERS, save_all, truth_of
 from tests.support.interop_page import commands_of
+from tests.support.refusals import facts, says
 from tests.support.tiny_models import causal_lm, save, tiny_config
 
 RANKS = 4
@@ -101,7 +102,7 @@ def test_a_step_folder_has_its_roles(saved, tmp_path):
     assert "lm_head.weight" not in critic.contents.tensors
     assert actor.contents.progress.step == critic.contents.progress.step == 30
     assert open_source(Origin(step / "critic", role="critic")).contents.progress.step == 30
-    with pytest.raises(UserError, match=r"has no role ref; it has actor, critic\. Set --role"):
+    with pytest.raises(UserError, match=facts("role ref", "actor, critic", "--role")):
         open_source(Origin(step, role="ref"), "fsdp")
 
 
@@ -109,15 +110,15 @@ def test_without_its_config_the_files_tell_the_number_of_ranks(copy):
     (copy / "fsdp_config.json").unlink()
     assert len(open_source(Origin(copy)).contents.moments) == 63
     shutil.copy(copy / "model_world_size_4_rank_0.pt", copy / "model_world_size_2_rank_0.pt")
-    with pytest.raises(UserError, match=r"files of 2 and 4 ranks, and no fsdp_config.json"):
+    with pytest.raises(UserError, match=facts("2 and 4 ranks", "fsdp_config.json")):
         open_source(Origin(copy))
     (copy / "fsdp_config.json").write_text(json.dumps({"world_size": 4}))
     open_source(Origin(copy))
     (copy / "fsdp_config.json").write_text(json.dumps({"world_size": 8}))
-    with pytest.raises(UserError, match="speaks of 8 ranks, the files beside it are of 2 and 4"):
+    with pytest.raises(UserError, match=facts("8 ranks", "2 and 4")):
         open_source(Origin(copy))
     (copy / "fsdp_config.json").write_text("[]")
-    with pytest.raises(DamagedCheckpoint, match="does not say the world_size"):
+    with pytest.raises(DamagedCheckpoint, match="world_size"):
         open_source(Origin(copy))
 
 
@@ -162,10 +163,10 @@ def test_a_missing_file_is_named(copy):
     (copy / "extra_state_world_size_4_rank_0.pt").unlink()
     source = open_source(Origin(copy))
     assert not source.contents.moments
-    assert "the optimizer's moments: optim_world_size_4_rank_2.pt missing" in source.contents.absent
+    assert any("moments" in line and "optim_world_size_4_rank_2.pt" in line for line in source.contents.absent)
     assert any(line.startswith("the learning rate schedule") for line in source.contents.absent)
     (copy / "model_world_size_4_rank_1.pt").unlink()
-    with pytest.raises(UserError, match=r"saved by 4 ranks and lacks model_world_size_4_rank_1\.pt"):
+    with pytest.raises(UserError, match=facts("4 ranks", "model_world_size_4_rank_1.pt")):
         open_source(Origin(copy))
 
 
@@ -176,13 +177,13 @@ def test_files_that_do_not_belong_together(saved, tmp_path):
         shutil.copy(source, copy / "model_world_size_4_rank_2.pt")
 
     use(saved / "qwen2" / "fsdp2" / "2" / "model_world_size_4_rank_2.pt")
-    with pytest.raises(DamagedCheckpoint, match="is in the file of only one of rank 0 and rank 2"):
+    with pytest.raises(DamagedCheckpoint, match=facts("only one of rank 0 and rank 2")):
         open_source(Origin(copy))
     use(saved / "llama" / "fsdp1_orig_params" / "model_world_size_4_rank_2.pt")
     with pytest.raises(DamagedCheckpoint, match="is spread otherwise"):
         open_source(Origin(copy))
     use(copy / "model_world_size_4_rank_1.pt")
-    with pytest.raises(DamagedCheckpoint, match=r"rank_2\.pt was saved by rank 1: the ranks' files have been mixed up"):
+    with pytest.raises(DamagedCheckpoint, match=facts("rank_2.pt", "rank 1")):
         open_source(Origin(copy))
     use(copy / "optim_world_size_4_rank_1.pt")
     with pytest.raises(DamagedCheckpoint, match="is in the file of only one"):
@@ -195,17 +196,17 @@ def test_buffers_of_the_ranks_have_to_be_equal(saved, tmp_path):
     content = torch.load(path, weights_only=False)
     torch.save(content | {"calibration": content["calibration"].flip(0)}, path)
     source = open_source(Origin(copy))
-    with pytest.raises(DamagedCheckpoint, match=r"calibration is whole in .*rank_0.pt and differs in .*rank_1.pt"):
+    with pytest.raises(DamagedCheckpoint, match=facts("calibration", "rank_0.pt", "differs", "rank_1.pt")):
         whole(source, "calibration")
 
 
 def test_a_rank_s_file_that_is_cut_off(copy):
     path = copy / "model_world_size_4_rank_1.pt"
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(DamagedCheckpoint, match=r"rank_1\.pt is no whole file of torch.save"):
+    with pytest.raises(DamagedCheckpoint, match=facts("rank_1.pt", "no whole file")):
         open_source(Origin(copy))
     torch.save([1, 2], path)
-    with pytest.raises(DamagedCheckpoint, match=r"rank_1\.pt is no file of verl's: it holds a list"):
+    with pytest.raises(DamagedCheckpoint, match=facts("rank_1.pt", "a list")):
         open_source(Origin(copy))
 
 
@@ -223,7 +224,7 @@ def test_a_file_that_wants_to_run_code_is_refused_by_the_command(copy, tmp_path,
     torch.save({"model.norm.weight": Evil(tmp_path / "ran")}, copy / "model_world_size_4_rank_1.pt")
     assert main(["merge", "--local_dir", str(copy), "--target_dir", str(tmp_path / "merged")]) == 2
     said = capsys.readouterr().err
-    assert "model_world_size_4_rank_1.pt asks for posix.system, which is not on the list" in said
+    says(said, "model_world_size_4_rank_1.pt", "posix.system")
     assert said.count("\n") == 1
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "merged").exists()
@@ -235,7 +236,7 @@ def test_an_optimizer_that_does_not_fit_is_left_out(copy, saved):
         shutil.copy(saved / "qwen2" / "fsdp2" / "2" / name, copy / name)
     source = open_source(Origin(copy))
     assert not source.contents.moments
-    assert "the optimizer's moments: the optimizer has 26 parameters, the model 21" in source.contents.absent
+    assert any("26 parameters" in line and "21" in line for line in source.contents.absent)
     for rank in range(4):
         torch.save(
             {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [{"params": [0]}]},
@@ -251,7 +252,7 @@ def test_ranks_that_were_mixed_up_are_told(case, saved, tmp_path):
     for number, other in ((1, 2), (2, 1)):
         name = "model_world_size_4_rank_{}.pt"
         shutil.copy(saved / case / name.format(other), copy / name.format(number))
-    with pytest.raises(DamagedCheckpoint, match=r"rank_1\.pt was saved by rank 2: the ranks' files have been mixed up"):
+    with pytest.raises(DamagedCheckpoint, match=facts("rank_1.pt", "rank 2")):
         open_source(Origin(copy))
 
 
@@ -290,6 +291,6 @@ def test_a_flipped_bit_is_refused_by_the_commands(saved, tmp_path, capsys):
     for verb in (["merge", "--local_dir", str(copy), "--target_dir"], ["import", str(copy)]):
         assert main([*verb, str(tmp_path / "new" / "global_step_2")]) == 1
         said = capsys.readouterr().err
-        assert "rank_3.pt is not as it was written" in said
+        says(said, "rank_3.pt", "not as it was written")
         assert said.count("\n") == 1
         assert not list((tmp_path / "new").iterdir())

@@ -15,6 +15,7 @@ from rlhf.config.library import Library
 from rlhf.errors import EXIT_USER_ERROR, UserError
 from rlhf.storage.layout import scan, step_dir, step_of
 from tests.support.checkpoints import TINY_POLICY, PlainRole, flip_bit, make_config, resume, save_steps
+from tests.support.refusals import facts, refused, says
 from tests.support.sections import finished_step, prepare
 
 
@@ -28,9 +29,7 @@ def steps(config: Config) -> list[int | None]:
 
 
 def refusal(config: Config) -> str:
-    with pytest.raises(UserError) as caught:
-        prepare(config)
-    return str(caught.value)
+    return refused(prepare, config)
 
 
 def test_a_directory_answers_no_other_experiment_whether_finished_or_not(config):
@@ -39,11 +38,11 @@ def test_a_directory_answers_no_other_experiment_whether_finished_or_not(config)
         save_steps(config, PlainRole(), step)
         config.actor.optim.lr, config.trainer.seed = 5e-5, 2
         said = refusal(config)
-        assert "actor.optim.lr: 1e-06 in the checkpoint, 5e-05 now" in said
-        assert "trainer.seed: 1 in the checkpoint, 2 now" in said
+        says(said, "actor.optim.lr", "1e-06 in the checkpoint", "5e-05 now")
+        says(said, "trainer.seed", "1 in the checkpoint", "2 now")
         assert "trainer.experiment_name=NAME" in said
         assert "trainer.overwrite=true" in said
-        assert ("is finished at step 10" in said) == (step == 10)
+        assert ("finished at step 10" in said) == (step == 10)
         config.actor.optim.lr, config.trainer.seed = 1e-6, 1
         prepare(config)
     assert finished_step(config) == 10
@@ -52,9 +51,7 @@ def test_a_directory_answers_no_other_experiment_whether_finished_or_not(config)
 def test_an_allowed_change_goes_on_where_there_is_something_left_to_train(config):
     save_steps(config, PlainRole(), 8, 10)
     config.actor.optim.lr, config.trainer.allow_config_change = 5e-5, True
-    said = refusal(config)
-    assert "is finished at step 10" in said
-    assert "raise trainer.total_training_steps" in said
+    says(refusal(config), "finished at step 10", "trainer.total_training_steps")
     config.trainer.total_training_steps = 20
     prepare(config)
     assert finished_step(config) is None
@@ -84,13 +81,12 @@ def test_a_longer_run_goes_on_and_a_shorter_one_is_told(config, schedule):
     config.actor.optim.lr_scheduler_type = schedule
     save_steps(config, PlainRole(), 10)
     config.trainer.total_training_steps = 4
-    assert "trainer.total_training_steps=4 asks for 4 steps, and the run in" in refusal(config)
-    assert "has done 10" in refusal(config)
+    says(refusal(config), "trainer.total_training_steps=4", str(config.run_dir), "10")
     config.trainer.total_training_steps, config.trainer.total_epochs = None, 1
-    assert "trainer.total_epochs=1 asks for 5 steps" in refusal(config)
+    says(refusal(config), "trainer.total_epochs=1", "5 steps")
     config.trainer.total_training_steps, config.trainer.total_epochs = 11, 1
     if schedule != "constant":
-        assert "trainer.total_training_steps: 10 in the checkpoint, 11 now" in refusal(config)
+        says(refusal(config), "trainer.total_training_steps", "10 in the checkpoint", "11 now")
         config.trainer.allow_config_change = True
     prepare(config)
     assert finished_step(config) is None
@@ -102,7 +98,7 @@ def test_what_a_finished_run_had_otherwise_without_effect_is_logged(config, capl
     prepare(config)
     with caplog.at_level(logging.INFO, logger="rlhf"):
         assert finished_step(config) == 10
-    assert "does not act any more: rollout.val_kwargs.n: 1 in the checkpoint, 3 now" in caplog.text
+    says(caplog.text, "rollout.val_kwargs.n", "1 in the checkpoint", "3 now")
 
 
 def test_a_finished_run_of_another_model_is_refused_and_a_moved_model_is_none(config, tmp_path):
@@ -113,10 +109,10 @@ def test_a_finished_run_of_another_model_is_refused_and_a_moved_model_is_none(co
     prepare(config)
     assert finished_step(config) == 10
     (moved / "generation_config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"is finished at step 10, and model\.path=.*moved holds other files"):
+    with pytest.raises(UserError, match=facts("finished at step 10", f"model.path={moved}", "other files")):
         finished_step(config)
     config.model.path = "org/another"
-    with pytest.raises(UserError, match=r"model\.path=org/another holds other files"):
+    with pytest.raises(UserError, match=facts("model.path=org/another", "other files")):
         finished_step(config)
 
 
@@ -128,8 +124,7 @@ def test_a_model_of_other_files_is_refused_before_its_name_is_called_harmless(co
     prepare(config)
     (moved / "generation_config.json").write_text("{}")
     caplog.set_level(logging.INFO, logger="rlhf")
-    said = refusal(config)
-    assert said.startswith(f"model.path={moved} holds other files than when {step_dir(config.run_dir, 5)} was saved.")
+    says(refusal(config), f"model.path={moved}", "other files", str(step_dir(config.run_dir, 5)))
     assert "numbers do not depend on it" not in caplog.text
     config.trainer.allow_config_change = True
     prepare(config)
@@ -145,12 +140,9 @@ def test_adapters_take_no_other_base_whatever_is_allowed(config, tmp_path):
     (moved / "generation_config.json").write_text("{}")
     saved = step_dir(config.run_dir, 5)
     for config.trainer.allow_config_change in (False, True):
-        assert refusal(config).startswith(
-            f"model.path={moved} is another base than the one beside which the adapters in {saved} were trained, which "
-            f"was {first}. Restore that; or give the new run a directory of its own"
-        )
+        says(refusal(config), f"model.path={moved}", "adapters", str(saved), first)
     config.model.path = first
-    with pytest.raises(UserError, match=r"adapters in .* were trained, which had other files then\. Restore that"):
+    with pytest.raises(UserError, match=facts("adapters", str(saved), "other files")):
         resume(config, PlainRole(), None, {"model.path": "of other files"})
     config.model.lora.enabled = False
     config.trainer.allow_config_change = True
@@ -165,8 +157,7 @@ def test_a_refused_fork_sets_nothing_aside(config, tmp_path):
     config.trainer.resume_from_path = str(step_dir(other.run_dir, 3))
     config.actor.optim.lr = 0.5
     said = refusal(config)
-    assert "actor.optim.lr: 1e-06 in the checkpoint, 0.5 now" in said
-    assert "trainer.allow_config_change=true" in said
+    says(said, "actor.optim.lr", "1e-06 in the checkpoint", "0.5 now", "trainer.allow_config_change=true")
     assert "experiment_name" not in said, "it has a directory of its own"
     assert "overwrite" not in said, "which is refused with resume_path"
     assert steps(config) == [4, 2]
@@ -182,7 +173,7 @@ def test_a_fork_with_nothing_left_to_train_is_refused(config, tmp_path):
     config.trainer.resume_mode = "resume_path"
     config.trainer.resume_from_path = str(step_dir(other.run_dir, 10))
     for config.trainer.total_training_steps in (10, 4):
-        assert "is at step 10, and nothing is left to train from there" in refusal(config)
+        says(refusal(config), "step 10", "nothing is left to train")
     config.trainer.total_training_steps = 11
     prepare(config)
     assert finished_step(config) is None
@@ -193,9 +184,9 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(config):
     config.actor.optim.lr = 0.5
     save_steps(config, PlainRole(), 4)
     config.actor.optim.lr = 0.25
-    assert "actor.optim.lr: 0.5 in the checkpoint" in refusal(config)
+    says(refusal(config), "actor.optim.lr", "0.5 in the checkpoint")
     flip_bit(step_dir(config.run_dir, 4) / "config.yaml", 99)
-    assert "actor.optim.lr: 1e-06 in the checkpoint" in refusal(config)
+    says(refusal(config), "actor.optim.lr", "1e-06 in the checkpoint")
 
 
 ANSWER = """

@@ -8,7 +8,7 @@ import pytest
 
 import rlhf
 from rlhf.models.template_check import check_rendering, check_syntax, check_template
-from tests.support.refusals import refused
+from tests.support.refusals import refused, says
 
 TINY = Path(rlhf.__file__).parent / "models" / "tiny_policy"
 ASKING = [{"role": "user", "content": "1 + 1"}]
@@ -23,13 +23,12 @@ def folder(tmp_path) -> Path:
 def test_a_template_without_the_prompt_is_refused(folder, text):
     path = folder / "other.jinja"
     path.write_text(text)
-    said = refused(check_template, str(folder), str(path))
-    assert said.startswith(f"model.chat_template={path}: not a chat template: it never mentions `messages`")
+    says(refused(check_template, str(folder), str(path)), f"model.chat_template={path}", "messages")
 
 
 def test_a_missing_template(folder, tmp_path):
     (folder / "chat_template.jinja").unlink()
-    assert "has no chat template, so prompts cannot be rendered." in refused(check_template, str(folder), None)
+    says(refused(check_template, str(folder), None), str(folder), "no chat template", "model.chat_template")
     own = tmp_path / "own.jinja"
     own.write_text("{{ messages }}")
     check_template(str(folder), str(own))
@@ -41,11 +40,9 @@ def test_a_missing_template(folder, tmp_path):
 def test_a_mistake_in_a_template_is_the_templates(folder, tmp_path):
     own = tmp_path / "own.jinja"
     own.write_text("{% for m in messages %}\n{{ m['content'] }\n{% endfor %}")
-    assert refused(check_template, str(folder), str(own)) == (
-        f"model.chat_template={own}, line 2: not a valid chat template: unexpected '}}'."
-    )
+    says(refused(check_template, str(folder), str(own)), f"model.chat_template={own}", "line 2", "unexpected '}'")
     (folder / "chat_template.jinja").write_text("{% if x %}")
-    assert refused(check_template, str(folder), None).startswith(f"model.path={folder}: chat_template.jinja, line 1:")
+    says(refused(check_template, str(folder), None), f"model.path={folder}", "chat_template.jinja", "line 1")
 
 
 def test_the_tags_of_transformers_are_known():
@@ -61,7 +58,7 @@ def rendered(folder: Path, text: str, messages=ASKING, **variables) -> None:
 FAILING = {
     "refused": (
         "{% if messages[0].role == 'user' %}{{ raise_exception('No users!') }}{% endif %}",
-        "refuses the prompt (roles: user): No users!. Correct the prompt, or set model.chat_template",
+        "No users!",
     ),
     "undefined": ("{{ messages[0].content + greeting }}", "UndefinedError: 'greeting' is undefined"),
     "no number": ("{% for m in messages %}{{ m.content + 1 }}{% endfor %}", "TypeError: "),
@@ -74,8 +71,7 @@ FAILING = {
 def test_what_a_template_does_to_a_prompt_is_told_early(folder, kind):
     text, said = FAILING[kind]
     told = refused(rendered, folder, text)
-    assert told.startswith(f"a.jsonl line 1: the chat template (model.path={folder}: chat_template.jinja) refuses the")
-    assert said in told
+    says(told, "a.jsonl line 1", f"model.path={folder}", "chat_template.jinja", said, "model.chat_template")
     own = folder / "own.jinja"
     own.write_text(text)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -101,7 +97,7 @@ def test_what_transformers_gives_a_template_is_there(folder, text):
 def test_variables_are_given_and_must_have_an_effect(folder):
     rendered(folder, "{{ messages[0].content + greeting }}", greeting="hello")
     said = refused(lambda: rendered(folder, "{{ messages }}", greeting="hello"))
-    assert said.startswith("data.apply_chat_template_kwargs.greeting=hello: has no effect, since the chat template (")
+    says(said, "data.apply_chat_template_kwargs.greeting=hello", "no effect", "chat_template.jinja")
 
 
 def test_of_several_templates_the_default_one_is_rendered(folder):
@@ -122,7 +118,7 @@ def test_every_template_of_a_file_is_checked(folder):
     path = folder / "tokenizer_config.json"
     named = [{"name": "default", "template": "{% if messages %}"}, {"name": "rag", "template": "{{ messages }}"}]
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": named}))
-    assert "tokenizer_config.json, line 1: not a valid chat template" in refused(check_template, str(folder), None)
+    says(refused(check_template, str(folder), None), "tokenizer_config.json", "line 1")
 
 
 # Some tenths of a second, which are endless here.
@@ -133,8 +129,7 @@ def test_a_template_that_does_not_end_is_refused(folder, monkeypatch):
     monkeypatch.setattr("rlhf.models.template_trial.DEADLINE_S", 0.01)
     (folder / "chat_template.jinja").write_text(ENDLESS)
     said = refused(check_rendering, str(folder), None, "a.jsonl line 1", ASKING, {})
-    assert said.startswith("a.jsonl line 1: the chat template (model.path=")
-    assert "has not rendered the prompt after 0.01 s." in said
+    says(said, "a.jsonl line 1", "model.path=", "0.01 s")
 
 
 @pytest.mark.parametrize("text", ["{{ 'a' * 10**10 }}", "{{ '%10000000000d' % 1 }}"], ids=["constant", "width"])
@@ -142,21 +137,19 @@ def test_a_template_without_bounds_is_refused(folder, text):
     """It took the memory of the machine."""
     (folder / "chat_template.jinja").write_text(f"{{{{ messages }}}}{text}")
     said = refused(check_rendering, str(folder), None, "a.jsonl line 1", ASKING, {})
-    assert said.startswith("a.jsonl line 1: the chat template (model.path=")
-    assert "needs more than 2 GiB of memory for the prompt. Correct it, or set model.chat_template" in said
+    says(said, "a.jsonl line 1", "model.path=", "2 GiB of memory", "model.chat_template")
 
 
 @pytest.mark.parametrize("part", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 3000])
 def test_a_template_that_is_nested_without_end_is_refused(folder, part):
     (folder / "chat_template.jinja").write_text("{{ messages }}" + part)
-    assert refused(check_template, str(folder), None).endswith("not a valid chat template: nested too deeply.")
+    says(refused(check_template, str(folder), None), "chat_template.jinja", "nested too deeply")
 
 
 def test_a_template_in_another_encoding_is_refused(folder):
     for path, given in (("own.jinja", str(folder / "own.jinja")), ("chat_template.jinja", None)):
         (folder / path).write_bytes("{{ messages }} é".encode("latin1"))
-        said = refused(check_template, str(folder), given)
-        assert said.startswith(f"{folder / path}: not a valid chat template: not UTF-8")
+        says(refused(check_template, str(folder), given), str(folder / path), "UTF-8")
 
 
 def test_a_tokenizers_file_that_is_nested_without_end_is_told_elsewhere(folder):
