@@ -1,15 +1,16 @@
-"""Batch of one step's samples as tensors: rollouts make it, rewards and log-probs fill it, the update consumes it."""
+"""Batches of one step's samples as tensors, by stage: from rollouts, for the actor, for the critic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Batch:
-    """N samples of one rank, groups contiguous.
+    """N samples of one rank: what models read, and by which policy each sample is.
 
     Sequences are prompt + response, padded on the right to L; R is the longest response. Per-token tensors of shape
     [N, R] are aligned to the response: column 0 is its first token.
@@ -26,33 +27,10 @@ class Batch:
     between them."""
     rollout_log_probs: Tensor
     """[N, R] float32, by the engine, of the distribution that it sampled from."""
-    scores: Tensor
-    """[N] float32: the whole reward of each response, over-long punishment included."""
-    baselines: Tensor | None = None
-    """[N] float32: the whole reward of the greedy response to the same prompt; None if the estimator needs none."""
-    token_rewards: Tensor | None = None
-    """[N, R] float32, for the estimator: the score on the last token in the mask, and the KL in the reward taken off
-    each."""
-    advantages: Tensor | None = None
-    """[N, R] float32, zero outside the mask."""
-    returns: Tensor | None = None
-    """[N, R] float32, targets of the critic; None without one."""
-    values: Tensor | None = None
-    """[N, R] float32 by the critic before the update; None without one."""
-    old_log_probs: Tensor | None = None
-    """[N, R] float32 by the training engine before the first update; None when the update itself is the first look."""
-    ref_log_probs: Tensor | None = None
-    """[N, R] float32."""
-    loss_mask: Tensor | None = None
-    """[N, R] float32, 1 on those tokens of the mask that the policy's loss counts; None counts all."""
-    truncated: Tensor | None = None
-    """[N] bool: responses that the limit of tokens has cut off. Only the estimator asks."""
-    uids: Tensor | None = None
+    uids: Tensor
     """[N] int64: the prompts' places in the stream. With `numbers` what tells a sample from all others of its step."""
-    numbers: Tensor | None = None
+    numbers: Tensor
     """[N] int64: which of its prompt's samples each is."""
-    chosen: Tensor | None = None
-    """[N, R] float32, 1 on the tokens of a mini-batch that the policy loss treats otherwise; None but in its update."""
     staleness: Tensor | None = None
     """[N] int64: steps between the policy that sampled and the one before the update; None when that is 0 for every
     sample on every rank."""
@@ -60,21 +38,18 @@ class Batch:
     @property
     def counted(self) -> Tensor:
         """[N, R] float32, 1 on the tokens that the loss counts."""
-        return self.response_mask if self.loss_mask is None else self.loss_mask
+        return self.response_mask
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
-    def scores_on_last_tokens(self) -> Tensor:
-        """[N, R] float32: `scores` on the last token that the policy wrote in each response, zero elsewhere and where
-        it wrote none."""
-        written = self.response_mask.long()  # sums of floats along rows have no deterministic kernel on CUDA
-        last = (written == 1) & (written.cumsum(1) == written.sum(1, keepdim=True))
-        return torch.where(last, self.scores[:, None], 0.0)
+    def present(self) -> dict[str, Tensor]:
+        """The tensors by field, but for those that this step has not."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
-    def select(self, rows: Tensor | slice) -> "Batch":
+    def select(self, rows: Tensor | slice) -> Self:
         """The given rows, trimmed to their longest sequence and longest response; perhaps none."""
-        picked = {f.name: value[rows] for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        picked = {name: value[rows] for name, value in self.present().items()}
         responses = picked["response_lengths"]
         length = int((picked["prompt_lengths"] + responses).max()) if len(responses) else 0
         response = int(responses.max()) if len(responses) else 0
@@ -83,15 +58,57 @@ class Batch:
                 picked[name] = value[:, : length if name == "input_ids" else response]
         return replace(self, **picked)
 
-    def micro_batch(self, rows: Sequence[int]) -> "Batch":
+    def micro_batch(self, rows: Sequence[int]) -> Self:
         """The given rows; for none of them a filler: one sample of one token without a response, which goes through a
         model with the other ranks' micro-batches and adds nothing."""
         if rows:
             return self.select(torch.tensor(rows, device=self.input_ids.device))
-        values = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
-        empty = {name: value.new_zeros((1, 0) if value.dim() == 2 else 1) for name, value in values.items()}
+        empty = {name: value.new_zeros((1, 0) if value.dim() == 2 else 1) for name, value in self.present().items()}
         one = {"input_ids": self.input_ids.new_zeros(1, 1), "prompt_lengths": self.prompt_lengths.new_ones(1)}
         return replace(self, **empty | one)
+
+
+@dataclass(kw_only=True)
+class RolloutBatch(Batch):
+    """Samples where they were generated and scored, groups contiguous."""
+
+    scores: Tensor
+    """[N] float32: the whole reward of each response, over-long punishment included."""
+    truncated: Tensor
+    """[N] bool: responses that the limit of tokens has cut off."""
+    baselines: Tensor | None = None
+    """[N] float32: the whole reward of the greedy response to the same prompt; None if the estimator needs none."""
+
+
+@dataclass(kw_only=True)
+class ActorBatch(Batch):
+    """Samples where the actor learns from them."""
+
+    advantages: Tensor
+    """[N, R] float32, zero outside the mask."""
+    loss_mask: Tensor
+    """[N, R] float32, 1 on those tokens of the mask that the policy's loss counts."""
+    old_log_probs: Tensor | None
+    """[N, R] float32 by the training engine before the first update; None when the update itself is the first look."""
+    ref_log_probs: Tensor | None
+    """[N, R] float32; None without a reference."""
+    chosen: Tensor | None = None
+    """[N, R] float32, 1 on the tokens of a mini-batch that the policy loss treats otherwise; None but in its update."""
+
+    @property
+    def counted(self) -> Tensor:
+        """See `Batch.counted`."""
+        return self.loss_mask
+
+
+@dataclass(kw_only=True)
+class CriticBatch(Batch):
+    """Samples where the critic learns from them."""
+
+    values: Tensor
+    """[N, R] float32 by the critic before the update."""
+    returns: Tensor
+    """[N, R] float32, its targets."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.batch import Batch
+from rlhf.batch import ActorBatch, CriticBatch, RolloutBatch
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.errors import UserError
@@ -27,7 +27,7 @@ from rlhf.experience.collector import Collector
 from rlhf.experience.evaluation import Evaluator
 from rlhf.experience.shown_samples import RolloutViewer
 from rlhf.learning.actor import Actor
-from rlhf.learning.credit import Advantages
+from rlhf.learning.credit import Advantages, Credit
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.reference import Reference
@@ -98,9 +98,9 @@ def _train(c: Components) -> None:
         c.guards.begin(step, metrics["reward/mean"])
         with c.clock.phase("share"):
             work = c.work_sharing.share(home, collected.uids, step)
-        metrics |= estimate(c, home, work)
-        c.run_log.show(c.viewer.shown(collected.groups, home))
-        metrics |= update(c, work, step)
+        batches, credit, figures = estimate(c, home, work)
+        c.run_log.show(c.viewer.shown(collected.groups, credit.means()))
+        metrics |= figures | update(c, batches, work, step)
         if c.guards.settle(step, last=last) == "rollback":
             roll_back(c)
             continue
@@ -132,37 +132,51 @@ def _train(c: Components) -> None:
             c.checkpointer.leave(step, metrics)
 
 
-def estimate(c: Components, home: Batch, work: SharedWork) -> dict[str, float]:
-    """Fill the `work` with log-probs, values and advantages, and the `home` batch with advantages; returns figures.
+def estimate(
+    c: Components, home: RolloutBatch, work: SharedWork
+) -> tuple[tuple[ActorBatch, CriticBatch | None], Credit, dict[str, float]]:
+    """Return what actor and critic learn from, the credit of the tokens of the `home` batch, and figures.
     Collective."""
-    batch = work.batch
+    batch, old, ref, values = work.batch, None, None, None
     if c.reference is not None:
         with c.clock.phase("ref"), c.reference.on_device():
-            batch.ref_log_probs = c.reference.all_log_probs(batch, work.spread)
+            ref = c.reference.all_log_probs(batch, work.spread)
     if c.actor.needs_old_log_probs or c.advantages.uses_kl:
         with c.clock.phase("old_log_prob"), c.actor.on_device():
-            batch.old_log_probs = c.actor.all_log_probs(batch, work.spread)
+            old = c.actor.all_log_probs(batch, work.spread)
     if c.critic is not None:
         with c.clock.phase("values"), c.critic.on_device():
-            batch.values = c.critic.all_values(batch, work.spread)
+            values = c.critic.all_values(batch, work.spread)
     with c.clock.phase("share"):
-        work.bring_home(home, *c.advantages.reads)
+        at_home = None if values is None else work.bring_home(values)
+        policies = None
+        if c.advantages.uses_kl and old is not None and ref is not None:
+            policies = work.bring_home(old), work.bring_home(ref)
     with c.clock.phase("adv"):
-        figures = c.advantages.fill(home, c.guards)
+        credit, figures = c.advantages.estimate(home, at_home, policies, c.guards)
     with c.clock.phase("share"):
-        work.take_along(home, *c.advantages.writes)
-    return figures
+        mask = batch.response_mask if credit.mask is home.response_mask else work.take_along(credit.mask)
+        given = batch.present() | {"response_mask": mask}
+        advantages = work.take_along(credit.advantages)
+        actor = ActorBatch(**given, advantages=advantages, loss_mask=mask, old_log_probs=old, ref_log_probs=ref)
+        critic = None
+        if values is not None and credit.returns is not None:
+            critic = CriticBatch(**given, values=values, returns=work.take_along(credit.returns))
+    return (actor, critic), credit, figures
 
 
-def update(c: Components, work: SharedWork, step: int) -> dict[str, float]:
-    """Train the critic and the actor on the `work`; returns figures. Collective."""
+def update(
+    c: Components, batches: tuple[ActorBatch, CriticBatch | None], work: SharedWork, step: int
+) -> dict[str, float]:
+    """Train the critic and the actor on the `batches` of the `work`; returns figures. Collective."""
     metrics: dict[str, float] = {}
-    if c.critic is not None:
+    of_actor, of_critic = batches
+    if c.critic is not None and of_critic is not None:
         with c.clock.phase("update_critic"), c.critic.on_device():
-            metrics |= c.critic.update(work.batch, work.spread, c.guards, work.shuffle)
+            metrics |= c.critic.update(of_critic, work.spread, c.guards, work.shuffle)
     if step > c.critic_warmup:
         with c.clock.phase("update_actor"), c.actor.on_device():
-            metrics |= c.actor.update(work.batch, work.spread, c.guards, work.shuffle)
+            metrics |= c.actor.update(of_actor, work.spread, c.guards, work.shuffle)
     return metrics
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf.batch import Batch
+from rlhf.batch import RolloutBatch
 from rlhf.experience.groups import Group
 
 
-def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.device) -> Batch:
+def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.device) -> RolloutBatch:
     """The samples of `groups`, one group after the other, padded with `pad_id`, with their whole rewards as scores. No
     groups are a batch without rows.
 
@@ -34,7 +34,7 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
         return torch.tensor(values, dtype=dtype, device=device)
 
     baselines = [group.baseline for group, _ in rows]
-    return Batch(
+    return RolloutBatch(
         input_ids=torch.from_numpy(input_ids).to(device),
         prompt_lengths=tensor(prompts, torch.int64),
         response_lengths=tensor(responses, torch.int64),

@@ -7,7 +7,7 @@ from dataclasses import InitVar, dataclass, field
 import torch
 from torch import Tensor
 
-from rlhf.batch import Batch, TokenCounts
+from rlhf.batch import RolloutBatch, TokenCounts
 from rlhf.config import DataConfig, FilterGroupsConfig, RewardConfig
 from rlhf.experience.collate import collate
 from rlhf.experience.dynamic_sampling import DynamicSampling
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class Collected:
     """The batch of a step: the groups that this rank has generated, and metrics and tokens of all ranks."""
 
-    batch: Batch
+    batch: RolloutBatch
     groups: list[Group]
     """Of which `batch` is, by uid."""
     metrics: dict[str, float]

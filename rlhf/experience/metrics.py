@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from statistics import median_low
 from typing import TypeVar
 
-from rlhf.batch import Batch, TokenCounts
+from rlhf.batch import RolloutBatch, TokenCounts
 from rlhf.experience.groups import Group
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Timeouts
@@ -93,7 +93,7 @@ class RolloutStats:
 
 
 def step_metrics(
-    batch: Batch, groups: Sequence[Group], max_response_length: int, coordinator: Coordinator
+    batch: RolloutBatch, groups: Sequence[Group], max_response_length: int, coordinator: Coordinator
 ) -> tuple[dict[str, float], TokenCounts]:
     """Reward and length metrics of a batch of `groups` over all ranks, and its tokens. Collective.
 

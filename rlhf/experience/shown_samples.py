@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.batch import Batch
 from rlhf.data import Prompt
 from rlhf.experience.groups import Group
 from rlhf.experience.prompt_share import PromptShare
@@ -25,16 +24,15 @@ class RolloutViewer:
     """Rollouts of a step over all ranks; -1 for all."""
     coordinator: Coordinator
 
-    def shown(self, groups: Sequence[Group], batch: Batch) -> list[ShownSample]:
+    def shown(self, groups: Sequence[Group], advantages: Sequence[float]) -> list[ShownSample]:
         """The picked rollouts of all ranks on the leader; elsewhere none. Collective.
 
-        They are from as many prompts as there are: the first sample of each, then the second. `batch` is of `groups`,
-        and has its advantages.
+        They are from as many prompts as there are: the first sample of each, then the second. `advantages` has a number
+        for each sample of this rank's `groups`.
         """
         count, coordinator = self.count, self.coordinator
         if not count:
             return []
-        advantages = _means(batch)
         rows = [(group, number) for group in groups for number in range(len(group.samples))]
         order = sorted(range(len(rows)), key=lambda row: rows[row][1])
         part = _parts(coordinator.gather(len(rows)), count)[coordinator.rank] if count > 0 else len(rows)
@@ -80,13 +78,6 @@ def _parts(held: Sequence[int], count: int) -> list[int]:
     for _ in range(min(count, sum(held))):
         parts[min((part, rank) for rank, part in enumerate(parts) if part < held[rank])[1]] += 1
     return parts
-
-
-def _means(batch: Batch) -> list[float]:
-    """The mean advantage of the tokens that the policy wrote in each response."""
-    assert batch.advantages is not None
-    written = batch.response_mask.sum(1).clamp(min=1)
-    return (batch.advantages.double().sum(1) / written).tolist()
 
 
 def _shown(

@@ -12,7 +12,7 @@ from rlhf.algorithms.kl import corrected_kl, kl_estimate
 from rlhf.algorithms.lookup import load_policy_loss
 from rlhf.algorithms.statistics import masked
 from rlhf.backends.base import TrainingBackend
-from rlhf.batch import Batch
+from rlhf.batch import ActorBatch
 from rlhf.config import ActorConfig, RolloutCorrectionConfig
 from rlhf.learning.entropy_control import EntropyControl
 from rlhf.learning.guards import Guards
@@ -57,25 +57,25 @@ class Actor(Policy):
         # which tokens it counts must be known before.
         self.needs_old_log_probs = config.ppo_epochs * mini_batches > 1 or correction.rollout_rs is not None
 
-    def update(self, batch: Batch, spread: Spread, guards: Guards, shuffle: Shuffle | None = None) -> Figures:
+    def update(self, batch: ActorBatch, spread: Spread, guards: Guards, shuffle: Shuffle | None = None) -> Figures:
         """The optimizer steps on a step's samples, of which `batch` is this rank's part; returns `actor/...` and
         `rollout/...` figures. A batch with log-probs of the engine that are not finite is refused. Collective.
 
-        Needs `advantages`, `ref_log_probs` when there is a reference, and `old_log_probs` if `needs_old_log_probs`.
+        The batch has `old_log_probs` if `needs_old_log_probs`.
         """
         rejected: Figures = {}
         sampled = all_sum(masked(batch.rollout_log_probs, batch.response_mask).double().sum()).item()
         # What an engine without finite log-probs has sampled is worth nothing; nor would all that follows notice:
         # comparisons with a NaN are false, and a rejection would leave its tokens out without a word.
-        if guards.allows("actor", rollout_log_probs=sampled) and self._correction.rollout_rs is not None:
-            batch, rejected = self._reject(batch, self._correction.rollout_rs)
+        rejection, old = self._correction.rollout_rs, batch.old_log_probs
+        if guards.allows("actor", rollout_log_probs=sampled) and rejection is not None and old is not None:
+            batch, rejected = self._reject(batch, old, rejection)
         passes, share_of = self._passes, self._share_of
         around = Around(partial(self._with_choice, guards.step), self._bonus_follows)
         figures = rejected | update(self.backend, batch, spread, passes, share_of, guards, "actor", shuffle, around)
         return {name if "/" in name else f"actor/{name}": value for name, value in figures.items()}
 
-    def _share_of(self, micro: Batch, counts: Counts) -> Share:
-        assert micro.advantages is not None
+    def _share_of(self, micro: ActorBatch, counts: Counts) -> Share:
         config, mask, counted = self._config, micro.response_mask, micro.counted
 
         def aggregate(values: Tensor) -> Tensor:
@@ -89,14 +89,13 @@ class Actor(Policy):
         chosen = () if micro.chosen is None else (micro.chosen,)
         losses, figures = self._policy_loss(log_probs, old, micro.advantages, counted, config, *chosen)
         weights: Tensor | None = None
-        if self._correction.rollout_is is not None or micro.staleness is not None:
-            weights, truncated = self._importance_weights(micro, old)
+        if (weighing := self._importance_weights(micro, old)) is not None:
+            weights, truncated = weighing
             losses = losses * weights
             figures = figures | {"rollout/is_mean": weights, "rollout/is_truncated": truncated}
         pg_loss = aggregate(losses)
         loss, terms = pg_loss, {"pg_loss": pg_loss}
-        if config.kl_in_loss:
-            assert micro.ref_log_probs is not None
+        if config.kl_in_loss and micro.ref_log_probs is not None:
             terms["kl_loss"] = aggregate(self._kl_to_reference(log_probs, old, micro.ref_log_probs, weights))
             loss = loss + config.kl_loss_coef * terms["kl_loss"]
         figures = figures | {"kl": kl_estimate(old, log_probs, "k3")}
@@ -117,7 +116,7 @@ class Actor(Policy):
         return Share(loss, sums, {"rollout/logprob_diff_max": largest})
 
     @torch.no_grad()
-    def _with_choice(self, step: int, batch: Batch, plan: list[list[int]]) -> Batch:
+    def _with_choice(self, step: int, batch: ActorBatch, plan: list[list[int]]) -> ActorBatch:
         """The batch with the tokens chosen that the policy loss treats otherwise in the mini-batch whose rows are in
         `plan`. Collective, and one more forward pass, if it does so at all: the choice is of the policy as it is."""
         if self._choice.kind == "none":
@@ -145,16 +144,15 @@ class Actor(Policy):
         kl = corrected_kl(log_probs, old, ref, self._config.kl_loss_type)
         return kl if weights is None else weights * kl
 
-    def _reject(self, batch: Batch, kind: str) -> tuple[Batch, Figures]:
+    def _reject(self, batch: ActorBatch, old: Tensor, kind: str) -> tuple[ActorBatch, Figures]:
         """The batch with a loss mask that leaves out what is too far from the rollout engine's policy.
 
         And the shares of all ranks' tokens that it leaves out, and of responses that it leaves out some of.
         """
-        assert batch.old_log_probs is not None
         bounds = self._correction.rollout_rs_threshold, self._correction.rollout_rs_threshold_lower
         assert bounds[0] is not None
         mask = batch.response_mask
-        kept = accepted(batch.old_log_probs, batch.rollout_log_probs, mask, kind, bounds[0], bounds[1])
+        kept = accepted(old, batch.rollout_log_probs, mask, kind, bounds[0], bounds[1])
         left_out = masked(1 - kept, mask)
         shares = [left_out.sum(), mask.sum(), (left_out.sum(dim=1) > 0).sum(), (mask.sum(dim=1) > 0).sum()]
         tokens, of_tokens, responses, of_responses = all_sum(torch.stack(shares).double()).tolist()
@@ -164,9 +162,9 @@ class Actor(Policy):
         }
         return replace(batch, loss_mask=kept), figures
 
-    def _importance_weights(self, micro: Batch, old: Tensor) -> tuple[Tensor, Tensor]:
+    def _importance_weights(self, micro: ActorBatch, old: Tensor) -> tuple[Tensor, Tensor] | None:
         """Weights of the losses and which are truncated, [N, R]: of every sample if the settings ask for it, else of
-        those that are older than the policy.
+        those that are older than the policy; None if nothing is weighed.
 
         The clip is around the policy before the update, for old samples as for new ones, and the weights lead from the
         policy that sampled to that one: the decoupled objective of Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv
@@ -174,9 +172,10 @@ class Actor(Policy):
         """
         mask, correction, level = micro.response_mask, self._correction, self._correction.rollout_is
         bounds = correction.rollout_is_threshold, correction.rollout_is_threshold_lower
-        weights, truncated = rollout_is_weights(old, micro.rollout_log_probs, mask, level or "token", *bounds)
-        if level is None:
-            assert micro.staleness is not None
-            older = (micro.staleness > 0)[:, None]
-            weights, truncated = torch.where(older, weights, mask), truncated * older
-        return weights, truncated
+        if level is not None:
+            return rollout_is_weights(old, micro.rollout_log_probs, mask, level, *bounds)
+        if micro.staleness is None:
+            return None
+        weights, truncated = rollout_is_weights(old, micro.rollout_log_probs, mask, "token", *bounds)
+        older = (micro.staleness > 0)[:, None]
+        return torch.where(older, weights, mask), truncated * older

@@ -1,7 +1,6 @@
 """Advantages of a batch from its rewards: the KL in the reward, then the estimator that the algorithm names."""
 
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +10,29 @@ from rlhf.algorithms.aggregation import loss_count, loss_sum
 from rlhf.algorithms.kl import adapted_coefficient, kl_estimate
 from rlhf.algorithms.lookup import load_estimator
 from rlhf.algorithms.statistics import masked
-from rlhf.batch import Batch
+from rlhf.batch import RolloutBatch
 from rlhf.config import AlgorithmConfig
 from rlhf.learning.guards import Guards
 from rlhf.learning.reward_scaling import RewardScaling
 from rlhf.ranks.collectives import all_max, all_sum
+
+Policies = tuple[Tensor, Tensor]
+"""Log-probs [N, R] by the policy before the update and by the reference."""
+
+
+class Credit(NamedTuple):
+    """What each token of a response has earned, [N, R] float32 each."""
+
+    advantages: Tensor
+    """Zero outside the mask."""
+    returns: Tensor | None
+    """Targets of the critic; None without one."""
+    mask: Tensor
+    """1 on the tokens that are learnt from: those that the policy wrote, perhaps without truncated responses."""
+
+    def means(self) -> list[float]:
+        """The mean advantage of each response's tokens."""
+        return (self.advantages.double().sum(1) / self.mask.sum(1).clamp(min=1)).tolist()
 
 
 class Advantages:
@@ -27,47 +44,47 @@ class Advantages:
         self.kl_coef = config.kl_ctrl.kl_coef
         self.scaling = RewardScaling(config)
         self.uses_kl = config.kl_in_reward
-        """Whether `fill` needs `old_log_probs` and `ref_log_probs`."""
-        self.reads = ("values", "old_log_probs", "ref_log_probs") if self.uses_kl else ("values",)
-        """Per-token fields of a batch that `fill` reads; without a critic there are no values."""
-        masks = config.mask_truncated_responses
-        self.writes = ("advantages", "returns", "response_mask") if masks else ("advantages", "returns")
-        """Per-token fields of a batch that `fill` sets for the update."""
+        """Whether `estimate` needs the log-probs of both policies."""
 
-    def fill(self, batch: Batch, guards: Guards) -> dict[str, float]:
-        """Set `token_rewards`, `advantages` and `returns` of `batch`; returns figures over all ranks. Collective.
+    def estimate(
+        self, batch: RolloutBatch, values: Tensor | None, policies: Policies | None, guards: Guards
+    ) -> tuple[Credit, dict[str, float]]:
+        """The credit of the tokens of `batch`, and figures over all ranks. Collective.
 
-        Needs `values` with a critic, `baselines` for ReMax. Truncated responses that are to be masked leave the mask
-        after the estimator has seen them: their scores count in the statistics of their group and of the batch.
+        Truncated responses that are to be masked leave the mask after the estimator has seen them: their scores count
+        in the statistics of their group and of the batch.
+
+        Args:
+            batch: with `baselines` for ReMax.
+            values: [N, R] with a critic.
+            policies: with a KL in the reward.
         """
         mask = batch.response_mask
         scores, baselines, figures = self.scaling.apply(batch, guards)
-        batch.token_rewards = replace(batch, scores=scores).scores_on_last_tokens()
-        if self.uses_kl:
-            figures |= self._subtract_kl(batch, mask, guards)
-        inputs = EstimatorInput(batch.token_rewards, mask, self._group_size, batch.values, baselines, all_sum)
-        batch.advantages, batch.returns = self._estimator(inputs, self._config)
+        rewards = scores_on_last_tokens(scores, mask)
+        if policies is not None:
+            kl_rewards, of_kl = self._kl_rewards(policies, mask, guards)
+            rewards, figures = rewards - kl_rewards, figures | of_kl
+        inputs = EstimatorInput(rewards, mask, self._group_size, values, baselines, all_sum)
+        credit = Credit(*self._estimator(inputs, self._config), mask)
         if self._config.mask_truncated_responses:
-            figures |= _mask_truncated(batch)
-        return figures | _advantage_figures(batch.advantages, batch.response_mask)
+            credit, masked_out = _without_truncated(credit, batch.truncated)
+            figures |= masked_out
+        return credit, figures | _advantage_figures(credit.advantages, credit.mask)
 
-    def _subtract_kl(self, batch: Batch, mask: Tensor, guards: Guards) -> dict[str, float]:
-        assert batch.token_rewards is not None
-        assert batch.old_log_probs is not None
-        assert batch.ref_log_probs is not None
-        control = self._config.kl_ctrl
-        kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, self._config.kl_penalty)
-        kl = masked(kl, mask)
-        batch.token_rewards = batch.token_rewards - self.kl_coef * kl
+    def _kl_rewards(self, policies: Policies, mask: Tensor, guards: Guards) -> tuple[Tensor, dict[str, float]]:
+        """What the KL takes off each token's reward, [N, R]; moves the coefficient for the next batch."""
+        control, coefficient = self._config.kl_ctrl, self.kl_coef
+        kl = masked(kl_estimate(*policies, self._config.kl_penalty), mask)
         mode = "seq-mean-token-mean"
         shares = torch.stack([loss_sum(kl, mask, mode).double(), loss_count(mask, mode).double()])
         total, samples = all_sum(shares).tolist()
         mean = total / max(samples, 1.0)
-        figures = {"reward/kl": mean, "reward/kl_coef": self.kl_coef}
+        figures = {"reward/kl": mean, "reward/kl_coef": coefficient}
         # A coefficient that took in a NaN would stay one.
         if guards.allows("actor", kl_in_reward=mean) and control.type == "adaptive":
-            self.kl_coef = adapted_coefficient(self.kl_coef, mean, int(samples), control.target_kl, control.horizon)
-        return figures
+            self.kl_coef = adapted_coefficient(coefficient, mean, int(samples), control.target_kl, control.horizon)
+        return coefficient * kl, figures
 
     def state_dict(self) -> dict[str, Any]:
         """The coefficient of the next batch, and where it started."""
@@ -80,22 +97,25 @@ class Advantages:
             self.kl_coef = state["kl_coef"]
 
 
-def _mask_truncated(batch: Batch) -> dict[str, float]:
-    """Take truncated responses out of the mask, the advantages and the returns of `batch`; the share of them over all
-    ranks.
+def scores_on_last_tokens(scores: Tensor, mask: Tensor) -> Tensor:
+    """[N, R] float32: the `scores` [N] on the last token that the policy wrote in each response, zero elsewhere and
+    where it wrote none."""
+    written = mask.long()  # sums of floats along rows have no deterministic kernel on CUDA
+    last = (written == 1) & (written.cumsum(1) == written.sum(1, keepdim=True))
+    return torch.where(last, scores[:, None], 0.0)
+
+
+def _without_truncated(credit: Credit, truncated: Tensor) -> tuple[Credit, dict[str, float]]:
+    """The credit without the responses that are `truncated`, [N] bool; the share of them over all ranks.
 
     Source: DAPO (arXiv 2503.14476) section 3.4, overlong filtering; TRL's `mask_truncated_completions`.
     """
-    assert batch.truncated is not None
-    assert batch.advantages is not None
-    cut = batch.truncated[:, None]
-    batch.response_mask = batch.response_mask.masked_fill(cut, 0.0)
-    batch.advantages = batch.advantages.masked_fill(cut, 0.0)
-    if batch.returns is not None:
-        batch.returns = batch.returns.masked_fill(cut, 0.0)
+    cut = truncated[:, None]
+    returns = None if credit.returns is None else credit.returns.masked_fill(cut, 0.0)
+    left = Credit(credit.advantages.masked_fill(cut, 0.0), returns, credit.mask.masked_fill(cut, 0.0))
     counts = torch.stack([cut.sum(), torch.tensor(len(cut), device=cut.device)])
     masked_out, samples = all_sum(counts.double()).tolist()
-    return {"advantages/truncated_masked": masked_out / max(samples, 1.0)}
+    return left, {"advantages/truncated_masked": masked_out / max(samples, 1.0)}
 
 
 def _advantage_figures(advantages: Tensor, mask: Tensor) -> dict[str, float]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from rlhf.algorithms.aggregation import loss_sum
 from rlhf.algorithms.losses import value_loss
 from rlhf.backends.base import TrainingBackend
-from rlhf.batch import Batch
+from rlhf.batch import Batch, CriticBatch
 from rlhf.config import CriticConfig
 from rlhf.learning.guards import Guards
 from rlhf.learning.predicted_tokens import PredictedTokens
@@ -54,9 +54,9 @@ class Critic:
             result[rows, : values.shape[1]] = values
         return result
 
-    def update(self, batch: Batch, spread: Spread, guards: Guards, shuffle: Shuffle | None = None) -> Figures:
-        """The optimizer steps on a step's samples, of which `batch` is this rank's part, with `values` and `returns`;
-        returns `critic/...` figures. Collective."""
+    def update(self, batch: CriticBatch, spread: Spread, guards: Guards, shuffle: Shuffle | None = None) -> Figures:
+        """The optimizer steps on a step's samples, of which `batch` is this rank's part; returns
+        `critic/...` figures. Collective."""
         figures = update(self.backend, batch, spread, self._passes, self._share_of, guards, "critic", shuffle)
         if figures:
             square, error_square = figures.pop("return_square"), figures.pop("error_square")
@@ -66,9 +66,7 @@ class Critic:
             figures["explained_variance"] = 1 - unexplained / variance if variance > CONSTANT * square else 0.0
         return {f"critic/{name}": value for name, value in figures.items()}
 
-    def _share_of(self, micro: Batch, counts: Counts) -> Share:
-        assert micro.values is not None
-        assert micro.returns is not None
+    def _share_of(self, micro: CriticBatch, counts: Counts) -> Share:
         config, mask, returns = self._config, micro.response_mask, micro.returns
         values = response_values(self.backend.module, micro)
         losses, clipped = value_loss(values, micro.values, returns, config.cliprange_value)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.batch import Batch
+from rlhf.batch import RolloutBatch
 from rlhf.config import AlgorithmConfig
 from rlhf.learning.guards import Guards
 from rlhf.ranks.collectives import all_sum
@@ -32,7 +32,7 @@ class RewardScaling:
         """Whether earlier batches count for later ones."""
         return self._kind == "running"
 
-    def apply(self, batch: Batch, guards: Guards) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+    def apply(self, batch: RolloutBatch, guards: Guards) -> tuple[Tensor, Tensor | None, dict[str, float]]:
         """Scores and baselines of `batch`, [N] each, as advantages are to be made of them; and figures over all ranks.
         Collective."""
         scores, baselines, figures = batch.scores.double(), batch.baselines, dict[str, float]()

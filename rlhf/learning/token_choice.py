@@ -5,7 +5,7 @@ from torch import Tensor
 
 from rlhf.algorithms.covariance import OverRanks, covariances, first
 from rlhf.algorithms.losses import vanilla
-from rlhf.batch import Batch
+from rlhf.batch import ActorBatch
 from rlhf.config import ActorConfig
 from rlhf.config.algorithm_table import POLICY_LOSSES, PolicyLossNeeds
 from rlhf.ranks.collectives import all_gather, all_sum
@@ -30,16 +30,15 @@ class TokenChoice:
         self._config, self._seed = config, seed
         self.kind = POLICY_LOSSES.get(config.policy_loss.loss_mode, PolicyLossNeeds()).chosen
 
-    def choose(self, batch: Batch, mask: Tensor, log_probs: Tensor, step: int) -> Tensor:
+    def choose(self, batch: ActorBatch, mask: Tensor, log_probs: Tensor, step: int) -> Tensor:
         """[N, R] float32, 1 on the tokens that are chosen, at least one of all ranks' if there is a candidate.
         Collective.
 
         Args:
-            batch: this rank's, with `advantages`, `uids` and `numbers`.
+            batch: this rank's.
             mask: [N, R], 1 on the tokens of the mini-batch that the loss counts.
             log_probs: [N, R] of the policy now.
         """
-        assert batch.advantages is not None
         config = self._config.policy_loss
         values, tokens = covariances(log_probs, batch.advantages, mask, RANKS)
         if self.kind == "largest":
@@ -53,10 +52,8 @@ class TokenChoice:
         count = max(int(share * tokens), 1)
         return first(order, self._keys(batch, step), candidates, count, RANKS).float()
 
-    def _keys(self, batch: Batch, step: int) -> Tensor:
+    def _keys(self, batch: ActorBatch, step: int) -> Tensor:
         """int64 [N, R] noise of each token."""
-        assert batch.uids is not None
-        assert batch.numbers is not None
         rows = fold(row_keys(self._seed, step, batch.uids, batch.numbers), torch.full_like(batch.uids, PURPOSE))
         positions = torch.arange(batch.response_mask.shape[1], device=rows.device)
         return fold(rows[:, None].expand(-1, len(positions)), positions.expand(len(rows), -1))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from rlhf.models.packing import is_packed
 from rlhf.ranks.collectives import all_max, all_sum
 
 Figures = dict[str, float]
+B = TypeVar("B", bound=Batch)
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,10 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Around:
+class Around(Generic[B]):
     """Calls of an update's owner around each optimizer step, the same on every rank."""
 
-    begins: Callable[[Batch, list[list[int]]], Batch]
+    begins: Callable[[B, list[list[int]]], B]
     """Given the batch and a mini-batch's rows by micro-batch, returns the batch to take them from."""
     made: Callable[[Figures], Figures]
     """Given the figures of an optimizer step that was made, returns further ones of it. Not called where no rank had a
@@ -63,14 +65,14 @@ class Around:
 
 def update(
     backend: TrainingBackend,
-    batch: Batch,
+    batch: B,
     spread: Spread,
     passes: Passes,
-    share_of: Callable[[Batch, Counts], Share],
+    share_of: Callable[[B, Counts], Share],
     guards: Guards,
     who: str,
     shuffle: Shuffle | None = None,
-    around: Around | None = None,
+    around: Around[B] | None = None,
 ) -> Figures:
     """Take the optimizer steps of a training step and return the means of their figures (`lr`: the last one's).
     Collective.
@@ -124,10 +126,10 @@ def _ended(backend: TrainingBackend, steps: list[Figures]) -> Figures:
 
 def _accumulate(
     backend: TrainingBackend,
-    batch: Batch,
+    batch: B,
     plan: list[list[int]],
     passes: Passes,
-    share_of: Callable[[Batch, Counts], Share],
+    share_of: Callable[[B, Counts], Share],
     tell: Callable[[], None],
 ) -> tuple[Figures, int]:
     """The gradient of one mini-batch, whose micro-batches have the rows of `plan`; its figures over all ranks, and the

@@ -1,7 +1,8 @@
 """Work of a step: its samples on the ranks that train on them, and the way of figures between there and home."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,12 +15,9 @@ from rlhf.ranks.collectives import all_to_all
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.dims import RankGroup
 
-TRAVELLING = (
-    *("prompt_lengths", "response_lengths", "scores", "uids", "numbers", "staleness"),
-    *("response_mask", "rollout_log_probs"),
-)
-"""Fields of a batch, beside the token ids, that go to the rank that trains on a sample."""
-
+WORKED_ON = [field.name for field in fields(Batch)]
+"""Fields of a home batch that go to the rank that trains on a sample."""
+B = TypeVar("B", bound=Batch)
 Place = tuple[int, int]
 """A rank, and a row of its batch."""
 
@@ -97,12 +95,11 @@ class Shuffle:
         """The place of every sample in an epoch, and how many each rank has of each mini-batch."""
         return _deal(self._prompts, self._responses, self._order(epoch), self.mini_batches, self.ranks.size)
 
-    def moved(self, batch: Batch, epoch: int) -> Batch:
+    def moved(self, batch: B, epoch: int) -> B:
         """This rank's samples of an epoch from the `batch` of epoch 0, with everything that it has. Collective."""
         places = [self.deal(number)[0] for number in (0, epoch)]
         route = SampleRoute(places[0], places[1], torch.tensor(self._responses), self.ranks)
-        names = [field.name for field in fields(batch) if field.name != "input_ids"]
-        return _moved(batch, route, torch.tensor(self._prompts), names)
+        return replace(batch, **_moved(batch.present(), route, torch.tensor(self._prompts)))
 
     def _order(self, epoch: int) -> list[int]:
         # As the order of the prompts is drawn, by other counters than those.
@@ -127,13 +124,13 @@ class SharedWork:
     _there: SampleRoute
     _back: SampleRoute
 
-    def bring_home(self, home: Batch, *names: str) -> None:
-        """Set those of the per-token fields `names` of `home` that `batch` has, sample by sample. Collective."""
-        _carry(self.batch, home, self._back, names)
+    def bring_home(self, values: Tensor) -> Tensor:
+        """Values of the response tokens of `batch`, [N, R], as [M, R'] of the home batch. Collective."""
+        return self._back.of_tokens(values)
 
-    def take_along(self, home: Batch, *names: str) -> None:
-        """Set those of the per-token fields `names` of `batch` that `home` has. Collective."""
-        _carry(home, self.batch, self._there, names)
+    def take_along(self, values: Tensor) -> Tensor:
+        """Values of the response tokens of the home batch, [M, R'], as [N, R] of `batch`. Collective."""
+        return self._there.of_tokens(values)
 
 
 @dataclass(frozen=True)
@@ -170,7 +167,8 @@ class WorkSharing:
             places, plan = _deal(prompts, responses, in_order, self.mini_batches, ranks.size)
         there = SampleRoute(homes, places, torch.tensor(responses), ranks)
         back = SampleRoute(places, homes, torch.tensor(responses), ranks)
-        return SharedWork(_moved(home, there, torch.tensor(prompts), TRAVELLING), plan, shuffle, there, back)
+        tensors = {name: value for name, value in home.present().items() if name in WORKED_ON}
+        return SharedWork(Batch(**_moved(tensors, there, torch.tensor(prompts))), plan, shuffle, there, back)
 
 
 def _deal(
@@ -187,18 +185,11 @@ def _deal(
     return places, Spread.owned(lengths, owners, mini_batches, ranks)
 
 
-def _moved(batch: Batch, route: SampleRoute, prompts: Tensor, names: Iterable[str]) -> Batch:
-    """The batch of the samples that come here, with those of the fields `names` that `batch` has; `prompts` are the
-    lengths of the prompts of all samples."""
-    present = {name: value for name in names if (value := getattr(batch, name)) is not None}
-    moved = {name: route.of_tokens(v) if v.dim() == 2 else route.of_samples(v) for name, v in present.items()}
-    return Batch(input_ids=route.of_sequences(batch.input_ids, prompts), **moved)
-
-
-def _carry(source: Batch, target: Batch, route: SampleRoute, names: Sequence[str]) -> None:
-    for name in names:
-        if (values := getattr(source, name)) is not None:
-            setattr(target, name, route.of_tokens(values))
+def _moved(tensors: dict[str, Tensor], route: SampleRoute, prompts: Tensor) -> dict[str, Tensor]:
+    """The tensors of a batch for the samples that come here; `prompts` are the lengths of all samples' prompts."""
+    ids = route.of_sequences(tensors.pop("input_ids"), prompts)
+    moved = {name: route.of_tokens(v) if v.dim() == 2 else route.of_samples(v) for name, v in tensors.items()}
+    return moved | {"input_ids": ids}
 
 
 def _inside(lengths: Tensor, width: int) -> Tensor:

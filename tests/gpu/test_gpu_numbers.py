@@ -9,19 +9,21 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlhf.algorithms.token_log_probs import token_log_probs
-from rlhf.batch import Batch
 from rlhf.models.packing import pack
 from tests.support.gpus import DEVICES
 from tests.support.packed_passes import ARCHITECTURES, loss_and_gradients, skewed_batch, tiny_lm
 from tests.support.tiny_models import tiny_config
+from tests.support.tiny_updates import EveryBatch
 
 TOKENS, HIDDEN, VOCAB = 700, 64, 5000
 TEMPERATURE = 0.7
 
 
-def on_device(batch: Batch, device: str) -> Batch:
-    values = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-    return Batch(**{name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()})
+def on_device(batch: EveryBatch, device: str) -> EveryBatch:
+    values = {field.name: getattr(batch, field.name) for field in fields(EveryBatch)}
+    return EveryBatch(
+        **{name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+    )
 
 
 def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.batch import Batch
+from rlhf.batch import RolloutBatch
 from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.experience.collector import Collector
 from rlhf.experience.journal import FOLDER, Journal
@@ -103,7 +103,7 @@ def walk(rank: Rank, last: int = STEPS) -> list[dict[str, Any]]:
         metrics = collected.metrics
         records.append(
             {
-                "batch": {f.name: getattr(collected.batch, f.name) for f in fields(Batch)},
+                "batch": {f.name: getattr(collected.batch, f.name) for f in fields(RolloutBatch)},
                 "metrics": {name: value for name, value in metrics.items() if not name.startswith(OF_THE_MACHINE)},
                 "perf": {name: value for name, value in metrics.items() if name.startswith("perf/journal")},
                 "tokens": collected.tokens.total,

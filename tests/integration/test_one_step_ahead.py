@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.batch import Batch
+from rlhf.batch import RolloutBatch
 from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.experience.collector import Collector
 from rlhf.experience.prompt_share import PromptShare
@@ -53,7 +53,7 @@ def walk(rank: Rank, last: int) -> list[dict[str, Any]]:
         rank.driver.finish_step(collected.tokens.total, len(collected.batch), 0.0, collected.epochs)
         records.append(
             {
-                "batch": {f.name: getattr(collected.batch, f.name) for f in fields(Batch)},
+                "batch": {f.name: getattr(collected.batch, f.name) for f in fields(RolloutBatch)},
                 "metrics": {
                     name: value for name, value in collected.metrics.items() if not name.startswith(OF_THE_MACHINE)
                 },

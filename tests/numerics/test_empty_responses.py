@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from rlhf.algorithms.advantages import EstimatorInput
 from rlhf.algorithms.lookup import load_estimator
-from rlhf.batch import Batch
 from rlhf.config import ActorConfig, AlgorithmConfig, BackendConfig, CriticConfig, GuardsConfig, PolicyLossConfig
 from rlhf.config.algorithm_table import ESTIMATORS, POLICY_LOSSES
 from rlhf.config.schema.actor import LOSS_AGG_MODES
@@ -23,13 +22,13 @@ from rlhf.learning.log_probs import response_log_probs
 from rlhf.learning.policy import Policy
 from rlhf.models.log_prob_head import with_log_probs
 from tests.support.numeric_ranks import single_rank
-from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2, tiny_value_model
+from tests.support.tiny_updates import EveryBatch, as_held, fill, random_batch, tiny_qwen2, tiny_value_model
 from tests.support.update_cases import OPTIM, engine
 
 EMPTY = 2
 
 
-def batch_with(empty: int, others: int) -> Batch:
+def batch_with(empty: int, others: int) -> EveryBatch:
     """`empty` samples without a response, shorter than all others, and then the others."""
     batch = random_batch(seed=21, samples=empty + others, prompt=(3, 3))
     batch.response_lengths[:empty] = 0
@@ -51,7 +50,7 @@ def critic_of(config: CriticConfig, budget: int = 64) -> Critic:
     return Critic(model, config, scale=9, budget=budget, forward_budget=budget)
 
 
-def trained(batch: Batch, role: str, mode: str, budget: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+def trained(batch: EveryBatch, role: str, mode: str, budget: int) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Weights and figures after one update with every term of the loss."""
     settings = {"ppo_max_token_len_per_gpu": budget, "loss_agg_mode": mode, "optim": OPTIM, "ppo_epochs": 2}
     judge = guards()
@@ -128,7 +127,7 @@ def test_the_kl_in_the_reward_of_responses_without_tokens(kind):
     batch.old_log_probs = batch.ref_log_probs = batch.rollout_log_probs
     with single_rank():
         advantages = Advantages(config, group_size=2)
-        figures = advantages.fill(batch, guards())
+        figures = fill(advantages, batch, guards())
     assert figures == {"reward/kl": 0, "reward/kl_coef": 0.5, "advantages/mean": 0, "advantages/std": 0}
     assert advantages.kl_coef == 0.5
 

@@ -11,17 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf.batch import Batch
 from rlhf.config import AlgorithmConfig, GuardsConfig, KlCtrlConfig
 from rlhf.learning.credit import Advantages
 from rlhf.learning.guards import Guards
 from tests.support.numeric_ranks import run_ranks
-from tests.support.tiny_updates import random_batch
+from tests.support.tiny_updates import EveryBatch, fill, random_batch
 
 SAMPLES, GROUP, BETA, TARGET, HORIZON = 12, 3, 0.3, 0.5, 40
 
 
-def whole_batch(seed: int = 4) -> Batch:
+def whole_batch(seed: int = 4) -> EveryBatch:
     batch = random_batch(seed=seed, samples=SAMPLES)
     generator = torch.Generator().manual_seed(seed)
     old, ref = (torch.randn(batch.rollout_log_probs.shape, generator=generator) for _ in range(2))
@@ -51,7 +50,7 @@ def filled(estimator: str, kind: str = "adaptive") -> dict[str, Any]:
     for seed in (4, 5):
         rows = torch.arange(SAMPLES).chunk(dist.get_world_size())[dist.get_rank()]
         batch = whole_batch(seed).select(rows)
-        figures = advantages.fill(batch, guards())
+        figures = fill(advantages, batch, guards())
         rewards = torch.zeros(len(batch), whole_batch(seed).rollout_log_probs.shape[1])
         rewards[:, : batch.token_rewards.shape[1]] = batch.token_rewards
         estimated = batch.advantages[batch.response_mask.bool()].tolist()
@@ -68,7 +67,7 @@ def fixed_grpo() -> dict[str, Any]:
     return filled("grpo", "fixed")
 
 
-def by_hand(batch: Batch, beta: float) -> tuple[list[list[float]], float]:
+def by_hand(batch: EveryBatch, beta: float) -> tuple[list[list[float]], float]:
     """Token rewards and the mean over sequences of the mean KL."""
     rows, means = [], []
     for s in range(SAMPLES):
@@ -130,7 +129,7 @@ def refused() -> list[float]:
     config = AlgorithmConfig("grpo", use_kl_in_reward=True, kl_ctrl=KlCtrlConfig("adaptive", BETA, TARGET, HORIZON))
     advantages, batch, watch = Advantages(config, GROUP), whole_batch(), guards()
     batch.old_log_probs[0, 0] = math.nan
-    advantages.fill(batch, watch)
+    fill(advantages, batch, watch)
     assert watch.refused is not None
     return [advantages.kl_coef]
 

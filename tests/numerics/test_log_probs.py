@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.algorithms import token_log_probs as log_probs_module
 from rlhf.backends.fsdp2 import Fsdp2Model
-from rlhf.batch import Batch
 from rlhf.config import BackendConfig
 from rlhf.learning.log_probs import response_log_probs
 from rlhf.learning.policy import Policy
@@ -18,7 +17,7 @@ from rlhf.models.log_prob_head import with_log_probs
 from rlhf.models.log_prob_probe import check_log_probs
 from tests.support.engines import CPU, ENGINES
 from tests.support.numeric_ranks import single_rank
-from tests.support.tiny_updates import VOCAB, random_batch, tiny_gemma2, tiny_qwen2
+from tests.support.tiny_updates import VOCAB, EveryBatch, random_batch, tiny_gemma2, tiny_qwen2
 
 
 class OfAnotherBuild(nn.Module):
@@ -32,7 +31,7 @@ class OfAnotherBuild(nn.Module):
         return self.model(input_ids=input_ids, use_cache=use_cache)
 
 
-def expected_of(model: nn.Module, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+def expected_of(model: nn.Module, batch: EveryBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [N, R], sequence by sequence, without padding, from the whole log-softmax in float64."""
     shape = batch.rollout_log_probs.shape
     log_probs, entropies = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)

@@ -7,19 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf.batch import Batch
 from rlhf.config import AlgorithmConfig, GuardsConfig
 from rlhf.learning.guards import Guards
 from rlhf.learning.reward_scaling import RewardScaling
 from tests.support.numeric_ranks import run_ranks, single_rank
 from tests.support.tables import close
-from tests.support.tiny_updates import random_batch
+from tests.support.tiny_updates import EveryBatch, random_batch
 
 BATCHES = [[1.0, 0.0, 0.25, 3.0], [5.0, 5.0], [-2.0, 0.5, 0.125, 1.0, 1.5, 9.0], [1e6, 1e6 + 1, 1e6 + 2]]
 RANGE = [-0.5, 1.0]
 
 
-def batch_of(scores: list[float], baselines: list[float] | None = None) -> Batch:
+def batch_of(scores: list[float], baselines: list[float] | None = None) -> EveryBatch:
     batch = random_batch(seed=0, samples=len(scores))
     batch.scores = torch.tensor(scores)
     batch.baselines = None if baselines is None else torch.tensor(baselines)

@@ -10,7 +10,6 @@ import torch
 
 from rlhf import loop
 from rlhf.backends.fsdp2 import Fsdp2Model
-from rlhf.batch import Batch
 from rlhf.config import ActorConfig, AlgorithmConfig, BackendConfig, CriticConfig, GuardsConfig, KlCtrlConfig
 from rlhf.config.schema.algorithm import RolloutCorrectionConfig
 from rlhf.learning.actor import Actor
@@ -23,7 +22,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.ranks.phase_clock import PhaseClock
 from tests.support.numeric_ranks import run_ranks
-from tests.support.tiny_updates import random_batch, tiny_value_model, with_observations
+from tests.support.tiny_updates import EveryBatch, random_batch, tiny_value_model, with_observations
 from tests.support.update_cases import CPU, OPTIM, engine, start_policies
 
 RANKS, GROUP, MINI_BATCHES, BUDGET = 4, 2, 2, 40
@@ -39,7 +38,7 @@ CASES: dict[str, tuple[int, AlgorithmConfig]] = {
 }
 
 
-def home_of(prompts: int, coordinator: Coordinator) -> tuple[Batch, list[int]]:
+def home_of(prompts: int, coordinator: Coordinator) -> tuple[EveryBatch, list[int]]:
     """What this rank generated: with several ranks the first has nothing."""
     whole = with_observations(random_batch(seed=6, samples=prompts * GROUP, response=(1, 20)))
     whole = replace(whole, advantages=None, returns=None, scores=torch.arange(prompts * GROUP) % 3 / 2)
@@ -79,16 +78,16 @@ def one_step(prompts: int, algorithm: AlgorithmConfig) -> dict[str, Any]:
         c.critic = Critic(values, critic, scale=20, budget=BUDGET, forward_budget=BUDGET)
     home, uids = home_of(prompts, coordinator)
     work = WorkSharing(MINI_BATCHES, coordinator).share(home, uids, 1)
-    figures = loop.estimate(c, home, work) | loop.update(c, work, 1)
+    batches, credit, estimated = loop.estimate(c, home, work)
+    figures = estimated | loop.update(c, batches, work, 1)
     assert guards.refused is None
     weights = {name: tensor.clone() for name, tensor in c.actor.backend.full_tensors()}
     if c.critic is not None:
         weights |= {f"critic.{name}": tensor.clone() for name, tensor in c.critic.backend.full_tensors()}
-    assert home.advantages is not None
-    by_sample = zip(uids, home.advantages, home.response_mask, strict=True)
+    by_sample = zip(uids, credit.advantages, credit.mask, strict=True)
     advantages = {(uid, row % GROUP): a[m.bool()].tolist() for row, (uid, a, m) in enumerate(by_sample)}
     idle = any(not held for of_ranks in work.spread.lengths for held in of_ranks)
-    tokens = [int(batch.response_mask.sum()) for batch in (home, work.batch)]
+    tokens = [int(mask.sum()) for mask in (credit.mask, batches[0].response_mask)]
     return {
         "figures": figures,
         "weights": weights,

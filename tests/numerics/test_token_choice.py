@@ -7,18 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.batch import Batch
 from rlhf.config import ActorConfig, PolicyLossConfig
 from rlhf.learning.token_choice import TokenChoice
 from tests.support.numeric_ranks import single_rank
 from tests.support.plain_update import chosen_tokens
-from tests.support.tiny_updates import random_batch, with_observations
+from tests.support.tiny_updates import EveryBatch, random_batch, with_observations
 
 SEED, STEP = 7, 4
 WIDE = {"clip_cov_lb": -9.0, "clip_cov_ub": 9.0}
 
 
-def batch() -> Batch:
+def batch() -> EveryBatch:
     """Responses with holes, of several lengths; the second half has no token that counts."""
     made = with_observations(random_batch(seed=8, samples=12, response=(2, 9)))
     counted = made.response_mask.clone()
@@ -27,7 +26,9 @@ def batch() -> Batch:
     return replace(made, old_log_probs=old, loss_mask=counted)
 
 
-def chosen(made: Batch, log_probs: Tensor, seed: int = SEED, step: int = STEP, **settings: float) -> tuple[set, set]:
+def chosen(
+    made: EveryBatch, log_probs: Tensor, seed: int = SEED, step: int = STEP, **settings: float
+) -> tuple[set, set]:
     """Row and place of the chosen tokens: ours, and those of the loop."""
     config = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.1, policy_loss=PolicyLossConfig(**settings))
     with single_rank():

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.batch import Batch
 from rlhf.config import ActorConfig, AlgorithmConfig, BackendConfig, CriticConfig, EntropyCtrlConfig, GuardsConfig
 from rlhf.config.algorithm_table import ESTIMATORS
 from rlhf.config.schema.actor import LOSS_AGG_MODES
@@ -21,7 +20,7 @@ from rlhf.learning.guards import Guards
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
 from tests.support.numeric_ranks import single_rank
-from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2, tiny_value_model
+from tests.support.tiny_updates import EveryBatch, as_held, fill, random_batch, tiny_qwen2, tiny_value_model
 from tests.support.update_cases import OPTIM, engine
 
 GROUP, SAMPLES = 3, 12
@@ -29,7 +28,7 @@ CUT = torch.arange(SAMPLES) % GROUP == 1
 """One of each group, so that each mini-batch keeps equally many."""
 
 
-def batch() -> Batch:
+def batch() -> EveryBatch:
     made = random_batch(seed=9, samples=SAMPLES, response=(2, 9))
     figures = {"values": made.rollout_log_probs / 3, "baselines": made.scores / 2, "old_log_probs": None}
     return replace(made, scores=torch.arange(SAMPLES) % 5 / 2, truncated=CUT, **figures)
@@ -41,11 +40,11 @@ def guards() -> Guards:
     return judge
 
 
-def filled(name: str, mask: bool) -> tuple[Batch, dict[str, float]]:
+def filled(name: str, mask: bool) -> tuple[EveryBatch, dict[str, float]]:
     made = batch()
     config = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.8, pass_at_k=1, mask_truncated_responses=mask)
     with single_rank():
-        return made, Advantages(config, GROUP).fill(made, guards())
+        return made, fill(Advantages(config, GROUP), made, guards())
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.batch import Batch
 from rlhf.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -29,14 +28,23 @@ from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
 from rlhf.rollout import Sample, SamplingParams
 from tests.support.numeric_ranks import single_rank
-from tests.support.tiny_updates import VOCAB, as_held, random_batch, tiny_qwen2, tiny_value_model, with_observations
+from tests.support.tiny_updates import (
+    VOCAB,
+    EveryBatch,
+    as_held,
+    fill,
+    random_batch,
+    tiny_qwen2,
+    tiny_value_model,
+    with_observations,
+)
 from tests.support.update_cases import OPTIM, engine
 
 GROUP = 3
 PER_TOKEN = ("rollout_log_probs", "advantages", "returns", "values", "old_log_probs", "ref_log_probs")
 
 
-def whole_batch() -> Batch:
+def whole_batch() -> EveryBatch:
     """Responses with tokens of others between and behind those of the policy; all figures at hand."""
     batch = random_batch(seed=8, samples=12, response=(2, 9))
     batch.response_mask[torch.arange(12), batch.response_lengths - 1] = 0  # a tool has the last word
@@ -54,7 +62,7 @@ def whole_batch() -> Batch:
     )
 
 
-def disturbed(batch: Batch) -> Batch:
+def disturbed(batch: EveryBatch) -> EveryBatch:
     """Other figures outside the mask, and other ids where nothing that the policy wrote follows."""
     outside = batch.response_mask == 0
     changes: dict[str, Tensor] = {name: getattr(batch, name).masked_fill(outside, -math.inf) for name in PER_TOKEN}
@@ -70,7 +78,7 @@ def guards() -> Guards:
     return judge
 
 
-def trained(batch: Batch, role: str, mode: str) -> dict[str, Tensor | float]:
+def trained(batch: EveryBatch, role: str, mode: str) -> dict[str, Tensor | float]:
     """Weights and figures after an update with every term of the loss."""
     settings = {"ppo_max_token_len_per_gpu": 60, "loss_agg_mode": mode, "optim": OPTIM}
     held = as_held(batch, 2)
@@ -108,7 +116,7 @@ def test_advantages_are_of_what_the_policy_wrote(name, kl_in_reward):
     batches = whole_batch(), disturbed(whole_batch())
     config = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.8, pass_at_k=1, use_kl_in_reward=kl_in_reward)
     with single_rank():
-        expected, found = (Advantages(config, GROUP).fill(batch, guards()) for batch in batches)
+        expected, found = (fill(Advantages(config, GROUP), batch, guards()) for batch in batches)
     assert found == expected
     for result in ("token_rewards", "advantages", "returns"):
         one, other = (getattr(batch, result) for batch in batches)
@@ -118,12 +126,12 @@ def test_advantages_are_of_what_the_policy_wrote(name, kl_in_reward):
     # Without them the same, up to the places that they took.
     short = squeezed(whole_batch())
     with single_rank():
-        Advantages(config, GROUP).fill(short, guards())
+        fill(Advantages(config, GROUP), short, guards())
     written = batches[0].response_mask.bool()
     torch.testing.assert_close(short.advantages[short.response_mask.bool()], batches[0].advantages[written])
 
 
-def squeezed(batch: Batch) -> Batch:
+def squeezed(batch: EveryBatch) -> EveryBatch:
     """The figures of the written tokens only, one behind the other."""
     written = batch.response_mask.bool()
     counts = written.sum(1)

@@ -10,19 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.batch import Batch
 from rlhf.learning.work_sharing import SharedWork, WorkSharing
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from tests.support.numeric_ranks import run_ranks, single_rank
-from tests.support.tiny_updates import random_batch, with_observations
+from tests.support.tiny_updates import EveryBatch, random_batch, with_observations
 
 RANKS, GROUPS, GROUP, MINI_BATCHES = 4, 10, 3, 2
 PER_TOKEN = ("response_mask", "rollout_log_probs", "advantages", "values")
 
 
 @functools.cache
-def whole_batch() -> Batch:
+def whole_batch() -> EveryBatch:
     """The step's samples in the order of uids, with numbers that tell bits: -0.0, NaN and the smallest ones."""
     batch = with_observations(random_batch(seed=3, samples=GROUPS * GROUP, prompt=(1, 30), response=(0, 40)))
     values = batch.rollout_log_probs.clone()
@@ -44,13 +43,19 @@ def homes(case: str) -> list[int]:
 CASES = ("as prompts are dealt", "all on the last", "anyhow, none on one")
 
 
-def shared(case: str, coordinator: Coordinator) -> tuple[Batch, SharedWork, list[int]]:
+def shared(case: str, coordinator: Coordinator) -> tuple[EveryBatch, SharedWork, list[int]]:
     """This rank's home batch and work, and its rows of the whole batch."""
     mine = [group for group, rank in enumerate(homes(case)) if rank == coordinator.rank]
     rows = [group * GROUP + sample for group in mine for sample in range(GROUP)]
     home = whole_batch().select(torch.tensor(rows, dtype=torch.int64))
     uids = [100 + 7 * (row // GROUP) for row in rows]
     return home, WorkSharing(MINI_BATCHES, coordinator).share(home, uids, 1), rows
+
+
+def with_figures(work: SharedWork, home: EveryBatch) -> EveryBatch:
+    """The batch of the work with figures of the home batch."""
+    figures = {name: work.take_along(getattr(home, name)) for name in ("values", "advantages")}
+    return EveryBatch(**work.batch.present(), **figures)
 
 
 def on_a_rank() -> dict[str, Any]:
@@ -61,20 +66,17 @@ def on_a_rank() -> dict[str, Any]:
         home, work, rows = shared(case, coordinator)
         # Figures of work go home, and those of home to work.
         columns = torch.arange(work.batch.response_mask.shape[1])
-        work.batch.old_log_probs = (1000.0 * work.batch.staleness[:, None] + columns) * work.batch.response_mask
-        work.bring_home(home, "old_log_probs", "ref_log_probs")
-        work.take_along(home, "values", "advantages", "returns")
-        assert work.batch.ref_log_probs is home.ref_log_probs is work.batch.returns is None
+        figures = (1000.0 * work.batch.staleness[:, None] + columns) * work.batch.response_mask
         found[case] = {
-            "work": {name: getattr(work.batch, name) for name in FIELDS},
+            "work": {name: getattr(with_figures(work, home), name) for name in FIELDS},
             "lengths": work.spread.lengths,
-            "home": home.old_log_probs,
+            "home": work.bring_home(figures),
             "rows": rows,
         }
     return found
 
 
-FIELDS = ("input_ids", "prompt_lengths", "response_lengths", "scores", "staleness", *PER_TOKEN)
+FIELDS = ("input_ids", "prompt_lengths", "response_lengths", "staleness", *PER_TOKEN)
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +137,8 @@ def test_a_shuffle_is_a_draw_of_its_own_in_every_epoch_step_and_run():
     with single_rank():
         first = work(1, 1)
         assert first.shuffle is not None
-        first.take_along(whole_batch(), "values", "advantages")
-        drawn = [first.batch, *(first.shuffle.moved(first.batch, epoch) for epoch in (1, 2))]
+        present = with_figures(first, whole_batch())
+        drawn = [present, *(first.shuffle.moved(present, epoch) for epoch in (1, 2))]
         others = [work(2, 1).batch, work(1, 2).batch]
         again = work(1, 1)
         assert torch.equal(again.batch.staleness, first.batch.staleness)
@@ -159,5 +161,4 @@ def test_one_rank_copies_nothing():
         for name in FIELDS:
             if name not in ("advantages", "values"):
                 assert getattr(work.batch, name).data_ptr() == getattr(home, name).data_ptr()
-        work.take_along(home, "advantages")
-        assert work.batch.advantages is home.advantages
+        assert work.take_along(home.advantages) is home.advantages

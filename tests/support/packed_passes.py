@@ -14,13 +14,12 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.backends.fsdp2 import shard
-from rlhf.batch import Batch
 from rlhf.config import BackendConfig
 from rlhf.learning.predicted_tokens import PredictedTokens
 from rlhf.models.loading import without_dropout
 from rlhf.models.packing import pack
 from tests.support.tiny_models import tiny_config
-from tests.support.tiny_updates import random_batch
+from tests.support.tiny_updates import EveryBatch, random_batch
 
 LIMIT = 64
 """Positions of the models, and tokens of the longest sequence."""
@@ -42,7 +41,7 @@ def tiny_lm(architecture: str, dtype: torch.dtype = torch.float64, attention: st
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).train()
 
 
-def skewed_batch(seed: int = 5) -> Batch:
+def skewed_batch(seed: int = 5) -> EveryBatch:
     """28 samples: of lengths 1, 2 and 2, of the models' limit, and others, several of one length; random figures lie in
     `advantages`."""
     batch = random_batch(seed, 24, prompt=(1, 6), response=(1, 12))
@@ -54,7 +53,7 @@ def skewed_batch(seed: int = 5) -> Batch:
     return whole
 
 
-def joined(batches: list[Batch]) -> Batch:
+def joined(batches: list[EveryBatch]) -> EveryBatch:
     """Their samples in one batch."""
 
     def cat(name: str) -> Tensor | None:
@@ -64,7 +63,7 @@ def joined(batches: list[Batch]) -> Batch:
         width = max(part.shape[1] if part.dim() == 2 else 0 for part in parts)
         return torch.cat([nn.functional.pad(p, (0, width - p.shape[1])) if p.dim() == 2 else p for p in parts])
 
-    return Batch(**{field.name: cat(field.name) for field in fields(Batch)})
+    return EveryBatch(**{field.name: cat(field.name) for field in fields(EveryBatch)})
 
 
 class Exact(TorchFunctionMode):
@@ -79,7 +78,7 @@ class Exact(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+def loss_of(model: nn.Module, batch: EveryBatch) -> Tensor:
     """A sum over the response tokens of log-probs, each with a weight of its own, in the model's precision."""
     tokens = PredictedTokens.of(model, batch)
     logits = model(**tokens.inputs).logits.flatten(0, 1)[tokens.positions]
@@ -88,7 +87,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return (log_probs * batch.advantages[tokens.places].abs()).sum()
 
 
-def loss_and_gradients(model: nn.Module, micro_batches: list[Batch]) -> dict[str, Tensor]:
+def loss_and_gradients(model: nn.Module, micro_batches: list[EveryBatch]) -> dict[str, Tensor]:
     """The loss, as "", and every gradient, summed over micro-batches and ranks."""
     first = next(model.parameters())
     dtype, loss = first.dtype, torch.zeros((), dtype=first.dtype, device=first.device)

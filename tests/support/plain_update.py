@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhf.batch import Batch
 from rlhf.config import ActorConfig, Config, CriticConfig, RolloutCorrectionConfig
 from rlhf.learning.token_choice import PURPOSE
+from tests.support.tiny_updates import EveryBatch
 
 Rows = list[list[Tensor]]
 MiniLoss = Callable[[nn.Module, Sequence[int], dict[str, float]], Tensor]
@@ -48,7 +48,7 @@ class Tokens:
 
 
 def plain_actor(
-    model: nn.Module, reference: nn.Module, batch: Batch, config: Config, mini_batches: int, total_steps: int
+    model: nn.Module, reference: nn.Module, batch: EveryBatch, config: Config, mini_batches: int, total_steps: int
 ) -> Plain:
     """The policy's update; `model` is left as it is."""
     policy, frozen = copy.deepcopy(model).double(), copy.deepcopy(reference).double()
@@ -84,7 +84,7 @@ class PlainBonus:
         return alpha
 
 
-def plain_critic(model: nn.Module, batch: Batch, config: Config, mini_batches: int, total_steps: int) -> Plain:
+def plain_critic(model: nn.Module, batch: EveryBatch, config: Config, mini_batches: int, total_steps: int) -> Plain:
     """The critic's update; the old values are those of `model`, which is left as it is."""
     critic = copy.deepcopy(model).double()
     with torch.no_grad():
@@ -127,24 +127,24 @@ def walk(
     return Plain({name: p.detach() for name, p in parameters.items()}, gradients, means)
 
 
-def log_softmax_of(model: nn.Module, batch: Batch, sample: int) -> tuple[Tensor, Tensor]:
+def log_softmax_of(model: nn.Module, batch: EveryBatch, sample: int) -> tuple[Tensor, Tensor]:
     """Log-probs of the response tokens of one sample, and the entropies, at temperature 1."""
     logits, ids, prompt, response = output_of(model, batch, sample)
     every = torch.log_softmax(logits, dim=-1)
     return torch.stack([every[i, ids[prompt + i]] for i in range(response)]), -(every.exp() * every).sum(dim=-1)
 
 
-def values_of(model: nn.Module, batch: Batch, sample: int) -> Tensor:
+def values_of(model: nn.Module, batch: EveryBatch, sample: int) -> Tensor:
     """Values before each response token of one sample."""
     return output_of(model, batch, sample)[0][:, 0]
 
 
-def written(batch: Batch, sample: int) -> list[int]:
+def written(batch: EveryBatch, sample: int) -> list[int]:
     """Places in the response of one sample that the policy wrote."""
     return batch.response_mask[sample].nonzero()[:, 0].tolist()
 
 
-def output_of(model: nn.Module, batch: Batch, sample: int) -> tuple[Tensor, Tensor, int, int]:
+def output_of(model: nn.Module, batch: EveryBatch, sample: int) -> tuple[Tensor, Tensor, int, int]:
     prompt, response = int(batch.prompt_lengths[sample]), int(batch.response_lengths[sample])
     ids = batch.input_ids[sample, : prompt + response]
     logits = model(input_ids=ids[None], use_cache=False).logits[0].double()
@@ -153,7 +153,7 @@ def output_of(model: nn.Module, batch: Batch, sample: int) -> tuple[Tensor, Tens
 
 def actor_loss(
     policy: nn.Module,
-    batch: Batch,
+    batch: EveryBatch,
     mini: Sequence[int],
     old: list[Tensor],
     ref: list[Tensor],
@@ -223,7 +223,7 @@ def actor_loss(
     return loss
 
 
-def near_tokens(batch: Batch, sample: int, old: Tensor, correction: RolloutCorrectionConfig) -> list[int]:
+def near_tokens(batch: EveryBatch, sample: int, old: Tensor, correction: RolloutCorrectionConfig) -> list[int]:
     """Places in the response that the loss counts: where the engine's policy is near enough to that before the
     update."""
     places, kind = written(batch, sample), correction.rollout_rs
@@ -243,7 +243,7 @@ def near_tokens(batch: Batch, sample: int, old: Tensor, correction: RolloutCorre
 
 
 def chosen_tokens(
-    batch: Batch,
+    batch: EveryBatch,
     counted: dict[int, list[int]],
     log_probs: dict[int, Tensor],
     old: list[Tensor],
@@ -311,7 +311,7 @@ def token_loss(
 
 
 def critic_loss(
-    critic: nn.Module, batch: Batch, mini: range, old: list[Tensor], config: Config, metrics: dict[str, float]
+    critic: nn.Module, batch: EveryBatch, mini: range, old: list[Tensor], config: Config, metrics: dict[str, float]
 ) -> Tensor:
     """The critic's loss of one mini-batch; its figures are added to `metrics`."""
     tokens = Tokens()

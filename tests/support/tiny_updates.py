@@ -1,6 +1,7 @@
 """A Qwen2 of a few thousand weights and batches of random tokens for it."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -13,7 +14,9 @@ from transformers import (
     Qwen2ForTokenClassification,
 )
 
-from rlhf.batch import Batch
+from rlhf.batch import ActorBatch, Batch, CriticBatch, RolloutBatch
+from rlhf.learning.credit import Advantages
+from rlhf.learning.guards import Guards
 from rlhf.learning.spread import Spread
 
 VOCAB = 40
@@ -63,9 +66,29 @@ def tiny_value_model(seed: int = 0) -> PreTrainedModel:
     return Qwen2ForTokenClassification(config).float().eval()
 
 
+@dataclass(kw_only=True)
+class EveryBatch(RolloutBatch, ActorBatch, CriticBatch):
+    """A batch of every stage at once, for tests of one part; what a test does not set is None."""
+
+    scores: Any = None
+    truncated: Any = None
+    advantages: Any = None
+    loss_mask: Any = None
+    old_log_probs: Any = None
+    ref_log_probs: Any = None
+    values: Any = None
+    returns: Any = None
+    token_rewards: Any = None
+    """Of which the estimator makes advantages."""
+
+    @property
+    def counted(self) -> torch.Tensor:
+        return self.response_mask if self.loss_mask is None else self.loss_mask
+
+
 def random_batch(
     seed: int, samples: int, prompt: tuple[int, int] = (1, 7), response: tuple[int, int] = (1, 9)
-) -> Batch:
+) -> EveryBatch:
     """Samples with lengths uniform in the given bounds and random figures per token, zero on padding; padded with token
     0."""
     generator = torch.Generator().manual_seed(seed)
@@ -73,7 +96,7 @@ def random_batch(
     responses = torch.randint(response[0], response[1] + 1, (samples,), generator=generator)
     sequences = [torch.randint(1, VOCAB, (int(n),), generator=generator) for n in prompts + responses]
     log_probs = [-3 * torch.rand(int(n), generator=generator) for n in responses]
-    return Batch(
+    return EveryBatch(
         input_ids=pad_sequence(sequences, batch_first=True),
         prompt_lengths=prompts,
         response_lengths=responses,
@@ -87,12 +110,28 @@ def random_batch(
     )
 
 
-def with_observations(batch: Batch) -> Batch:
+def with_observations(batch: EveryBatch) -> EveryBatch:
     """The same batch, of which the policy did not write about every third token: never the first of a response."""
     rows, columns = torch.meshgrid(*map(torch.arange, batch.response_mask.shape), indexing="ij")
     return replace(
         batch, response_mask=batch.response_mask.masked_fill((columns > 0) & ((rows + columns) % 3 == 0), 0.0)
     )
+
+
+def fill(advantages: Advantages, batch: EveryBatch, guards: Guards) -> dict[str, float]:
+    """Set what `Advantages` makes of the batch, its mask included; returns the figures. Collective."""
+    estimator = advantages._estimator
+
+    def watched(inputs: Any, config: Any) -> Any:
+        batch.token_rewards = inputs.token_rewards
+        return estimator(inputs, config)
+
+    policies = (batch.old_log_probs, batch.ref_log_probs) if advantages.uses_kl else None
+    advantages._estimator = watched
+    credit, figures = advantages.estimate(batch, batch.values, policies, guards)
+    advantages._estimator = estimator
+    batch.advantages, batch.returns, batch.response_mask = credit
+    return figures
 
 
 def as_held(batch: Batch, mini_batches: int = 1, ranks: int = 1) -> Spread:

@@ -13,7 +13,6 @@ from rlhf import events
 from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
-from rlhf.batch import Batch
 from rlhf.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -38,7 +37,14 @@ from rlhf.models.packing import pack
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from tests.support.plain_update import SEED, STEP, log_softmax_of
-from tests.support.tiny_updates import random_batch, tiny_gemma2, tiny_qwen2, tiny_value_model, with_observations
+from tests.support.tiny_updates import (
+    EveryBatch,
+    random_batch,
+    tiny_gemma2,
+    tiny_qwen2,
+    tiny_value_model,
+    with_observations,
+)
 
 GROUP, PROMPTS, TOTAL_STEPS = 2, 12, 10
 CPU = torch.device("cpu")
@@ -215,7 +221,7 @@ def with_optim(case: str, config: Config, **settings: Any) -> Config:
 
 
 @functools.cache
-def whole_batch() -> Batch:
+def whole_batch() -> EveryBatch:
     """Random samples, as if drawn by an engine whose log-probs are near the policy's."""
     batch, policy = random_batch(seed=11, samples=PROMPTS * GROUP), tiny_qwen2()
     generator = torch.Generator().manual_seed(2)
@@ -226,7 +232,7 @@ def whole_batch() -> Batch:
     return batch
 
 
-def batch_of(case: str) -> Batch:
+def batch_of(case: str) -> EveryBatch:
     """The batch of a case: in those about older samples every third is one step old, in some the policy did not write
     all tokens."""
     batch = with_observations(whole_batch()) if case in OBSERVING_CASES else whole_batch()
@@ -244,7 +250,7 @@ def start_policies(case: str) -> tuple[Any, Any]:
     return policy, reference
 
 
-def share(batch: Batch, mini_batches: int, way: str) -> tuple[Batch, Spread]:
+def share(batch: EveryBatch, mini_batches: int, way: str) -> tuple[EveryBatch, Spread]:
     """This rank's rows, and those of all: dealt by `plan`, or `lone`, all of a mini-batch on one rank."""
     ranks, size = dist.get_world_size(), len(batch) // mini_batches
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
@@ -257,17 +263,17 @@ def share(batch: Batch, mini_batches: int, way: str) -> tuple[Batch, Spread]:
     return batch.select(mine), Spread.owned(lengths, owners, mini_batches, ranks)
 
 
-def shuffled(batch: Batch, mini_batches: int) -> tuple[Batch, Spread, Shuffle | None]:
+def shuffled(batch: EveryBatch, mini_batches: int) -> tuple[EveryBatch, Spread, Shuffle | None]:
     """This rank's rows of the first epoch, and those of all, where the first rank has generated everything."""
     coordinator = Coordinator(GlooTransport())
     rows = list(range(len(batch))) if coordinator.is_leader else []
     home = batch.select(torch.tensor(rows, dtype=torch.int64))
     work = WorkSharing(mini_batches, coordinator, SEED).share(home, [row // GROUP for row in rows], STEP)
-    work.take_along(home, "advantages", "returns")
-    return work.batch, work.spread, work.shuffle
+    figures = {name: work.take_along(getattr(home, name)) for name in ("advantages", "returns")}
+    return EveryBatch(**work.batch.present(), **figures), work.spread, work.shuffle
 
 
-def padded(batch: Batch, columns: int) -> Batch:
+def padded(batch: EveryBatch, columns: int) -> EveryBatch:
     """Wider tensors, with something in the padding that must not be read."""
 
     def pad(tensor: Tensor | None, value: float) -> Tensor:

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.batch import Batch
 from rlhf.experience.collate import collate
 from rlhf.experience.groups import Group
+from rlhf.learning.credit import scores_on_last_tokens
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
+from tests.support.tiny_updates import EveryBatch
 
 PAD = 99
 VERSION = 9
@@ -56,16 +57,16 @@ def mask_of(sample: Sample) -> list[float]:
     return [float(place not in observed) for place in range(len(sample))]
 
 
-def full_batch(seed: int) -> tuple[list[Group], Batch]:
+def full_batch(seed: int) -> tuple[list[Group], EveryBatch]:
     """A batch with every optional tensor filled by a value that tells its row and token."""
     groups = random_groups(seed)
-    batch = collate(groups, PAD, VERSION, CPU)
+    batch = EveryBatch(**collate(groups, PAD, VERSION, CPU).present())
     for number, name in enumerate(PER_TOKEN, 1):
         setattr(batch, name, batch.rollout_log_probs + 1000 * number)
     return groups, batch
 
 
-def check_row(batch: Batch, row: int, number: int, groups: list[Group]) -> None:
+def check_row(batch: EveryBatch, row: int, number: int, groups: list[Group]) -> None:
     """Row `row` of `batch` is sample `number` of all groups, with its numbers in their places."""
     group, sample = [(group, sample) for group in groups for sample in group.samples][number]
     prompt = group.prompt_ids
@@ -84,7 +85,7 @@ def check_row(batch: Batch, row: int, number: int, groups: list[Group]) -> None:
     assert int(batch.staleness[row]) == VERSION - sample.version
 
 
-def check_trimmed(batch: Batch) -> None:
+def check_trimmed(batch: EveryBatch) -> None:
     responses = int(batch.response_lengths.max())
     assert batch.input_ids.shape[1] == int((batch.prompt_lengths + batch.response_lengths).max())
     for tensor in (batch.rollout_log_probs, batch.response_mask, *(getattr(batch, name) for name in PER_TOKEN)):
@@ -123,8 +124,8 @@ def test_a_filler_is_one_token_without_a_response(held):
     assert (filler.prompt_lengths.tolist(), filler.response_lengths.tolist()) == ([1], [0])
     check_trimmed(filler)
     assert filler.response_mask.numel() == 0
-    for f in fields(batch):
-        whole, one = getattr(batch, f.name), getattr(filler, f.name)
+    for name, whole in batch.present().items():
+        one = getattr(filler, name)
         assert (one.dtype, one.device, len(one)) == (whole.dtype, whole.device, 1)
 
 
@@ -138,7 +139,7 @@ def test_select(rows):
 
 
 def test_select_leaves_the_batch_alone_and_keeps_missing_tensors_missing():
-    batch = collate(random_groups(seed=13, baseline=False), PAD, VERSION, CPU)
+    batch = EveryBatch(**collate(random_groups(seed=13, baseline=False), PAD, VERSION, CPU).present())
     before = {f.name: v.clone() for f in fields(batch) if isinstance(v := getattr(batch, f.name), Tensor)}
     picked = batch.select(torch.tensor([0]))
     assert [getattr(picked, name) for name in ("baselines", *PER_TOKEN)] == [None] * (1 + len(PER_TOKEN))
@@ -159,7 +160,7 @@ def test_scores_lie_on_the_last_written_token_and_nowhere_without_one():
         for uid, (length, score) in enumerate(zip(lengths, scores, strict=True))
     ]
     batch = collate(groups, PAD, VERSION, CPU)
-    rewards = batch.scores_on_last_tokens()
+    rewards = scores_on_last_tokens(batch.scores, batch.response_mask)
     assert rewards.dtype == torch.float32
     assert rewards.tolist() == [
         [0, 0, 0.5, 0],

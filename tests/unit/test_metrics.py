@@ -9,7 +9,8 @@ from operator import add
 import pytest
 import torch
 
-from rlhf.batch import Batch, TokenCounts
+from rlhf.batch import RolloutBatch, TokenCounts
+from rlhf.experience.collate import collate
 from rlhf.experience.groups import Group
 from rlhf.experience.metrics import Summary, merge, slowest, step_metrics
 from rlhf.ranks.coordinator import Coordinator
@@ -44,13 +45,16 @@ def test_an_empty_part_adds_nothing_and_is_left_out():
 
 def test_step_metrics():
     scores, prompts, responses = [1.0, 0.0, 0.5, 0.0], [3, 3, 5, 5], [4, 8, 2, 8]
-    batch = Batch(
+    batch = RolloutBatch(
         input_ids=torch.zeros(4, 13, dtype=torch.int64),
         prompt_lengths=torch.tensor(prompts),
         response_lengths=torch.tensor(responses),
         response_mask=torch.ones(4, 8),
         rollout_log_probs=torch.zeros(4, 8),
+        uids=torch.tensor([0, 0, 1, 1]),
+        numbers=torch.tensor([0, 1, 0, 1]),
         scores=torch.tensor(scores),
+        truncated=torch.zeros(4, dtype=torch.bool),
     )
     extras = [{"format": 1.0}, {"format": 0.0, "rare": 7.0}, {"format": 1.0}, {}]
     # Unlike the results' scores, the batch's have the over-long punishment.
@@ -93,10 +97,9 @@ def test_step_metrics():
 
 
 def test_what_no_sample_is_has_no_metric():
-    two = torch.tensor([2])
-    batch = Batch(torch.zeros(1, 4), two, two, torch.ones(1, 2), torch.zeros(1, 2), torch.tensor([1.0]))
     sample = Sample.of(0, 0, [1, 1], [0.0, 0.0], "length", 0)
     group = Group(0, [1, 1], [sample], [RewardResult(1.0, {"maths": 1.0})], [0.0], None)
+    batch = collate([group], 0, 0, torch.device("cpu"))
     metrics, _ = step_metrics(batch, [group], 2, Coordinator(GlooTransport()))
     assert metrics["response_length/clip_ratio"] == 1
     assert not any(name.startswith("response_length_terminated") for name in metrics)

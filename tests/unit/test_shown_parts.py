@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.experience.shown_samples import _means, _parts
+from rlhf.experience.shown_samples import _parts
+from rlhf.learning.credit import Credit
 from tests.support.tiny_updates import random_batch, with_observations
 
 
@@ -27,4 +28,4 @@ def test_parts(held, count, parts):
 def test_the_mean_advantage_is_of_written_tokens():
     batch = with_observations(random_batch(seed=2, samples=6, response=(2, 9)))
     batch = replace(batch, advantages=torch.full(batch.response_mask.shape, 1.5) * batch.response_mask)
-    assert _means(batch) == [1.5] * 6
+    assert Credit(batch.advantages, None, batch.response_mask).means() == [1.5] * 6
