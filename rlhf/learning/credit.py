@@ -21,7 +21,7 @@ Policies = tuple[Tensor, Tensor]
 
 
 class Credit(NamedTuple):
-    """What each token of a response has earned, [N, R] float32 each."""
+    """Credit of each token of the responses, [N, R] float32 each."""
 
     advantages: Tensor
     """Zero outside the mask."""

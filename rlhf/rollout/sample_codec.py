@@ -60,7 +60,7 @@ def split(values: np.ndarray, lengths: Sequence[int]) -> Iterator[np.ndarray]:
 
 
 def layout_of(arrays: Arrays) -> Layout:
-    """What `from_bytes` needs to know of the arrays."""
+    """Types and lengths of the arrays, as `from_bytes` needs them."""
     return {name: (array.dtype.str, len(array)) for name, array in arrays.items()}
 
 
