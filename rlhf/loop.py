@@ -62,6 +62,7 @@ class Components:
     run_dir: Path
     driver: DriverState
     reward: Reward
+    needs_old_log_probs: bool
     samples_per_step: int
     resumed: bool
     """Whether there was a checkpoint to go on from."""
@@ -141,7 +142,7 @@ def estimate(
     if c.reference is not None:
         with c.clock.phase("ref"), c.reference.on_device():
             ref = c.reference.all_log_probs(batch, work.spread)
-    if c.actor.needs_old_log_probs or c.advantages.uses_kl:
+    if c.needs_old_log_probs:
         with c.clock.phase("old_log_prob"), c.actor.on_device():
             old = c.actor.all_log_probs(batch, work.spread)
     if c.critic is not None:

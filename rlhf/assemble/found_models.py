@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config import Config, CriticConfig, LoraConfig, ModelConfig, RewardModelConfig
-from rlhf.config.rules.algorithm_rules import needs_critic
+from rlhf.config.derived import needs_critic, needs_reward_model
 from rlhf.errors import UserError
 from rlhf.models import loading, weights
 from rlhf.models.adapter_folder import WEIGHTS
@@ -101,9 +101,9 @@ def find_models(config: Config, coordinator: Coordinator, device: torch.device, 
         return Found(files, hf_config, loading.load_tokenizer(files.source, files.folder))
 
     policy, critic, reward_model = find(policy_source(config.model)), None, None
-    if needs_critic(config):
+    if needs_critic(config.algorithm, config.critic):
         critic = policy if config.critic.path is None else find(critic_source(config.critic, config.model))
-    if "reward_model" in config.reward.functions:
+    if needs_reward_model(config.reward):
         reward_model = find(reward_model_source(config.reward_model, config.model))
     if critic is not None and critic.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UserError(

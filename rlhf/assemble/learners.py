@@ -14,7 +14,7 @@ from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.config import ActorConfig, BackendConfig, Config, CriticConfig, FrozenFsdpConfig, LoraConfig, ModelConfig
-from rlhf.config.rules.lora_rules import base_dtype
+from rlhf.config.derived import base_dtype, compute_dtype, loss_scale, mini_batches, needs_reference
 from rlhf.learning.actor import Actor
 from rlhf.learning.critic import Critic
 from rlhf.learning.reference import Reference
@@ -66,24 +66,24 @@ def build_learners(
     """
     temperature, budgets = config.rollout.temperature, config.token_budgets
     reference, lora = None, config.model.lora
+    compares = needs_reference(config.actor, config.algorithm)
     if lora.enabled:
-        add_adapters(policy.model, lora, getattr(torch, base_dtype(config)))
-    elif config.needs_reference:
+        add_adapters(policy.model, lora, getattr(torch, base_dtype(lora, config.backend)))
+    elif compares:
         start = models.policy.load(loading.load_model, coordinator, device)
         model = frozen(start, config.backend, config.ref.fsdp_config, device)
         with model.on_device():
             check_log_probs(model.module, device)
         reference = Reference(model, temperature, budgets.reference, config.ref)
 
-    dtype = torch.bfloat16 if config.backend.autocast == "bfloat16" else torch.float32
+    dtype = getattr(torch, compute_dtype(config.backend))
     peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
     utilization = Utilization(None if peak is None else peak * coordinator.world_size)
     utilization.add("actor", UpdateFlops.of(policy.model), config.actor.ppo_epochs)
-    mini_batches = config.data.train_batch_size // config.actor.ppo_mini_batch_size
-    scale = config.actor.loss_scale_factor or config.data.max_response_length
+    scale = loss_scale(config.actor, config.data)
     actor_steps = max(1, total_steps - config.trainer.critic_warmup)
     backend = _trained(config, config.actor, models.policy, policy, actor_steps, coordinator, device)
-    if lora.enabled and config.needs_reference:
+    if lora.enabled and compares:
         apart = partial(without_adapters, backend.module)
         reference = Reference(backend, temperature, budgets.reference, config.ref, apart)
     with backend.on_device():
@@ -94,7 +94,6 @@ def build_learners(
         config.algorithm.rollout_correction,
         temperature=temperature,
         scale=scale,
-        mini_batches=mini_batches,
         log_prob_budget=budgets.old_log_probs,
         seed=config.trainer.seed,
     )
@@ -134,7 +133,7 @@ def _trained(
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     generation: Any = getattr(model, "generation_config", None)
-    updates = config.data.train_batch_size // config.actor.ppo_mini_batch_size * section.ppo_epochs
+    updates = mini_batches(config.data, config.actor) * section.ppo_epochs
     backend = build_backend(
         model,
         config.backend,

@@ -12,8 +12,7 @@ from rlhf.assemble.found_models import Found, FoundModels
 from rlhf.assemble.learners import frozen
 from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.config import Config, DataConfig, RolloutConfig
-from rlhf.config.rules.algorithm_rules import needs_greedy_baseline
-from rlhf.config.user_functions import hash_of_files
+from rlhf.config.derived import longest_sample, needs_greedy_baseline, sends_adapters
 from rlhf.data import PromptStream
 from rlhf.experience.collector import Collector
 from rlhf.experience.generation import Generation
@@ -56,13 +55,13 @@ def build_engine(
     files = loading.hf_files(model.config, policy.tokenizer, generation)
     eos = eos_token_ids(model, policy.tokenizer)
     folder = config.run_dir / "rollout_model"
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = longest_sample(config.data)
     if config.rollout.name == "vllm":
         from rlhf.rollout.vllm.engine_start import build_vllm_engine
         from rlhf.rollout.vllm.native_adapters import build_adapter_engine
 
         lora = config.model.lora
-        native = lora.enabled and config.rollout.lora == "native"
+        native = sends_adapters(lora, config.rollout)
         build: Callable[..., RolloutEngine] = partial(build_adapter_engine, lora) if native else build_vllm_engine
         return build(
             config.rollout, files, folder, eos, coordinator, device, max_model_len=longest, seed=config.trainer.seed
@@ -101,7 +100,7 @@ def build_collector(
         sampler,
         training_params(config.rollout, config.data),
         config.rollout.n,
-        needs_greedy_baseline(config),
+        needs_greedy_baseline(config.algorithm),
         reward,
         config.reward.overlong_buffer,
         policy.tokenizer,

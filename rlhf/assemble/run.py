@@ -22,6 +22,7 @@ from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig
+from rlhf.config.derived import mini_batches, needs_old_log_probs, samples_per_step, sends_adapters
 from rlhf.data import PromptSet, PromptStream, build_train_set, build_val_set
 from rlhf.errors import UserError
 from rlhf.events import follow, report, subscribe
@@ -106,7 +107,7 @@ def _build(
     loaded = policy.load(loading.load_model, coordinator, device)
     engine = build_engine(config, policy, loaded.model, coordinator, device)
     learners = build_learners(config, models, loaded, driver.total_steps, coordinator, device)
-    native = config.model.lora.enabled and config.rollout.lora == "native"
+    native = sends_adapters(config.model.lora, config.rollout)
     sampler = PolicySampler(engine, learners.actor.backend, config.trainer.seed, native)
 
     fingerprints = models.fingerprints | {"prompts": train_set.fingerprint}
@@ -143,10 +144,11 @@ def _build(
         actor, kind = learners.actor.backend, policy.hf_config.model_type
         log.info("%s", _facts(actor, kind, train_set, val_set, driver, coordinator, device))
     run_log.start(driver.step, resumed=resumed)
+    per_pass = mini_batches(config.data, config.actor)
     return Components(
         collector=collector,
         work_sharing=WorkSharing(
-            config.data.train_batch_size // config.actor.ppo_mini_batch_size,
+            per_pass,
             coordinator,
             config.trainer.seed if config.actor.shuffle else None,
         ),
@@ -166,7 +168,8 @@ def _build(
         run_dir=config.run_dir,
         driver=driver,
         reward=reward,
-        samples_per_step=config.data.train_batch_size * config.rollout.n,
+        needs_old_log_probs=needs_old_log_probs(config.actor, config.algorithm, per_pass),
+        samples_per_step=samples_per_step(config.data, config.rollout),
         resumed=resumed,
         stop_requested=lambda: collectives.any_rank(preemption.requested or checkpointer.failed, device),
     )

@@ -16,11 +16,10 @@ from rlhf.config.vllm_versions import installation_problem
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.planning.adapter_check import check_adapters
 from rlhf.planning.byte_sizes import parse_bytes
-from rlhf.planning.check import target_of
+from rlhf.planning.check import models_of, target_of
 from rlhf.planning.memory_plan import memory_plan
 from rlhf.planning.plan_text import document, page
 from rlhf.planning.remedies import remedies
-from rlhf.planning.run_models import models_of
 from rlhf.planning.suited import Machine
 from rlhf.printable import printable_output
 
@@ -55,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.json:
         text = json.dumps(document(models, plan, found, arguments.disk_speed), indent=1) + "\n"
     else:
-        text = page(config, models, plan, found, arguments.disk_speed)
+        text = page(config.rollout, models, plan, found, arguments.disk_speed)
     sys.stdout.write(text)
     return EXIT_DONE if plan.fits else DOES_NOT_FIT
 

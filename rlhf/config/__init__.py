@@ -60,11 +60,6 @@ class Config:
         return Path(t.default_local_dir).expanduser().absolute() / t.project_name / t.experiment_name
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether any KL compares the policy with the reference."""
-        return self.actor.kl_in_loss or self.algorithm.kl_in_reward
-
-    @property
     def token_budgets(self) -> TokenBudgets:
         """Budgets of the passes, those that are null taken from the actor or the critic."""
         actor = self.actor.ppo_max_token_len_per_gpu

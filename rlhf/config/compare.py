@@ -10,9 +10,9 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf.config import Config
+from rlhf.config.derived import needs_critic
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.resolved import from_yaml, to_yaml
-from rlhf.config.rules.algorithm_rules import needs_critic
 from rlhf.config.same_files import same_value
 from rlhf.errors import UserError
 
@@ -55,7 +55,7 @@ def compare(stored: Config, present: Config) -> ConfigDiff:
     """Sort the settings that differ by their `resume` rule (see `rlhf.config.schema.fields`)."""
     diff = ConfigDiff([], [])
     optimizers = [role.optim for config in (stored, present) for role in (config.actor, config.critic)]
-    no_critic = not needs_critic(stored) and not needs_critic(present)
+    no_critic = not any(needs_critic(config.algorithm, config.critic) for config in (stored, present))
     constant_rate = all(optim.lr_scheduler_type == "constant" for optim in optimizers)
     for setting in (setting for setting in SETTINGS.values() if setting.metadata["resume"] != "start"):
         change = Change(setting.key, setting.value(stored), setting.value(present))

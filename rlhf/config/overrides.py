@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 
 from rlhf.config import Config
+from rlhf.config.derived import trains_critic
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.library import PACKAGE, Library
 from rlhf.config.redaction import REDACTED, SECRET, SECRET_NAME
-from rlhf.config.rules.algorithm_rules import trains_critic
 
 NAMES = (
     "model.path",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlhf.batch import RolloutBatch, TokenCounts
 from rlhf.config import DataConfig, FilterGroupsConfig, RewardConfig
+from rlhf.config.derived import needs_reward_model, prompts_per_generation
 from rlhf.experience.collate import collate
 from rlhf.experience.dynamic_sampling import DynamicSampling
 from rlhf.experience.generation import Generation
@@ -21,7 +22,6 @@ from rlhf.experience.prompt_share import PromptShare
 from rlhf.experience.timeouts import tell_timeouts
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.memory_use import largest, memory_use
-from rlhf.reward.settings import REWARD_MODEL
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +72,8 @@ class Collector:
         self._prefetch = Prefetch(self.prompts, self.generation)
         parts = (self.prompts, self.generation, self._prefetch, self.coordinator)
         if self.filter_groups.enable:
-            gen_batch_size = data.gen_batch_size or data.train_batch_size
-            self._sampling = DynamicSampling(self.filter_groups, gen_batch_size, *parts)
+            prompts = prompts_per_generation(data, self.filter_groups)
+            self._sampling = DynamicSampling(self.filter_groups, prompts, *parts)
         else:
             self._sampling = PlainSampling(*parts)
 
@@ -99,7 +99,7 @@ class Collector:
         batch = collate(groups, generation.tokenizer.pad_token_id, step - 1, self.device)
         figures, tokens = step_metrics(batch, groups, generation.params.max_tokens, self.coordinator)
         own_seconds = sampler.seconds - generated_before
-        if REWARD_MODEL not in self.reward.functions:  # for which ranks wait for each other
+        if not needs_reward_model(self.reward):  # for which ranks wait for each other
             own_seconds += stats.reward_seconds
         older = any(group.version < step - 1 for group in groups)
         told = self.coordinator.gather((own_seconds, older, memory_use(self.device)))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import rlhf
 from rlhf.config import Config
+from rlhf.config.derived import needs_reference
 from rlhf.config.rules.lora_rules import suggested_rate
 from rlhf.config.rules.validate import number_of_ranks
 from rlhf.models.parameter_count import count_parameters, in_words
@@ -43,7 +44,7 @@ def _model(config: Config) -> str:
     if config.reward_model.path is not None:
         models.append((config.reward_model.path, config.reward_model.revision, "reward model "))
     told = []
-    kept = [("reference", config.ref.fsdp_config)] if config.needs_reference else []
+    kept = [("reference", config.ref.fsdp_config)] if needs_reference(config.actor, config.algorithm) else []
     kept += [("reward model", config.reward_model.fsdp_config)] if config.reward_model.path is not None else []
     for path, revision, role in models:
         count = count_parameters(path, revision)

@@ -30,7 +30,6 @@ class Actor(Policy):
     Args:
         temperature: of the rollouts.
         scale: the length that the loss mode `seq-mean-token-sum-norm` divides by.
-        mini_batches: optimizer steps per pass over a batch.
         log_prob_budget: tokens of a forward pass on one rank, where no gradients are wanted.
         seed: of the run, for policy losses that choose tokens at random.
     """
@@ -43,7 +42,6 @@ class Actor(Policy):
         *,
         temperature: float,
         scale: int,
-        mini_batches: int,
         log_prob_budget: int,
         seed: int = 0,
     ) -> None:
@@ -53,15 +51,12 @@ class Actor(Policy):
         self._choice = TokenChoice(config, seed)
         self._policy_loss = load_policy_loss(config.policy_loss.loss_mode)
         self._passes = Passes(config.ppo_epochs, config.ppo_max_token_len_per_gpu, config.loss_agg_mode)
-        # With one optimizer step per batch the update's own pass sees the policy that the old log-probs are of; but
-        # which tokens it counts must be known before.
-        self.needs_old_log_probs = config.ppo_epochs * mini_batches > 1 or correction.rollout_rs is not None
 
     def update(self, batch: ActorBatch, spread: Spread, guards: Guards, shuffle: Shuffle | None = None) -> Figures:
         """The optimizer steps on a step's samples, of which `batch` is this rank's part; returns `actor/...` and
         `rollout/...` figures. A batch with log-probs of the engine that are not finite is refused. Collective.
 
-        The batch has `old_log_probs` if `needs_old_log_probs`.
+        The batch has `old_log_probs` where `rlhf.config.derived.needs_old_log_probs` says so.
         """
         rejected: Figures = {}
         sampled = all_sum(masked(batch.rollout_log_probs, batch.response_mask).double().sum()).item()

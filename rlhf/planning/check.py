@@ -4,14 +4,15 @@ import logging
 import os
 
 from rlhf.config import Config
+from rlhf.config.derived import needs_critic, needs_reward_model
 from rlhf.config.rules.validate import number_of_ranks
 from rlhf.errors import UserError
 from rlhf.planning.byte_sizes import gib
 from rlhf.planning.devices import count_gpus, gpu_memory, machine_memory
 from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
+from rlhf.planning.model_shapes import ModelShapes, of_files
 from rlhf.planning.plan_text import too_small_a_cache
 from rlhf.planning.remedies import remedies
-from rlhf.planning.run_models import models_of
 
 log = logging.getLogger(__name__)
 SHOWN = 3
@@ -32,6 +33,39 @@ def target_of(config: Config, device_memory: int | None = None, ranks: int | Non
         return Target(True, ranks, device_memory if device_memory is not None else gpu_memory())
     # The ranks of a machine share its memory.
     return Target(False, ranks, device_memory if device_memory is not None else machine_memory() // local)
+
+
+def models_of(config: Config, *, from_config: bool) -> Models | None:
+    """The models of a run with these settings.
+
+    Args:
+        from_config: build on the meta device, which imports torch, where the files do not say. Otherwise such a model
+            makes the answer None.
+
+    Raises:
+        UserError: with `from_config`, for a model that is not there.
+    """
+
+    def find(setting: str, path: str, revision: str | None, *, classifier: bool = False) -> ModelShapes | None:
+        found = of_files(path, revision)
+        if found is None and from_config:
+            from rlhf.planning.meta_shapes import of_config
+
+            found = of_config(setting, path, revision, classifier=classifier)
+        return found
+
+    with_critic = needs_critic(config.algorithm, config.critic)
+    policy = find("model.path", config.model.path, config.model.revision)
+    critic = reward_model = None
+    if with_critic:
+        own = config.critic.path
+        start = policy if own is None else find("critic.path", own, None)
+        critic = None if start is None else start.valued()
+    path = config.reward_model.path if needs_reward_model(config.reward) else None
+    if path is not None:
+        reward_model = find("reward_model.path", path, config.reward_model.revision, classifier=True)
+    lacking = (with_critic and critic is None) or (path is not None and reward_model is None)
+    return None if policy is None or lacking else Models(policy, critic, reward_model)
 
 
 def plan_of(config: Config) -> tuple[Models, Plan] | None:
@@ -58,7 +92,7 @@ def check_fits(config: Config) -> None:
         f"{', '.join(f'{name} {gib(size)}' for name, size in largest)})."
     )
     if memory >= peak.total:
-        needs = f"the engine would not start. {too_small_a_cache(config, plan)}"
+        needs = f"the engine would not start. {too_small_a_cache(config.rollout, plan)}"
     lower = ", ".join(f"{remedy} ({gib(remedy.saved)} less)" for remedy in remedies(config, models, plan)[:SHOWN])
     instead = f" Set {lower}." if lower else ""
     if not plan.target.cuda:

@@ -18,6 +18,8 @@ class CheckpointSize:
     """Of all ranks on disk, by role and content: `actor/model`, `actor/optimizer`, `actor/huggingface`, `ref`."""
     copied: int
     """Of one rank's copy in memory; 0 where the training waits for its saves."""
+    max_to_keep: int | None
+    """Saves that stay on disk beside the one being written; None for all."""
 
     @property
     def total(self) -> int:
@@ -48,4 +50,4 @@ def checkpoint_size(
     if reference is not None and contents & {"model", "hf_model"}:
         parts["ref"] = 4 * reference.count
         copied += 4 * sharded(reference.weights, ranks)
-    return CheckpointSize(parts, copied if config.async_save else 0)
+    return CheckpointSize(parts, copied if config.async_save else 0, config.max_to_keep)

@@ -1,9 +1,10 @@
-"""Tokens of a step and of a micro-batch, from the lengths that the settings allow."""
+"""Samples of a step on one rank and tokens of a micro-batch, from the lengths that the settings allow."""
 
 import math
 from dataclasses import dataclass
 
-from rlhf.config import Config
+from rlhf.config import ActorConfig, AlgorithmConfig, DataConfig, RolloutConfig
+from rlhf.config.derived import generated_by_rank, longest_sample, prompts_per_generation, samples_per_step
 
 
 @dataclass(frozen=True)
@@ -20,30 +21,6 @@ class PassSize:
     """Of a mini-batch, or of the step where nothing is learned."""
 
 
-def longest_sample(config: Config) -> int:
-    """Tokens of a prompt with its response."""
-    return config.data.max_prompt_length + config.data.max_response_length
-
-
-def samples_of_rank(config: Config, ranks: int, *, mini_batch: bool = False) -> int:
-    """Samples of a step, or of one mini-batch, that one rank has."""
-    prompts = config.actor.ppo_mini_batch_size if mini_batch else config.data.train_batch_size
-    return math.ceil(prompts * config.rollout.n / ranks)
-
-
-def tokens_of_step(config: Config) -> int:
-    """Tokens of all samples of a step, each of full length."""
-    return config.data.train_batch_size * config.rollout.n * longest_sample(config)
-
-
-def generated_together(config: Config, ranks: int) -> int:
-    """Samples that one rank asks the engine for at once."""
-    prompts = config.data.train_batch_size
-    if config.algorithm.filter_groups.enable:
-        prompts = config.data.gen_batch_size or prompts
-    return math.ceil(prompts * config.rollout.n / ranks)
-
-
 def passes(samples: int, longest: int, response: int, budget: int) -> PassSize:
     """The walk over `samples` of full length on one rank, in micro-batches of at most `budget` tokens.
 
@@ -52,3 +29,47 @@ def passes(samples: int, longest: int, response: int, budget: int) -> PassSize:
     """
     tokens = min(max(budget, longest), max(samples, 1) * longest)
     return PassSize(tokens, tokens * response // longest, longest, max(1, math.ceil(samples * longest / tokens)))
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Samples of a step on the busiest rank, each as long as the settings allow."""
+
+    longest: int
+    """Tokens of a prompt with its response."""
+    response: int
+    """Tokens of a response."""
+    together: int
+    """Samples that the rank asks the engine for at once."""
+    scored: int
+    """Samples that stay where they were generated, for the rewards and the advantages."""
+    trained: int
+    """Samples that the rank trains on."""
+    mini_batch: int
+    """Samples of them in one mini-batch."""
+    tokens: int
+    """Tokens of all samples of all ranks."""
+
+    @classmethod
+    def of(
+        cls, data: DataConfig, rollout: RolloutConfig, actor: ActorConfig, algorithm: AlgorithmConfig, ranks: int
+    ) -> "StepSize":
+        """The sizes of a step that is shared by so many `ranks`."""
+        at_once = prompts_per_generation(data, algorithm.filter_groups)
+        return cls(
+            longest_sample(data),
+            data.max_response_length,
+            generated_by_rank(at_once, rollout, algorithm, ranks),
+            generated_by_rank(data.train_batch_size, rollout, algorithm, ranks),
+            math.ceil(samples_per_step(data, rollout) / ranks),
+            math.ceil(actor.ppo_mini_batch_size * rollout.n / ranks),
+            samples_per_step(data, rollout) * longest_sample(data),
+        )
+
+    def whole(self, budget: int) -> PassSize:
+        """The walk over all samples that the rank trains on."""
+        return passes(self.trained, self.longest, self.response, budget)
+
+    def update(self, budget: int) -> PassSize:
+        """The walk over a mini-batch."""
+        return passes(self.mini_batch, self.longest, self.response, budget)

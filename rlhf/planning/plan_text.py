@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf.config import Config
+from rlhf.config import RolloutConfig
 from rlhf.models.parameter_count import in_words
 from rlhf.planning.byte_sizes import gib
 from rlhf.planning.memory_plan import Models, Plan
@@ -19,25 +19,25 @@ def line(plan: Plan) -> str:
     return f"at most {gib(plan.peak.total)}{of} on each rank, in the {plan.peak.name} phase (python -m rlhf.plan)"
 
 
-def page(config: Config, models: Models, plan: Plan, found: Sequence[Remedy], disk_speed: int) -> str:
+def page(rollout: RolloutConfig, models: Models, plan: Plan, found: Sequence[Remedy], disk_speed: int) -> str:
     """Tables of all phases, host, disk and tokens, the verdict and the remedies."""
     parts = [
-        "\n".join(_head(config, models, plan)),
+        "\n".join(_head(rollout, models, plan)),
         "\n".join(_phases(plan)),
         "\n".join(_peak(plan)),
-        "\n".join(_elsewhere(config, plan, disk_speed)),
-        "\n".join(_verdict(config, plan, found)),
+        "\n".join(_elsewhere(plan, disk_speed)),
+        "\n".join(_verdict(rollout, plan, found)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _head(config: Config, models: Models, plan: Plan) -> Iterator[str]:
+def _head(rollout: RolloutConfig, models: Models, plan: Plan) -> Iterator[str]:
     roles = [("policy", models.policy), ("critic", models.critic), ("reward model", models.reward_model)]
     named = ", ".join(f"{role} {in_words(model.count)}" for role, model in roles if model is not None)
     memory = "unknown memory" if plan.target.memory is None else gib(plan.target.memory)
     kind = "GPU" if plan.target.cuda else "CPU"
     ranks = "1 rank" if plan.target.ranks == 1 else f"{plan.target.ranks:,} ranks"
-    yield f"{named}; {ranks}, each with {memory} ({kind}); {config.backend.name}, rollout {config.rollout.name}"
+    yield f"{named}; {ranks}, each with {memory} ({kind}); {plan.backend}, rollout {rollout.name}"
     cached = "" if plan.cached_tokens is None else f"; the engine's cache holds {plan.cached_tokens:,} tokens"
     yield (
         f"{plan.tokens_per_step:,} tokens in a step at most, {plan.tokens_per_micro_batch:,} in a micro-batch of a rank"
@@ -63,7 +63,7 @@ def _table(items: Mapping[str, int]) -> Iterator[str]:
             yield f"  {name:<32}{gib(size):>12}"
 
 
-def _elsewhere(config: Config, plan: Plan, disk_speed: int) -> Iterator[str]:
+def _elsewhere(plan: Plan, disk_speed: int) -> Iterator[str]:
     if plan.host:
         yield f"each rank's host: {gib(sum(plan.host.values()))}"
         yield from _table(plan.host)
@@ -72,15 +72,15 @@ def _elsewhere(config: Config, plan: Plan, disk_speed: int) -> Iterator[str]:
         return
     yield f"each save on disk: {gib(size)}"
     yield from _table(plan.checkpoint.by_part)
-    kept = config.checkpoint.max_to_keep
+    kept = plan.checkpoint.max_to_keep
     room = "" if kept is None else f"; {gib(size * (kept + 1))} while {kept} are kept and one is written"
     speed = f"{disk_speed / 1e9:g} GB/s"
     yield f"  written in {size / disk_speed:,.0f} s at {speed}, the least time between two saves{room}"
 
 
-def too_small_a_cache(config: Config, plan: Plan) -> str:
+def too_small_a_cache(rollout: RolloutConfig, plan: Plan) -> str:
     """Sentence on an engine that cannot start for want of room, with what gives it more."""
-    share, gpus = config.rollout.gpu_memory_utilization, config.rollout.tensor_model_parallel_size
+    share, gpus = rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size
     return (
         f"rollout.gpu_memory_utilization={share} leaves the engine a cache of {plan.cached_tokens:,} tokens beside its "
         f"weights, and a sample may have {plan.sample_tokens:,}: a larger share gives it more, and so do more GPUs to "
@@ -88,7 +88,7 @@ def too_small_a_cache(config: Config, plan: Plan) -> str:
     )
 
 
-def _verdict(config: Config, plan: Plan, found: Sequence[Remedy]) -> Iterator[str]:
+def _verdict(rollout: RolloutConfig, plan: Plan, found: Sequence[Remedy]) -> Iterator[str]:
     memory, peak = plan.target.memory, plan.peak.total
     if memory is None:
         yield "The memory of a device is not known here: --device-memory 80GB says it."
@@ -96,7 +96,7 @@ def _verdict(config: Config, plan: Plan, found: Sequence[Remedy]) -> Iterator[st
         if peak > memory:
             yield f"It does not fit: {plan.peak.name} takes {gib(peak - memory)} more than there is."
         if not plan.engine_starts:
-            yield f"The engine would not start: {too_small_a_cache(config, plan)}"
+            yield f"The engine would not start: {too_small_a_cache(rollout, plan)}"
     elif peak > TIGHT * memory:
         yield f"It fits with {gib(memory - peak)} to spare, of which the gaps between tensors take some."
     else:

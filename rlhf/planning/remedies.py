@@ -1,16 +1,17 @@
 """Settings that lower the peak of a plan, each with the bytes that it would save: the plan is made again with each."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from rlhf.config import Config
+from rlhf.config.derived import longest_sample
+from rlhf.config.known_settings import SETTINGS
 from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
 from rlhf.planning.memory_plan import Models, Plan, memory_plan
-from rlhf.planning.pass_sizes import longest_sample
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,92 @@ class Remedy:
         return f"{setting}={value.lower() if isinstance(self.value, bool) else value}"
 
 
+Values = Callable[[Config, Plan], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting that may lower the peak."""
+
+    setting: str
+    values: Values
+    """Values to try, the present one among them or not."""
+    of: Any = None
+    """The present value that they are an alternative to; None for any."""
+    on: Literal["cuda", "cpu"] | None = None
+    """The kind of device on which the setting counts; None for both."""
+
+
+def _to(value: Any) -> Values:
+    return lambda config, plan: (value,)
+
+
+def _half(setting: str) -> Values:
+    return lambda config, plan: (SETTINGS[setting].value(config) // 2,)
+
+
+def _smaller_budgets(role: str) -> Values:
+    """Half the tokens of a pass, and no more than the longest sample has."""
+
+    def values(config: Config, plan: Plan) -> Iterable[int]:
+        longest, budget = longest_sample(config.data), getattr(config.token_budgets, role)
+        return [size for size in sorted({max(longest, budget // 2), longest}, reverse=True) if size < budget]
+
+    return values
+
+
+def _smaller_share(config: Config, plan: Plan) -> Iterable[float]:
+    """The share of a GPU that the peak leaves to the engine, where its weights fit into that."""
+    weights, memory = plan.peak.items.get("engine weights", 0), plan.target.memory
+    engine = weights + plan.peak.items.get("engine cache", 0)
+    if memory is None or not engine:
+        return []
+    share = math.floor(20 * (memory - plan.peak.total + engine) / memory) / 20
+    return [share] if 1.1 * weights / memory < share < config.rollout.gpu_memory_utilization else []
+
+
+TABLE = (
+    Row("backend.autocast", _to("bfloat16"), of="none", on="cuda"),
+    Row("rollout.dtype", _to("bfloat16"), of="float32", on="cuda"),
+    Row("ref.fsdp_config.model_dtype", _to("bfloat16")),
+    Row("reward_model.fsdp_config.model_dtype", _to("bfloat16")),
+    Row("model.enable_gradient_checkpointing", _to(True)),
+    Row("model.attn_implementation", _to("sdpa"), of="eager"),
+    Row("model.lora.enabled", lambda config, plan: () if plan.fits else (True,)),
+    Row("actor.ppo_max_token_len_per_gpu", _smaller_budgets("actor")),
+    Row("critic.ppo_max_token_len_per_gpu", _smaller_budgets("critic")),
+    Row("reward_model.forward_max_token_len_per_gpu", _smaller_budgets("reward_model")),
+    Row("rollout.sleep_level", _to(2), on="cuda"),
+    Row(
+        "rollout.tensor_model_parallel_size",
+        lambda config, plan: (2 * config.rollout.tensor_model_parallel_size,),
+        on="cuda",
+    ),
+    Row("rollout.gpu_memory_utilization", _smaller_share, on="cuda"),
+    Row("rollout.name", _to("vllm"), of="embedded", on="cuda"),
+    Row("rollout.max_num_seqs", _half("rollout.max_num_seqs")),
+    Row("actor.fsdp_config.param_offload", _to(True), on="cuda"),
+    Row("actor.fsdp_config.optimizer_offload", _to(True), on="cuda"),
+    Row("critic.fsdp_config.param_offload", _to(True), on="cuda"),
+    Row("critic.fsdp_config.optimizer_offload", _to(True), on="cuda"),
+    Row("ref.fsdp_config.param_offload", _to(True), on="cuda"),
+    Row("reward_model.fsdp_config.param_offload", _to(True), on="cuda"),
+    Row("backend.reshard_after_forward", _to(True)),
+    Row("backend.dp_replicate", _to(1)),
+    Row("backend.zero_stage", lambda config, plan: range(config.backend.zero_stage + 1, 4)),
+    Row("backend.offload_optimizer", _to(True), on="cuda"),
+    Row("checkpoint.async_save", _to(False), on="cpu"),
+    Row("trainer.nproc", lambda config, plan: (2 * plan.target.ranks,), on="cuda"),
+    Row("data.max_response_length", _half("data.max_response_length")),
+)
+"""What may help; of these, `remedies` shows what a plan made with it says does."""
+
+
 def remedies(config: Config, models: Models, plan: Plan) -> list[Remedy]:
     """Changes that lower the peak by at least a hundredth, the one that saves most first."""
     found = []
     for setting, value in _candidates(config, plan):
-        changed = deepcopy(config)
-        *sections, name = setting.split(".")
-        section: Any = changed
-        for part in sections:
-            section = getattr(section, part)
-        setattr(section, name, value)
+        changed = _with(config, setting, value)
         target = plan.target if setting != "trainer.nproc" else replace(plan.target, ranks=value)
         try:
             validate(changed, {"RANK": "0", "WORLD_SIZE": str(target.ranks)}, here=False)
@@ -54,66 +131,18 @@ def remedies(config: Config, models: Models, plan: Plan) -> list[Remedy]:
 
 
 def _candidates(config: Config, plan: Plan) -> Iterator[tuple[str, Any]]:
-    """Changes that may help, of which those come to be shown that do."""
-    cuda, rollout = plan.target.cuda, config.rollout
-    if cuda and config.backend.autocast == "none":
-        yield "backend.autocast", "bfloat16"
-    if rollout.dtype == "float32" and cuda:
-        yield "rollout.dtype", "bfloat16"
-    if config.needs_reference and config.ref.fsdp_config.model_dtype == "float32":
-        yield "ref.fsdp_config.model_dtype", "bfloat16"
-    if config.reward_model.path is not None and config.reward_model.fsdp_config.model_dtype == "float32":
-        yield "reward_model.fsdp_config.model_dtype", "bfloat16"
-    if not config.model.enable_gradient_checkpointing:
-        yield "model.enable_gradient_checkpointing", True
-    if config.model.attn_implementation == "eager":
-        yield "model.attn_implementation", "sdpa"
-    if not config.model.lora.enabled and not plan.fits:
-        yield "model.lora.enabled", True
-    longest, budgets = longest_sample(config), config.token_budgets
-    for setting, budget in (
-        ("actor.ppo_max_token_len_per_gpu", budgets.actor),
-        ("critic.ppo_max_token_len_per_gpu", budgets.critic),
-        ("reward_model.forward_max_token_len_per_gpu", budgets.reward_model),
-    ):
-        for smaller in sorted({max(longest, budget // 2), longest}, reverse=True):
-            if smaller < budget:
-                yield setting, smaller
-    if cuda and rollout.name == "vllm":
-        yield "rollout.sleep_level", 2
-        yield "rollout.tensor_model_parallel_size", 2 * rollout.tensor_model_parallel_size
-        engine = plan.peak.items.get("engine weights", 0) + plan.peak.items.get("engine cache", 0)
-        if plan.target.memory is not None and engine:
-            left = (plan.target.memory - plan.peak.total + engine) / plan.target.memory
-            least = 1.1 * plan.peak.items.get("engine weights", 0) / plan.target.memory
-            if least < (share := math.floor(20 * left) / 20) < rollout.gpu_memory_utilization:
-                yield "rollout.gpu_memory_utilization", share
-    if cuda and rollout.name == "embedded":
-        yield "rollout.name", "vllm"
-    if rollout.name == "embedded" and rollout.max_num_seqs > 1:
-        yield "rollout.max_num_seqs", rollout.max_num_seqs // 2
-    yield from _offloads(config, plan)
-    if not config.backend.reshard_after_forward:
-        yield "backend.reshard_after_forward", True
-    if config.backend.dp_replicate > 1:
-        yield "backend.dp_replicate", 1
-    if config.backend.name == "deepspeed":
-        for stage in range(config.backend.zero_stage + 1, 4):
-            yield "backend.zero_stage", stage
-        if cuda and config.backend.zero_stage and not config.backend.offload_optimizer:
-            yield "backend.offload_optimizer", True
-    if not cuda and config.checkpoint.async_save:
-        yield "checkpoint.async_save", False
-    if cuda:
-        yield "trainer.nproc", 2 * plan.target.ranks
-    yield "data.max_response_length", config.data.max_response_length // 2
+    device = "cuda" if plan.target.cuda else "cpu"
+    for row in TABLE:
+        present = SETTINGS[row.setting].value(config)
+        if row.on in (None, device) and row.of in (None, present):
+            yield from ((row.setting, value) for value in row.values(config, plan) if value != present)
 
 
-def _offloads(config: Config, plan: Plan) -> Iterator[tuple[str, Any]]:
-    """What may leave the device while it sits idle."""
-    sections: dict[str, Any] = {"actor": config.actor, "critic": config.critic}
-    sections |= {"ref": config.ref, "reward_model": config.reward_model}
-    for name, section in sections.items():
-        for setting, value in vars(section.fsdp_config).items():
-            if plan.target.cuda and value is False:
-                yield f"{name}.fsdp_config.{setting}", True
+def _with(config: Config, setting: str, value: Any) -> Config:
+    changed = deepcopy(config)
+    *sections, name = setting.split(".")
+    section: Any = changed
+    for part in sections:
+        section = getattr(section, part)
+    setattr(section, name, value)
+    return changed

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from rlhf.config import BackendConfig, FrozenFsdpConfig
+from rlhf.config.derived import compute_dtype
 from rlhf.planning.model_shapes import ROOT, ModelShapes, Shapes
 from rlhf.planning.zero_shares import MOMENTS, ZeroShares, live_weights
 
@@ -43,7 +44,7 @@ class TrainingState:
 
 def compute_width(config: BackendConfig) -> int:
     """Bytes per value of the forward and backward pass."""
-    return 2 if config.autocast == "bfloat16" else 4
+    return WIDTHS[compute_dtype(config)]
 
 
 def sharded(weights: Shapes, ranks: int) -> int:

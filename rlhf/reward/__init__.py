@@ -3,7 +3,7 @@
 Loads no torch: every reward process imports it.
 """
 
-from rlhf.config.schema.reward import RewardConfig
+from rlhf.config.schema.reward import REWARD_MODEL, RewardConfig
 from rlhf.config.user_functions import split_spec
 from rlhf.reward.answers import Reader, answer_reader
 from rlhf.reward.failures import FailurePolicy, Timeouts, merge_timeouts
@@ -11,7 +11,7 @@ from rlhf.reward.function import SETTING, WantedColumns
 from rlhf.reward.inprocess import ExactMatch, ReasoningGym
 from rlhf.reward.pool import ProcessPool
 from rlhf.reward.scores import RewardError, RewardItem, RewardResult, Score, Scorer
-from rlhf.reward.settings import REWARD_MODEL, check_functions, check_reward, label_of, weights_of
+from rlhf.reward.settings import check_functions, check_reward, label_of, weights_of
 from rlhf.reward.weighted import Reward, Term
 
 

@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.config.schema.reward import VERIFIERS, RewardConfig
+from rlhf.config.schema.reward import REWARD_MODEL, VERIFIERS, RewardConfig
 from rlhf.config.user_functions import find_definition
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.reward.signature import GIVEN, PROMPT, Convention, Signature
 
 SETTING = "reward.functions"
-REWARD_MODEL = "reward_model"
 NAMES = (*VERIFIERS, REWARD_MODEL)
 
 

@@ -4,11 +4,12 @@ import math
 import os
 from pathlib import Path
 
-from rlhf.config.schema.reward import RewardConfig
+from rlhf.config.derived import needs_reward_model
+from rlhf.config.schema.reward import REWARD_MODEL, RewardConfig
 from rlhf.config.schema.reward_model import RewardModelConfig
 from rlhf.config.user_functions import split_spec
 from rlhf.errors import UserError, did_you_mean, nearest
-from rlhf.reward.function import NAMES, REWARD_MODEL, SETTING, check_function, check_kwargs
+from rlhf.reward.function import NAMES, SETTING, check_function, check_kwargs
 
 # Metrics of every run, reward/<name>, that no function's may replace.
 TAKEN = ("mean", "min", "max", "std", "frac_zero_std", "overlong", "timeouts", "failures", "kl", "kl_coef")
@@ -27,7 +28,7 @@ def weights_of(config: RewardConfig) -> list[float]:
 def check_reward(config: RewardConfig, reward_model: RewardModelConfig) -> None:
     """UserError for names, files, labels or weights that make no reward, and for a reward model without a path."""
     check_functions(config)
-    if REWARD_MODEL in config.functions and reward_model.path is None:
+    if needs_reward_model(config) and reward_model.path is None:
         raise UserError(
             f"{SETTING}={config.functions}: {REWARD_MODEL} needs reward_model.path, a folder in Hugging "
             f"Face format or a Hub name. Set it, or take {REWARD_MODEL} out."

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from rlhf.config.schema.reward import REWARD_MODEL
 from rlhf.errors import UserError
 from rlhf.reward.failures import FailurePolicy, Timeouts
 from rlhf.reward.scores import RewardError, RewardItem, RewardResult, Score, Scorer
-from rlhf.reward.settings import REWARD_MODEL, TAKEN
+from rlhf.reward.settings import TAKEN
 
 
 @dataclass(frozen=True)

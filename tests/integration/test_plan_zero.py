@@ -12,8 +12,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from rlhf.backends import build_backend
-from rlhf.config import BackendConfig, Config, OptimConfig
-from rlhf.planning.memory_plan import _Pass
+from rlhf.config import BackendConfig, OptimConfig
+from rlhf.planning.activations import PACKED, pass_cost
+from rlhf.planning.model_passes import ModelPasses
 from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.pass_sizes import PassSize
 from rlhf.planning.training_state import trained_state
@@ -75,11 +76,10 @@ def planned(stage: int) -> int:
     with torch.device("meta"):
         model = model_of(**SIZES)
     shapes = ModelShapes({name: tuple(p.shape) for name, p in model.named_parameters()}, model.config.to_dict())
-    config = Config()
-    config.backend = BackendConfig(name="deepspeed", zero_stage=stage)
-    state = trained_state(shapes, config.backend, dist.get_world_size())
-    actor = _Pass("actor", shapes, state, "cpu", param_offload=False)
-    update = actor.resident("actor update") | actor.update(config, PassSize(TOKENS, TOKENS, TOKENS, MICRO_BATCHES))
+    state = trained_state(shapes, BackendConfig(name="deepspeed", zero_stage=stage), dist.get_world_size())
+    cost = pass_cost(shapes, 4, PACKED)
+    actor = ModelPasses("actor", shapes, state, cost, "cpu")
+    update = actor.resident("actor update") | actor.update(PassSize(TOKENS, TOKENS, TOKENS, MICRO_BATCHES))
     return sum(update.values())
 
 

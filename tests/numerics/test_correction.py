@@ -110,7 +110,7 @@ def test_a_batch_with_log_probs_of_the_engine_that_are_not_finite_is_refused(sai
     guards.begin(1, 0.0)
     with single_rank():
         backend = engine(tiny_qwen2(), config, BackendConfig())
-        actor = Actor(backend, config, correction, temperature=1.0, scale=9, mini_batches=1, log_prob_budget=60)
+        actor = Actor(backend, config, correction, temperature=1.0, scale=9, log_prob_budget=60)
         assert actor.update(batch, as_held(batch, 1), guards) == {}
         assert backend.extra_state()["steps_taken"]["optimizer_step"] == 0
     assert guards.refused is not None

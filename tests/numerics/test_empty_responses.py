@@ -77,7 +77,6 @@ def trained(batch: EveryBatch, role: str, mode: str, budget: int) -> tuple[dict[
                 RolloutCorrectionConfig(),
                 temperature=1.0,
                 scale=9,
-                mini_batches=1,
                 log_prob_budget=budget,
             )
             reference, held = Policy(backend, 1.0, budget), as_held(batch)

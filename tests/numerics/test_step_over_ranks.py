@@ -68,7 +68,6 @@ def one_step(prompts: int, algorithm: AlgorithmConfig) -> dict[str, Any]:
             RolloutCorrectionConfig("token"),
             temperature=1.0,
             scale=20,
-            mini_batches=MINI_BATCHES,
             log_prob_budget=BUDGET,
         ),
         critic=None,

@@ -84,7 +84,6 @@ def test_each_pass_goes_by_its_own(update, forward):
         RolloutCorrectionConfig(),
         temperature=1.0,
         scale=9,
-        mini_batches=1,
         log_prob_budget=forward,
     )
     log_probs = actor.all_log_probs(batch, held)

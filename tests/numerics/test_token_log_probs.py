@@ -152,7 +152,6 @@ def actor(vocabulary: int, **others: Any) -> Iterator[Actor]:
             RolloutCorrectionConfig(),
             temperature=1.0,
             scale=30,
-            mini_batches=1,
             log_prob_budget=4096,
         )
 

@@ -81,7 +81,7 @@ def trained(role: str, mode: str, absent: bool) -> dict[str, Any]:
         else:
             actor, correction = ActorConfig(**settings, entropy_coeff=0.1), RolloutCorrectionConfig("sequence")
             backend = engine(tiny_qwen2(), actor, BackendConfig())
-            trained = Actor(backend, actor, correction, temperature=1.0, scale=9, mini_batches=2, log_prob_budget=60)
+            trained = Actor(backend, actor, correction, temperature=1.0, scale=9, log_prob_budget=60)
             made.old_log_probs = made.rollout_log_probs
         figures = trained.update(made, as_held(made, 2), guards())
         return {name: tensor.clone() for name, tensor in trained.backend.full_tensors()} | figures
@@ -101,7 +101,7 @@ def test_a_mini_batch_without_a_token_is_a_step_that_is_told_and_says_nothing_of
     config = ActorConfig(ppo_max_token_len_per_gpu=60, optim=OPTIM, entropy_coeff=0.5, entropy_ctrl=control)
     with single_rank():
         backend, correction = engine(tiny_qwen2(), config, BackendConfig()), RolloutCorrectionConfig()
-        actor = Actor(backend, config, correction, temperature=1.0, scale=9, mini_batches=2, log_prob_budget=60)
+        actor = Actor(backend, config, correction, temperature=1.0, scale=9, log_prob_budget=60)
         made.old_log_probs = made.rollout_log_probs
         figures = actor.update(made, as_held(made, 2), guards())
         assert backend.extra_state()["steps_taken"]["optimizer_step"] == 2

@@ -93,7 +93,7 @@ def trained(batch: EveryBatch, role: str, mode: str) -> dict[str, Tensor | float
             actor = ActorConfig(**settings, **loss, policy_loss=PolicyLossConfig(role))
             correction = RolloutCorrectionConfig("sequence")
             backend = engine(tiny_qwen2(), actor, BackendConfig())
-            trained = Actor(backend, actor, correction, temperature=1.0, scale=9, mini_batches=2, log_prob_budget=60)
+            trained = Actor(backend, actor, correction, temperature=1.0, scale=9, log_prob_budget=60)
         judge = guards()
         figures = trained.update(batch, held, judge)
         assert judge.refused is None

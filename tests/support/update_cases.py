@@ -25,6 +25,7 @@ from rlhf.config import (
     PolicyLossConfig,
     RolloutCorrectionConfig,
 )
+from rlhf.config.derived import needs_old_log_probs
 from rlhf.learning.actor import Actor
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
@@ -332,7 +333,6 @@ def run_update(
             config.algorithm.rollout_correction,
             temperature=config.rollout.temperature,
             scale=scale,
-            mini_batches=mini_batches,
             log_prob_budget=budget,
             seed=SEED,
         )
@@ -346,7 +346,7 @@ def run_update(
                 pack(start.module)
             reference = Policy(start, 1.0, budget)
             batch.ref_log_probs = reference.all_log_probs(batch, held)
-        if role.needs_old_log_probs:
+        if needs_old_log_probs(config.actor, config.algorithm, mini_batches):
             batch.old_log_probs = role.all_log_probs(batch, held)
     else:
         model = engine(tiny_value_model(), config.critic, backend)

@@ -9,11 +9,12 @@ from rlhf.algorithms import advantages, losses
 from rlhf.algorithms.advantages import EstimatorInput
 from rlhf.algorithms.lookup import load_estimator, load_policy_loss
 from rlhf.compose import compose_config
-from rlhf.config import Config
+from rlhf.config import AlgorithmConfig, Config
 from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES
+from rlhf.config.derived import needs_critic, needs_greedy_baseline, needs_reference
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.library import Library
-from rlhf.config.rules.algorithm_rules import algorithm_problems, needs_critic, needs_greedy_baseline
+from rlhf.config.rules.algorithm_rules import algorithm_problems
 from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
 from tests.support.configurations import make
@@ -97,7 +98,8 @@ def test_named_losses_are_the_functions_of_that_name(name):
     ],
 )
 def test_who_needs_a_critic(changes, critic):
-    assert needs_critic(make(**changes)) is critic
+    config = make(**changes)
+    assert needs_critic(config.algorithm, config.critic) is critic
 
 
 @pytest.mark.parametrize(
@@ -111,11 +113,12 @@ def test_who_needs_a_critic(changes, critic):
     ],
 )
 def test_who_needs_a_reference(changes, reference):
-    assert make(**changes).needs_reference is reference
+    config = make(**changes)
+    assert needs_reference(config.actor, config.algorithm) is reference
 
 
 def test_only_remax_needs_a_greedy_baseline():
-    assert [n for n in ESTIMATORS if needs_greedy_baseline(make(algorithm__adv_estimator=n))] == ["remax"]
+    assert [n for n in ESTIMATORS if needs_greedy_baseline(AlgorithmConfig(adv_estimator=n))] == ["remax"]
 
 
 REFUSED: list[tuple[dict, str]] = [

@@ -13,12 +13,11 @@ from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.launch.banner import banner
 from rlhf.planning import devices
 from rlhf.planning.byte_sizes import gib, parse_bytes
-from rlhf.planning.check import check_fits, plan_of
+from rlhf.planning.check import check_fits, models_of, plan_of
 from rlhf.planning.devices import gpu_memory, smallest_gpu
 from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
 from rlhf.planning.plan_text import page
 from rlhf.planning.remedies import remedies
-from rlhf.planning.run_models import models_of
 from rlhf.train import main as train
 from tests.support.launching import TINY_POLICY, write_sums
 
@@ -275,7 +274,7 @@ def test_an_engine_without_room_for_a_sample_does_not_fit(seven_b):
     assert (plan.cached_tokens, plan.fits) == (0, False)
     assert plan.peak.total < 24 * 10**9
     found = remedies(config, models, plan)
-    said = page(config, models, plan, found, 10**9)
+    said = page(config.rollout, models, plan, found, 10**9)
     assert (
         "utilization=0.5 leaves the engine a cache of 0 tokens beside its weights, and a sample may have 512: " in said
     )

@@ -2,6 +2,8 @@
 
 import pytest
 
+from rlhf.config import AlgorithmConfig, RolloutConfig
+from rlhf.config.derived import generated_by_rank
 from rlhf.config.library import PACKAGE
 from rlhf.data import PromptSet, PromptStream
 from rlhf.data.items import Row
@@ -38,6 +40,15 @@ def test_ranks_together_draw_what_one_would(prompts, world_size, size):
         assert [each for part in parts for each in part] == drawn  # in the order of the ranks, and as drawn
         lengths = [len(part) for part in parts]
         assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize(("estimator", "samples"), [("grpo", 3), ("remax", 4)])
+@pytest.mark.parametrize("prompts_of_all", [1, 7, 24])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 32])
+def test_the_plan_counts_the_samples_of_the_busiest_rank(prompts, world_size, prompts_of_all, estimator, samples):
+    busiest = max(len(share.next(prompts_of_all)) for share in shares_of(prompts, world_size))
+    planned = generated_by_rank(prompts_of_all, RolloutConfig(n=3), AlgorithmConfig(estimator), world_size)
+    assert planned == busiest * samples
 
 
 def test_skipping_leaves_prompts_out_and_never_goes_back(prompts):

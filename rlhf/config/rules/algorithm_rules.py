@@ -6,7 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhf.config import Config, EntropyCtrlConfig
-from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES, SETTINGS_OF_ONE, Estimator
+from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS, POLICY_LOSSES, SETTINGS_OF_ONE
+from rlhf.config.derived import estimator_needs, needs_critic, needs_reference
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.names.hints import value_hint
 from rlhf.config.user_functions import check_positional
@@ -16,22 +17,12 @@ ESTIMATOR_TAKES = ("inputs", "config")
 POLICY_LOSS_TAKES = ("log_probs", "old_log_probs", "advantages", "mask", "config")
 
 
-def needs_critic(config: Config) -> bool:
-    """Whether a critic is trained: as `critic.enable` says, or else when the estimator uses values."""
-    return trains_critic(config.algorithm.adv_estimator, config.critic.enable)
-
-
-def trains_critic(adv_estimator: str, enable: bool | None) -> bool:
-    """`needs_critic` from the two settings that decide it."""
-    return ESTIMATORS.get(adv_estimator, Estimator()).critic if enable is None else enable
-
-
 def idle_critic(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]:
     """Settings of a critic among those `given` on the command line, where there is none; one line each.
 
     A recipe may hold them for the algorithms that have one.
     """
-    if needs_critic(config):
+    if needs_critic(config.algorithm, config.critic):
         return
     for key, value in given:
         if key.startswith("critic.") and key != "critic.enable" and value is not None:
@@ -39,15 +30,6 @@ def idle_critic(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[st
                 f"{key}={value}: has effect only with a critic, and algorithm.adv_estimator="
                 f"{config.algorithm.adv_estimator} trains none. Remove it, or set algorithm=ppo."
             )
-
-
-def needs_greedy_baseline(config: Config) -> bool:
-    """Whether each prompt also gets a greedy response, whose reward is the estimator's baseline."""
-    return _estimator(config).greedy_baseline
-
-
-def _estimator(config: Config) -> Estimator:
-    return ESTIMATORS.get(config.algorithm.adv_estimator, Estimator())
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
@@ -175,7 +157,7 @@ def entropy_problems(config: Config) -> Iterator[str]:
 
 def _samples(config: Config) -> Iterator[str]:
     name, rollout = config.algorithm.adv_estimator, config.rollout
-    estimator = _estimator(config)
+    estimator = estimator_needs(config.algorithm.adv_estimator)
     if estimator.group and rollout.n < 2:
         yield f"rollout.n={rollout.n}: {name} compares the samples of one prompt; set rollout.n to 2 or more."
     if name == "pass_at_k" and 1 < rollout.n <= config.algorithm.pass_at_k:
@@ -193,16 +175,16 @@ def _samples(config: Config) -> Iterator[str]:
 
 def _critic(config: Config) -> Iterator[str]:
     name, enabled, warmup = config.algorithm.adv_estimator, config.critic.enable, config.trainer.critic_warmup
-    if enabled is False and _estimator(config).critic:
+    if enabled is False and estimator_needs(config.algorithm.adv_estimator).critic:
         yield f"critic.enable=false: {name} needs values; set critic.enable=null, or another algorithm.adv_estimator."
     if enabled and name in ESTIMATORS and not ESTIMATORS[name].critic:
         yield f"critic.enable=true: {name} gives no returns to fit a critic to; set critic.enable=null."
-    if warmup and not needs_critic(config):
+    if warmup and not needs_critic(config.algorithm, config.critic):
         yield f"trainer.critic_warmup={warmup}: {name} trains no critic; set trainer.critic_warmup=0."
 
 
 def _reference(config: Config) -> Iterator[str]:
-    if config.ref.update_freq is not None and not config.needs_reference:
+    if config.ref.update_freq is not None and not needs_reference(config.actor, config.algorithm):
         yield (
             f"ref.update_freq={config.ref.update_freq}: no KL compares the policy with a reference; set "
             "ref.update_freq=null, "

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 
 from rlhf.config import Config
+from rlhf.config.derived import mini_batches
 
 
 def optimizer_problems(config: Config) -> Iterator[str]:
     """Warm-ups as long as the run, moments that are none, and a decay that is none; one line each."""
     steps, warmup = config.trainer.total_training_steps, config.trainer.critic_warmup
-    mini_batches = max(config.data.train_batch_size // config.actor.ppo_mini_batch_size, 1)
+    per_pass = max(mini_batches(config.data, config.actor), 1)
     if steps is not None and warmup >= steps:
         yield (
             f"trainer.critic_warmup={warmup}: the run has {steps} steps (trainer.total_training_steps); the policy "
@@ -26,7 +27,7 @@ def optimizer_problems(config: Config) -> Iterator[str]:
         if steps is None or steps <= idle:
             continue
         by_updates = optim.lr_scheduler_interval == "optimizer_step"
-        scheduled = (steps - idle) * (role.ppo_epochs * mini_batches if by_updates else 1)
+        scheduled = (steps - idle) * (role.ppo_epochs * per_pass if by_updates else 1)
         if optim.lr_warmup_steps >= scheduled:
             unit = optim.lr_scheduler_interval.replace("_", " ")
             yield (

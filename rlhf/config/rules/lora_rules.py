@@ -7,7 +7,17 @@ from typing import Any
 
 from packaging.version import Version
 
-from rlhf.config import CheckpointConfig, Config, FrozenFsdpConfig, LoraConfig, RolloutConfig
+from rlhf.config import (
+    BackendConfig,
+    CheckpointConfig,
+    Config,
+    FrozenFsdpConfig,
+    LoraConfig,
+    RefConfig,
+    RolloutConfig,
+)
+from rlhf.config.derived import base_dtype, compute_dtype
+from rlhf.config.known_settings import SETTINGS
 from rlhf.config.schema.lora import ALL_LINEAR
 
 VLLM_RANK = 512
@@ -16,15 +26,21 @@ PEFT = "0.21"
 """The oldest release of peft whose layers are known to work here."""
 
 
+def _defaults() -> dict[str, Any]:
+    """The defaults of the settings that count beside adapters alone, by their dotted names."""
+    of_lora = {f"model.lora.{field.name}": getattr(LoraConfig(), field.name) for field in fields(LoraConfig)}
+    del of_lora["model.lora.enabled"]
+    return of_lora | {"rollout.lora": RolloutConfig().lora, "checkpoint.hf_adapter": CheckpointConfig().hf_adapter}
+
+
 def idle_lora(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]:
     """Settings of adapters `given` on the command line with their default values, where no adapters are trained; one
     line each. Other values are refused wherever they come from (`lora_problems`)."""
     if config.model.lora.enabled:
         return
-    defaults = {f"model.lora.{field.name}": getattr(LoraConfig(), field.name) for field in fields(LoraConfig)}
-    defaults |= {"rollout.lora": RolloutConfig().lora, "checkpoint.hf_adapter": CheckpointConfig().hf_adapter}
+    defaults = _defaults()
     for key, value in given:
-        if key in defaults and key != "model.lora.enabled" and value is not None and value == defaults[key]:
+        if key in defaults and value is not None and value == defaults[key]:
             yield f"{key}={value}: has effect only with model.lora.enabled=true."
 
 
@@ -32,30 +48,12 @@ def lora_problems(config: Config) -> Iterator[str]:
     """Settings of `config.model.lora` that do not fit each other or the other sections, one line each."""
     lora, backend = config.model.lora, config.backend
     if not lora.enabled:
-        for field in fields(lora):
-            if (value := getattr(lora, field.name)) != getattr(LoraConfig(), field.name):
-                yield f"model.lora.{field.name}={value}: has effect only with model.lora.enabled=true."
-        if config.rollout.lora != RolloutConfig().lora:
-            yield f"rollout.lora={config.rollout.lora}: has effect only with model.lora.enabled=true."
-        if config.checkpoint.hf_adapter != CheckpointConfig().hf_adapter:
-            yield f"checkpoint.hf_adapter={config.checkpoint.hf_adapter}: has effect only with model.lora.enabled=true."
+        for key, default in _defaults().items():
+            if (value := SETTINGS[key].value(config)) != default:
+                yield f"{key}={value}: has effect only with model.lora.enabled=true."
         return
     yield from _modules(lora)
-    if config.ref.update_freq is not None:
-        yield (
-            f"ref.update_freq={config.ref.update_freq}: with model.lora.enabled=true the reference is the model "
-            "without its adapters, of which there is no second copy that could move; set ref.update_freq=null."
-        )
-    if config.ref.fsdp_config.param_offload:
-        yield (
-            "ref.fsdp_config.param_offload=true: with model.lora.enabled=true the reference is the actor's model "
-            "without its adapters; set actor.fsdp_config.param_offload instead."
-        )
-    if config.ref.fsdp_config.model_dtype != FrozenFsdpConfig().model_dtype:
-        yield (
-            f"ref.fsdp_config.model_dtype={config.ref.fsdp_config.model_dtype}: with model.lora.enabled=true the "
-            "reference is the model without its adapters; set model.lora.base_dtype instead."
-        )
+    yield from _reference(config.ref)
     for key in ("contents", "load_contents"):
         contents = getattr(config.checkpoint, key) or []
         if "hf_model" in contents and "model" not in contents:
@@ -64,10 +62,30 @@ def lora_problems(config: Config) -> Iterator[str]:
                 "goes on from model alone; add model."
             )
     yield from _native(config)
-    if backend.name != "deepspeed":
-        return
-    dtype = base_dtype(config)
-    fitting = "bfloat16" if backend.autocast == "bfloat16" else "float32"
+    if backend.name == "deepspeed":
+        yield from _deepspeed(lora, backend)
+
+
+def _reference(ref: RefConfig) -> Iterator[str]:
+    if ref.update_freq is not None:
+        yield (
+            f"ref.update_freq={ref.update_freq}: with model.lora.enabled=true the reference is the model "
+            "without its adapters, of which there is no second copy that could move; set ref.update_freq=null."
+        )
+    if ref.fsdp_config.param_offload:
+        yield (
+            "ref.fsdp_config.param_offload=true: with model.lora.enabled=true the reference is the actor's model "
+            "without its adapters; set actor.fsdp_config.param_offload instead."
+        )
+    if ref.fsdp_config.model_dtype != FrozenFsdpConfig().model_dtype:
+        yield (
+            f"ref.fsdp_config.model_dtype={ref.fsdp_config.model_dtype}: with model.lora.enabled=true the "
+            "reference is the model without its adapters; set model.lora.base_dtype instead."
+        )
+
+
+def _deepspeed(lora: LoraConfig, backend: BackendConfig) -> Iterator[str]:
+    dtype, fitting = base_dtype(lora, backend), compute_dtype(backend)
     if dtype != fitting:
         yield (
             f"model.lora.base_dtype={dtype}: DeepSpeed computes in the type of the weights, which with "
@@ -99,11 +117,6 @@ def _native(config: Config) -> Iterator[str]:
     if config.model.lora.rank > VLLM_RANK:
         rank = config.model.lora.rank
         yield f"rollout.lora=native: vLLM serves adapters up to rank {VLLM_RANK} (model.lora.rank={rank}); {instead}"
-
-
-def base_dtype(config: Config) -> str:
-    """The precision of the frozen weights, `model.lora.base_dtype` or what its null means."""
-    return config.model.lora.base_dtype or ("bfloat16" if config.backend.autocast == "bfloat16" else "float32")
 
 
 def suggested_rate(config: Config) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rlhf.config import Config
+from rlhf.config.derived import needs_reward_model
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.same_files import PATHS
 from rlhf.errors import did_you_mean, nearest
@@ -71,7 +72,7 @@ def model_problems(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     for key, optional in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
         if optional is not None:
             yield from _model_folder(key, optional, here)
-    if config.reward_model.path is not None and "reward_model" not in config.reward.functions:
+    if config.reward_model.path is not None and not needs_reward_model(config.reward):
         yield (
             f"reward_model.path={config.reward_model.path}: has effect only with reward_model among reward.functions "
             f"(they are {', '.join(config.reward.functions)})."

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from rlhf.config import Config
+from rlhf.config.derived import prompts_per_generation
 from rlhf.config.known_settings import SETTINGS, Setting
 from rlhf.config.names.hints import value_hint
 from rlhf.config.names.other_trainers import other_trainers
@@ -176,7 +177,7 @@ def _filter_groups(config: Config) -> Iterator[str]:
             f"rollout.n={n}: algorithm.filter_groups.enable=true drops prompts whose samples agree; set rollout.n to "
             "2 or more."
         )
-    most = (config.data.gen_batch_size or train) * filters.max_num_gen_batches
+    most = prompts_per_generation(config.data, filters) * filters.max_num_gen_batches
     if most < train:
         yield (
             f"data.gen_batch_size={config.data.gen_batch_size}: with algorithm.filter_groups.max_num_gen_batches="

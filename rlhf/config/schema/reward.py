@@ -5,6 +5,8 @@ from typing import Any
 
 from rlhf.config.schema.fields import setting
 
+REWARD_MODEL = "reward_model"
+"""The reward function that is a model (section `reward_model`)."""
 VERIFIERS = ("reasoning_gym", "math_verify", "exact_match")
 """The named functions that compare a response with its row's answer."""
 
