@@ -8,9 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
-"""Logits of a chunk at most, by kind of device: on a CPU what it is fastest with, on a GPU enough tokens (440 of a
-vocabulary of 152k) for matrix products at its full speed. A chunk has at least one token."""
+from rlhf.config.buffer_sizes import CHUNK_ELEMENTS
 
 Finish = Callable[[Tensor], Tensor]
 

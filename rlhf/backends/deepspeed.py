@@ -19,6 +19,7 @@ from rlhf.backends.gather import shared_out, shared_out_bytes, whole_tensors
 from rlhf.backends.training import Scheduled, adamw_options, parameter_groups
 from rlhf.backends.zero import ZeroState, partition
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
+from rlhf.config.buffer_sizes import REDUCE_BUCKET
 from rlhf.errors import UserError
 from rlhf.models.adapter_layers import Adapters
 from rlhf.models.fused_experts import parts_in_files
@@ -27,8 +28,6 @@ from rlhf.ranks import dims
 from rlhf.storage.file_parts import FileParts
 from rlhf.storage.shards import Shard, Shards
 
-LARGEST_BUCKET = 500_000_000
-"""Elements of a buffer that gradients are reduced in."""
 LARGEST_PERSISTENT = 100_000
 """Elements of a weight that ZeRO 3 does not release between uses."""
 
@@ -237,7 +236,7 @@ def _settings(config: BackendConfig, grad_clip: float, sizes: list[tuple[int, bo
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
         # No larger than the gradients need.
-        "reduce_bucket_size": min(LARGEST_BUCKET, sum(numel for numel, trained in sizes if trained)),
+        "reduce_bucket_size": min(REDUCE_BUCKET, sum(numel for numel, trained in sizes if trained)),
         "stage3_param_persistence_threshold": min(LARGEST_PERSISTENT, sum(numel for numel, _ in sizes) // 100),
     }
     if config.offload_optimizer:

@@ -6,13 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from rlhf.config.buffer_sizes import GATHER_BUCKET
 from rlhf.ranks import dims
 from rlhf.ranks.collectives import gather_from
 from rlhf.storage.shards import Shard, Shards
-
-BUCKET_BYTES = 8 << 20
-"""Tensors are gathered together up to this size, a larger one by itself. Larger buckets are slower on a CPU, whose
-caches they leave."""
 
 
 @torch.no_grad()
@@ -57,7 +54,7 @@ def whole_tensors(
             bucket, size = [], 0
             yield named[i][0], as_sent(shard).view(shard.shape)
             continue
-        if bucket and size + whole * width > BUCKET_BYTES:
+        if bucket and size + whole * width > GATHER_BUCKET:
             yield from gathered(bucket)
             bucket, size = [], 0
         bucket.append(i)

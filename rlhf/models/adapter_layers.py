@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf.config.schema.lora import ALL_LINEAR, LoraConfig
 from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.models.adapter_targets import chosen_layers, largest_rank, named_by
 from rlhf.models.merged_weight import Factors, output_norms
 from rlhf.models.skeleton import hold_in
 
@@ -80,25 +81,22 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     head = model.get_output_embeddings()
     fitting = {name for name in layers if model.get_submodule(name) is not head}
-    left_out = _named(model, "exclude_modules", config.exclude_modules, fitting)
-    if config.target_modules == ALL_LINEAR:
-        wanted = fitting
-    else:
-        wanted = _named(model, "target_modules", config.target_modules, fitting)
-        if wrong := sorted(wanted - fitting):
-            what = f"a {type(model.get_submodule(wrong[0])).__name__}, and adapters are for linear layers"
-            if wrong[0] in layers:
-                what = "the head, whose log-probs are taken in chunks of its own weight"
-            raise UserError(
-                f"model.lora.target_modules={list(config.target_modules)}: {wrong[0]} is {what}. Leave it out; its "
-                f"linear layers are {_ends(fitting)}."
-            )
-    if not wanted - left_out:
+    _named(model, "exclude_modules", config.exclude_modules, fitting)
+    ends = [] if config.target_modules == ALL_LINEAR else list(config.target_modules)
+    if wrong := sorted(_named(model, "target_modules", ends, fitting) - fitting):
+        what = f"a {type(model.get_submodule(wrong[0])).__name__}, and adapters are for linear layers"
+        if wrong[0] in layers:
+            what = "the head, whose log-probs are taken in chunks of its own weight"
+        raise UserError(
+            f"model.lora.target_modules={ends}: {wrong[0]} is {what}. Leave it out; its linear layers are "
+            f"{_ends(fitting)}."
+        )
+    names = chosen_layers(config, fitting)
+    if not names:
         raise UserError(
             f"model.lora.exclude_modules={list(config.exclude_modules)}: leaves out every layer that "
             "model.lora.target_modules names. Leave out fewer."
         )
-    names = sorted(wanted - left_out)
     _check_rank(model, config.rank, names)
     return names
 
@@ -106,8 +104,8 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 def _check_rank(model: PreTrainedModel, rank: int, names: Iterable[str]) -> None:
     """Raise UserError for a rank that no weight can have; that some of them cannot is common (gates of experts)."""
     shapes = {name: tuple(model.get_submodule(name).get_parameter("weight").shape) for name in names}
-    name = max(shapes, key=lambda name: min(shapes[name]))
-    if rank > (limit := min(shapes[name])):
+    if rank > (limit := largest_rank(shapes.values())):
+        name = next(name for name, shape in shapes.items() if min(shape) == limit)
         raise UserError(
             f"model.lora.rank={rank}: none of the layers can have more than {limit}, the smaller side of {name} "
             f"({shapes[name][0]} x {shapes[name][1]}). Set model.lora.rank={limit} or lower."
@@ -118,7 +116,7 @@ def _named(model: PreTrainedModel, key: str, ends: Iterable[str], fitting: set[s
     """The modules whose names end so."""
     found: set[str] = set()
     for end in ends:
-        meant = {name for name, _ in model.named_modules() if name == end or name.endswith(f".{end}")}
+        meant = {name for name, _ in model.named_modules() if named_by(name, [end])}
         if not meant:
             near = did_you_mean(nearest(end, _ends(fitting).split(", ")))
             raise UserError(

@@ -8,10 +8,9 @@ on saved tensors.
 
 from dataclasses import dataclass
 
+from rlhf.config.buffer_sizes import CHUNK_ELEMENTS
 from rlhf.planning.model_shapes import ModelShapes
 
-CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
-"""Logits of a chunk; the constant of `rlhf.algorithms.token_log_probs`."""
 CHUNK_COPIES = 3
 """Float32 tensors of a chunk's size that are there together."""
 PACKED = "sdpa_by_sequence"

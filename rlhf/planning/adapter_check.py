@@ -1,13 +1,10 @@
 """Check of the settings of adapters against the layers of the model, before any rank starts."""
 
-import math
-from collections.abc import Iterable
-from dataclasses import replace
-
-from rlhf.config import BackendConfig, LoraConfig, ModelConfig
+from rlhf.config import LoraConfig, ModelConfig
 from rlhf.config.schema.lora import ALL_LINEAR
-from rlhf.planning.adapter_state import adapted, named_so
-from rlhf.planning.model_shapes import ROOT, ModelShapes, is_head
+from rlhf.models.adapter_targets import chosen_layers, largest_rank, named_by
+from rlhf.planning.adapter_state import linear_layers
+from rlhf.planning.model_shapes import ROOT, ModelShapes
 
 
 def check_adapters(model: ModelConfig, shapes: ModelShapes) -> None:
@@ -26,24 +23,14 @@ def check_adapters(model: ModelConfig, shapes: ModelShapes) -> None:
 def _fits(lora: LoraConfig, shapes: ModelShapes) -> bool:
     """Whether by the names of the weights every name of the settings is one, all targets are linear layers, and the
     rank is one that they can have."""
-    linear = {
-        name.removesuffix(".weight")
-        for unit, weights in shapes.units.items()
-        for name, shape in weights.items()
-        if unit != ROOT and len(shape) == 2 and name.endswith(".weight") and not is_head(name)
-    }
+    linear: dict[str, tuple[int, ...]] = {}
+    for unit, weights in shapes.units.items():
+        linear |= {} if unit == ROOT else linear_layers(weights)
     modules = {name.rpartition(".")[0] for name in shapes.weights}
     modules |= {".".join(parts[:end]) for parts in (name.split(".") for name in modules) for end in range(len(parts))}
-    targets = [] if lora.target_modules == ALL_LINEAR else lora.target_modules
-    if not all(_meant(modules, [end]) for end in (*targets, *lora.exclude_modules)):
+    ends = [] if lora.target_modules == ALL_LINEAR else lora.target_modules
+    if not all(any(named_by(module, [end]) for module in modules) for end in (*ends, *lora.exclude_modules)):
         return False
-    if not _meant(modules, targets) <= linear:
+    if not {module for module in modules if named_by(module, ends)} <= linear.keys():
         return False
-    # Of rank 1 a factor has as many elements as the side of the weight that it is at.
-    chosen = adapted(shapes, replace(lora, rank=1, use_dora=False), BackendConfig()).trained
-    sides = list(map(math.prod, chosen.values()))
-    return lora.rank <= max((min(pair) for pair in zip(sides[::2], sides[1::2], strict=True)), default=0)
-
-
-def _meant(modules: Iterable[str], ends: list[str]) -> set[str]:
-    return {module for module in modules if named_so(module, ends)}
+    return lora.rank <= largest_rank(linear[name] for name in chosen_layers(lora, linear))

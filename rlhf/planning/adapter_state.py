@@ -4,11 +4,13 @@ import math
 from dataclasses import dataclass
 
 from rlhf.config import BackendConfig, LoraConfig
+from rlhf.config.derived import base_dtype
 from rlhf.config.schema.lora import ALL_LINEAR
 from rlhf.models.adapter_config import FAN_IN_FAN_OUT
+from rlhf.models.adapter_targets import chosen_layers
 from rlhf.planning.activations import TokenCost
 from rlhf.planning.model_shapes import ROOT, ModelShapes, Shapes, is_head
-from rlhf.planning.training_state import TrainingState, compute_width, sharded, zero_state
+from rlhf.planning.training_state import WIDTHS, TrainingState, compute_width, sharded, zero_state
 from rlhf.planning.zero_shares import MOMENTS, ZeroShares, live_weights
 
 
@@ -55,15 +57,16 @@ class Adapted:
 
 def adapted(model: ModelShapes, lora: LoraConfig, backend: BackendConfig) -> Adapted:
     """The policy that `model` becomes with the settings `lora`."""
-    width = {"float32": 4, "bfloat16": 2, None: compute_width(backend)}[lora.base_dtype]
+    width = WIDTHS[base_dtype(lora, backend)]
     units: dict[str, Shapes] = {}
     linear: dict[str, list[tuple[int, int]]] = {}
     for unit, weights in model.units.items():
         found: dict[str, tuple[int, ...]] = {}
-        for name, shape in weights.items():
-            module = name.removesuffix(".weight")
-            if len(shape) != 2 or module == name or not _is_target(module, lora, in_layer=unit != ROOT):
-                continue
+        layers = linear_layers(weights)
+        # By names alone an embedding looks like a layer.
+        every = unit == ROOT and lora.target_modules == ALL_LINEAR
+        for module in [] if every else chosen_layers(lora, layers):
+            shape = layers[module]
             rows, columns = shape[::-1] if model.config.get("model_type") in FAN_IN_FAN_OUT else shape
             linear.setdefault(unit, []).append((columns, rows))
             found |= {f"{module}.lora_A": (lora.rank, columns), f"{module}.lora_B": (rows, lora.rank)}
@@ -74,18 +77,10 @@ def adapted(model: ModelShapes, lora: LoraConfig, backend: BackendConfig) -> Ada
     return Adapted(model, lora, width, units, most)
 
 
-def _is_target(module: str, lora: LoraConfig, *, in_layer: bool) -> bool:
-    """Whether peft gives a module of that name an adapter; `all-linear` leaves out the head."""
-    if named_so(module, lora.exclude_modules):
-        return False
-    if lora.target_modules == ALL_LINEAR:
-        return in_layer and not is_head(module)
-    return named_so(module, lora.target_modules)
-
-
-def named_so(module: str, names: list[str]) -> bool:
-    """Whether the name of a module is one of `names`, or ends so."""
-    return any(module == name or module.endswith(f".{name}") for name in names)
+def linear_layers(weights: Shapes) -> Shapes:
+    """Shapes of the matrices among `weights`, without the head's, by the names of their layers."""
+    matrices = {name: shape for name, shape in weights.items() if len(shape) == 2 and name.endswith(".weight")}
+    return {name.removesuffix(".weight"): shape for name, shape in matrices.items() if not is_head(name)}
 
 
 def adapted_state(policy: Adapted, config: BackendConfig, ranks: int) -> TrainingState:

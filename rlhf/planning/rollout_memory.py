@@ -4,19 +4,14 @@ import math
 from dataclasses import dataclass
 
 from rlhf.config import DataConfig, RolloutConfig
+from rlhf.config.buffer_sizes import GATHER_BUCKET, PREFILL_TOKENS, PUSH_BUCKET, grown_cache
 from rlhf.planning.activations import pass_cost
 from rlhf.planning.adapter_state import Adapted
 from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.training_state import WIDTHS
 
-PREFILL_TOKENS = 16384
-"""Tokens of a prefill; the constant of `rlhf.rollout.decoding`."""
 ASLEEP = 1 << 30
 """Bytes that vLLM keeps of a GPU in its sleep: CUDA graphs and buffers of the libraries below it. An allowance."""
-GATHER_BUCKET = 8 << 20
-"""Bytes of whole tensors that are gathered together; the constant of `rlhf.backends.gather`."""
-PUSH_BUCKET = 256 << 20
-"""Bytes that go to servers at a time; the constant of `rlhf.rollout.servers.weights.push`."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +115,8 @@ def _embedded(
 
 
 def cache_columns(prompt: int, response: int) -> int:
-    """Columns of the embedded engine's cache for samples of full length: it grows by half."""
+    """Columns of the embedded engine's cache for samples of full length."""
     columns = prompt
     while columns < prompt + response:
-        columns += min(response, max(64, columns // 2))
+        columns = grown_cache(columns, response)
     return columns

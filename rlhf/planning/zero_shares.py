@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-LARGEST_BUCKET = 500_000_000
-"""Elements that DeepSpeed reduces together; the constant of `rlhf.backends.deepspeed`."""
+from rlhf.config.buffer_sizes import REDUCE_BUCKET
+
 LIVE_PARAMETERS = 1_000_000_000
 """Elements that ZeRO 3 keeps gathered at most: DeepSpeed's default of `stage3_max_live_parameters`."""
 PREFETCHED = 50_000_000
@@ -84,7 +84,7 @@ class ZeroShares:
         return self.stage == 1 and self.width == 2
 
     def _bucket(self, width: int) -> int:
-        return width * min(LARGEST_BUCKET, self.count)
+        return width * min(REDUCE_BUCKET, self.count)
 
 
 def live_weights(whole: int, count: int, stage: int, ranks: int) -> int:

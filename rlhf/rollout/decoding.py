@@ -8,14 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf.config.buffer_sizes import PREFILL_TOKENS, grown_cache
 from rlhf.events import GENERATING, report
 from rlhf.rollout.engine import Request, siblings
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.sample import FinishReason, Sample
 from rlhf.rollout.sampling import fold, row_keys, sample
 
-# Padded prompt tokens of one prefill: bounds its activations.
-PREFILL_TOKENS = 16384
 # Waiting samples are let in when one row in this many is free: ending one by one, they would cost an admission each.
 REFILL_SHARE = 16
 
@@ -223,14 +222,14 @@ class Decoding:
         self._rows_changed()
 
     def _reserve(self, like: RowCache) -> None:
-        """Room for more columns: half as many again, or what the longest response still needs.
+        """Room for more columns.
 
         Empty columns on the left go, and so do rows that no waiting sample will fill.
         """
         span = self.cache.span
         end = max(int(self.lengths.max()), span.end - span.start)
         shift = end - span.end
-        self.columns = end + min(self.params.max_tokens, max(64, end // 2))
+        self.columns = grown_cache(end, self.params.max_tokens)
         rows = self.max_rows if self.admitted < self.total else span.rows
         self.cache.reserve(like, rows, self.columns, end)
         self.host[START] += shift

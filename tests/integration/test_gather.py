@@ -41,7 +41,7 @@ def cut(rank: int, world_size: int, tensor: Tensor) -> Shard:
 
 
 def gathered(rank: int, world_size: int, bucket_bytes: int) -> tuple[bool, list[str]]:
-    gather.BUCKET_BYTES = bucket_bytes
+    gather.GATHER_BUCKET = bucket_bytes
     shards = [(name, cut(rank, world_size, tensor)) for name, tensor in tensors().items()]
     whole = tensors()["whole"]
     shards = [(n, Shard((2, 2), 0, whole.reshape(-1)) if n == "whole" else p) for n, p in shards]
@@ -51,7 +51,7 @@ def gathered(rank: int, world_size: int, bucket_bytes: int) -> tuple[bool, list[
 
 def cast(rank: int, bucket_bytes: int) -> tuple[bool, int]:
     """Whether casting before the gather gives the bits of casting after it; and the bytes of weights that travelled."""
-    gather.BUCKET_BYTES = bucket_bytes
+    gather.GATHER_BUCKET = bucket_bytes
     shards = {name: cut(rank, 2, tensor) for name, tensor in tensors().items()}
     travelled = 0
     all_gather: Any = dist.all_gather

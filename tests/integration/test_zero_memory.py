@@ -30,7 +30,7 @@ def on_meta() -> PreTrainedModel:
 
 def peaks(rank: int) -> dict[str, Any]:
     """Bytes at a time while weights are cut, and while an engine is made."""
-    deepspeed_backend.LARGEST_BUCKET = BUCKET
+    deepspeed_backend.REDUCE_BUCKET = BUCKET
     library = deepspeed_backend.import_deepspeed(CPU)
     model, other, config = on_meta(), on_meta(), ENGINES["zero3-bfloat16"]
     sizes = [p.numel() for p in model.parameters()]

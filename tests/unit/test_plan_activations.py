@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rlhf.config.buffer_sizes import CHUNK_ELEMENTS
 from rlhf.models.packing import lay_out, pack
-from rlhf.planning.activations import CHUNK_COPIES, CHUNK_ELEMENTS, PACKED, chunk_bytes, pass_cost
+from rlhf.planning.activations import CHUNK_COPIES, PACKED, chunk_bytes, pass_cost
 from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.pass_sizes import PassSize, passes
 

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rlhf.algorithms import token_log_probs
-from rlhf.backends import deepspeed, gather
+from rlhf.backends import deepspeed
 from rlhf.backends.fsdp2 import Fsdp2Backend, shard
 from rlhf.config import BackendConfig, FrozenFsdpConfig, OptimConfig
 from rlhf.errors import UserError
@@ -25,13 +24,10 @@ from rlhf.models.config_check import check_policy
 from rlhf.models.folder_check import check_folder
 from rlhf.models.loading import ModelSource, load_model_config, load_value_model
 from rlhf.models.skeleton import hold_in
-from rlhf.planning import activations, rollout_memory, zero_shares
 from rlhf.planning.meta_shapes import of_config
 from rlhf.planning.model_shapes import HEAD, ROOT, ModelShapes, of_files, read_config
 from rlhf.planning.training_state import frozen_state, sharded, trained_state
 from rlhf.planning.zero_shares import ZeroShares
-from rlhf.rollout import decoding
-from rlhf.rollout.servers.weights import push
 from tests.support.numeric_ranks import single_rank
 from tests.support.tiny_models import EXPERTS, causal_lm, tiny_config
 
@@ -173,14 +169,6 @@ def test_zero_spreads_more_with_each_stage():
         (2 + 12 // 4 + 1) * count,
         (2 / 4 + 12 // 4 + 1) * count,
     ]
-
-
-def test_constants_are_those_of_the_parts_that_they_are_about():
-    assert activations.CHUNK_ELEMENTS == token_log_probs.CHUNK_ELEMENTS
-    assert zero_shares.LARGEST_BUCKET == deepspeed.LARGEST_BUCKET
-    assert rollout_memory.PREFILL_TOKENS == decoding.PREFILL_TOKENS
-    assert rollout_memory.GATHER_BUCKET == gather.BUCKET_BYTES
-    assert rollout_memory.PUSH_BUCKET == push.BUCKET_BYTES
 
 
 def test_the_bucket_is_no_larger_than_what_is_trained():

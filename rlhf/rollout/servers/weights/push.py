@@ -12,13 +12,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rlhf.config import RolloutConfig
+from rlhf.config.buffer_sizes import PUSH_BUCKET
 from rlhf.rollout.servers.control import CallFailed, ServerControl, in_parallel
 from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.weights.nccl import NcclGroup
 from rlhf.rollout.servers.weights.pull import Lender, address_towards
 from rlhf.rollout.weight_digest import digest, read_digests
-
-BUCKET_BYTES = 256 << 20
 
 log = logging.getLogger(__name__)
 Bucket = dict[str, Tensor]
@@ -41,7 +40,7 @@ class WeightPush:
     """Hands weights to servers: by NCCL where the leader and they have it, else they fetch them over HTTP."""
 
     def __init__(
-        self, config: RolloutConfig, device: torch.device, secret: Secret, bucket_bytes: int = BUCKET_BYTES
+        self, config: RolloutConfig, device: torch.device, secret: Secret, bucket_bytes: int = PUSH_BUCKET
     ) -> None:
         """
         Args:
