@@ -85,7 +85,28 @@ def compose_config(overrides: list[str], library: Library, machine: Machine | No
 
 def composition(overrides: list[str], library: Library, machine: Machine | None = None) -> Composition:
     """The same before anything is resolved. Raises UserError likewise."""
-    choices, values, problems = [], [], []
+    choices, values = _sorted_overrides(overrides, library)
+    LibraryFolder.filled.clear()
+    LibraryFolder.left_open.clear()
+    composed = _compose(choices, library)
+    chosen = {choice.partition("=")[0] for choice in choices}
+    for key in LibraryFolder.left_open - LibraryFolder.filled:
+        if key.partition(".")[0] not in chosen:  # model=tiny says what the recipe leaves to the command line
+            OmegaConf.update(composed, key, "???")
+    if problems := [problem for key, value in values if (problem := _set(composed, key, value))]:
+        raise UserError("\n".join(problems))
+    with _interpolating():
+        for key, value in suited(lambda key: OmegaConf.select(composed, key), machine or Machine.here()).items():
+            OmegaConf.update(composed, key, value)
+    return Composition(composed, values)
+
+
+def _sorted_overrides(overrides: list[str], library: Library) -> tuple[list[str], list[tuple[str, Any]]]:
+    """Entries of groups that the command line chooses, and values of settings. Raises UserError for all that is
+    wrong."""
+    choices: list[str] = []
+    values: list[tuple[str, Any]] = []
+    problems = []
     _refuse_spaces(overrides)
     for text in overrides:
         try:
@@ -98,32 +119,23 @@ def composition(overrides: list[str], library: Library, machine: Machine | None 
             problems.append(str(error))
     if problems:
         raise UserError("\n".join(problems))
+    return choices, values
 
-    LibraryFolder.filled.clear()
-    LibraryFolder.left_open.clear()
-    composed = _compose(choices, library)
-    chosen = {choice.partition("=")[0] for choice in choices}
-    for key in LibraryFolder.left_open - LibraryFolder.filled:
-        if key.partition(".")[0] not in chosen:  # model=tiny says what the recipe leaves to the command line
-            OmegaConf.update(composed, key, "???")
-    for key, value in values:
-        try:
-            if (setting := setting_of(key)) is not None and setting.takes_for_true(value):
-                raise ValidationError(f"{value} is neither true nor false")
-            OmegaConf.update(composed, key, value, merge=False, force_add=True)
-        except GrammarParseError as error:
-            problems.append(f"{key}={value}: {str(error).splitlines()[0]}.")
-        except OmegaConfBaseException:
-            setting = setting_of(key)
-            assert setting is not None
-            said = f"{key}={'null' if value is None else value}: must be {setting.expects}."
-            problems.append(said + form_hint(setting, value))
-    if problems:
-        raise UserError("\n".join(problems))
-    with _interpolating():
-        for key, value in suited(lambda key: OmegaConf.select(composed, key), machine or Machine.here()).items():
-            OmegaConf.update(composed, key, value)
-    return Composition(composed, values)
+
+def _set(composed: DictConfig, key: str, value: Any) -> str | None:
+    """Give a setting its value from the command line; returns what is wrong with it, if anything is."""
+    setting = setting_of(key)
+    try:
+        if setting is not None and setting.takes_for_true(value):
+            raise ValidationError(f"{value} is neither true nor false")
+        OmegaConf.update(composed, key, value, merge=False, force_add=True)
+    except GrammarParseError as error:
+        return f"{key}={value}: {str(error).splitlines()[0]}."
+    except OmegaConfBaseException:
+        assert setting is not None
+        shown = "null" if value is None else value
+        return f"{key}={shown}: must be {setting.expects}.{form_hint(setting, value)}"
+    return None
 
 
 @dataclass(frozen=True)

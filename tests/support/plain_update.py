@@ -181,14 +181,9 @@ def actor_loss(
             loss = token_loss(log_prob, old[s][t], sequence, float(batch.advantages[s, t]), actor, (s, t) in chosen)
             tokens.add(chosen=float((s, t) in chosen))
             if weighs:
-                log_weight = sum(engine.values()) if correction.rollout_is == "sequence" else engine[t]
-                if correction.rollout_is is None and not batch.staleness[s]:
-                    log_weight = 0.0
-                weight = min(math.exp(log_weight), correction.rollout_is_threshold)
-                if correction.rollout_is_threshold_lower is not None:
-                    lowest = correction.rollout_is_threshold_lower
-                    weight = math.exp(log_weight) if lowest <= math.exp(log_weight) == weight else 0.0
-                tokens.add(weight=weight, truncated=float(math.exp(log_weight) != weight))
+                counts = correction.rollout_is is not None or bool(batch.staleness[s])
+                weight, truncated = engine_weight(engine, t, correction) if counts else (1.0, False)
+                tokens.add(weight=weight, truncated=float(truncated))
                 loss = loss * weight
             tokens.add(entropy=entropies[t])
             if t in counted[s]:
@@ -221,6 +216,15 @@ def actor_loss(
         metrics["rollout/is_mean"] += tokens.mean("weight")
         metrics["rollout/is_truncated"] += tokens.mean("truncated")
     return loss
+
+
+def engine_weight(engine: dict[int, float], token: int, correction: RolloutCorrectionConfig) -> tuple[float, bool]:
+    """Weight of a token's loss, and whether it is truncated; `engine` has the log ratios of a response's tokens."""
+    ratio = math.exp(sum(engine.values()) if correction.rollout_is == "sequence" else engine[token])
+    weight = min(ratio, correction.rollout_is_threshold)
+    if (lowest := correction.rollout_is_threshold_lower) is not None:
+        weight = ratio if lowest <= ratio == weight else 0.0
+    return weight, ratio != weight
 
 
 def near_tokens(batch: EveryBatch, sample: int, old: Tensor, correction: RolloutCorrectionConfig) -> list[int]:

@@ -87,47 +87,58 @@ class Disk:
         self._number += 1
         if op.kind == "nothing":
             return
-        parent, name = self._parent(op.path)
-        if op.kind in ("create", "mkdir"):
-            self._change(parent, Node(op.kind == "mkdir", self._number), name, None)
-        elif op.kind in ("write", "truncate"):
-            node = parent.names.get(name)
-            if node is None:  # its name was taken away while it was open
-                return
-            if op.kind == "write":
-                content = node.content.ljust(op.offset, b"\0")
-                node.content = content[: op.offset] + op.data + content[op.offset + len(op.data) :]
-            else:
-                node.content = node.content[: op.offset].ljust(op.offset, b"\0")
-            node.lengths.append(len(node.content))
-        elif op.kind == "sync":
-            if (node := parent.names.get(name)) is not None:
-                self._sync_file(node)
-        elif op.kind == "sync_dir":
-            self._sync_names(self._at(op.path))
-        elif op.kind in ("unlink", "rmdir"):
-            self._change(parent, parent.names[name], None, name)
-        elif op.kind == "link":
-            target, other = self._parent(op.other)
-            self._change(target, parent.names[name], other, None)
-        elif op.kind == "rename":
-            target, other = self._parent(op.other)
-            if target is parent:
-                self._change(parent, parent.names[name], other, name)
-            else:
-                node = parent.names[name]
-                there, here = self._change(target, node, other, None), self._change(parent, node, None, name)
-                there.other, here.other, here.follows = (parent, here), (target, there), True
-        elif op.kind == "exchange":
-            target, other = self._parent(op.other)
-            assert target is parent, "an exchange between two directories"
-            node, there = parent.names[name], parent.names[other]
-            one, two = self._change(parent, node, other, name), self._change(parent, there, name, other)
-            one.other, two.other, two.follows = (parent, two), (parent, one), True
-        else:
-            raise AssertionError(op.kind)
+        getattr(self, f"_do_{op.kind}")(op, *self._parent(op.path))
         if op.path.startswith(self._safe) and self._safe:
             self._save(op)
+
+    def _do_create(self, op: Op, parent: Node, name: str) -> None:
+        self._change(parent, Node(False, self._number), name, None)
+
+    def _do_mkdir(self, op: Op, parent: Node, name: str) -> None:
+        self._change(parent, Node(True, self._number), name, None)
+
+    def _do_write(self, op: Op, parent: Node, name: str) -> None:
+        if (node := parent.names.get(name)) is not None:  # else its name was taken away while it was open
+            content = node.content.ljust(op.offset, b"\0")
+            node.content = content[: op.offset] + op.data + content[op.offset + len(op.data) :]
+            node.lengths.append(len(node.content))
+
+    def _do_truncate(self, op: Op, parent: Node, name: str) -> None:
+        if (node := parent.names.get(name)) is not None:
+            node.content = node.content[: op.offset].ljust(op.offset, b"\0")
+            node.lengths.append(len(node.content))
+
+    def _do_sync(self, op: Op, parent: Node, name: str) -> None:
+        if (node := parent.names.get(name)) is not None:
+            self._sync_file(node)
+
+    def _do_sync_dir(self, op: Op, parent: Node, name: str) -> None:
+        self._sync_names(self._at(op.path))
+
+    def _do_unlink(self, op: Op, parent: Node, name: str) -> None:
+        self._change(parent, parent.names[name], None, name)
+
+    _do_rmdir = _do_unlink
+
+    def _do_link(self, op: Op, parent: Node, name: str) -> None:
+        target, other = self._parent(op.other)
+        self._change(target, parent.names[name], other, None)
+
+    def _do_rename(self, op: Op, parent: Node, name: str) -> None:
+        target, other = self._parent(op.other)
+        node = parent.names[name]
+        if target is parent:
+            self._change(parent, node, other, name)
+        else:
+            there, here = self._change(target, node, other, None), self._change(parent, node, None, name)
+            there.other, here.other, here.follows = (parent, here), (target, there), True
+
+    def _do_exchange(self, op: Op, parent: Node, name: str) -> None:
+        target, other = self._parent(op.other)
+        assert target is parent, "an exchange between two directories"
+        node, there = parent.names[name], parent.names[other]
+        one, two = self._change(parent, node, other, name), self._change(parent, there, name, other)
+        one.other, two.other, two.follows = (parent, two), (parent, one), True
 
     def _save(self, op: Op) -> None:
         for path in filter(None, (op.path, op.other)):

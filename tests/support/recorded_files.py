@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -132,82 +133,82 @@ class _RecordedRaw(io.FileIO):
     _append = False
 
 
-def _replacements(recorder: Recorder) -> dict[str, Callable[..., Any]]:
-    """What to call instead of functions of `os`, by name."""
-    real = {name: getattr(os, name) for name in REPLACED}
+REPLACED = ("open", "mkdir", "unlink", "remove", "rmdir", "truncate", "rename", "replace", "link")
+REPLACED += ("pwrite", "write", "ftruncate", "fsync", "fdatasync")
 
-    def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+
+class _Replacements:
+    """What to call instead of functions of `os`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._real = recorder, {name: getattr(os, name) for name in REPLACED}
+
+    def by_name(self) -> dict[str, Callable[..., Any]]:
+        on_descriptor = ("pwrite", "write", "ftruncate", "fsync", "fdatasync")
+        return {
+            "open": self._open,
+            "mkdir": partial(self._on_path, "mkdir", "mkdir"),
+            "unlink": partial(self._on_path, "unlink", "unlink"),
+            "remove": partial(self._on_path, "remove", "unlink"),
+            "rmdir": partial(self._on_path, "rmdir", "rmdir"),
+            "truncate": partial(self._on_path, "truncate", "truncate"),
+            "rename": partial(self._on_two, "rename", "rename"),
+            "replace": partial(self._on_two, "replace", "rename"),
+            "link": partial(self._on_two, "link", "link"),
+        } | {name: partial(self._on_descriptor, name) for name in on_descriptor}
+
+    def _open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        recorder = self._recorder
         relative = recorder.below(path, dir_fd) if flags & WRITES else None
         if relative is None:
-            return real["open"](path, flags, mode, dir_fd=dir_fd)
+            return self._real["open"](path, flags, mode, dir_fd=dir_fd)
         with recorder.one_call():
             fresh = not os.path.lexists(f"{recorder.root}/{relative}")
-            descriptor = real["open"](path, flags, mode, dir_fd=dir_fd)
+            descriptor = self._real["open"](path, flags, mode, dir_fd=dir_fd)
             _note_opened(recorder, relative, fresh, bool(flags & os.O_TRUNC))
             return descriptor
 
-    def on_path(name: str, kind: str) -> Callable[..., Any]:
-        def call(path: Any, *arguments: Any, dir_fd: int | None = None, **named: Any) -> Any:
-            relative = recorder.below(path, dir_fd)
-            named |= {} if dir_fd is None else {"dir_fd": dir_fd}
-            with recorder.one_call():
-                result = real[name](path, *arguments, **named)
-                if relative is not None:
-                    recorder.add(kind, relative, offset=arguments[0] if kind == "truncate" else 0)
-                return result
+    def _on_path(
+        self, name: str, kind: str, path: Any, *arguments: Any, dir_fd: int | None = None, **named: Any
+    ) -> Any:
+        relative = self._recorder.below(path, dir_fd)
+        named |= {} if dir_fd is None else {"dir_fd": dir_fd}
+        with self._recorder.one_call():
+            result = self._real[name](path, *arguments, **named)
+            if relative is not None:
+                self._recorder.add(kind, relative, offset=arguments[0] if kind == "truncate" else 0)
+            return result
 
-        return call
+    def _on_two(self, name: str, kind: str, source: Any, target: Any, **named: Any) -> None:
+        one = self._recorder.below(source, named.get("src_dir_fd"))
+        other = self._recorder.below(target, named.get("dst_dir_fd"))
+        assert (one is None) == (other is None), f"{name} {source} to {target}: across the recorded folder's border"
+        with self._recorder.one_call():
+            self._real[name](source, target, **named)
+            if one is not None and other is not None:
+                self._recorder.add(kind, one, other)
 
-    def on_two(name: str, kind: str) -> Callable[..., Any]:
-        def call(source: Any, target: Any, **named: Any) -> None:
-            one = recorder.below(source, named.get("src_dir_fd"))
-            other = recorder.below(target, named.get("dst_dir_fd"))
-            assert (one is None) == (other is None), f"{name} {source} to {target}: across the recorded folder's border"
-            with recorder.one_call():
-                real[name](source, target, **named)
-                if one is not None and other is not None:
-                    recorder.add(kind, one, other)
+    def _on_descriptor(self, name: str, descriptor: Any, *arguments: Any) -> Any:
+        number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+        with self._recorder.one_call():
+            size = os.fstat(number).st_size
+            result = self._real[name](number, *arguments)
+            if (path := self._recorder.below(number)) is not None:
+                self._note(name, path, number, arguments, size, result)
+            return result
 
-        return call
-
-    def on_descriptor(name: str) -> Callable[..., Any]:
-        def call(descriptor: Any, *arguments: Any) -> Any:
-            number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
-            with recorder.one_call():
-                size = os.fstat(number).st_size
-                result = real[name](number, *arguments)
-                if (path := recorder.below(number)) is not None:
-                    if name == "pwrite":
-                        recorder.add("write", path, offset=arguments[1], data=bytes(arguments[0][:result]))
-                    elif name == "write":
-                        flags = os.O_APPEND & _flags_of(number)
-                        offset = size if flags else os.lseek(number, 0, os.SEEK_CUR) - result
-                        recorder.add("write", path, offset=offset, data=bytes(arguments[0][:result]))
-                    elif name == "ftruncate":
-                        recorder.add("truncate", path, offset=arguments[0])
-                    elif stat.S_ISDIR(os.fstat(number).st_mode):
-                        recorder.add("sync_dir", path)
-                    else:
-                        recorder.add("sync", path)
-                return result
-
-        return call
-
-    return {
-        "open": opened,
-        "mkdir": on_path("mkdir", "mkdir"),
-        "unlink": on_path("unlink", "unlink"),
-        "remove": on_path("remove", "unlink"),
-        "rmdir": on_path("rmdir", "rmdir"),
-        "truncate": on_path("truncate", "truncate"),
-        "rename": on_two("rename", "rename"),
-        "replace": on_two("replace", "rename"),
-        "link": on_two("link", "link"),
-    } | {name: on_descriptor(name) for name in ("pwrite", "write", "ftruncate", "fsync", "fdatasync")}
-
-
-REPLACED = ("open", "mkdir", "unlink", "remove", "rmdir", "truncate", "rename", "replace", "link")
-REPLACED += ("pwrite", "write", "ftruncate", "fsync", "fdatasync")
+    def _note(self, name: str, path: str, number: int, arguments: tuple, size: int, result: Any) -> None:
+        """Record a call on a descriptor of a file that had `size` bytes before it."""
+        if name == "pwrite":
+            self._recorder.add("write", path, offset=arguments[1], data=bytes(arguments[0][:result]))
+        elif name == "write":
+            at_end = os.O_APPEND & _flags_of(number)
+            offset = size if at_end else os.lseek(number, 0, os.SEEK_CUR) - result
+            self._recorder.add("write", path, offset=offset, data=bytes(arguments[0][:result]))
+        elif name == "ftruncate":
+            self._recorder.add("truncate", path, offset=arguments[0])
+        else:
+            self._recorder.add("sync_dir" if stat.S_ISDIR(os.fstat(number).st_mode) else "sync", path)
 
 
 def _flags_of(descriptor: int) -> int:
@@ -291,7 +292,7 @@ def recording(root: Path) -> Iterator[Recorder]:
         _hooked.append(True)
     recorder = Recorder(root.resolve())
     kept = {name: getattr(os, name) for name in REPLACED}, io.open, files._swap
-    for name, function in _replacements(recorder).items():
+    for name, function in _Replacements(recorder).by_name().items():
         setattr(os, name, function)
     io.open = builtins.open = _opener(recorder)  # type: ignore[assignment]
     files._swap = _swapper(recorder)

@@ -1,7 +1,7 @@
 """Form of a manifest: the type and bounds of each field, so that whoever has read one may rely on them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, TypeGuard
 
@@ -15,29 +15,14 @@ LONGEST_NAME = 255
 
 def problems_of(payload: dict[str, Any]) -> Iterator[str]:
     """Faults of the fields of a manifest of the present format, one line each; the fields are all there."""
-    for name in ("backend", "config_hash", "created"):
-        if not isinstance(payload[name], str):
-            yield f"its {name} is no text"
-    for name in ("step", "world_size", "numerics"):
-        if not _is_count(payload[name]):
-            yield f"its {name} is no number of 0 or more"
-    for name in ("contents", "roles"):
-        if not _is_list(payload[name], str):
-            yield f"its {name} are no list of texts"
-    if not _is_list(payload["threads"], int):
-        yield "its threads are no list of numbers"
-    for name in ("fingerprints", "versions", "linked", "imported"):
-        if not _is_mapping(payload[name], str):
-            yield f"its {name} are no texts by name"
+    wrong = [said.format(name) for names, fits, said in FORMS for name in names if not fits(payload[name])]
+    if wrong:
+        yield from wrong
+        return
     if payload["imported"] and not {"layout", "path"} <= payload["imported"].keys():
         yield "its imported does not say from where"
-    if not _is_mapping(payload["metrics"], int | float):
-        yield "its metrics are not all numbers"
-    elif any(isinstance(figure, int) and abs(figure) > LARGEST_SIZE for figure in payload["metrics"].values()):
-        yield "its metrics are beyond all figures"
-    if not _is_mapping(payload["files"], dict):
-        yield "its files are no entries by name"
-        return
+    if any(isinstance(figure, int) and abs(figure) > LARGEST_SIZE for figure in payload["metrics"].values()):
+        yield "its metrics are not finite numbers"
     for name, entry in payload["files"].items():
         if problem := _name_problem(name) or _entry_problem(entry):
             yield f"it names {name!r}, which {problem}"
@@ -76,3 +61,19 @@ def _is_list(value: object, kind: type) -> bool:
 
 def _is_mapping(value: object, kind: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(item, kind) for item in value.values())
+
+
+FORMS: Sequence[tuple[Sequence[str], Callable[[Any], bool], str]] = (
+    (("backend", "config_hash", "created"), lambda value: isinstance(value, str), "its {} is no text"),
+    (("step", "world_size", "numerics"), _is_count, "its {} is no number of 0 or more"),
+    (("contents", "roles"), lambda value: _is_list(value, str), "its {} are no list of texts"),
+    (("threads",), lambda value: _is_list(value, int), "its {} are no list of numbers"),
+    (
+        ("fingerprints", "versions", "linked", "imported"),
+        lambda value: _is_mapping(value, str),
+        "its {} are no texts by name",
+    ),
+    (("metrics",), lambda value: _is_mapping(value, int | float), "its {} are not all numbers"),
+    (("files",), lambda value: _is_mapping(value, dict), "its {} are no entries by name"),
+)
+"""Fields of one form, the form, and what a message says of a field that has another."""

@@ -43,48 +43,7 @@ def download(url: str, copy: Copy, run_dir: Path, coordinator: Coordinator) -> b
     False on every rank, and nothing changed, when a file is missing or not as committed. Raises UserError on every rank
     when the disk refuses a file or the remote falls silent.
     """
-    retries = Retries(url, stalled_s=DOWNLOAD_S, give_up_s=DOWNLOAD_S)
-    stores: list[RemoteStore] = []
-
-    def make() -> tuple[Path, Path]:
-        log.info("Fetching step %d from %s.", copy.step, url)
-        try:
-            make_dir(run_dir)
-            return begin(run_dir, copy.step), run_dir / fresh_name(TEMPORARY, "run")
-        except OSError as error:
-            raise UserError(_refused(url, str(error))) from error
-
-    def reach() -> bool:
-        stores.extend(store for store in [_reach(url, copy, leads=coordinator.is_leader)] if store is not None)
-        return bool(stores)
-
-    temporary, beside = coordinator.on_leader(make)
-    able = [rank for rank, reaches in enumerate(coordinator.everywhere(reach)) if reaches]
-    files = sorted(copy.manifest.files.items(), key=lambda item: (-item[1]["size"], item[0]))
-    mine = files[able.index(coordinator.rank) :: len(able)] if stores else []
-    fetched: list[str] = []
-
-    def fetch() -> Fault | None:
-        try:
-            for store in stores:
-                jobs = [partial(_fetch, store, copy.step, temporary, name, entry, retries) for name, entry in mine]
-                in_threads(jobs, THREADS)
-                if coordinator.is_leader:
-                    fetched.extend(name for name in RUN_FILES if _fetch_run_file(store, copy, beside, name, retries))
-        except BaseException as error:  # the other ranks wait for this one's answer
-            return _fault(error)
-        return None
-
-    def end(faults: list[Fault | None]) -> Fault | None:
-        try:
-            worst = min((fault for fault in faults if fault is not None), default=None)
-            return worst or _publish(copy, run_dir, temporary, beside, fetched)
-        finally:
-            remove_dir(temporary, ignore_errors=True)
-            remove_dir(beside, ignore_errors=True)
-
-    own = patiently(fetch, lambda fault: fault is not None, retries.stop, coordinator)
-    fault = coordinator.combine(lambda: own, end)
+    fault = _Download(url, copy, run_dir, coordinator).run()
     if fault is None:
         return True
     reason, text = fault
@@ -95,6 +54,63 @@ def download(url: str, copy: Copy, run_dir: Path, coordinator: Coordinator) -> b
     if coordinator.is_leader:
         log.error("%s; falling back to the copy before it.", text)
     return False
+
+
+class _Download:
+    """One copy on its way into a run directory: the ranks that reach the remote share its files."""
+
+    def __init__(self, url: str, copy: Copy, run_dir: Path, coordinator: Coordinator) -> None:
+        self._url, self._copy, self._run_dir, self._coordinator = url, copy, run_dir, coordinator
+        self._retries = Retries(url, stalled_s=DOWNLOAD_S, give_up_s=DOWNLOAD_S)
+        self._store: RemoteStore | None = None
+        self._run_files: list[str] = []
+        """Files of the run directory that have been fetched."""
+
+    def run(self) -> Fault | None:
+        """Fetch, verify and publish; the fault that counts for all ranks. Collective."""
+        self._temporary, self._beside = self._coordinator.on_leader(self._make)
+        able = [rank for rank, reaches in enumerate(self._coordinator.everywhere(self._reach)) if reaches]
+        files = sorted(self._copy.manifest.files.items(), key=lambda item: (-item[1]["size"], item[0]))
+        mine = files[able.index(self._coordinator.rank) :: len(able)] if self._store is not None else []
+        own = patiently(
+            partial(self._fetch, mine), lambda fault: fault is not None, self._retries.stop, self._coordinator
+        )
+        return self._coordinator.combine(lambda: own, self._end)
+
+    def _make(self) -> tuple[Path, Path]:
+        """Folders for the checkpoint and for the files of the run directory."""
+        log.info("Fetching step %d from %s.", self._copy.step, self._url)
+        try:
+            make_dir(self._run_dir)
+            return begin(self._run_dir, self._copy.step), self._run_dir / fresh_name(TEMPORARY, "run")
+        except OSError as error:
+            raise UserError(_refused(self._url, str(error))) from error
+
+    def _reach(self) -> bool:
+        self._store = _reach(self._url, self._copy, leads=self._coordinator.is_leader)
+        return self._store is not None
+
+    def _fetch(self, mine: list[tuple[str, dict[str, Any]]]) -> Fault | None:
+        store, copy, retries = self._store, self._copy, self._retries
+        if store is None:
+            return None
+        try:
+            jobs = [partial(_fetch, store, copy.step, self._temporary, name, entry, retries) for name, entry in mine]
+            in_threads(jobs, THREADS)
+            for name in RUN_FILES if self._coordinator.is_leader else ():
+                if _fetch_run_file(store, copy, self._beside, name, retries):
+                    self._run_files.append(name)
+        except BaseException as error:  # the other ranks wait for this one's answer
+            return _fault(error)
+        return None
+
+    def _end(self, faults: list[Fault | None]) -> Fault | None:
+        try:
+            worst = min((fault for fault in faults if fault is not None), default=None)
+            return worst or _publish(self._copy, self._run_dir, self._temporary, self._beside, self._run_files)
+        finally:
+            remove_dir(self._temporary, ignore_errors=True)
+            remove_dir(self._beside, ignore_errors=True)
 
 
 def _reach(url: str, copy: Copy, *, leads: bool) -> RemoteStore | None:
