@@ -3,49 +3,60 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 import rlhf
-from rlhf.config import Config
-from rlhf.config.known_settings import SETTINGS
+from rlhf.config import ActorConfig, AlgorithmConfig, CheckpointConfig, LoraConfig, ModelConfig, RewardConfig
 from rlhf.config.user_functions import hash_of_files
 from rlhf.models.fingerprint import fingerprint, fingerprint_file
 
 
-def course_of(config: Config, run_id: str, fingerprints: Mapping[str, str]) -> str:
+def course_of(
+    settings: Mapping[str, Any],
+    checkpoint: CheckpointConfig,
+    lora: LoraConfig,
+    run_id: str,
+    fingerprints: Mapping[str, str],
+) -> str:
     """A hash of what makes the weights of a step what they are, but for the rewards and the number of ranks.
 
     Args:
+        settings: those that the run's numbers depend on (`rlhf.config.compare.trajectory`).
         run_id: the run's identity.
         fingerprints: hashes of what settings only name: model files, prompts.
     """
-    adapters = config.model.lora.path and Path(config.model.lora.path).expanduser()
+    adapters = lora.path and Path(lora.path).expanduser()
     facts = {
         "rlhf": rlhf.__version__,
         "run_id": run_id,
-        "settings": {s.key: s.value(config) for s in SETTINGS.values() if s.metadata["resume"] == "trajectory"},
+        "settings": dict(settings),
         # What a resume leaves out (say, the optimizer's moments) changes the weights of every later step.
-        "contents": sorted(config.checkpoint.load_contents or config.checkpoint.contents),
+        "contents": sorted(checkpoint.load_contents or checkpoint.contents),
         "files": dict(fingerprints),
         # No resume asks for them, but a start that is repeated before the first save may be from others.
         "adapters": fingerprint(adapters) if adapters and adapters.is_dir() else None,
-        "functions": hash_of_files([config.algorithm.adv_estimator, config.actor.policy_loss.loss_mode]),
+        "functions": hash_of_files(
+            [settings[key] for key in ("algorithm.adv_estimator", "actor.policy_loss.loss_mode")]
+        ),
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
 
 
-def user_files(config: Config) -> dict[str, str]:
+def user_files(
+    reward: RewardConfig, algorithm: AlgorithmConfig, actor: ActorConfig, model: ModelConfig
+) -> dict[str, str]:
     """A hash of each file of the user's that a setting names, by setting: functions, and the chat template.
 
     What is in them changes the run as the settings do; what functions import is not looked at.
     """
     named = {
-        "reward.functions": config.reward.functions,
-        "algorithm.adv_estimator": [config.algorithm.adv_estimator],
-        "actor.policy_loss.loss_mode": [config.actor.policy_loss.loss_mode],
+        "reward.functions": reward.functions,
+        "algorithm.adv_estimator": [algorithm.adv_estimator],
+        "actor.policy_loss.loss_mode": [actor.policy_loss.loss_mode],
     }
     hashes = {key: hash_of_files(names) for key, names in named.items() if any(".py:" in name for name in names)}
-    if (template := config.model.chat_template) is not None:
+    if (template := model.chat_template) is not None:
         hashes["model.chat_template"] = fingerprint_file(Path(template).expanduser())
     return hashes

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.config import Config, CriticConfig, LoraConfig, ModelConfig, RewardModelConfig
-from rlhf.config.derived import needs_critic, needs_reward_model
+from rlhf.config import CriticConfig, LoraConfig, ModelConfig, RewardModelConfig
 from rlhf.errors import UserError
 from rlhf.models import loading, weights
 from rlhf.models.adapter_folder import WEIGHTS
@@ -88,26 +87,36 @@ def reward_model_source(reward_model: RewardModelConfig, model: ModelConfig) -> 
     return ModelSource("reward_model.path", path, revision, model.trust_remote_code, model.attn_implementation)
 
 
-def find_models(config: Config, coordinator: Coordinator, device: torch.device, scratch: Path) -> FoundModels:
+def find_models(
+    model: ModelConfig,
+    critic: CriticConfig | None,
+    reward_model: RewardModelConfig | None,
+    coordinator: Coordinator,
+    device: torch.device,
+    scratch: Path,
+) -> FoundModels:
     """Find the models of the run; copies of small files go below `scratch`. Collective.
+
+    Args:
+        critic, reward_model: None where the run needs no such model.
 
     Raises:
         UserError: one can't be found or read, or the critic has another vocabulary than the policy.
     """
 
     def find(source: ModelSource) -> Found:
-        files = find_files(source, config.model.loading, coordinator, device, scratch)
+        files = find_files(source, model.loading, coordinator, device, scratch)
         hf_config = loading.load_model_config(files.source, files.folder)
         return Found(files, hf_config, loading.load_tokenizer(files.source, files.folder))
 
-    policy, critic, reward_model = find(policy_source(config.model)), None, None
-    if needs_critic(config.algorithm, config.critic):
-        critic = policy if config.critic.path is None else find(critic_source(config.critic, config.model))
-    if needs_reward_model(config.reward):
-        reward_model = find(reward_model_source(config.reward_model, config.model))
-    if critic is not None and critic.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+    policy, values, judge = find(policy_source(model)), None, None
+    if critic is not None:
+        values = policy if critic.path is None else find(critic_source(critic, model))
+    if reward_model is not None:
+        judge = find(reward_model_source(reward_model, model))
+    if values is not None and values.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UserError(
-            f"{critic.files.source} has another vocabulary than {policy.files.source}: the critic reads the policy's "
+            f"{values.files.source} has another vocabulary than {policy.files.source}: the critic reads the policy's "
             "tokens. Take a model with the same tokenizer, or critic.path=null."
         )
-    return FoundModels(policy, critic, reward_model)
+    return FoundModels(policy, values, judge)

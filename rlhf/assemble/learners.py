@@ -44,6 +44,11 @@ class Learners:
     utilization: Utilization
 
     @property
+    def moving_reference(self) -> Reference | None:
+        """The reference, if it departs from the starting weights."""
+        return self.reference if self.reference is not None and self.reference.moves else None
+
+    @property
     def backends(self) -> dict[str, TrainingBackend]:
         """The engines of the models in training, by the name that a checkpoint has them under."""
         engines = {"actor": self.actor.backend}

@@ -1,6 +1,6 @@
 """Rollouts of a run: the reward, the engine, the collector of each step's batch and the evaluator."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,12 +9,14 @@ from transformers import PreTrainedModel
 
 from rlhf.assemble.course import course_of
 from rlhf.assemble.found_models import Found, FoundModels
+from rlhf.assemble.inputs import RunInputs
 from rlhf.assemble.learners import frozen
-from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.config import Config, DataConfig, RolloutConfig
+from rlhf.config.compare import trajectory
 from rlhf.config.derived import longest_sample, needs_greedy_baseline, sends_adapters
-from rlhf.data import PromptStream
+from rlhf.config.user_functions import hash_of_files
 from rlhf.experience.collector import Collector
+from rlhf.experience.evaluation import Evaluator
 from rlhf.experience.generation import Generation
 from rlhf.experience.journal import Journal
 from rlhf.experience.policy_sampler import PolicySampler
@@ -24,10 +26,11 @@ from rlhf.models.fused_experts import parts_in_files
 from rlhf.models.packing_probe import choose_packing
 from rlhf.ranks import dims
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.reward import Reward
+from rlhf.reward import Reward, answer_reader
 from rlhf.reward import build_reward as reward_of
 from rlhf.reward.reward_model import RewardModel
 from rlhf.rollout import RolloutEngine, SamplingParams, build_embedded_engine, eos_token_ids
+from rlhf.tracking.sample_files import ShownSample
 
 
 def build_reward(config: Config, models: FoundModels, coordinator: Coordinator, device: torch.device) -> Reward:
@@ -77,24 +80,18 @@ def build_engine(
 
 def build_collector(
     config: Config,
-    stream: PromptStream,
+    inputs: RunInputs,
     sampler: PolicySampler,
     reward: Reward,
-    policy: Found,
-    driver: DriverState,
-    fingerprints: Mapping[str, str],
     coordinator: Coordinator,
     device: torch.device,
 ) -> Collector:
-    """The collector of each step's batch, with the journal where `checkpoint.journal` asks for one.
-
-    Args:
-        fingerprints: of the models and the prompts, which a journal must agree with.
-    """
-    prompts = PromptShare(stream, config.data.train_batch_size, dims.data())
+    """The collector of each step's batch, with the journal where `checkpoint.journal` asks for one."""
+    driver = inputs.driver
+    prompts = PromptShare(inputs.stream, config.data.train_batch_size, dims.data())
     journal = None
     if config.checkpoint.journal:
-        course = course_of(config, driver.run_id, fingerprints)
+        course = course_of(trajectory(config), config.checkpoint, config.model.lora, driver.run_id, inputs.fingerprints)
         journal = Journal(config.run_dir, course, hash_of_files(config.reward.functions), coordinator)
     generation = Generation(
         sampler,
@@ -103,7 +100,7 @@ def build_collector(
         needs_greedy_baseline(config.algorithm),
         reward,
         config.reward.overlong_buffer,
-        policy.tokenizer,
+        inputs.models.policy.tokenizer,
         coordinator,
         journal,
     )
@@ -117,6 +114,29 @@ def build_collector(
         coordinator,
         device,
         ends_with=driver.ends_with,
+    )
+
+
+def build_evaluator(
+    config: Config,
+    inputs: RunInputs,
+    sampler: PolicySampler,
+    reward: Reward,
+    coordinator: Coordinator,
+    show: Callable[[list[ShownSample]], None],
+) -> Evaluator:
+    """The evaluator on the held-out prompts, whose samples go to `show`."""
+    return Evaluator(
+        inputs.val_set,
+        sampler,
+        evaluation_params(config.rollout, config.data),
+        config.rollout.val_kwargs.n,
+        reward,
+        answer_reader(config.reward),
+        inputs.models.policy.tokenizer,
+        coordinator,
+        config.trainer,
+        show,
     )
 
 

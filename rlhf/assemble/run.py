@@ -2,16 +2,17 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from rlhf.assemble.course import user_files
 from rlhf.assemble.found_models import find_models
+from rlhf.assemble.inputs import RunInputs, read_prompts
 from rlhf.assemble.learners import Learners, build_learners, read_adapters
-from rlhf.assemble.rollouts import build_collector, build_engine, build_reward, evaluation_params
+from rlhf.assemble.rollouts import build_collector, build_engine, build_evaluator, build_reward
 from rlhf.backends import check_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.checkpoint.checkpointer import Checkpointer
@@ -22,12 +23,17 @@ from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig
-from rlhf.config.derived import mini_batches, needs_old_log_probs, samples_per_step, sends_adapters
-from rlhf.data import PromptSet, PromptStream, build_train_set, build_val_set
-from rlhf.errors import UserError
+from rlhf.config.derived import (
+    mini_batches,
+    needs_critic,
+    needs_old_log_probs,
+    needs_reward_model,
+    samples_per_step,
+    sends_adapters,
+)
+from rlhf.data import PromptStream
 from rlhf.events import follow, report, subscribe
 from rlhf.experience.collector import Collector
-from rlhf.experience.evaluation import Evaluator
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.shown_samples import RolloutViewer
 from rlhf.learning.credit import Advantages
@@ -45,7 +51,6 @@ from rlhf.ranks.progress_pipe import ShowsProgress
 from rlhf.ranks.rng import seed_everything
 from rlhf.ranks.status import StatusWriter
 from rlhf.ranks.stop import PreemptionFlag
-from rlhf.reward import answer_reader
 from rlhf.rollout import check_lengths
 from rlhf.storage.scratch import Scratch
 from rlhf.storage.state import Stateful
@@ -63,95 +68,94 @@ def build(
 ) -> Components:
     """Every component of this rank, brought to the newest checkpoint; people see its progress through `shown`.
     Collective."""
-    phases = Phases(shown, coordinator.rank)
+    preemption, phases = PreemptionFlag(), Phases(shown, coordinator.rank)
     follow(phases.report)
     with Scratch() as scratch:
-        return _build(config, device, coordinator, status, shown, phases, scratch.folder)
+        # Whatever a user can have mistaken comes before the first weights.
+        inputs = _inputs(config, device, coordinator, scratch.folder)
+        _follow_events(inputs.driver, status, phases)
+        return _build(config, inputs, device, coordinator, shown, preemption)
 
 
-def _build(
-    config: Config,
-    device: torch.device,
-    coordinator: Coordinator,
-    status: StatusWriter,
-    shown: ShowsProgress,
-    phases: Phases,
-    scratch: Path,
-) -> Components:
+def _inputs(config: Config, device: torch.device, coordinator: Coordinator, scratch: Path) -> RunInputs:
+    """Find the models and read the prompts; copies of small files go below `scratch`. Collective.
+
+    Raises:
+        UserError: the backend, a model or the data is not what the run needs.
+    """
     report("finding the models")
     check_backend(config.backend, device)
     seed_everything(config.trainer.seed, coordinator.rank)
-    preemption = PreemptionFlag()
-
-    # Whatever a user can have mistaken comes before the first weights.
-    models = find_models(config, coordinator, device, scratch)
+    models = find_models(
+        config.model,
+        config.critic if needs_critic(config.algorithm, config.critic) else None,
+        config.reward_model if needs_reward_model(config.reward) else None,
+        coordinator,
+        device,
+        scratch,
+    )
     policy = models.policy
     check_not_quantised(policy.files.source.path, getattr(policy.hf_config, "quantization_config", None))
     if config.model.lora.enabled:
         on_every_rank(lambda: policy.check_adapters(config.model.lora), coordinator)
     check_lengths(policy.hf_config, config.data.max_prompt_length, config.data.max_response_length)
     report("reading the prompts")
-    train_set, val_set = _prompt_sets(config, policy.tokenizer, coordinator)
-    stream = PromptStream(
-        train_set, config.trainer.seed, config.data.shuffle, allow_change=config.trainer.allow_config_change
+    trainer, data = config.trainer, config.data
+    train_set, val_set = read_prompts(data, config.reward, trainer.seed, policy.tokenizer, coordinator)
+    stream = PromptStream(train_set, trainer.seed, data.shuffle, allow_change=trainer.allow_config_change)
+    steps_per_epoch = len(train_set) / data.train_batch_size
+    driver = DriverState(
+        read_run_file(config.run_dir)["run_id"],
+        planned_steps(trainer, steps_per_epoch),
+        steps_per_epoch,
+        trainer.total_epochs if trainer.total_training_steps is None else None,
     )
-    driver = _driver(config, len(train_set))
+    return RunInputs(models, train_set, val_set, stream, driver)
+
+
+def _follow_events(driver: DriverState, status: StatusWriter, phases: Phases) -> None:
+    """Report each event with its step to the watchdog and to people."""
 
     def step_of(event: str) -> int:
         return driver.step + (not event.startswith(AFTER_THE_STEP))
 
     subscribe(lambda event: status.event(step_of(event), event))
     subscribe(lambda event: phases.event(step_of(event), event))
+
+
+def _build(
+    config: Config,
+    inputs: RunInputs,
+    device: torch.device,
+    coordinator: Coordinator,
+    shown: ShowsProgress,
+    preemption: PreemptionFlag,
+) -> Components:
+    models, driver = inputs.models, inputs.driver
     report("loading the weights")
     reward = build_reward(config, models, coordinator, device)
-    loaded = policy.load(loading.load_model, coordinator, device)
-    engine = build_engine(config, policy, loaded.model, coordinator, device)
+    loaded = models.policy.load(loading.load_model, coordinator, device)
+    engine = build_engine(config, models.policy, loaded.model, coordinator, device)
     learners = build_learners(config, models, loaded, driver.total_steps, coordinator, device)
     native = sends_adapters(config.model.lora, config.rollout)
     sampler = PolicySampler(engine, learners.actor.backend, config.trainer.seed, native)
-
-    fingerprints = models.fingerprints | {"prompts": train_set.fingerprint}
-    collector = build_collector(config, stream, sampler, reward, policy, driver, fingerprints, coordinator, device)
-    val_params = evaluation_params(config.rollout, config.data)
+    collector = build_collector(config, inputs, sampler, reward, coordinator, device)
     run_log = _run_log(config, driver, shown, leads=coordinator.is_leader)
-    evaluator = Evaluator(
-        val_set,
-        sampler,
-        val_params,
-        config.rollout.val_kwargs.n,
-        reward,
-        answer_reader(config.reward),
-        policy.tokenizer,
-        coordinator,
-        config.trainer,
-        run_log.show,
-    )
     advantages = Advantages(config.algorithm, config.rollout.n)
     guards = Guards(config.guards, quiet=not coordinator.is_leader)
-
-    parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards, "history": run_log}
-    if advantages.scaling.remembers:
-        parts["reward_scaling"] = advantages.scaling
-    if learners.actor.entropy_control.moves:
-        parts["entropy_control"] = learners.actor.entropy_control
-    files = models.fingerprints | user_files(config)
-    checkpointer = _checkpointer(config, coordinator, learners, driver, parts, files, collector)
+    parts = _stateful(inputs.stream, advantages, guards, run_log, learners)
+    checkpointer = _checkpointer(config, inputs, learners, parts, collector, coordinator)
     report("looking for a checkpoint")
     resumed = checkpointer.resume()
     if not resumed:
         read_adapters(learners.actor.backend, config.model.lora, coordinator)
     if coordinator.is_leader:
-        actor, kind = learners.actor.backend, policy.hf_config.model_type
-        log.info("%s", _facts(actor, kind, train_set, val_set, driver, coordinator, device))
+        log.info("%s", _facts(learners.actor.backend, inputs, coordinator, device))
     run_log.start(driver.step, resumed=resumed)
     per_pass = mini_batches(config.data, config.actor)
     return Components(
         collector=collector,
-        work_sharing=WorkSharing(
-            per_pass,
-            coordinator,
-            config.trainer.seed if config.actor.shuffle else None,
-        ),
+        work_sharing=WorkSharing(per_pass, coordinator, config.trainer.seed if config.actor.shuffle else None),
         engine=engine,
         actor=learners.actor,
         critic=learners.critic,
@@ -159,8 +163,10 @@ def _build(
         reference=learners.reference,
         advantages=advantages,
         guards=guards,
-        evaluator=evaluator,
-        viewer=RolloutViewer(collector.prompts, policy.tokenizer, config.trainer.log_rollouts, coordinator),
+        evaluator=build_evaluator(config, inputs, sampler, reward, coordinator, run_log.show),
+        viewer=RolloutViewer(
+            collector.prompts, models.policy.tokenizer, config.trainer.log_rollouts, coordinator
+        ),
         checkpointer=checkpointer,
         run_log=run_log,
         clock=PhaseClock(device),
@@ -175,55 +181,38 @@ def _build(
     )
 
 
-def _prompt_sets(
-    config: Config, tokenizer: PreTrainedTokenizerBase, coordinator: Coordinator
-) -> tuple[PromptSet, PromptSet | None]:
-    data, reward, seed = config.data, config.reward, config.trainer.seed
-    train_set = build_train_set(data, reward, seed, tokenizer)
-    val_set = build_val_set(data, reward, seed, tokenizer)
-    if len(set(coordinator.gather(train_set.fingerprint))) > 1:
-        raise UserError(
-            f"The ranks read different training prompts from {data.train_files or data.reasoning_gym}: give every node "
-            "the same files, and set PYTHONHASHSEED=0 for all ranks (some reasoning-gym tasks depend on it; our own "
-            "supervisor sets it)."
-        )
-    return train_set, val_set
-
-
-def _driver(config: Config, prompts: int) -> DriverState:
-    steps_per_epoch = prompts / config.data.train_batch_size
-    run_id = read_run_file(config.run_dir)["run_id"]
-    by_epochs = config.trainer.total_training_steps is None
-    return DriverState(
-        run_id,
-        planned_steps(config.trainer, steps_per_epoch),
-        steps_per_epoch,
-        config.trainer.total_epochs if by_epochs else None,
-    )
+def _stateful(
+    stream: PromptStream, advantages: Advantages, guards: Guards, run_log: RunLog, learners: Learners
+) -> dict[str, Stateful]:
+    """What changes the run's future beside weights, optimizers and the driver, by its name in the driver state."""
+    parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards, "history": run_log}
+    if advantages.scaling.remembers:
+        parts["reward_scaling"] = advantages.scaling
+    if learners.actor.entropy_control.moves:
+        parts["entropy_control"] = learners.actor.entropy_control
+    if learners.moving_reference is not None:
+        parts["reference"] = learners.moving_reference
+    return parts
 
 
 def _checkpointer(
     config: Config,
-    coordinator: Coordinator,
+    inputs: RunInputs,
     learners: Learners,
-    driver: DriverState,
-    parts: dict[str, Stateful],
-    fingerprints: dict[str, str],
+    parts: Mapping[str, Stateful],
     collector: Collector,
+    coordinator: Coordinator,
 ) -> Checkpointer:
-    reference = learners.reference
-    moving = reference if reference is not None and reference.moves else None
-    if moving is not None:
-        parts = parts | {"reference": moving}
     resolved = ResolvedConfig.of(config)
+    files = inputs.models.fingerprints | user_files(config.reward, config.algorithm, config.actor, config.model)
     return Checkpointer(
         config.run_dir,
         config.trainer,
         config.checkpoint,
         resolved,
-        Identity.of_run(config.backend.name, resolved.text, fingerprints, coordinator.gather(torch.get_num_threads())),
+        Identity.of_run(config.backend.name, resolved.text, files, coordinator.gather(torch.get_num_threads())),
         coordinator,
-        RunState(learners.backends, driver, parts, moving, collector),
+        RunState(learners.backends, inputs.driver, parts, learners.moving_reference, collector),
     )
 
 
@@ -234,15 +223,7 @@ def _run_log(config: Config, driver: DriverState, shown: ShowsProgress, *, leads
     return RunLog(tracker, shown, driver.total_steps, log_samples=config.trainer.log_samples)
 
 
-def _facts(
-    policy: TrainingBackend,
-    model_type: str,
-    train_set: PromptSet,
-    val_set: PromptSet | None,
-    driver: DriverState,
-    coordinator: Coordinator,
-    device: torch.device,
-) -> str:
+def _facts(policy: TrainingBackend, inputs: RunInputs, coordinator: Coordinator, device: torch.device) -> str:
     """What is known of the run only now, in a line."""
     # Of the shards, which have the whole shapes in every engine.
     trained, base = (
@@ -253,8 +234,10 @@ def _facts(
     if base:
         parameters += f", frozen, and {in_words(trained)} in adapters"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    held_out = "" if val_set is None else f" and {val_set.counted} held-out"
+    held_out = "" if inputs.val_set is None else f" and {inputs.val_set.counted} held-out"
+    driver = inputs.driver
     return (
-        f"Policy: {model_type} with {parameters} on {where}, ranks: {coordinator.world_size}; "
-        f"{train_set.counted} training{held_out} prompts; step {driver.step} of {driver.total_steps} done."
+        f"Policy: {inputs.models.policy.hf_config.model_type} with {parameters} on {where}, "
+        f"ranks: {coordinator.world_size}; {inputs.train_set.counted} training{held_out} prompts; "
+        f"step {driver.step} of {driver.total_steps} done."
     )

@@ -106,6 +106,11 @@ class ResolvedConfig:
         return value
 
 
+def trajectory(config: Config) -> dict[str, Any]:
+    """The settings that the run's numbers depend on, by their dotted names."""
+    return {s.key: s.value(config) for s in SETTINGS.values() if s.metadata["resume"] == "trajectory"}
+
+
 def refuse_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> None:
     """Raise UserError if a setting would change the run, unless they may (`trainer.allow_config_change`).
 

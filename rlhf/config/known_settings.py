@@ -24,6 +24,11 @@ class Setting:
             value = getattr(value, name)
         return value
 
+    @property
+    def default(self) -> Any:
+        """The value that the schema gives it."""
+        return self.value(_DEFAULTS)
+
     def takes_for_true(self, value: Any) -> bool:
         """Whether the setting is true or false and `value` another number, which OmegaConf takes for true."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -59,6 +64,7 @@ def _walk(section: type, prefix: str) -> Iterator[tuple[str, Setting | None]]:
             yield key, Setting(key, kind, field.metadata)
 
 
+_DEFAULTS = Config()
 _NODES = dict(_walk(Config, ""))
 SETTINGS: dict[str, Setting] = {key: leaf for key, leaf in _NODES.items() if leaf is not None}
 SECTIONS = frozenset(key for key, leaf in _NODES.items() if leaf is None)

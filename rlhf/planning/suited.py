@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.config import Config
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.vllm_versions import installation_problem
 from rlhf.planning.devices import count_gpus
@@ -38,8 +37,8 @@ def suited(setting: Callable[[str], Any], machine: Machine, environ: Mapping[str
     Args:
         setting: the value of a dotted setting; None for one that is missing.
     """
-    cuda, default = machine.is_cuda(setting("trainer.device")), Config()
-    found = {key: leaf.value(default) for key, leaf in SETTINGS.items() if leaf.metadata["by_device"]}
+    cuda = machine.is_cuda(setting("trainer.device"))
+    found = {key: leaf.default for key, leaf in SETTINGS.items() if leaf.metadata["by_device"]}
     if cuda:
         found |= ON_CUDA
         trusts = setting("model.trust_remote_code")  # which vLLM is not given

@@ -129,7 +129,9 @@ def test_a_chat_template_is_compared_by_its_content(places):
     config.model.path, config.model.chat_template = "m", "~/gone.jinja"
     (places / "gone.jinja").write_text("{{ messages }}")
     path = publish(places / "run", 2, config=to_yaml(config))
-    manifest = replace(read_manifest(path), fingerprints=user_files(config))
+    manifest = replace(
+        read_manifest(path), fingerprints=user_files(config.reward, config.algorithm, config.actor, config.model)
+    )
     (places / "gone.jinja").rename(places / "moved.jinja")
     (places / "other.jinja").write_text("{{ messages }}!")
     for name, changed in (

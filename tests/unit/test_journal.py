@@ -18,6 +18,7 @@ from rlhf.config import (
     RolloutConfig,
     TrainerConfig,
 )
+from rlhf.config.compare import trajectory
 from rlhf.config.user_functions import hash_of_files
 from rlhf.experience.groups import Group
 from rlhf.experience.journal import FOLDER, FORMAT, Journal, combined, digests
@@ -53,7 +54,7 @@ class Runs:
     def journal(self, *, run_id: str = "run", files: dict[str, str] = FILES, rank: int = 0, ranks: int = 1) -> Journal:
         coordinator = Coordinator(GlooTransport())
         coordinator.rank, coordinator.world_size = rank, ranks
-        course = course_of(self.config, run_id, files)
+        course = course_of(trajectory(self.config), self.config.checkpoint, self.config.model.lora, run_id, files)
         return Journal(self.run_dir, course, hash_of_files(self.config.reward.functions), coordinator)
 
     def at(self, step: int, after: str | None = None, **settings: Any) -> Journal:

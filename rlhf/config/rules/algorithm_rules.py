@@ -57,7 +57,7 @@ def _idle(config: Config) -> Iterator[str]:
     for key, known in chosen:
         name = SETTINGS[key].value(config)
         for setting, owner in SETTINGS_OF_ONE.items():
-            value, default = (SETTINGS[setting].value(each) for each in (config, Config()))
+            value, default = SETTINGS[setting].value(config), SETTINGS[setting].default
             if name in known and owner in known and name != owner and value != default:
                 yield f"{setting}={value}: has effect only with {key}={owner} (it is {name}); set {setting}={default}."
 

@@ -9,28 +9,25 @@ from packaging.version import Version
 
 from rlhf.config import (
     BackendConfig,
-    CheckpointConfig,
     Config,
     FrozenFsdpConfig,
     LoraConfig,
     RefConfig,
-    RolloutConfig,
 )
 from rlhf.config.derived import base_dtype, compute_dtype
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.schema.lora import ALL_LINEAR
 
+BESIDE_ADAPTERS = (
+    *(f"model.lora.{field.name}" for field in fields(LoraConfig) if field.name != "enabled"),
+    "rollout.lora",
+    "checkpoint.hf_adapter",
+)
+"""Settings that count where adapters are trained, and nowhere else."""
 VLLM_RANK = 512
 """The largest rank that vLLM serves."""
 PEFT = "0.21"
 """The oldest release of peft whose layers are known to work here."""
-
-
-def _defaults() -> dict[str, Any]:
-    """The defaults of the settings that count beside adapters alone, by their dotted names."""
-    of_lora = {f"model.lora.{field.name}": getattr(LoraConfig(), field.name) for field in fields(LoraConfig)}
-    del of_lora["model.lora.enabled"]
-    return of_lora | {"rollout.lora": RolloutConfig().lora, "checkpoint.hf_adapter": CheckpointConfig().hf_adapter}
 
 
 def idle_lora(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]:
@@ -38,9 +35,8 @@ def idle_lora(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]
     line each. Other values are refused wherever they come from (`lora_problems`)."""
     if config.model.lora.enabled:
         return
-    defaults = _defaults()
     for key, value in given:
-        if key in defaults and value is not None and value == defaults[key]:
+        if key in BESIDE_ADAPTERS and value is not None and value == SETTINGS[key].default:
             yield f"{key}={value}: has effect only with model.lora.enabled=true."
 
 
@@ -48,8 +44,8 @@ def lora_problems(config: Config) -> Iterator[str]:
     """Settings of `config.model.lora` that do not fit each other or the other sections, one line each."""
     lora, backend = config.model.lora, config.backend
     if not lora.enabled:
-        for key, default in _defaults().items():
-            if (value := SETTINGS[key].value(config)) != default:
+        for key in BESIDE_ADAPTERS:
+            if (value := SETTINGS[key].value(config)) != SETTINGS[key].default:
                 yield f"{key}={value}: has effect only with model.lora.enabled=true."
         return
     yield from _modules(lora)

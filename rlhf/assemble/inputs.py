@@ -1,0 +1,48 @@
+"""Inputs of a run: what there is before any weights are loaded."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.assemble.found_models import FoundModels
+from rlhf.checkpoint.state.driver_state import DriverState
+from rlhf.config import DataConfig, RewardConfig
+from rlhf.data import PromptSet, PromptStream, build_train_set, build_val_set
+from rlhf.errors import UserError
+from rlhf.ranks.coordinator import Coordinator
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """The models, the prompts and the number of steps that a run is made from, checked."""
+
+    models: FoundModels
+    train_set: PromptSet
+    val_set: PromptSet | None
+    stream: PromptStream
+    driver: DriverState
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of the models and of the prompts."""
+        return self.models.fingerprints | {"prompts": self.train_set.fingerprint}
+
+
+def read_prompts(
+    data: DataConfig,
+    reward: RewardConfig,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    coordinator: Coordinator,
+) -> tuple[PromptSet, PromptSet | None]:
+    """The prompts to train on and those held out, if there are any. Collective; raises UserError where ranks read
+    different ones."""
+    train_set = build_train_set(data, reward, seed, tokenizer)
+    val_set = build_val_set(data, reward, seed, tokenizer)
+    if len(set(coordinator.gather(train_set.fingerprint))) > 1:
+        raise UserError(
+            f"The ranks read different training prompts from {data.train_files or data.reasoning_gym}: give every node "
+            "the same files, and set PYTHONHASHSEED=0 for all ranks (some reasoning-gym tasks depend on it; our own "
+            "supervisor sets it)."
+        )
+    return train_set, val_set
