@@ -36,7 +36,7 @@ Values = Callable[[Config, Plan], Iterable[Any]]
 
 
 @dataclass(frozen=True)
-class Row:
+class Candidate:
     """A setting that may lower the peak."""
 
     setting: str
@@ -77,38 +77,38 @@ def _smaller_share(config: Config, plan: Plan) -> Iterable[float]:
 
 
 TABLE = (
-    Row("backend.autocast", _to("bfloat16"), of="none", on="cuda"),
-    Row("rollout.dtype", _to("bfloat16"), of="float32", on="cuda"),
-    Row("ref.fsdp_config.model_dtype", _to("bfloat16")),
-    Row("reward_model.fsdp_config.model_dtype", _to("bfloat16")),
-    Row("model.enable_gradient_checkpointing", _to(True)),
-    Row("model.attn_implementation", _to("sdpa"), of="eager"),
-    Row("model.lora.enabled", lambda config, plan: () if plan.fits else (True,)),
-    Row("actor.ppo_max_token_len_per_gpu", _smaller_budgets("actor")),
-    Row("critic.ppo_max_token_len_per_gpu", _smaller_budgets("critic")),
-    Row("reward_model.forward_max_token_len_per_gpu", _smaller_budgets("reward_model")),
-    Row("rollout.sleep_level", _to(2), on="cuda"),
-    Row(
+    Candidate("backend.autocast", _to("bfloat16"), of="none", on="cuda"),
+    Candidate("rollout.dtype", _to("bfloat16"), of="float32", on="cuda"),
+    Candidate("ref.fsdp_config.model_dtype", _to("bfloat16")),
+    Candidate("reward_model.fsdp_config.model_dtype", _to("bfloat16")),
+    Candidate("model.enable_gradient_checkpointing", _to(True)),
+    Candidate("model.attn_implementation", _to("sdpa"), of="eager"),
+    Candidate("model.lora.enabled", lambda config, plan: () if plan.fits else (True,)),
+    Candidate("actor.ppo_max_token_len_per_gpu", _smaller_budgets("actor")),
+    Candidate("critic.ppo_max_token_len_per_gpu", _smaller_budgets("critic")),
+    Candidate("reward_model.forward_max_token_len_per_gpu", _smaller_budgets("reward_model")),
+    Candidate("rollout.sleep_level", _to(2), on="cuda"),
+    Candidate(
         "rollout.tensor_model_parallel_size",
         lambda config, plan: (2 * config.rollout.tensor_model_parallel_size,),
         on="cuda",
     ),
-    Row("rollout.gpu_memory_utilization", _smaller_share, on="cuda"),
-    Row("rollout.name", _to("vllm"), of="embedded", on="cuda"),
-    Row("rollout.max_num_seqs", _half("rollout.max_num_seqs")),
-    Row("actor.fsdp_config.param_offload", _to(True), on="cuda"),
-    Row("actor.fsdp_config.optimizer_offload", _to(True), on="cuda"),
-    Row("critic.fsdp_config.param_offload", _to(True), on="cuda"),
-    Row("critic.fsdp_config.optimizer_offload", _to(True), on="cuda"),
-    Row("ref.fsdp_config.param_offload", _to(True), on="cuda"),
-    Row("reward_model.fsdp_config.param_offload", _to(True), on="cuda"),
-    Row("backend.reshard_after_forward", _to(True)),
-    Row("backend.dp_replicate", _to(1)),
-    Row("backend.zero_stage", lambda config, plan: range(config.backend.zero_stage + 1, 4)),
-    Row("backend.offload_optimizer", _to(True), on="cuda"),
-    Row("checkpoint.async_save", _to(False), on="cpu"),
-    Row("trainer.nproc", lambda config, plan: (2 * plan.target.ranks,), on="cuda"),
-    Row("data.max_response_length", _half("data.max_response_length")),
+    Candidate("rollout.gpu_memory_utilization", _smaller_share, on="cuda"),
+    Candidate("rollout.name", _to("vllm"), of="embedded", on="cuda"),
+    Candidate("rollout.max_num_seqs", _half("rollout.max_num_seqs")),
+    Candidate("actor.fsdp_config.param_offload", _to(True), on="cuda"),
+    Candidate("actor.fsdp_config.optimizer_offload", _to(True), on="cuda"),
+    Candidate("critic.fsdp_config.param_offload", _to(True), on="cuda"),
+    Candidate("critic.fsdp_config.optimizer_offload", _to(True), on="cuda"),
+    Candidate("ref.fsdp_config.param_offload", _to(True), on="cuda"),
+    Candidate("reward_model.fsdp_config.param_offload", _to(True), on="cuda"),
+    Candidate("backend.reshard_after_forward", _to(True)),
+    Candidate("backend.dp_replicate", _to(1)),
+    Candidate("backend.zero_stage", lambda config, plan: range(config.backend.zero_stage + 1, 4)),
+    Candidate("backend.offload_optimizer", _to(True), on="cuda"),
+    Candidate("checkpoint.async_save", _to(False), on="cpu"),
+    Candidate("trainer.nproc", lambda config, plan: (2 * plan.target.ranks,), on="cuda"),
+    Candidate("data.max_response_length", _half("data.max_response_length")),
 )
 """What may help; of these, `remedies` shows what a plan made with it says does."""
 
