@@ -31,6 +31,7 @@ from rlhf.rollout import (
     build_embedded_engine,
     eos_token_ids,
 )
+from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.storage.scratch import Scratch
 
 HEAD = 32
@@ -70,9 +71,8 @@ def start_vllm(
     eos = eos_token_ids(model, tokenizer)
     coordinator = Coordinator(GlooTransport())
     with Scratch() as scratch:
-        engine = build_vllm_engine(
-            config, files, scratch.folder / "model", eos, coordinator, device, max_model_len=max_model_len, seed=0
-        )
+        policy = PolicyFiles(files, scratch.folder / "model", eos, max_model_len)
+        engine = build_vllm_engine(config, policy, coordinator, device, seed=0)
     engine.update_weights(model.named_parameters, 0)
     return engine
 

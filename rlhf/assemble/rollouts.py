@@ -1,7 +1,6 @@
 """Rollouts of a run: the reward, the engine, the collector of each step's batch and the evaluator."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from rlhf.reward import Reward, answer_reader
 from rlhf.reward import build_reward as reward_of
 from rlhf.reward.reward_model import RewardModel
 from rlhf.rollout import RolloutEngine, SamplingParams, build_embedded_engine, eos_token_ids
+from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.tracking.sample_files import ShownSample
 
 
@@ -55,27 +55,25 @@ def build_engine(
         return build_embedded_engine(model, policy.tokenizer, config.rollout, device)
     # Its weights come with the first update; what it reads of the model are these files.
     generation: Any = getattr(model, "generation_config", None)
-    files = loading.hf_files(model.config, policy.tokenizer, generation)
-    eos = eos_token_ids(model, policy.tokenizer)
-    folder = config.run_dir / "rollout_model"
-    longest = longest_sample(config.data)
+    files = PolicyFiles(
+        loading.hf_files(model.config, policy.tokenizer, generation),
+        config.run_dir / "rollout_model",
+        eos_token_ids(model, policy.tokenizer),
+        longest_sample(config.data),
+    )
     if config.rollout.name == "vllm":
         from rlhf.rollout.vllm.engine_start import build_vllm_engine
         from rlhf.rollout.vllm.native_adapters import build_adapter_engine
 
-        lora = config.model.lora
-        native = sends_adapters(lora, config.rollout)
-        build: Callable[..., RolloutEngine] = partial(build_adapter_engine, lora) if native else build_vllm_engine
-        return build(
-            config.rollout, files, folder, eos, coordinator, device, max_model_len=longest, seed=config.trainer.seed
-        )
+        lora, seed = config.model.lora, config.trainer.seed
+        if sends_adapters(lora, config.rollout):
+            return build_adapter_engine(lora, config.rollout, files, coordinator, device, seed=seed)
+        return build_vllm_engine(config.rollout, files, coordinator, device, seed=seed)
     from rlhf.rollout.servers.server_engine import build_server_engine
 
     logs = config.run_dir / "rollout_servers"
     parts = parts_in_files({name: weight.shape for name, weight in model.named_parameters()}, model.config)
-    return build_server_engine(
-        config.rollout, files, folder, eos, coordinator, device, max_model_len=longest, logs=logs, parts=parts
-    )
+    return build_server_engine(config.rollout, files, coordinator, device, logs=logs, parts=parts)
 
 
 def build_collector(

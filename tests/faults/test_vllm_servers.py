@@ -24,6 +24,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.engine import siblings
+from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.servers import server_engine as engine_module
 from rlhf.rollout.servers.client import Ask, ServerClient
 from rlhf.rollout.servers.secret import VARIABLE, Secret, run_secret
@@ -77,9 +78,8 @@ class Behind(ServerProcess):
 
 
 def start(config: RolloutConfig, logs: Path, coordinator: Coordinator) -> ServerEngine:
-    return build_server_engine(
-        config, files(), logs.parent / "model", [1], coordinator, CPU, max_model_len=LONGEST, logs=logs
-    )
+    policy = PolicyFiles(files(), logs.parent / "model", [1], LONGEST)
+    return build_server_engine(config, policy, coordinator, CPU, logs=logs)
 
 
 def configuration() -> RolloutConfig:

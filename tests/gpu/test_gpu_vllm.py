@@ -13,6 +13,7 @@ from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import Request, Sample, SamplingParams, eos_token_ids
+from rlhf.rollout.policy_files import PolicyFiles
 from tests.support.gpus import NEEDS_GPU
 from tests.support.numeric_ranks import single_rank
 from tests.support.sampled import sampled
@@ -62,16 +63,9 @@ def test_sleep_wake_and_reload(level: int, tmp_path: Path) -> None:
         config = RolloutConfig(
             name="vllm", dtype="bfloat16", max_num_seqs=8, sleep_level=level, gpu_memory_utilization=0.3
         )
-        engine = build_vllm_engine(
-            config,
-            hf_files(models[0].config, tokenizer, models[0].generation_config),
-            tmp_path / "model",
-            eos_token_ids(models[0], tokenizer),
-            Coordinator(GlooTransport()),
-            device,
-            max_model_len=128,
-            seed=1,
-        )
+        files = hf_files(models[0].config, tokenizer, models[0].generation_config)
+        files_of_policy = PolicyFiles(files, tmp_path / "model", eos_token_ids(models[0], tokenizer), 128)
+        engine = build_vllm_engine(config, files_of_policy, Coordinator(GlooTransport()), device, seed=1)
         try:
             said = []
             for version, model in enumerate([*models, models[0]]):

@@ -8,6 +8,7 @@ import torch
 from rlhf.config import RolloutConfig, ServersConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
+from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.servers.fleet_loop import ServersFailed
 from rlhf.rollout.servers.server_engine import build_server_engine
 from tests.support.numeric_ranks import run_ranks
@@ -22,12 +23,9 @@ def told(folder: Path) -> str:
     try:
         build_server_engine(
             config,
-            files,
-            folder / "model",
-            [1],
+            PolicyFiles(files, folder / "model", [1], 64),
             Coordinator(GlooTransport()),
             torch.device("cpu"),
-            max_model_len=64,
             logs=folder / "logs",
         )
     except ServersFailed as error:

@@ -18,6 +18,7 @@ from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import Request, SamplingParams, build_embedded_engine, eos_token_ids
+from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.weight_digest import WeightsNotHeld
 from rlhf.storage.scratch import Scratch
 from tests.support.launching import TINY_POLICY
@@ -47,12 +48,9 @@ class Served:
             self.engine = build_adapter_engine(
                 LORA,
                 RolloutConfig(name="vllm", max_num_seqs=32),
-                files,
-                scratch.folder / "model",
-                eos,
+                PolicyFiles(files, scratch.folder / "model", eos, 112),
                 Coordinator(GlooTransport()),
                 torch.device("cpu"),
-                max_model_len=112,
                 seed=1,
             )
         self.move(5.0)

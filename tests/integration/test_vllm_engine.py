@@ -28,6 +28,7 @@ from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import Request, Sample, SamplingParams, build_embedded_engine, eos_token_ids
+from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.weight_digest import WeightsNotHeld
 from rlhf.storage.scratch import SHARED_MEMORY, Scratch
 from tests.support.launching import TINY_POLICY, question
@@ -77,8 +78,8 @@ def build(model: Any, tokenizer: Any, folder: Path | None = None, **rollout: Any
     eos = eos_token_ids(model, tokenizer)
     coordinator = Coordinator(GlooTransport())
     with Scratch() as scratch:
-        here = folder or scratch.folder / "model"
-        return build_vllm_engine(config, files, here, eos, coordinator, CPU, max_model_len=64 + 48, seed=1)
+        policy = PolicyFiles(files, folder or scratch.folder / "model", eos, max_model_len=64 + 48)
+        return build_vllm_engine(config, policy, coordinator, CPU, seed=1)
 
 
 def process() -> dict[str, Any]:

@@ -15,11 +15,12 @@ import torch
 from rlhf.config.schema.rollout import RolloutConfig, ServersConfig
 from rlhf.errors import UserError
 from rlhf.rollout import Request, SamplingParams
+from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import ServerHandle, ServersFailed
 from rlhf.rollout.servers.secret import Secret
-from rlhf.rollout.servers.server_engine import server_gpus, vocab_size
+from rlhf.rollout.servers.server_engine import server_gpus
 from tests.support.tcp_proxy import Proxy
 
 DEADLINE_S = 60.0
@@ -242,5 +243,8 @@ def test_servers_get_the_gpus_after_those_of_the_ranks(monkeypatch):
 
 
 def test_the_vocabulary_of_a_model_with_several_parts():
-    assert vocab_size({"config.json": b'{"vocab_size": 5}'}) == 5
-    assert vocab_size({"config.json": b'{"text_config": {"vocab_size": 6}}'}) == 6
+    def of(config: bytes) -> int:
+        return PolicyFiles({"config.json": config}, Path("model"), [1], 64).vocab_size
+
+    assert of(b'{"vocab_size": 5}') == 5
+    assert of(b'{"text_config": {"vocab_size": 6}}') == 6

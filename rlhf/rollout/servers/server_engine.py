@@ -1,10 +1,9 @@
 """Rollout engine over vLLM servers in processes of their own: the leader talks to them for all ranks."""
 
-import json
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -18,6 +17,7 @@ from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.engine import Request, Weights
 from rlhf.rollout.exchange import gather_requests, hand_out_samples
+from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.sample import Sample
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet import Fleet
@@ -26,7 +26,7 @@ from rlhf.rollout.servers.secret import run_secret
 from rlhf.rollout.servers.server_process import ServerProcess
 from rlhf.rollout.servers.weights.push import WeightPush
 from rlhf.storage.file_parts import FileParts, whole_in_files
-from rlhf.storage.files import make_dir, write_folder
+from rlhf.storage.files import make_dir
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -162,23 +162,16 @@ class ServerEngine:
 
 def build_server_engine(
     config: RolloutConfig,
-    files: Mapping[str, bytes],
-    folder: Path,
-    eos: Sequence[int],
+    policy: PolicyFiles,
     coordinator: Coordinator,
     device: torch.device,
     *,
-    max_model_len: int,
     logs: Path,
     parts: FileParts | None = None,
 ) -> ServerEngine:
     """The engine, with at least one server that lives. Collective.
 
     Args:
-        files: the small files of a Hugging Face folder, by name.
-        folder: where to write them; the same at every start, since vLLM's compile cache depends on its name.
-        eos: the tokens that end a response.
-        max_model_len: tokens of the longest prompt with its response.
         logs: the folder for the logs of servers that we start, and for the run's secret.
         parts: what the files have of the weights that the trainer has otherwise, and vLLM with them.
 
@@ -196,14 +189,16 @@ def build_server_engine(
             secret = run_secret(logs / "secret")
             if not config.servers.urls:
                 gpus = server_gpus(config, device, coordinator.world_size)
-                write_folder(folder, files)
+                policy.write()
                 make_dir(logs)
                 for i, of_server in enumerate(gpus):
                     path = logs / f"server_{i}.log"
-                    processes[path] = ServerProcess(config, folder, max_model_len, device, of_server, secret, path)
+                    processes[path] = ServerProcess(
+                        config, policy.folder, policy.max_model_len, device, of_server, secret, path
+                    )
             weight_push = WeightPush(config, device, secret)
             resources.callback(weight_push.close)
-            ask = Ask(eos, config.structured_outputs, vocab_size(files))
+            ask = Ask(policy.eos, config.structured_outputs, policy.vocab_size)
             fleet = Fleet(config.servers, processes, ask, secret, capacity=config.max_num_seqs)
             resources.callback(fleet.close)
             log.info("Waiting for the first of %d rollout servers.", len(processes) or len(config.servers.urls))
@@ -242,9 +237,3 @@ def server_gpus(config: RolloutConfig, device: torch.device, world_size: int) ->
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(there)]
     return [names[first : first + size] for first in range(ranks, needed, size)]
-
-
-def vocab_size(files: Mapping[str, bytes]) -> int:
-    """The vocabulary size of the model whose files these are."""
-    config = json.loads(files["config.json"])
-    return config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"]

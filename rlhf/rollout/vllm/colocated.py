@@ -2,17 +2,20 @@
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from rlhf.config import RolloutConfig
 from rlhf.errors import UserError
 from rlhf.events import GENERATING, report
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.engine import Request, Weights, places_by_params, siblings
 from rlhf.rollout.exchange import gather_requests
+from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.sample import Sample
 from rlhf.rollout.vllm.held_weights import held_digests, plain_name, record_packing, weight_check
 from rlhf.rollout.vllm.process_state import ProcessState
@@ -26,6 +29,16 @@ PARTS = ("weights", "kv_cache")
 """vLLM's names for what it gives back in its sleep."""
 
 
+@dataclass(frozen=True)
+class WeightsInFiles:
+    """What an update must bring."""
+
+    shapes: Mapping[tuple[str, ...], Sequence[int]]
+    """By the names of the weights in files; for those that are tied, each of their names in one tuple."""
+    parts: FileParts
+    """What the files have of the weights that the trainer has otherwise, and vLLM with them."""
+
+
 class VllmEngine:
     """A `RolloutEngine` over vLLM in this process, alone or with the other ranks of its tensor-parallel group.
 
@@ -34,40 +47,29 @@ class VllmEngine:
 
     Args:
         llm: `vllm.LLM`, made in `process_state`. Its weights come with the first update.
-        structured_outputs: `rollout.structured_outputs`.
-        max_model_len: tokens of the longest prompt with its response.
-        shapes: of the weights that an update must bring, by their names in files; for those that are tied, each of
-            their names in one tuple.
-        parts: what the files have of the weights that the trainer has otherwise, and vLLM with them.
-        eos: the tokens that end a response.
-        group: the ranks that this engine is spread over.
         scratch: where vLLM has its sockets; closed with the engine.
+        config: `sleep_level` is 0 where vLLM cannot sleep.
+        group: the ranks that this engine is spread over.
     """
 
     def __init__(
         self,
         llm: Any,
         process_state: ProcessState,
-        structured_outputs: Mapping[str, Any],
-        max_model_len: int,
-        shapes: Mapping[tuple[str, ...], Sequence[int]],
-        parts: FileParts,
-        eos: Sequence[int],
+        scratch: Scratch,
+        config: RolloutConfig,
+        policy: PolicyFiles,
+        weights: WeightsInFiles,
         coordinator: Coordinator,
         group: range,
-        sleep_level: int,
-        scratch: Scratch,
     ) -> None:
         self.version = 0
         self._llm = llm
         self._process_state = process_state
-        self._structured_outputs = structured_outputs
-        self._max_model_len = max_model_len
-        self._shapes, self._parts = shapes, parts
-        self._eos = eos
+        self._config, self._policy = config, policy
+        self._shapes, self._parts = weights.shapes, weights.parts
         self._coordinator = coordinator
         self._group = group
-        self._sleep_level = sleep_level
         self._scratch = scratch
         self._asleep: set[str] = set()
         self._check_weights: WeightCheck | None = None
@@ -117,12 +119,12 @@ class VllmEngine:
 
     def sleep(self) -> bool:
         """Give memory of the GPU back as `rollout.sleep_level` says; on a CPU nothing."""
-        if self._sleep_level and self._asleep != set(PARTS):
+        if self._config.sleep_level and self._asleep != set(PARTS):
             with self._process_state.entered():
                 self._wake(*PARTS)
-                self._llm.sleep(level=self._sleep_level)
+                self._llm.sleep(level=self._config.sleep_level)
             self._asleep = set(PARTS)
-        return self._sleep_level == 2
+        return self._config.sleep_level == 2
 
     def metrics(self) -> dict[str, float]:
         """See `RolloutEngine.metrics`."""
@@ -208,10 +210,11 @@ class VllmEngine:
             prompt, response = len(request.token_ids), request.params.max_tokens
             if not prompt:
                 raise ValueError("a prompt has no tokens")
-            if prompt + response > self._max_model_len:
+            if prompt + response > self._policy.max_model_len:
                 raise UserError(
                     f"A prompt of {prompt} tokens and a response of {response} do not fit vLLM, which was started for "
-                    f"{self._max_model_len} (data.max_prompt_length and data.max_response_length). Raise one of these."
+                    f"{self._policy.max_model_len} (data.max_prompt_length and data.max_response_length). Raise one of "
+                    "these."
                 )
 
     def _samples(self, requests: Sequence[Request], seed: int, step: int) -> list[Sample]:
@@ -221,7 +224,9 @@ class VllmEngine:
 
         def sampling(asked: Sequence[Request]) -> Any:
             own = request_seed(seed, step, asked[0].uid) + asked[0].sample
-            kwargs = sampling_kwargs(asked[0].params, copies_of(asked), own, self._eos, self._structured_outputs)
+            kwargs = sampling_kwargs(
+                asked[0].params, copies_of(asked), own, self._policy.eos, self._config.structured_outputs
+            )
             if structure := kwargs.pop("structured_outputs", None):
                 kwargs["structured_outputs"] = StructuredOutputsParams(**structure)
             return VllmSamplingParams(**kwargs, flat_logprobs=True)

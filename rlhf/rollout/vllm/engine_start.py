@@ -4,8 +4,9 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from rlhf.errors import UserError
 from rlhf.models.fused_experts import parts_in_files
 from rlhf.ranks import dims
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.rollout.vllm.colocated import VllmEngine
+from rlhf.rollout.policy_files import PolicyFiles
+from rlhf.rollout.vllm.colocated import VllmEngine, WeightsInFiles
 from rlhf.rollout.vllm.process_state import ProcessState
-from rlhf.storage.file_parts import FileParts, parts_of
-from rlhf.storage.files import remove_file, write_folder
+from rlhf.storage.file_parts import parts_of
+from rlhf.storage.files import remove_file
 from rlhf.storage.scratch import SHARED_MEMORY, Scratch, name_shared_memory
 
 ENVIRONMENT = {
@@ -35,29 +37,24 @@ BLOCK = 128
 
 def build_vllm_engine(
     config: RolloutConfig,
-    files: Mapping[str, bytes],
-    folder: Path,
-    eos: Sequence[int],
+    policy: PolicyFiles,
     coordinator: Coordinator,
     device: torch.device,
     *,
-    max_model_len: int,
     seed: int,
     kind: Callable[..., VllmEngine] = VllmEngine,
 ) -> VllmEngine:
     """An engine on this rank's device, asleep where it can be. Collective; needs the ranks' process group.
 
     Args:
-        files: the small files of the policy's Hugging Face folder, by name.
-        folder: where to write them; the same at every start, since vLLM's compile cache depends on its name.
-        eos: the tokens that end a response.
-        max_model_len: tokens of the longest prompt with its response.
         seed: vLLM's own; that of a sample is the request's.
         kind: the engine's class.
 
     Raises:
         UserError: vLLM does not take the model or the arguments.
     """
+    if device.type != "cuda":
+        config = replace(config, sleep_level=0)
     tensor_parallel = config.tensor_model_parallel_size
     first = coordinator.rank // tensor_parallel * tensor_parallel
     scratch = Scratch()
@@ -66,12 +63,12 @@ def build_vllm_engine(
     # For a CPU vLLM compiles two small functions, which takes longer than they ever save.
     process_state = ProcessState(ENVIRONMENT | here, compiles=device.type == "cuda")
     try:
-        coordinator.on_domain_leaders(lambda: write_folder(folder, files))
+        coordinator.on_domain_leaders(policy.write)
         # One name for the ranks of a group, which share memory.
         shared = coordinator.gather(scratch.name)[first]
         with process_state.entered():
-            shapes, parts, hf_config = _shapes(folder)
-            arguments = _arguments(config, folder, hf_config, device, max_model_len) | {"seed": seed}
+            weights, hf_config = _weights_in_files(policy.folder)
+            arguments = _arguments(config, policy, hf_config, device) | {"seed": seed}
             arguments |= config.engine_kwargs.vllm
             llm = _start(arguments, shared, device)
     except BaseException:
@@ -80,15 +77,12 @@ def build_vllm_engine(
     engine = kind(
         llm,
         process_state,
-        config.structured_outputs,
-        max_model_len,
-        shapes,
-        parts,
-        eos,
+        scratch,
+        config,
+        policy,
+        weights,
         coordinator,
         group=range(first, first + tensor_parallel),
-        sleep_level=config.sleep_level if device.type == "cuda" else 0,
-        scratch=scratch,
     )
     engine.sleep()
     return engine
@@ -137,27 +131,25 @@ def _own_groups(shared: str) -> Iterator[None]:
             remove_file(path, missing_ok=True)
 
 
-def _arguments(
-    config: RolloutConfig, folder: Path, hf_config: Any, device: torch.device, max_model_len: int
-) -> dict[str, Any]:
+def _arguments(config: RolloutConfig, policy: PolicyFiles, hf_config: Any, device: torch.device) -> dict[str, Any]:
     arguments = {
-        "model": str(folder),
+        "model": str(policy.folder),
         "load_format": "dummy",
         "dtype": config.dtype,
-        "max_model_len": max_model_len,
+        "max_model_len": policy.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "distributed_executor_backend": "external_launcher",
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enforce_eager": config.enforce_eager,
-        "enable_sleep_mode": device.type == "cuda" and config.sleep_level > 0,
+        "enable_sleep_mode": config.sleep_level > 0,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
     }
     if device.type == "cpu":
         # A prompt in parts makes seeded requests fail on a CPU.
         arguments |= {"enforce_eager": True, "enable_chunked_prefill": False}
-        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config, hf_config, max_model_len)
+        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config, hf_config, policy.max_model_len)
     return arguments
 
 
@@ -173,7 +165,8 @@ def _cpu_cache_bytes(config: RolloutConfig, hf_config: Any, max_model_len: int) 
     return min(blocks * BLOCK * token, int(machine * config.gpu_memory_utilization / local))
 
 
-def _shapes(folder: Path) -> tuple[dict[tuple[str, ...], Sequence[int]], FileParts, Any]:
+def _weights_in_files(folder: Path) -> tuple[WeightsInFiles, Any]:
+    """What an update must bring, and the configuration of the model in `folder`."""
     hf_config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(hf_config).state_dict(keep_vars=True)
@@ -185,4 +178,4 @@ def _shapes(folder: Path) -> tuple[dict[tuple[str, ...], Sequence[int]], FilePar
     for tied in names.values():
         of_names = [parts_of(parts, name, state[name].shape) for name in tied]
         shapes |= {tuple(part.name for part in same): same[0].shape for same in zip(*of_names, strict=True)}
-    return shapes, parts, hf_config
+    return WeightsInFiles(shapes, parts), hf_config

@@ -12,7 +12,9 @@ from torch import Tensor
 from rlhf.config import LoraConfig, RolloutConfig
 from rlhf.errors import UserError
 from rlhf.models.adapter_config import PREFIX
+from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.engine import Weights
+from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.vllm.colocated import VllmEngine
 from rlhf.rollout.vllm.engine_start import build_vllm_engine
 from rlhf.rollout.vllm.held_weights import FACTORS
@@ -106,8 +108,16 @@ class AdapterVllmEngine(VllmEngine):
         return digest(scaled, self.dtype)
 
 
-def build_adapter_engine(lora: LoraConfig, config: RolloutConfig, *arguments: Any, **named: Any) -> AdapterVllmEngine:
-    """An `AdapterVllmEngine` as `build_vllm_engine` builds engines, with its further arguments. Collective.
+def build_adapter_engine(
+    lora: LoraConfig,
+    config: RolloutConfig,
+    policy: PolicyFiles,
+    coordinator: Coordinator,
+    device: torch.device,
+    *,
+    seed: int,
+) -> AdapterVllmEngine:
+    """An `AdapterVllmEngine` as `build_vllm_engine` builds engines. Collective.
 
     It keeps its weights in its sleep: the base does not come again.
 
@@ -118,6 +128,7 @@ def build_adapter_engine(lora: LoraConfig, config: RolloutConfig, *arguments: An
     ours = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
     of_vllm = replace(config.engine_kwargs, vllm=ours | config.engine_kwargs.vllm)
     config = replace(config, sleep_level=min(1, config.sleep_level), engine_kwargs=of_vllm)
-    engine = build_vllm_engine(config, *arguments, **named, kind=partial(AdapterVllmEngine, lora=lora))
+    kind = partial(AdapterVllmEngine, lora=lora)
+    engine = build_vllm_engine(config, policy, coordinator, device, seed=seed, kind=kind)
     assert isinstance(engine, AdapterVllmEngine)
     return engine
