@@ -13,6 +13,7 @@ from rlhf.assemble.found_models import Found, FoundModels
 from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
+from rlhf.backends.training import Training
 from rlhf.config import ActorConfig, BackendConfig, Config, CriticConfig, FrozenFsdpConfig, LoraConfig, ModelConfig
 from rlhf.config.derived import base_dtype, compute_dtype, loss_scale, mini_batches, needs_reference
 from rlhf.learning.actor import Actor
@@ -142,13 +143,15 @@ def _trained(
     backend = build_backend(
         model,
         config.backend,
-        section.optim,
         device,
-        grad_clip=section.grad_clip,
-        total_optimizer_steps=training_steps * updates,
-        updates_per_step=updates,
-        hf_files=loading.hf_files(model.config, found.tokenizer, generation) | adapter_files(config.model, model),
-        offload=section.fsdp_config,
+        Training(
+            section.optim,
+            grad_clip=section.grad_clip,
+            total_optimizer_steps=training_steps * updates,
+            updates_per_step=updates,
+            hf_files=loading.hf_files(model.config, found.tokenizer, generation) | adapter_files(config.model, model),
+            offload=section.fsdp_config,
+        ),
     )
     loaded.fill(backend.base_shards() or backend.model_shards())
     who = "actor" if isinstance(section, ActorConfig) else "critic"

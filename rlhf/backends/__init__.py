@@ -1,7 +1,6 @@
 """Training engines behind one interface (`base.py`); checkpoints are handed their state, never the engine itself."""
 
 import logging
-from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
@@ -9,7 +8,8 @@ from transformers import PreTrainedModel
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.deepspeed import DeepSpeedBackend, import_deepspeed
 from rlhf.backends.fsdp2 import Fsdp2Backend
-from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
+from rlhf.backends.training import Training
+from rlhf.config import BackendConfig
 from rlhf.errors import UserError
 from rlhf.models.skeleton import materialise, wanted_in_float32
 from rlhf.ranks import dims
@@ -36,39 +36,19 @@ def check_backend(config: BackendConfig, device: torch.device) -> None:
 
 
 def build_backend(
-    model: PreTrainedModel,
-    config: BackendConfig,
-    optim: OptimConfig,
-    device: torch.device,
-    *,
-    grad_clip: float,
-    total_optimizer_steps: int,
-    updates_per_step: int = 1,
-    hf_files: Mapping[str, bytes],
-    offload: TrainedFsdpConfig | None = None,
+    model: PreTrainedModel, config: BackendConfig, device: torch.device, training: Training
 ) -> TrainingBackend:
-    """`model` in training, in the engine that `config.name` names; with `offload` in the host's memory between its
-    phases. Collective.
+    """`model` in training, in the engine that `config.name` names. Collective.
 
     Of parameters on the meta device a rank's part gets memory, below stage 3 of DeepSpeed the whole at first; the
-    caller fills `model_shards` and calls `after_load`. A training step has `updates_per_step` optimizer steps.
+    caller fills `model_shards` and calls `after_load`.
     """
     if config.autocast == "bfloat16" and dims.everyone().rank == 0:
         _tell_of_narrowed(model)
     if config.name == "deepspeed" and config.zero_stage < 3:
         materialise(model)
     kind = DeepSpeedBackend if config.name == "deepspeed" else Fsdp2Backend
-    return kind(
-        model,
-        config,
-        optim,
-        device,
-        grad_clip=grad_clip,
-        total_optimizer_steps=total_optimizer_steps,
-        updates_per_step=updates_per_step,
-        hf_files=hf_files,
-        offload=offload,
-    )
+    return kind(model, config, device, training)
 
 
 def _tell_of_narrowed(model: PreTrainedModel) -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf.backends.gather import shared_out, shared_out_bytes, whole_tensors
-from rlhf.backends.training import Scheduled, adamw_options, parameter_groups
+from rlhf.backends.training import Scheduled, Training, adamw_options, parameter_groups
 from rlhf.backends.zero import ZeroState, partition
-from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
+from rlhf.config import BackendConfig
 from rlhf.config.buffer_sizes import REDUCE_BUCKET
 from rlhf.errors import UserError
 from rlhf.models.adapter_layers import Adapters
@@ -39,19 +39,8 @@ class DeepSpeedBackend(Scheduled):
     float32; at stage 0 those of one rank are summed in bfloat16.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: BackendConfig,
-        optim: OptimConfig,
-        device: torch.device,
-        *,
-        grad_clip: float,
-        total_optimizer_steps: int,
-        updates_per_step: int = 1,
-        hf_files: Mapping[str, bytes],
-        offload: TrainedFsdpConfig | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device, training: Training) -> None:
+        optim, grad_clip = training.optim, training.grad_clip
         deepspeed = import_deepspeed(device)
         exact: dict[str, Tensor] = {}
         # DeepSpeed would make the master weights from what its cast leaves of the model's.
@@ -72,7 +61,7 @@ class DeepSpeedBackend(Scheduled):
                 model=with_log_probs(model, use_liger=config.use_liger).train(), optimizer=optimizer, config=settings
             )
         self.module: nn.Module = self._engine
-        super().__init__(optimizer, optim, total_optimizer_steps, updates_per_step, hf_files)
+        super().__init__(optimizer, training)
         self._hf_config = model.config
         # The type in which every rank has the module's weights whole: the master weights, cast.
         self._whole: torch.dtype | None = None
@@ -80,7 +69,7 @@ class DeepSpeedBackend(Scheduled):
             self._whole = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
         self._adapters = Adapters.of(self._engine.module)
         self._holders = dims.model(device)
-        self._state = ZeroState(self._engine, optimizer, offload or TrainedFsdpConfig())
+        self._state = ZeroState(self._engine, optimizer, training.offload)
         if exact:
             for name, shard in self._state.weights():
                 if name not in exact:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from rlhf.backends.gather import shared_out, shared_out_bytes, whole_tensors
 from rlhf.backends.offload import Offload
-from rlhf.backends.training import MOMENTS, Scheduled, adamw_options, empty_moments, parameter_groups
-from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
+from rlhf.backends.training import MOMENTS, Scheduled, Training, adamw_options, empty_moments, parameter_groups
+from rlhf.config import BackendConfig
 from rlhf.models.adapter_layers import Adapters
 from rlhf.models.fused_experts import parts_in_files
 from rlhf.models.log_prob_head import with_log_probs
@@ -85,20 +85,8 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
     """A model in training: AdamW in float32 and a learning-rate schedule. What needs no gradient
     stays as it is."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: BackendConfig,
-        optim: OptimConfig,
-        device: torch.device,
-        *,
-        grad_clip: float,
-        total_optimizer_steps: int,
-        updates_per_step: int = 1,
-        hf_files: Mapping[str, bytes],
-        offload: TrainedFsdpConfig | None = None,
-    ) -> None:
-        offload = offload or TrainedFsdpConfig()
+    def __init__(self, model: PreTrainedModel, config: BackendConfig, device: torch.device, training: Training) -> None:
+        optim, offload = training.optim, training.offload
         Fsdp2Model.__init__(self, model, config, device, param_offload=offload.param_offload)
         # Without gradients no recomputation happens, so train mode costs the log-prob passes nothing; dropout is off
         # (models/loading.py).
@@ -106,9 +94,9 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
         self._adapters = Adapters.of(self.module)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameter_groups(self.module, optim), **adamw_options(optim))
-        Scheduled.__init__(self, optimizer, optim, total_optimizer_steps, updates_per_step, hf_files)
+        Scheduled.__init__(self, optimizer, training)
         self._hf_config = model.config
-        self._grad_clip = grad_clip
+        self._grad_clip = training.grad_clip
         for parameter in trained:
             optimizer.state[parameter] = empty_moments(parameter)
         self._moments = Offload(

@@ -2,16 +2,33 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlhf.config import OptimConfig
+from rlhf.config import OptimConfig, TrainedFsdpConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """State of AdamW per weight, beside its step count."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained."""
+
+    optim: OptimConfig
+    grad_clip: float
+    """Largest norm of the gradient over all ranks."""
+    total_optimizer_steps: int
+    updates_per_step: int = 1
+    """Optimizer steps in a training step."""
+    hf_files: Mapping[str, bytes] = field(default_factory=dict)
+    """The small files of the model's Hugging Face folder, by name."""
+    offload: TrainedFsdpConfig = field(default_factory=TrainedFsdpConfig)
+    """What lies in the host's memory between the phases of the model."""
 
 
 class Scheduled:
@@ -21,17 +38,12 @@ class Scheduled:
     Steps of both kinds are counted, so that a resume may change what the schedule goes by.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        optim: OptimConfig,
-        total_optimizer_steps: int,
-        updates_per_step: int,
-        hf_files: Mapping[str, bytes],
-    ) -> None:
-        self.optimizer, self._hf_files = optimizer, hf_files
+    def __init__(self, optimizer: torch.optim.Optimizer, training: Training) -> None:
+        optim = training.optim
+        self.optimizer, self._hf_files = optimizer, training.hf_files
         self._interval = optim.lr_scheduler_interval
-        total = total_optimizer_steps // (1 if self._interval == "optimizer_step" else updates_per_step)
+        per_count = 1 if self._interval == "optimizer_step" else training.updates_per_step
+        total = training.total_optimizer_steps // per_count
         self.scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(optim, step, total))
         self._taken = dict.fromkeys(("optimizer_step", "training_step"), 0)
         # Whether an optimizer step was taken since the last training step was counted.

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
+from rlhf.backends.training import Training
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from tests.support.engines import NEEDS_DEEPSPEED
 from tests.support.gpus import NEEDS_GPU
@@ -43,12 +44,13 @@ def test_what_sits_idle_leaves_the_device(kind: str) -> None:
         backend = build_backend(
             model,
             ENGINES[kind],
-            OptimConfig(lr=1e-3),
             device,
-            grad_clip=1.0,
-            total_optimizer_steps=4,
-            hf_files={},
-            offload=TrainedFsdpConfig(param_offload=True, optimizer_offload=True),
+            Training(
+                OptimConfig(lr=1e-3),
+                grad_clip=1.0,
+                total_optimizer_steps=4,
+                offload=TrainedFsdpConfig(param_offload=True, optimizer_offload=True),
+            ),
         )
 
         def allocated() -> int:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlhf.backends import build_backend
+from rlhf.backends.training import Training
 from rlhf.config import BackendConfig, OptimConfig, RolloutConfig
 from rlhf.learning.work_sharing import SampleRoute
 from rlhf.ranks.collectives import all_to_all
@@ -45,7 +46,10 @@ def test_samples_travel_bit_for_bit(device):
 def test_weights_are_handed_to_the_engine_as_they_are_trained(device):
     model = tiny_qwen2().to(device)
     backend = build_backend(
-        model, BackendConfig(), OptimConfig(lr=0.1), device, grad_clip=1.0, total_optimizer_steps=2, hf_files={}
+        model,
+        BackendConfig(),
+        device,
+        Training(OptimConfig(lr=0.1), grad_clip=1.0, total_optimizer_steps=2),
     )
     engine = build_embedded_engine(tiny_qwen2(1), tiny_tokenizer(), RolloutConfig(max_num_seqs=4), device)
     requests = [Request(uid, [5 + uid, 7, 9]) for uid in range(3)]

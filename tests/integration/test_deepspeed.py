@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
+from rlhf.backends.training import Training
 from rlhf.config import Config, RefConfig
 from rlhf.learning.reference import Reference
 from tests.support.checkpoints import begin_at, equal_bits, make_checkpointer, make_config, resume, run_ranks
@@ -308,7 +309,7 @@ def recomputed(kind: str) -> list[dict[str, float]]:
     """The first two steps of `life_of_two_engines` with gradient checkpointing."""
     model = tiny_qwen2(1)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    backend = build_backend(model, ENGINES[kind], OPTIM, CPU, grad_clip=0.5, total_optimizer_steps=20, hf_files={})
+    backend = build_backend(model, ENGINES[kind], CPU, Training(OPTIM, grad_clip=0.5, total_optimizer_steps=20))
     return train(backend, 0, 1)
 
 
@@ -316,8 +317,8 @@ def decayed_otherwise(kind: str, folder: Path) -> dict[str, Any]:
     """An engine that decays norms and biases too, at the checkpoint of one that does not; and their parameter
     groups."""
     optim = replace(OPTIM, decay_norm_and_bias=True)
-    options: dict[str, Any] = {"grad_clip": 0.5, "total_optimizer_steps": 20, "hf_files": {}}
-    backend: Any = build_backend(tiny_qwen2(3), ENGINES[kind], optim, CPU, **options)
+    options: dict[str, Any] = {"grad_clip": 0.5, "total_optimizer_steps": 20}
+    backend: Any = build_backend(tiny_qwen2(3), ENGINES[kind], CPU, Training(optim, **options))
     config = config_of(folder, kind)
     begin_at(config, config.run_dir / "global_step_2", EVERYTHING)
     resume(config, backend)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
+from rlhf.backends.training import Training
 from rlhf.checkpoint.__main__ import main
 from rlhf.config import Config, RolloutConfig
 from rlhf.models import weights
@@ -57,7 +58,7 @@ def engine_of(kind: str, model: Path, scratch: Path) -> TrainingBackend:
     assert any(p.is_meta for p in loaded.model.parameters())
     small = hf_files(hf_config, tiny_tokenizer(), None)
     options: dict[str, Any] = {"grad_clip": 1.0, "total_optimizer_steps": 20, "hf_files": small}
-    backend = build_backend(loaded.model, ENGINES[kind], OPTIM, CPU, **options)
+    backend = build_backend(loaded.model, ENGINES[kind], CPU, Training(OPTIM, **options))
     loaded.fill(backend.model_shards())
     backend.after_load()
     return backend

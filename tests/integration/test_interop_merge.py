@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from rlhf.backends import build_backend
+from rlhf.backends.training import Training
 from rlhf.checkpoint.__main__ import main
 from rlhf.config import Config
 from rlhf.models import loading
@@ -59,8 +60,8 @@ def train_all(rank: int, folder: Path, cells: list[Cell]) -> dict[tuple[str, ...
         hf_config = loading.load_model_config(source, Path(source.path))
         load = loading.load_value_model if role == "critic" else loading.load_model
         model = load(source, Path(source.path), hf_config, torch.float32)
-        options: dict[str, Any] = {"grad_clip": 0.5, "total_optimizer_steps": 20, "hf_files": {}}
-        backend = build_backend(model, ENGINES[kind], OPTIM, CPU, **options)
+        options: dict[str, Any] = {"grad_clip": 0.5, "total_optimizer_steps": 20}
+        backend = build_backend(model, ENGINES[kind], CPU, Training(OPTIM, **options))
         if role == "critic":
             backend.backward(logits_of(backend, tokens(0)).sum())
             backend.optimizer_step()

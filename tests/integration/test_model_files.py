@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.backends import build_backend
 from rlhf.backends.fsdp2 import Fsdp2Model
+from rlhf.backends.training import Training
 from rlhf.config import BackendConfig
 from rlhf.errors import UserError
 from rlhf.models import loading, weights
@@ -187,8 +188,8 @@ def zero_bits(rank: int, folder: Path) -> dict[str, bool]:
         for sent in (False, True):
             loaded = load(files, POLICY, coordinator)
             model = loaded.model if sent else whole(folder / "store" / "tied", POLICY)
-            options = {"grad_clip": 1.0, "total_optimizer_steps": 5, "hf_files": {}}
-            backend = build_backend(model, ENGINES[kind], OPTIM, CPU, **options)
+            options = {"grad_clip": 1.0, "total_optimizer_steps": 5}
+            backend = build_backend(model, ENGINES[kind], CPU, Training(OPTIM, **options))
             if sent:
                 loaded.fill(backend.model_shards())
                 backend.after_load()

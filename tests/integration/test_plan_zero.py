@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from rlhf.backends import build_backend
+from rlhf.backends.training import Training
 from rlhf.config import BackendConfig, OptimConfig
 from rlhf.planning.activations import PACKED, pass_cost
 from rlhf.planning.model_passes import ModelPasses
@@ -39,8 +40,8 @@ def model_of(**sizes: Any) -> Any:
 
 def engine_of(stage: int, **sizes: Any) -> Any:
     config = BackendConfig(name="deepspeed", zero_stage=stage)
-    options: dict[str, Any] = {"grad_clip": 1.0, "total_optimizer_steps": 5, "hf_files": {}}
-    return build_backend(model_of(**sizes), config, OptimConfig(), CPU, **options)
+    options: dict[str, Any] = {"grad_clip": 1.0, "total_optimizer_steps": 5}
+    return build_backend(model_of(**sizes), config, CPU, Training(OptimConfig(), **options))
 
 
 def step(backend: Any) -> None:

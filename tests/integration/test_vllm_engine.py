@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MinPLogitsWarper, 
 
 from rlhf import events
 from rlhf.backends import build_backend
+from rlhf.backends.training import Training
 from rlhf.config import BackendConfig, OptimConfig
 from rlhf.config.schema.rollout import EngineKwargsConfig, RolloutConfig
 from rlhf.errors import UserError
@@ -446,11 +447,8 @@ def on_two_ranks(backend_name: str, tensor_parallel: int, folder: Path) -> dict[
     backend = build_backend(
         model,
         BackendConfig(name="deepspeed", zero_stage=3) if backend_name == "zero3" else BackendConfig(),
-        OptimConfig(),
         CPU,
-        grad_clip=1.0,
-        total_optimizer_steps=1,
-        hf_files={},
+        Training(OptimConfig(), grad_clip=1.0, total_optimizer_steps=1),
     )
     engine.update_weights(backend.full_tensors, 1)
     own = requests(tokenizer)[dist.get_rank() :: 2]

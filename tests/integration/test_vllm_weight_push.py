@@ -18,6 +18,7 @@ from safetensors.torch import save as save_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rlhf.backends import build_backend
+from rlhf.backends.training import Training
 from rlhf.config import BackendConfig, LoraConfig, OptimConfig, RolloutConfig
 from rlhf.models.adapter_layers import add_adapters
 from rlhf.models.adapter_start import fill_from_seed
@@ -272,7 +273,7 @@ class Adapted:
         self.layers = model.config.num_hidden_layers
         add_adapters(model, LORA, torch.float32)
         self.backend = build_backend(
-            model, BackendConfig(), OptimConfig(), CPU, grad_clip=1.0, total_optimizer_steps=1, hf_files={}
+            model, BackendConfig(), CPU, Training(OptimConfig(), grad_clip=1.0, total_optimizer_steps=1)
         )
         fill_from_seed(self.backend.model_shards(), seed=1)
 

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.backends import build_backend
 from rlhf.backends import deepspeed as deepspeed_backend
+from rlhf.backends.training import Training
 from rlhf.backends.zero import partition
 from rlhf.models.skeleton import replace_parameters
 from tests.support.allocations import peak_of
@@ -36,14 +37,14 @@ def peaks(rank: int) -> dict[str, Any]:
     sizes = [p.numel() for p in model.parameters()]
     settings = deepspeed_backend._settings(ENGINES["zero3"], 1.0, [(size, True) for size in sizes])
     init = library.zero.Init(nn.Module(), config_dict_or_path=settings, dtype=torch.float32)
-    options: dict[str, Any] = {"grad_clip": 1.0, "total_optimizer_steps": 5, "hf_files": {}}
+    options: dict[str, Any] = {"grad_clip": 1.0, "total_optimizer_steps": 5}
     kept = []
 
     def cut() -> None:
         partition(model, init, CPU, torch.float32)
 
     def make() -> None:
-        kept.append(build_backend(other, config, OPTIM, CPU, **options))
+        kept.append(build_backend(other, config, CPU, Training(OPTIM, **options)))
 
     return {"cut": peak_of(cut), "made": peak_of(make), "weights": sum(sizes), "largest": max(sizes)}
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from rlhf.assemble.learners import frozen as frozen_model
 from rlhf.backends import build_backend
 from rlhf.backends.fsdp2 import Fsdp2Backend, Fsdp2Model
+from rlhf.backends.training import Training
 from rlhf.config import BackendConfig, FrozenFsdpConfig, OptimConfig, RefConfig
 from rlhf.learning.reference import Reference
 from rlhf.models.loading import ModelSource
@@ -38,11 +39,8 @@ def moved(config: RefConfig, steps: int) -> tuple[list[int], dict[str, Tensor], 
     backend = Fsdp2Backend(
         tiny_qwen2(seed=100),
         BackendConfig(reshard_after_forward=False),
-        OptimConfig(),
         CPU,
-        grad_clip=1.0,
-        total_optimizer_steps=1,
-        hf_files={},
+        Training(OptimConfig(), grad_clip=1.0, total_optimizer_steps=1),
     )
     model = Fsdp2Model(tiny_qwen2(seed=100), BackendConfig(reshard_after_forward=False), CPU)
     reference, batch = Reference(model, 1.0, 40, config), random_batch(seed=3, samples=4)
@@ -132,9 +130,9 @@ def test_kept_in_bfloat16_it_computes_as_in_float32_with_the_same_weights(world_
 def test_weights_that_the_architecture_wants_in_float32_and_does_not_get_are_told(autocast, caplog):
     model = tiny_qwen2()
     model._keep_in_fp32_modules_strict = {"input_layernorm"}
-    options: dict[str, Any] = {"grad_clip": 1.0, "total_optimizer_steps": 1, "hf_files": {}}
+    options: dict[str, Any] = {"grad_clip": 1.0, "total_optimizer_steps": 1}
     with single_rank():
-        build_backend(model, BackendConfig(autocast=autocast), OptimConfig(), CPU, **options)
+        build_backend(model, BackendConfig(autocast=autocast), CPU, Training(OptimConfig(), **options))
     told = "2 that qwen2 wants in float32, such as model.layers.0.input_layernorm.weight"
     assert (told in caplog.text) is (autocast == "bfloat16")
 

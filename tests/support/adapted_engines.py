@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from rlhf.assemble.learners import adapter_files
 from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
+from rlhf.backends.training import Training
 from rlhf.config import LoraConfig, ModelConfig
 from rlhf.models.adapter_config import PREFIX
 from rlhf.models.adapter_layers import Adapters, add_adapters, peft_settings, target_names
@@ -36,7 +37,9 @@ def adapted_engine(
     if base is not None:
         own = {"config.json": (base / "config.json").read_bytes()}
         files = own | adapter_files(ModelConfig(path=str(base), lora=lora), model)
-    backend = build_backend(model, config, OPTIM, CPU, grad_clip=0.5, total_optimizer_steps=20, hf_files=files)
+    backend = build_backend(
+        model, config, CPU, Training(OPTIM, grad_clip=0.5, total_optimizer_steps=20, hf_files=files)
+    )
     shards, adapters = backend.model_shards(), Adapters.of(backend.module)
     assert adapters is not None
     fill_from_seed(shards, seed)

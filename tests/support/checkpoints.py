@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import rlhf
 from rlhf import events
 from rlhf.backends.fsdp2 import Fsdp2Backend
+from rlhf.backends.training import Training
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.state.driver_state import DriverState
@@ -214,11 +215,13 @@ def make_backend(seed: int, *, train_steps: int = 0, tied: bool = False) -> Fsdp
     backend = Fsdp2Backend(
         model,
         BackendConfig(),
-        OptimConfig(lr=0.01, lr_scheduler_type="cosine", lr_warmup_steps=2),
         torch.device("cpu"),
-        grad_clip=1.0,
-        total_optimizer_steps=20,
-        hf_files=hf_files(config, tokenizer, model.generation_config),
+        Training(
+            OptimConfig(lr=0.01, lr_scheduler_type="cosine", lr_warmup_steps=2),
+            grad_clip=1.0,
+            total_optimizer_steps=20,
+            hf_files=hf_files(config, tokenizer, model.generation_config),
+        ),
     )
     for step in range(train_steps):
         ids = torch.arange(10).view(2, 5) * (step + 1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
+from rlhf.backends.training import Training
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
 from rlhf.storage.shards import Shards
 from tests.support.tiny_updates import VOCAB, tiny_qwen2
@@ -39,12 +40,14 @@ def make_engine(
     return build_backend(
         tiny_qwen2(seed),
         ENGINES[kind],
-        OPTIM,
         CPU,
-        grad_clip=grad_clip,
-        total_optimizer_steps=20,
-        hf_files={"config.json": b"{}"},
-        offload=offload,
+        Training(
+            OPTIM,
+            grad_clip=grad_clip,
+            total_optimizer_steps=20,
+            hf_files={"config.json": b"{}"},
+            offload=offload or TrainedFsdpConfig(),
+        ),
     )
 
 

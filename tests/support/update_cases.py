@@ -13,6 +13,7 @@ from rlhf import events
 from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
+from rlhf.backends.training import Training
 from rlhf.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -299,11 +300,8 @@ def engine(model: Any, config: ActorConfig | CriticConfig, backend: BackendConfi
     return build_backend(
         model,
         backend,
-        config.optim,
         CPU,
-        grad_clip=config.grad_clip,
-        total_optimizer_steps=TOTAL_STEPS,
-        hf_files={},
+        Training(config.optim, grad_clip=config.grad_clip, total_optimizer_steps=TOTAL_STEPS),
     )
 
 

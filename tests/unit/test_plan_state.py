@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.backends import deepspeed
 from rlhf.backends.fsdp2 import Fsdp2Backend, shard
+from rlhf.backends.training import Training
 from rlhf.config import BackendConfig, FrozenFsdpConfig, OptimConfig
 from rlhf.errors import UserError
 from rlhf.models.config_check import check_policy
@@ -87,8 +88,8 @@ def test_a_rank_holds_what_the_plan_says(name, tied, ranks):
     architecture = ModelShapes(shapes(model), model.config.to_dict())
     planned = trained_state(architecture, BackendConfig(), ranks)
     with one_of(ranks):
-        options = {"grad_clip": 1.0, "total_optimizer_steps": 1, "hf_files": {}}
-        backend = Fsdp2Backend(model, BackendConfig(), OptimConfig(), torch.device("cpu"), **options)
+        options = {"grad_clip": 1.0, "total_optimizer_steps": 1}
+        backend = Fsdp2Backend(model, BackendConfig(), torch.device("cpu"), Training(OptimConfig(), **options))
         loss = model(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False).logits.sum()
         backend.backward(loss)
         parameters = list(backend.module.parameters())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf.backends.fsdp2 import Fsdp2Backend
-from rlhf.backends.training import learning_rate_factor
+from rlhf.backends.training import Training, learning_rate_factor
 from rlhf.config import BackendConfig, OptimConfig
 from tests.support.numeric_ranks import single_rank
 from tests.support.tiny_updates import tiny_qwen2
@@ -58,9 +58,7 @@ def test_warm_up_longer_than_the_run(shape):
 
 def backend_of(optim: OptimConfig) -> Fsdp2Backend:
     cpu = torch.device("cpu")
-    return Fsdp2Backend(
-        tiny_qwen2(), BackendConfig(), optim, cpu, grad_clip=1.0, total_optimizer_steps=TOTAL, hf_files={}
-    )
+    return Fsdp2Backend(tiny_qwen2(), BackendConfig(), cpu, Training(optim, grad_clip=1.0, total_optimizer_steps=TOTAL))
 
 
 def rates(backend: Fsdp2Backend, steps: int) -> list[float]:
@@ -104,8 +102,8 @@ BY_OPTIMIZER_STEPS = replace(BY_TRAINING_STEPS, lr_scheduler_interval="optimizer
 
 def in_training_steps(optim: OptimConfig = BY_TRAINING_STEPS) -> Fsdp2Backend:
     """Of a run of `TOTAL` training steps with `UPDATES` optimizer steps each."""
-    options = {"grad_clip": 1.0, "total_optimizer_steps": TOTAL * UPDATES, "updates_per_step": UPDATES, "hf_files": {}}
-    return Fsdp2Backend(tiny_qwen2(), BackendConfig(), optim, torch.device("cpu"), **options)
+    options = {"grad_clip": 1.0, "total_optimizer_steps": TOTAL * UPDATES, "updates_per_step": UPDATES}
+    return Fsdp2Backend(tiny_qwen2(), BackendConfig(), torch.device("cpu"), Training(optim, **options))
 
 
 def by_hand(step: int) -> float:
