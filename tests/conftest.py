@@ -3,7 +3,7 @@
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -141,3 +141,15 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder_url(tmp_path: Path) -> str:
     """A remote that is a folder."""
     return f"file://{tmp_path}/remote"
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a verb of `python -m rlhf.checkpoint` in this process: exit code, output and errors."""
+    from rlhf.checkpoint.__main__ import main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return run

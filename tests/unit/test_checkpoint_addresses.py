@@ -10,7 +10,6 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from rlhf.checkpoint.__main__ import main
 from rlhf.checkpoint.remote import retries
 from rlhf.checkpoint.verbs import remote_runs
 from rlhf.config.resolved import to_yaml
@@ -20,15 +19,6 @@ from tests.support.published import publish
 from tests.support.remotes import WEATHER, copy_all, make_run
 
 VERBS = ("list", "inspect", "verify")
-
-
-@pytest.fixture
-def command(capsys):
-    def run(*arguments) -> tuple[int, str, str]:
-        code = main([str(a) for a in arguments])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="module")

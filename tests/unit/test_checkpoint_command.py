@@ -32,15 +32,6 @@ def run_dir(tmp_path) -> Path:
     return config.run_dir
 
 
-@pytest.fixture
-def command(capsys):
-    def run(*arguments) -> tuple[int, str, str]:
-        code = main([str(a) for a in arguments])
-        return code, *capsys.readouterr()
-
-    return run
-
-
 def test_list_of_a_run(run_dir, command):
     (run_dir / "global_step_4.damaged-1").mkdir()
     (run_dir / "global_step_2.superseded-1").mkdir()

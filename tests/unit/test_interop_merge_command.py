@@ -37,15 +37,6 @@ def models(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def command(capsys):
-    def run(*arguments) -> tuple[int, str, str]:
-        code = main([str(a) for a in arguments])
-        return code, *capsys.readouterr()
-
-    return run
-
-
 def merged(command, source: Path, target: Path, *options) -> dict[str, torch.Tensor]:
     code, out, err = command("merge", "--local_dir", source, "--target_dir", target, "--json", *options)
     assert (code, err) == (0, "")

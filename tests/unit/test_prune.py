@@ -45,15 +45,6 @@ def run_dir(tmp_path) -> Path:
     return config.run_dir
 
 
-@pytest.fixture
-def command(capsys):
-    def run(*arguments) -> tuple[int, str, str]:
-        code = main([str(a) for a in arguments])
-        return code, *capsys.readouterr()
-
-    return run
-
-
 def everything(root: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in root.rglob("*")}
 
