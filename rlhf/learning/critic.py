@@ -1,6 +1,7 @@
 """Critic: the value function in training."""
 
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,8 @@ from rlhf.learning.guards import Guards
 from rlhf.learning.predicted_tokens import PredictedTokens
 from rlhf.learning.spread import Spread
 from rlhf.learning.update import Counts, Figures, Passes, Share, update
-from rlhf.learning.walk import walk
+from rlhf.learning.walk import per_token
 from rlhf.learning.work_sharing import Shuffle
-from rlhf.models.packing import is_packed
 
 CONSTANT = 1e-12
 """Variance of returns over their mean square, up to which they count as constant."""
@@ -48,11 +48,8 @@ class Critic:
         Args:
             spread: of the step, of which `batch` is this rank's part.
         """
-        result = torch.zeros_like(batch.rollout_log_probs)
-        for rows, micro in walk(batch, spread, self._forward_budget, padded=not is_packed(self.backend.module)):
-            values = response_values(self.backend.module, micro)
-            result[rows, : values.shape[1]] = values
-        return result
+        model = self.backend.module
+        return per_token(batch, spread, self._forward_budget, model, partial(response_values, model))
 
     def update(self, batch: CriticBatch, spread: Spread, guards: Guards, shuffle: Shuffle | None = None) -> Figures:
         """The optimizer steps on a step's samples, of which `batch` is this rank's part; returns

@@ -3,14 +3,14 @@
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf.backends.base import Model
 from rlhf.batch import Batch
-from rlhf.learning.log_probs import response_log_probs
+from rlhf.learning.predicted_tokens import PredictedTokens
 from rlhf.learning.spread import Spread
-from rlhf.learning.walk import walk
-from rlhf.models.packing import is_packed
+from rlhf.learning.walk import per_token
+from rlhf.models.log_prob_head import Targets
 
 
 class Policy:
@@ -39,8 +39,23 @@ class Policy:
         Args:
             spread: of the step, of which `batch` is this rank's part.
         """
-        result = torch.zeros_like(batch.rollout_log_probs)
-        for rows, micro in walk(batch, spread, self._budget, padded=not is_packed(self._model.module)):
-            log_probs, _ = self.log_probs(micro, with_entropy=False)
-            result[rows, : log_probs.shape[1]] = log_probs
-        return result
+
+        def log_probs(micro: Batch) -> Tensor:
+            return self.log_probs(micro, with_entropy=False)[0]
+
+        return per_token(batch, spread, self._budget, self._model.module, log_probs)
+
+
+def response_log_probs(
+    model: nn.Module, batch: Batch, temperature: float, *, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of the response tokens under `model`, and the entropies they were drawn at, [N, R] float32; zero on
+    padding.
+
+    Args:
+        model: as `with_log_probs` leaves it, or an engine around it.
+    """
+    tokens = PredictedTokens.of(model, batch)
+    targets = Targets(tokens.positions, tokens.labels, temperature, with_entropy)
+    log_probs, entropy = model(**tokens.inputs, targets=targets)
+    return tokens.in_rows(log_probs), None if entropy is None else tokens.in_rows(entropy)

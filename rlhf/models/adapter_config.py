@@ -31,6 +31,20 @@ def not_plain(config: Mapping[str, Any]) -> Iterator[str]:
     yield from (name for name in VARIANTS if config.get(name))
 
 
+def peft_settings(lora: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of peft's own LoraConfig from the section `model.lora`, but for the layers."""
+    alpha = lora["alpha"]
+    return {
+        "task_type": "CAUSAL_LM",
+        "r": lora["rank"],
+        # peft writes it into its files as it is, and other tools read whole numbers.
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": lora["dropout"],
+        "use_rslora": lora["use_rslora"],
+        "use_dora": lora["use_dora"],
+    }
+
+
 def adapter_config(lora: Mapping[str, Any], names: Iterable[str], base: str, model_type: str) -> dict[str, Any]:
     """The settings of an adapter as peft reads them.
 
@@ -40,16 +54,10 @@ def adapter_config(lora: Mapping[str, Any], names: Iterable[str], base: str, mod
         base: `model.path` of the run.
         model_type: as config.json of the base says it.
     """
-    alpha = lora["alpha"]
     return {
+        **peft_settings(lora),
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": lora["rank"],
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": lora["dropout"],
-        "use_rslora": lora["use_rslora"],
-        "use_dora": lora["use_dora"],
         "target_modules": sorted({name.rpartition(".lora_")[0] for name in names}),
         "fan_in_fan_out": model_type in FAN_IN_FAN_OUT,
         "bias": "none",

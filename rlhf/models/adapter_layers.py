@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf.config.schema.lora import ALL_LINEAR, LoraConfig
 from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.models.adapter_config import peft_settings
 from rlhf.models.adapter_targets import chosen_layers, largest_rank, named_by
 from rlhf.models.merged_weight import Factors, output_norms
 from rlhf.models.skeleton import hold_in
@@ -44,7 +45,9 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.d
     targets = target_names(model, config)
     hold_in(model, base_dtype)
     # The model stays what it is, and its names but for those of adapted layers; no random numbers are drawn.
-    inject_adapter_in_model(PeftConfig(**peft_settings(config, targets)), model, low_cpu_mem_usage=True)
+    inject_adapter_in_model(
+        PeftConfig(**peft_settings(asdict(config)), target_modules=targets), model, low_cpu_mem_usage=True
+    )
     # For some models peft takes the name of a layer for those of experts that were linear layers once.
     if others := sorted(_adapted(model).keys() ^ set(targets)):
         raise UserError(
@@ -55,20 +58,6 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base_dtype: torch.d
     for module in _adapted(model).values():
         if config.dropout:
             module.lora_dropout[ADAPTER] = UpdateDropout(config.dropout)
-
-
-def peft_settings(config: LoraConfig, targets: Iterable[str]) -> dict[str, Any]:
-    """Arguments of peft's own LoraConfig, for layers of these names."""
-    return {
-        "task_type": "CAUSAL_LM",
-        "r": config.rank,
-        # peft writes it into its files as it is, and other tools read whole numbers.
-        "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
-        "target_modules": list(targets),
-        "lora_dropout": config.dropout,
-        "use_rslora": config.use_rslora,
-        "use_dora": config.use_dora,
-    }
 
 
 def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:

@@ -18,8 +18,7 @@ from rlhf.learning.actor import Actor
 from rlhf.learning.credit import Advantages
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
-from rlhf.learning.log_probs import response_log_probs
-from rlhf.learning.policy import Policy
+from rlhf.learning.policy import Policy, response_log_probs
 from rlhf.models.log_prob_head import with_log_probs
 from tests.support.numeric_ranks import single_rank
 from tests.support.tiny_updates import EveryBatch, as_held, fill, random_batch, tiny_qwen2, tiny_value_model

@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlhf.algorithms import token_log_probs as log_probs_module
 from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.config import BackendConfig
-from rlhf.learning.log_probs import response_log_probs
-from rlhf.learning.policy import Policy
+from rlhf.learning.policy import Policy, response_log_probs
 from rlhf.models.log_prob_head import with_log_probs
 from rlhf.models.log_prob_probe import check_log_probs
 from tests.support.engines import CPU, ENGINES

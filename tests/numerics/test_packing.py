@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlhf.learning.critic import response_values
-from rlhf.learning.log_probs import response_log_probs
+from rlhf.learning.policy import response_log_probs
 from rlhf.models.log_prob_head import with_log_probs
 from rlhf.models.packing import lay_out, pack, unpack
 from tests.support.numeric_ranks import run_ranks, single_rank

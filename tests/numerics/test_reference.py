@@ -85,7 +85,7 @@ def test_it_moves_on_its_cadence_only_and_as_a_whole(world_size):
 
 
 def plain_log_probs(model) -> Tensor:
-    from rlhf.learning.log_probs import response_log_probs
+    from rlhf.learning.policy import response_log_probs
     from rlhf.models.log_prob_head import with_log_probs
 
     with torch.no_grad():

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen2MoeC
 from rlhf.batch import Batch, TokenCounts
 from rlhf.config import LoraConfig
 from rlhf.learning.critic import response_values
-from rlhf.learning.log_probs import response_log_probs
+from rlhf.learning.policy import response_log_probs
 from rlhf.learning.utilization import Utilization
 from rlhf.models.adapter_layers import add_adapters
 from rlhf.models.flops import PEAKS, UpdateFlops, peak_flops
