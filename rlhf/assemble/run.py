@@ -4,14 +4,15 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from rlhf.assemble.course import user_files
-from rlhf.assemble.found_models import find_models
+from rlhf.assemble.found_models import FoundModels, find_models
 from rlhf.assemble.inputs import RunInputs, read_prompts
-from rlhf.assemble.learners import Learners, build_learners, read_adapters
+from rlhf.assemble.learners import Engines, Learners, read_adapters
 from rlhf.assemble.rollouts import build_collector, build_engine, build_evaluator, build_reward
 from rlhf.backends import check_backend
 from rlhf.backends.base import TrainingBackend
@@ -24,9 +25,13 @@ from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig
 from rlhf.config.derived import (
+    base_dtype,
+    compute_dtype,
+    loss_scale,
     mini_batches,
     needs_critic,
     needs_old_log_probs,
+    needs_reference,
     needs_reward_model,
     samples_per_step,
     sends_adapters,
@@ -36,14 +41,23 @@ from rlhf.events import follow, report, subscribe
 from rlhf.experience.collector import Collector
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.shown_samples import RolloutViewer
+from rlhf.learning.actor import Actor
 from rlhf.learning.credit import Advantages
+from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
+from rlhf.learning.reference import Reference
+from rlhf.learning.utilization import Utilization
 from rlhf.learning.work_sharing import WorkSharing
 from rlhf.loop import Components
 from rlhf.models import loading
+from rlhf.models.adapter_layers import add_adapters, without_adapters
 from rlhf.models.config_check import check_not_quantised
+from rlhf.models.flops import UpdateFlops, peak_flops
+from rlhf.models.log_prob_probe import check_log_probs
 from rlhf.models.model_files import on_every_rank
+from rlhf.models.packing import is_packed, pack
 from rlhf.models.parameter_count import in_words
+from rlhf.models.weights import Loaded
 from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.phase_clock import PhaseClock
@@ -136,7 +150,7 @@ def _build(
     reward = build_reward(config, models, coordinator, device)
     loaded = models.policy.load(loading.load_model, coordinator, device)
     engine = build_engine(config, models.policy, loaded.model, coordinator, device)
-    learners = build_learners(config, models, loaded, driver.total_steps, coordinator, device)
+    learners = _learners(config, models, loaded, driver.total_steps, coordinator, device)
     native = sends_adapters(config.model.lora, config.rollout)
     sampler = PolicySampler(engine, learners.actor.backend, config.trainer.seed, native)
     collector = build_collector(config, inputs, sampler, reward, coordinator, device)
@@ -164,9 +178,7 @@ def _build(
         advantages=advantages,
         guards=guards,
         evaluator=build_evaluator(config, inputs, sampler, reward, coordinator, run_log.show),
-        viewer=RolloutViewer(
-            collector.prompts, models.policy.tokenizer, config.trainer.log_rollouts, coordinator
-        ),
+        viewer=RolloutViewer(collector.prompts, models.policy.tokenizer, config.trainer.log_rollouts, coordinator),
         checkpointer=checkpointer,
         run_log=run_log,
         clock=PhaseClock(device),
@@ -179,6 +191,66 @@ def _build(
         resumed=resumed,
         stop_requested=lambda: collectives.any_rank(preemption.requested or checkpointer.failed, device),
     )
+
+
+def _learners(
+    config: Config,
+    models: FoundModels,
+    policy: Loaded,
+    total_steps: int,
+    coordinator: Coordinator,
+    device: torch.device,
+) -> Learners:
+    """Load the models and spread them over the ranks. Collective.
+
+    Args:
+        policy: the actor's model; its weights are still in their files.
+        total_steps: of the run, for the learning-rate schedules.
+    """
+    per_pass = mini_batches(config.data, config.actor)
+    engines = Engines(config.model, config.backend, per_pass, config.trainer.seed, device)
+    temperature, budgets = config.rollout.temperature, config.token_budgets
+    reference, lora = None, config.model.lora
+    compares = needs_reference(config.actor, config.algorithm)
+    if lora.enabled:
+        add_adapters(policy.model, lora, getattr(torch, base_dtype(lora, config.backend)))
+    elif compares:
+        start = models.policy.load(loading.load_model, coordinator, device)
+        model = engines.frozen(start, config.ref.fsdp_config)
+        with model.on_device():
+            check_log_probs(model.module, device)
+        reference = Reference(model, temperature, budgets.reference, config.ref)
+
+    dtype = getattr(torch, compute_dtype(config.backend))
+    peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    utilization = Utilization(None if peak is None else peak * coordinator.world_size)
+    utilization.add("actor", UpdateFlops.of(policy.model), config.actor.ppo_epochs)
+    scale = loss_scale(config.actor, config.data)
+    actor_steps = max(1, total_steps - config.trainer.critic_warmup)
+    backend = engines.trained(config.actor, models.policy, policy, actor_steps)
+    if lora.enabled and compares:
+        apart = partial(without_adapters, backend.module)
+        reference = Reference(backend, temperature, budgets.reference, config.ref, apart)
+    with backend.on_device():
+        check_log_probs(backend.module, device)
+    actor = Actor(
+        backend,
+        config.actor,
+        config.algorithm.rollout_correction,
+        temperature=temperature,
+        scale=scale,
+        log_prob_budget=budgets.old_log_probs,
+        seed=config.trainer.seed,
+    )
+    if reference is not None and not lora.enabled and is_packed(actor.backend.module):
+        pack(model.module)  # of the actor's architecture
+    critic = None
+    if models.critic is not None:
+        start = models.critic.load(loading.load_value_model, coordinator, device)
+        utilization.add("critic", UpdateFlops.of(start.model), config.critic.ppo_epochs)
+        backend = engines.trained(config.critic, models.critic, start, total_steps)
+        critic = Critic(backend, config.critic, scale=scale, budget=budgets.critic, forward_budget=budgets.values)
+    return Learners(actor, critic, reference, utilization)
 
 
 def _stateful(

@@ -47,7 +47,6 @@ COMMANDS_IN_ROOMS = {"rlhf.checkpoint.__main__"}
 
 MAY_SEE_THE_WHOLE_CONFIG = {
     "rlhf.api",
-    "rlhf.assemble.learners",
     "rlhf.assemble.rollouts",
     "rlhf.assemble.run",
     "rlhf.cli.sweep",
