@@ -12,7 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhf.config import Config
 from rlhf.config.derived import needs_critic
 from rlhf.config.known_settings import SETTINGS
-from rlhf.config.resolved import from_yaml, to_yaml
+from rlhf.config.migrations import Lost
+from rlhf.config.resolved import from_stored, to_yaml
 from rlhf.config.same_files import same_value
 from rlhf.errors import UserError
 
@@ -33,14 +34,22 @@ NEW_RUN = (
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that differs: its dotted key and both values."""
+    """One setting that differs: its dotted key and both values. Of a setting that is gone, `removed` names the release
+    that removed it, and `present` is what runs do without it."""
 
     key: str
     stored: Any
     present: Any
+    removed: str | None = None
+
+    @classmethod
+    def of_lost(cls, lost: Lost) -> "Change":
+        """The change that a removed setting makes to a run that had another value."""
+        return cls(lost.setting.key, lost.stored, lost.setting.acts_as, lost.release)
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.stored!r} in the checkpoint, {self.present!r} now"
+        gone = f" (release {self.removed} removed the setting)" if self.removed else ""
+        return f"{self.key}: {self.stored!r} in the checkpoint, {self.present!r} now{gone}"
 
 
 @dataclass(frozen=True)
@@ -67,10 +76,13 @@ def compare(stored: Config, present: Config) -> ConfigDiff:
     return diff
 
 
-def compare_text(stored: str, present: Config) -> ConfigDiff:
-    """The same with a stored configuration as YAML; raises UserError when it is not of this version's schema."""
+def compare_text(stored: str, present: Config, release: str | None = None) -> ConfigDiff:
+    """The same with a configuration as YAML that `release` stored; raises UserError when no migration brings it to this
+    version's schema."""
     try:
-        return compare(from_yaml(stored), present)
+        config, lost = from_stored(stored, release)
+        diff = compare(config, present)
+        return ConfigDiff(diff.harmless, diff.trajectory + [Change.of_lost(value) for value in lost])
     except OmegaConfBaseException as error:
         raise UserError(
             f"the checkpoint's settings are of another version of rlhf ({str(error).splitlines()[0]}). Continue it "
@@ -82,16 +94,17 @@ def compare_text(stored: str, present: Config) -> ConfigDiff:
 class ResolvedConfig:
     """The whole configuration of a run for those who store it as text and compare it with a stored one.
 
-    `compare` is `compare_text` with this configuration as the present one.
+    `compare` is `compare_text` with this configuration as the present one: of a stored text and the release that wrote
+    it.
     """
 
     text: str
-    compare: Callable[[str], ConfigDiff]
+    compare: Callable[[str, str | None], ConfigDiff]
 
     @classmethod
     def of(cls, config: Config) -> "ResolvedConfig":
         """From the dataclasses."""
-        return cls(to_yaml(config), lambda stored: compare_text(stored, config))
+        return cls(to_yaml(config), lambda stored, release: compare_text(stored, config, release))
 
     @property
     def hash(self) -> str:
@@ -119,14 +132,17 @@ def refuse_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> No
     """
     if diff.trajectory and not allow:
         ways = "" if begins else f"; or {NEW_RUN}"
-        by_device = [change.key for change in diff.trajectory if SETTINGS[change.key].metadata["by_device"]]
+        there = [change.key for change in diff.trajectory if change.removed is None]
+        by_device = [key for key in there if SETTINGS[key].metadata["by_device"]]
         unless = f" What is null suits the device, which may be another now: {', '.join(by_device)}." * bool(by_device)
+        gone = [change.key for change in diff.trajectory if change.removed is not None]
+        older = f" with the release that saved it, which has {', '.join(gone)}" * bool(gone)
         others = sorted(OTHER_TENSORS & {change.key for change in diff.trajectory})
         change_it = ", or set trainer.allow_config_change=true to continue it with the new ones" * (not others)
         never = f" With other {' and '.join(others)} it has not the tensors that the run needs." * bool(others)
         raise UserError(
             f"the checkpoint was written with settings that give another run:\n{as_lines(diff.trajectory)}\n"
-            f"Restore these values to continue that run{change_it}{ways}.{never}{unless}"
+            f"Restore these values to continue that run{older}{change_it}{ways}.{never}{unless}"
         )
 
 

@@ -13,6 +13,7 @@ from rlhf.config.derived import trains_critic
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.library import PACKAGE, Library
 from rlhf.config.redaction import REDACTED, SECRET, SECRET_NAME
+from rlhf.config.resolved import stored_sections
 
 NAMES = (
     "model.path",
@@ -30,23 +31,10 @@ TINY = PACKAGE / "models/tiny_policy"
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./:@-]*")
 
 
-class _NoAliases(yaml.SafeLoader):
-    """Refuses what a text of a few bytes could make endless values of; a resolved configuration has none."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("an alias")
-        return super().compose_node(parent, index)
-
-
-def stored_settings(text: str) -> dict[str, Any]:
-    """The settings of a resolved configuration by their dotted names; those of another version that have other names
-    here are left out. Raises ValueError for a text that is none."""
-    try:
-        stored = _NoAliases(text).get_single_data()
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"no YAML: {type(error).__name__}") from None
-    return dict(_known(stored)) if isinstance(stored, dict) else {}
+def stored_settings(text: str | bytes, release: str | None = None) -> dict[str, Any]:
+    """The settings of a configuration that `release` resolved, by their present dotted names; unknown ones are left
+    out. Raises ValueError for a text that is none."""
+    return dict(_known(stored_sections(text, release)))
 
 
 def command_of(settings: Mapping[str, Any]) -> list[str]:

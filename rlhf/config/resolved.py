@@ -4,11 +4,13 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config import Config
+from rlhf.config.migrations import Lost, migrate
 
 # Either way takes as long as a small save, and one process asks for nearly the same again and again: at each step of a
 # start, and for every checkpoint that it looks at.
@@ -35,16 +37,55 @@ def _to_yaml(name: str, shown: _Shown) -> str:
 
 
 def from_yaml(text: str) -> Config:
-    """Rebuild the dataclasses from `to_yaml`'s text; a key that the schema lacks is an error."""
+    """Rebuild the dataclasses from `to_yaml`'s text of this release; a key that the schema lacks is an error."""
     return deepcopy(_parsed(text))
 
 
 @lru_cache(_KEPT)
 def _parsed(text: str) -> Config:
-    merged = OmegaConf.merge(schema(), OmegaConf.create(text))
-    config = OmegaConf.to_object(merged)
+    return _typed(OmegaConf.create(text))
+
+
+def from_stored(text: str, release: str | None) -> tuple[Config, list[Lost]]:
+    """Rebuild the dataclasses from `to_yaml`'s text of any `release` (None if unknown), with the values that have no
+    place in them. Raises OmegaConfBaseException for a key that neither the schema nor a migration knows."""
+    config, lost = _migrated(text, release)
+    return deepcopy(config), lost
+
+
+@lru_cache(_KEPT)
+def _migrated(text: str, release: str | None) -> tuple[Config, list[Lost]]:
+    tree = OmegaConf.to_container(OmegaConf.create(text))
+    assert isinstance(tree, dict)
+    migrated = migrate(cast(dict[str, Any], tree), release)
+    return _typed(OmegaConf.create(migrated.tree)), migrated.lost
+
+
+def _typed(tree: Any) -> Config:
+    config = OmegaConf.to_object(OmegaConf.merge(schema(), tree))
     assert isinstance(config, Config)
     return config
+
+
+class _NoAliases(yaml.SafeLoader):
+    """Refuses what a text of a few bytes could make endless values of; a resolved configuration has none."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
+
+
+def stored_sections(text: str | bytes, release: str | None = None) -> dict[str, Any]:
+    """Return `to_yaml`'s text of any `release` (None if unknown) as plain sections under the present names, without the
+    schema's types and defaults. Raises ValueError for a text that is none."""
+    try:
+        stored = _NoAliases(text).get_single_data()
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"no YAML: {type(error).__name__}") from None
+    if not isinstance(stored, dict):
+        raise ValueError("no sections")
+    return migrate(stored, release).tree
 
 
 @cache

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from rlhf.checkpoint.export.layout_native import NativeCheckpoint
+from rlhf.config.resolved import stored_sections
 from rlhf.models.hf.small_files import parse_model_config, read_small_files
 from rlhf.models.hf.source import TensorInfo, TensorSource
 from rlhf.storage.hf_layout import MODEL_CONFIG
@@ -60,7 +60,7 @@ def documents(roles: Mapping[str, TensorSource]) -> dict[str, dict[str, Any]]:
     first = next(iter(roles.values()))
     if isinstance(first, NativeCheckpoint):
         if CONFIG in first.manifest.files:
-            found["config"] = _flat(yaml.safe_load(first.files.content(CONFIG)))
+            found["config"] = _flat(stored_sections(first.files.content(CONFIG), first.manifest.release))
         found["driver state"] = _flat(first.files.document(DRIVER_STATE))
     for role, source in roles.items():
         said, files = source.contents.progress, source.contents.model_files

@@ -126,7 +126,9 @@ class Start:
         of so small a state."""
         if rank not in self._described:
             config = self.configs[rank]
-            resolved = ResolvedConfig(to_yaml(config), cache(lambda stored: compare_text(stored, config)))
+            resolved = ResolvedConfig(
+                to_yaml(config), cache(lambda stored, release: compare_text(stored, config, release))
+            )
             self._described[rank] = resolved, replace(IDENTITY, config_hash=resolved.hash)
         return self._described[rank]
 

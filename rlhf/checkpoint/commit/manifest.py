@@ -14,6 +14,7 @@ import xxhash
 
 from rlhf.checkpoint.commit.formats import FORMAT, OLDEST, is_read, migrated
 from rlhf.checkpoint.commit.manifest_form import problems_of
+from rlhf.config.migrations import migrated_name
 from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
 from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.hashing import BLOCK
@@ -45,8 +46,9 @@ class Manifest:
 
     `format` is the stored one; the fields are those of the present format whatever it is (see `formats`).
 
-    `fingerprints` are of the files that settings name (`model.path` and so on). `linked` maps each folder whose files
-    this save did not write to the checkpoint that it shares them with. `metrics` are the figures of the step.
+    `fingerprints` are of the files that settings name (`model.path` and so on), by the present names of the settings.
+    `linked` maps each folder whose files this save did not write to the checkpoint that it shares them with. `metrics`
+    are the figures of the step.
 
     `imported` says of a checkpoint that no run has saved where it came from: `layout` and `path`; empty of all others.
     Such a one holds what was there, and no configuration.
@@ -68,6 +70,11 @@ class Manifest:
     metrics: dict[str, float] = field(default_factory=dict)
     imported: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
+
+    @property
+    def release(self) -> str | None:
+        """The release of this trainer that saved it."""
+        return self.versions.get("rlhf")
 
     @property
     def total_bytes(self) -> int:
@@ -157,7 +164,10 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
             raise ValueError(problem)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
-    return Manifest(**payload)
+    release = payload["versions"].get("rlhf")
+    # Promise 19.
+    fingerprints = {migrated_name(name, release): digest for name, digest in payload["fingerprints"].items()}
+    return Manifest(**payload | {"fingerprints": fingerprints})
 
 
 def verify_files(root: Path, manifest: Manifest, names: list[str] | None = None) -> list[str]:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-import yaml
 
 from rlhf.checkpoint.commit.manifest import Manifest, manifest_bytes, read_manifest
 from rlhf.checkpoint.commit.output_folder import output_folder, prove
 from rlhf.checkpoint.export.hf_work import hf_work
 from rlhf.checkpoint.export.layout_native import open_source
+from rlhf.config.resolved import stored_sections
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.models.hf.hf_plan import HfOptions
 from rlhf.models.hf.source import Origin
@@ -98,8 +98,7 @@ def _form(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _stored(checkpoint: Path, manifest: Manifest) -> Mapping[str, Any]:
-    config = yaml.safe_load(CheckedFiles(checkpoint, manifest.files).content(CONFIG))
-    return config["checkpoint"]
+    return stored_sections(CheckedFiles(checkpoint, manifest.files).content(CONFIG), manifest.release)["checkpoint"]
 
 
 def _written_from(target: Path) -> Any:

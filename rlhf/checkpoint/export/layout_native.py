@@ -174,7 +174,9 @@ class NativeCheckpoint:
     def _adapter(self) -> "Adapter":
         from rlhf.checkpoint.export.native_adapter import adapter_in  # with torch
 
-        return adapter_in(self.path, self._components[0], start_settings(self.path, self.files), self.model_files)
+        return adapter_in(
+            self.path, self._components[0], start_settings(self.path, self.manifest, self.files), self.model_files
+        )
 
     @cached_property
     def _adapter_tensors(self) -> "Mapping[str, ReadableTensor]":

@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlhf.checkpoint.commit.manifest import Manifest
+from rlhf.config.resolved import stored_sections
 from rlhf.errors import UserError
 from rlhf.models.fingerprint import fingerprint
 from rlhf.models.hf.small_files import is_small_file, read_small_files, with_chat_template
@@ -53,7 +52,7 @@ def _of_checkpoint(files: CheckedFiles, manifest: Manifest, folder: str) -> dict
 
 
 def _of_start(checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: str) -> dict[str, bytes]:
-    model, setting, path, revision = _start(checkpoint, files, role)
+    model, setting, path, revision = _start(checkpoint, manifest, files, role)
     template = model["chat_template"] if setting == "model.path" else None
     folder = _found(checkpoint, setting, path, revision)
     _check_start(checkpoint, manifest, setting, path, folder)
@@ -65,31 +64,31 @@ def _of_start(checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: s
     return contents
 
 
-def start_settings(checkpoint: Path, files: CheckedFiles) -> Any:
+def start_settings(checkpoint: Path, manifest: Manifest, files: CheckedFiles) -> Any:
     """The section `model` of a checkpoint's configuration. Raises UserError when it says none."""
-    return _start(checkpoint, files, "actor")[0]
+    return _start(checkpoint, manifest, files, "actor")[0]
 
 
 def base_folder(checkpoint: Path, manifest: Manifest, files: CheckedFiles, given: Path | None) -> Path:
     """The folder with the weights that adapters of a checkpoint were trained beside: `given`, or `model.path` of its
     configuration. Raises UserError when it is not there, or another one."""
-    _, setting, path, revision = _start(checkpoint, files, "actor")
+    _, setting, path, revision = _start(checkpoint, manifest, files, "actor")
     folder = given or _found(checkpoint, setting, path, revision, weights=True)
     _check_start(checkpoint, manifest, setting, str(folder) if given else path, folder)
     return folder
 
 
-def _start(checkpoint: Path, files: CheckedFiles, role: str) -> tuple[Any, str, str, str | None]:
+def _start(checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: str) -> tuple[Any, str, str, str | None]:
     """The section `model` of the configuration, and which setting names the role's start: its name, the path and the
     revision."""
     try:
-        config: Any = yaml.safe_load(files.content(CONFIG))
+        config: Any = stored_sections(files.content(CONFIG), manifest.release)
         model = config["model"]
         setting, path, revision = "model.path", model["path"], model["revision"]
         if role == "critic" and config["critic"]["path"] is not None:
             setting, path, revision = "critic.path", config["critic"]["path"], None
         model["chat_template"]
-    except (yaml.YAMLError, KeyError, TypeError, RecursionError, DamagedCheckpoint) as error:
+    except (ValueError, KeyError, TypeError, DamagedCheckpoint) as error:
         raise UserError(f"{checkpoint / CONFIG} does not say where its model is from ({error}). {REMEDY}") from None
     return model, setting, str(path), revision
 

@@ -26,7 +26,7 @@ def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> Con
         return ConfigDiff([], [])
     try:
         stored = CheckedFiles(path, manifest.files).content(CONFIG)
-        return _by_content(config.compare(stored.decode()), manifest)
+        return _by_content(config.compare(stored.decode(), manifest.release), manifest)
     except (DamagedCheckpoint, UnicodeDecodeError, yaml.YAMLError) as problem:
         raise DamagedCheckpoint(f"{path} is damaged: {problem}") from None
 

@@ -152,4 +152,4 @@ def rules_of_save(checkpoint: FoundCheckpoint, manifest: Manifest) -> Checkpoint
     if manifest.files.get(CONFIG, {}).get("size", 0) > LARGEST_CONFIG:
         return None
     text = looked_at(Path(checkpoint.name), lambda: checkpoint.files(manifest).content(CONFIG))
-    return None if isinstance(text, str) else parse_rules(text)
+    return None if isinstance(text, str) else parse_rules(text, manifest.release)

@@ -2,8 +2,7 @@
 
 from dataclasses import asdict, fields
 
-import yaml
-
+from rlhf.config.resolved import stored_sections
 from rlhf.config.schema.checkpoint import CheckpointConfig
 
 RULES = ("max_to_keep", "keep_every", "keep_best", "best_metric")
@@ -11,12 +10,12 @@ LARGEST_CONFIG = 1 << 20
 """Bytes that are read of a configuration."""
 
 
-def parse_rules(text: bytes) -> CheckpointConfig | None:
-    """The rules in a resolved configuration; None for one of an older version, or no longer what was written."""
+def parse_rules(text: bytes, release: str | None = None) -> CheckpointConfig | None:
+    """The rules in a configuration that `release` resolved; None for one that is no longer what was written."""
     try:
-        stored = yaml.safe_load(text)["checkpoint"]
+        stored = stored_sections(text, release)["checkpoint"]
         settings = CheckpointConfig(**{name: stored[name] for name in RULES})
-    except (ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     bounds = {field.name: field.metadata for field in fields(CheckpointConfig)}
     for name, value in asdict(settings).items():

@@ -60,7 +60,7 @@ class ModelCard:
         # One that was made of another tool's checkpoint has no configuration.
         if CONFIG in manifest.files and files.size(CONFIG) <= LARGEST_CONFIG:
             try:
-                self._settings = stored_settings(files.content(CONFIG).decode())
+                self._settings = stored_settings(files.content(CONFIG), manifest.release)
             except ValueError:  # proven, and of no version of ours: the card then says less
                 self._settings = {}
 
