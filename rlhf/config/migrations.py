@@ -1,8 +1,9 @@
 """Table of the settings that each release renamed, moved, removed and added, applied to configurations that older
 releases stored.
 
-What a user types is not migrated: `rlhf.config.known_settings` makes hints of this table. A test compares the schema with the
-one that each release stored: without a line here no setting can be renamed, removed or added. Imports no schema.
+What a user types is not migrated: `rlhf.config.names.hints` makes hints of this table. A test compares the schema
+with the one that each release stored: without a line here no setting can be renamed, removed or added. Imports no
+schema.
 """
 
 from copy import deepcopy

@@ -13,7 +13,7 @@ from rlhf.config.derived import trains_critic
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.library import PACKAGE, Library
 from rlhf.config.redaction import REDACTED, SECRET, SECRET_NAME
-from rlhf.config.resolved import stored_sections
+from rlhf.config.stored import stored_sections
 
 NAMES = (
     "model.path",

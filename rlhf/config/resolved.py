@@ -6,7 +6,6 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config import Config
@@ -65,27 +64,6 @@ def _typed(tree: Any) -> Config:
     config = OmegaConf.to_object(OmegaConf.merge(schema(), tree))
     assert isinstance(config, Config)
     return config
-
-
-class _NoAliases(yaml.SafeLoader):
-    """Refuses what a text of a few bytes could make endless values of; a resolved configuration has none."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("an alias")
-        return super().compose_node(parent, index)
-
-
-def stored_sections(text: str | bytes, release: str | None = None) -> dict[str, Any]:
-    """Return `to_yaml`'s text of any `release` (None if unknown) as plain sections under the present names, without the
-    schema's types and defaults. Raises ValueError for a text that is none."""
-    try:
-        stored = _NoAliases(text).get_single_data()
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"no YAML: {type(error).__name__}") from None
-    if not isinstance(stored, dict):
-        raise ValueError("no sections")
-    return migrate(stored, release).tree
 
 
 @cache

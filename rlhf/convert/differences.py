@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf.checkpoint.export.layout_native import NativeCheckpoint
-from rlhf.config.resolved import stored_sections
+from rlhf.config.stored import stored_sections
 from rlhf.models.hf.small_files import parse_model_config, read_small_files
 from rlhf.models.hf.source import TensorInfo, TensorSource
 from rlhf.storage.hf_layout import MODEL_CONFIG

@@ -90,9 +90,15 @@ def train(arguments: Sequence[str], environment: dict[str, str] | None = None, p
     return Ended(done.returncode, done.stdout)
 
 
-def ranks(log: Path, arguments: Sequence[str], environment: dict[str, str] | None = None, nproc: int = 1) -> Ended:
-    """The same command in `nproc` ranks with torchrun's variables, without torchrun; what they say goes through the
-    file `log`."""
+def ranks(
+    log: Path,
+    arguments: Sequence[str],
+    environment: dict[str, str] | None = None,
+    nproc: int = 1,
+    folder: Path = ROOT,
+) -> Ended:
+    """The same command in `nproc` ranks with torchrun's variables, without torchrun, started in `folder`; what they say
+    goes through the file `log`."""
     log.unlink(missing_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -100,7 +106,8 @@ def ranks(log: Path, arguments: Sequence[str], environment: dict[str, str] | Non
     world = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | (environment or {})
     processes = [
         forkserver.Process(
-            target=_rank, args=(unwatched, world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, str(log))
+            target=_rank,
+            args=(unwatched, world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, str(log), folder),
         )
         for rank in range(nproc)
     ]
@@ -117,7 +124,8 @@ def ranks(log: Path, arguments: Sequence[str], environment: dict[str, str] | Non
     return Ended(next((code for code in codes if code), 0), output)  # type: ignore[misc]
 
 
-def _rank(arguments: list[str], environment: dict[str, str], log: str) -> None:
+def _rank(arguments: list[str], environment: dict[str, str], log: str, folder: Path) -> None:
+    os.chdir(folder)
     fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)

@@ -14,6 +14,7 @@ from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config import Config
 from rlhf.config.schema.checkpoint import CONTENTS
 from rlhf.errors import UserError
+from rlhf.numerics import NUMERICS
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.ranks.rng import rng_state, set_rng_state
@@ -170,3 +171,19 @@ def test_what_bits_depend_on_is_stored_and_told_at_a_resume(tmp_path, caplog):
     checkpointer._identity = replace(checkpointer._identity, versions={"torch": "0.1"})
     assert checkpointer.resume()
     assert "goes on with 0.1: the state is exact, the bits of further steps are not promised" in caplog.text
+
+
+def test_another_numerics_version_is_told_at_a_resume_and_another_release_is_not(tmp_path, caplog):
+    # Promise 19.
+    config = make_config(tmp_path)
+    make_checkpointer(config, PlainRole(), 2).save(2)
+    checkpointer = make_checkpointer(config, PlainRole())
+    later = checkpointer._identity.versions | {"rlhf": "9.0.0"}
+    checkpointer._identity = replace(checkpointer._identity, versions=later)
+    assert checkpointer.resume()
+    assert caplog.messages == []
+    checkpointer._identity = replace(checkpointer._identity, numerics=NUMERICS + 1)
+    assert checkpointer.resume()
+    [line] = caplog.messages
+    assert f"numerics version {NUMERICS} " in line
+    assert f"goes on with {NUMERICS + 1} (rlhf 9.0.0): the state is exact" in line

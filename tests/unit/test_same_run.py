@@ -76,6 +76,20 @@ def test_checkpoints_of_another_version_are_left_as_they_are(config):
     assert sorted(steps(config)) == [8, 10]
 
 
+def test_a_checkpoint_of_another_version_behind_a_damaged_one_is_left_as_it_is(config):
+    """The ranks find the damage, and the older checkpoint only then."""
+    # Promise 10.
+    save_steps(config, PlainRole(), 8, 10)
+    folder = step_dir(config.run_dir, 8)
+    manifest = read_manifest(folder)
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, replace(manifest, format=1))
+    flip_bit(step_dir(config.run_dir, 10) / "actor/model/rank_00000.safetensors", 8000)
+    with pytest.raises(UserError, match="use the version that saved it"):
+        resume(config, PlainRole())
+    assert steps(config) == [8]
+
+
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
 def test_a_longer_run_goes_on_and_a_shorter_one_is_told(config, schedule):
     config.actor.optim.lr_scheduler_type = schedule

@@ -13,8 +13,8 @@ from rlhf.checkpoint.commit.manifest import Manifest, manifest_bytes, read_manif
 from rlhf.checkpoint.commit.output_folder import output_folder, prove
 from rlhf.checkpoint.export.hf_work import hf_work
 from rlhf.checkpoint.export.layout_native import open_source
-from rlhf.config.resolved import stored_sections
 from rlhf.config.schema.checkpoint import CheckpointConfig
+from rlhf.config.stored import stored_sections
 from rlhf.models.hf.hf_plan import HfOptions
 from rlhf.models.hf.source import Origin
 from rlhf.storage.disk_errors import DamagedCheckpoint

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.checkpoint.commit.manifest import Manifest
-from rlhf.config.resolved import stored_sections
+from rlhf.config.stored import stored_sections
 from rlhf.errors import UserError
 from rlhf.models.fingerprint import fingerprint
 from rlhf.models.hf.small_files import is_small_file, read_small_files, with_chat_template

@@ -89,7 +89,14 @@ def same_bits_problems(manifest: Manifest, identity: Identity, world_size: int) 
     elif manifest.threads != identity.threads:
         saved, present = (", ".join(map(str, sorted(set(threads)))) for threads in (manifest.threads, identity.threads))
         lines.append(f"Its ranks had {saved} CPU threads each and go on with {present} (trainer.threads_per_rank)")
-    for name in sorted(manifest.versions.keys() | identity.versions.keys()):
+    if manifest.numerics != identity.numerics:
+        before, now = manifest.release, identity.versions.get("rlhf")
+        lines.append(
+            f"It was saved with numerics version {manifest.numerics} (rlhf {before}) and goes on with "
+            f"{identity.numerics} (rlhf {now})"
+        )
+    # Releases of one numerics version compute the same bits.
+    for name in sorted((manifest.versions.keys() | identity.versions.keys()) - {"rlhf"}):
         saved, present = (versions.get(name, "none") for versions in (manifest.versions, identity.versions))
         if saved != present:
             lines.append(f"It was saved with {name} {saved} and goes on with {present}")

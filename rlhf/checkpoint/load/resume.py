@@ -15,12 +15,12 @@ from rlhf.checkpoint.load.imported_start import refuse_an_end, start_told
 from rlhf.checkpoint.load.locations import FileLocations, locate_files, published
 from rlhf.checkpoint.load.restoring import LoadResult, load_state
 from rlhf.checkpoint.state.run_state import RunState
-from rlhf.config.compare import ResolvedConfig
+from rlhf.config.compare import NEW_RUN, ResolvedConfig
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
 from rlhf.storage.layout import CONFIG, set_aside_dirs
 
 log = logging.getLogger(__name__)
@@ -103,6 +103,9 @@ def _with_newest_intact(
                     log.error("%s; looking for an older one.", located.missing())
                 continue
             result = attempt(located)
+        except OtherFormat as error:
+            # Promise 10: it is not damaged, so neither is it set aside nor does an older one take its place.
+            raise UserError(f"{error}; or {NEW_RUN}.") from None
         except DamagedCheckpoint as error:
             if not all(coordinator.on_domain_leaders(partial(_set_aside, path, error))):
                 stuck.append(path.name)

@@ -82,6 +82,8 @@ def _details(checkpoint: FoundCheckpoint) -> dict[str, Any]:
         "contents": manifest.contents,
         "linked": manifest.linked,
         "versions": manifest.versions,
+        "numerics": manifest.numerics,
+        "format": manifest.format,
         "imported": manifest.imported,
         "metrics": manifest.metrics,
         "driver_state": driver,
@@ -99,6 +101,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         "contents": ", ".join(found["contents"]),
         "linked": ", ".join(f"{folder} from {source}" for folder, source in found["linked"].items()) or "nothing",
         "versions": ", ".join(f"{k} {v}" for k, v in sorted(found["versions"].items())),
+        "numerics, format": f"{found['numerics']}, {found['format']}",
     }
     if origin := found["imported"]:
         facts["imported from"] = f"{origin['path']} ({origin['layout']})"

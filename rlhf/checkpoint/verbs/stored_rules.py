@@ -2,8 +2,8 @@
 
 from dataclasses import asdict, fields
 
-from rlhf.config.resolved import stored_sections
 from rlhf.config.schema.checkpoint import CheckpointConfig
+from rlhf.config.stored import stored_sections
 
 RULES = ("max_to_keep", "keep_every", "keep_best", "best_metric")
 LARGEST_CONFIG = 1 << 20

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 from rlhf.config.known_settings import SECTIONS, SETTINGS, Setting, setting_of
+from rlhf.config.migrations import migrated_name, said_of
 from rlhf.config.names.other_trainers import other_trainers
 from rlhf.errors import did_you_mean, nearest
 
@@ -15,9 +16,9 @@ def own_recipe() -> str:
 
 
 def hint(key: str) -> str:
-    """The end of a message about a wrong dotted key: what is said of a name that other trainers have, or the setting
-    (or group) that is meant; empty when nothing is near."""
-    said = remark(key)
+    """The end of a message about a wrong dotted key: what became of a setting of an older release, what is said of a
+    name that other trainers have, or the setting (or group) that is meant; empty when nothing is near."""
+    said = said_of(key) or remark(key)
     return f" {said}" if said else did_you_mean(nearest_setting(key))
 
 
@@ -28,8 +29,10 @@ def remark(key: str) -> str | None:
 
 
 def nearest_setting(key: str) -> str | None:
-    """The setting (or group) that a wrong dotted key most likely means: another trainer's, the same name elsewhere,
-    then a similar one."""
+    """The setting (or group) that a wrong dotted key most likely means: an older release's, another trainer's, the same
+    name elsewhere, then a similar one."""
+    if (present := migrated_name(key)) in SETTINGS:
+        return present
     own, theirs = _without_prefix(key), other_trainers().settings
     if found := theirs.get(key) or theirs.get(own):
         return found

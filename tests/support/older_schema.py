@@ -1,0 +1,31 @@
+"""Table of migrations as if 0.0.9 had had another schema, for the ranks of a test: subscribed through
+RLHF_EVENT_LISTENER in the place of `restored_state`, which records as ever."""
+
+import os
+
+from rlhf.config import migrations
+from rlhf.config.migrations import Added, Removed, Renamed
+from rlhf.events import LISTENER_VARIABLE
+from tests.support.restored_state import on_event
+
+__all__ = ["on_event"]
+
+TABLE = {
+    "0.1.0": (
+        Renamed("actor.learning_rate", "actor.optim.lr"),
+        Removed("trainer.speed", 3, "Leave it out: the speed is 3."),
+        Added("rollout.min_p", 0.0),
+    )
+}
+
+
+VARIABLE = "RLHF_TEST_OLDER_SCHEMA"
+
+
+def environment() -> dict[str, str]:
+    """Variables of a start whose ranks have `TABLE`."""
+    return {VARIABLE: "1", LISTENER_VARIABLE: f"{__name__}:on_event"}
+
+
+if VARIABLE in os.environ:
+    migrations.MIGRATIONS = TABLE
