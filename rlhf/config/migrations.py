@@ -1,5 +1,4 @@
-"""Table of the settings that each release renamed, moved, removed and added, applied to configurations that older
-releases stored.
+"""Migrations of stored settings: what each release renamed, moved, removed and added.
 
 What a user types is not migrated: `rlhf.config.names.hints` makes hints of this table. A test compares the schema
 with the one that each release stored: without a line here no setting can be renamed, removed or added. Imports no

@@ -1,5 +1,4 @@
-"""Stored configurations as plain sections, for readers that take a few settings and must start fast: no schema, no
-omegaconf."""
+"""Stored configurations as plain sections, for readers of a few settings; imports no schema and no omegaconf."""
 
 from typing import Any
 
