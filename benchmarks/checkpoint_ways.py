@@ -64,7 +64,7 @@ class State:
         shards = {}
         for name, shape in self.shapes.items():
             local = self.local[name, kind]
-            shards[name if kind == "weight" else f"{name}.{kind}"] = Shard(shape, local.numel() * self.rank, local)
+            shards[name if kind == "weight" else f"{name}.{kind}"] = Shard(shape, (local.numel() * self.rank,), local)
         return shards
 
     def model_shards(self) -> Shards:

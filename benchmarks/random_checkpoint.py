@@ -7,11 +7,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rlhf
-from rlhf.backends.fsdp2 import row_range
+from rlhf.backends.fsdp2 import chunk_of
 from rlhf.checkpoint.commit.manifest import Manifest, describe, write_manifest
 from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
+from rlhf.storage.boxes import Box
 from rlhf.storage.files import WrittenFile, write_file, write_json
 from rlhf.storage.layout import CONFIG, DRIVER_STATE, INDEX, rank_file
 from rlhf.storage.shard_index import FileShards, merge_shares
@@ -53,6 +54,6 @@ def _shards(shapes: dict[str, tuple[int, ...]], rank: int) -> Shards:
     torch.manual_seed(rank)
     shards = {}
     for name, shape in shapes.items():
-        start, stop = row_range(shape, rank, RANKS)
-        shards[name] = Shard(shape, start, torch.randn(stop - start))
+        box = chunk_of(Box((0,) * len(shape), shape), 0, rank, RANKS)
+        shards[name] = Shard(shape, box.offsets, torch.randn(box.sizes))
     return shards

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rlhf.backends.fsdp2 import row_range
+from rlhf.backends.fsdp2 import chunk_of
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest, parse_manifest, write_manifest
 from rlhf.checkpoint.load.locations import FileLocations
@@ -37,6 +37,7 @@ from rlhf.checkpoint.save.snapshot import Snapshot
 from rlhf.checkpoint.save.writer import RankFiles, complete
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.transport import LoneTransport
+from rlhf.storage.boxes import Box
 from rlhf.storage.files import WrittenFile
 from rlhf.storage.hashing import BLOCK
 from rlhf.storage.layout import INDEX, MANIFEST, rank_file
@@ -76,10 +77,10 @@ def model_shapes(size: str) -> dict[str, tuple[int, ...]]:
 def shards_of(shapes: dict[str, tuple[int, ...]], rank: int, world_size: int) -> dict[str, Shards]:
     """Components of a rank as FSDP2 shards them, without memory."""
     found: dict[str, dict[str, Shard]] = {folder: {} for folder in COMPONENTS}
-    scalar = Shard((), 0, torch.empty((), device="meta"), owner=rank == 0)
+    scalar = Shard((), (0,), torch.empty((), device="meta"), owner=rank == 0)
     for name, shape in shapes.items():
-        start, stop = row_range(shape, rank, world_size)
-        shard = Shard(shape, start, torch.empty(stop - start, device="meta"))
+        box = chunk_of(Box((0,) * len(shape), shape), 0, rank, world_size)
+        shard = Shard(shape, box.offsets, torch.empty(box.sizes, device="meta"))
         for folder, suffixes in COMPONENTS.items():
             for suffix in suffixes:
                 found[folder][f"{name}{suffix}"] = scalar if suffix == ".step" else shard
@@ -166,7 +167,7 @@ def load_figures(
         def find(rank: int = rank, of_ranks: int = of_ranks, own=components) -> CheckedFiles:
             files = CheckedFiles(folder, manifest.files)
             for name, shards in own.items():
-                wanted = {n: (s.start, s.start + s.local.numel()) for n, s in shards.items() if s.local.numel()}
+                wanted = {n: shard.box for n, shard in shards.items() if shard.local.numel()}
                 ShardIndex(files, name).find(wanted, rank, of_ranks)
             return files
 

@@ -72,9 +72,8 @@ class DeepSpeedBackend(Scheduled):
         self._state = ZeroState(self._engine, optimizer, training.offload)
         if exact:
             for name, shard in self._state.weights():
-                if name not in exact:
-                    continue
-                shard.local.copy_(exact[name].view(-1)[shard.start : shard.start + shard.local.numel()])
+                if name in exact:
+                    shard.local.copy_(shard.cut(exact[name]))
             self._state.refresh()
         self._state.leave()
 
@@ -165,7 +164,7 @@ class DeepSpeedBackend(Scheduled):
 
     def _buffer_shards(self) -> dict[str, Shard]:
         owner = dims.everyone().rank == 0
-        return {name: Shard(tuple(b.shape), 0, b.detach(), owner) for name, b in self._persistent_buffers()}
+        return {name: Shard(tuple(b.shape), (0,), b.detach(), owner) for name, b in self._persistent_buffers()}
 
     def _persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
         persistent = self._engine.module.state_dict().keys()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Cut
 from transformers import PreTrainedModel
 
 from rlhf.backends.gather import shared_out, shared_out_bytes, whole_tensors
@@ -20,6 +21,7 @@ from rlhf.models.adapter_layers import Adapters
 from rlhf.models.fused_experts import parts_in_files
 from rlhf.models.log_prob_head import with_log_probs
 from rlhf.ranks import dims
+from rlhf.storage.boxes import Box
 from rlhf.storage.file_parts import FileParts
 from rlhf.storage.shards import Shard, Shards
 
@@ -226,7 +228,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
-    """This rank's rows of each tensor as a range of its flattened whole.
+    """This rank's part of each tensor.
 
     What is not sharded is owned by rank 0; each replica owns about as many elements of what is replicated.
     """
@@ -235,15 +237,13 @@ def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
     for name, tensor in tensors:
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
-            shards[name] = Shard(shape, 0, local_part(tensor), owner=dims.everyone().rank == 0)
+            shards[name] = Shard(shape, (0,), local_part(tensor), owner=dims.everyone().rank == 0)
             continue
-        mesh = tensor.device_mesh
         replica, replicas = replica_of(tensor)
         by_replica = owned.setdefault(replicas, [0] * replicas)
         owner = by_replica.index(min(by_replica))
         by_replica[owner] += tensor.numel()
-        start, _ = row_range(shape, mesh.get_local_rank(-1), mesh.size(-1))
-        shards[name] = Shard(shape, start, local_part(tensor), owner == replica)
+        shards[name] = Shard(shape, offsets_of(tensor), local_part(tensor), owner == replica)
     return shards
 
 
@@ -257,11 +257,21 @@ def replica_of(tensor: DTensor) -> tuple[int, int]:
     return replica, replicas
 
 
-def row_range(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, int]:
-    """Elements of a tensor, flattened, that one of the `ranks` it is sharded over has: from the first one on, up to the
-    second one.
+def offsets_of(tensor: DTensor) -> tuple[int, ...]:
+    """Return where this rank's part of a sharded tensor begins in each dimension."""
+    box, mesh = Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor.device_mesh
+    for dimension, placement in enumerate(tensor.placements):
+        if isinstance(placement, Cut):
+            box = chunk_of(box, placement.dim, mesh.get_local_rank(dimension), mesh.size(dimension))
+    assert box.sizes == tensor.to_local().shape, f"{tensor.placements} are not one after the other"
+    return box.offsets
 
-    fully_shard splits dimension 0 as torch.chunk does: equal parts, the last ones smaller or empty.
+
+def chunk_of(box: Box, dim: int, rank: int, ranks: int) -> Box:
+    """Return the part of a box that one of the `ranks` has that it is sharded over along a dimension.
+
+    It is cut as by torch.chunk: equal parts, the last ones smaller or empty.
     """
-    rows, width = math.ceil(shape[0] / ranks), math.prod(shape[1:])
-    return min(rank * rows, shape[0]) * width, min((rank + 1) * rows, shape[0]) * width
+    start, stop = (min(number * math.ceil(box.sizes[dim] / ranks), box.sizes[dim]) for number in (rank, rank + 1))
+    offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
+    return Box(offsets, (*box.sizes[:dim], stop - start, *box.sizes[dim + 1 :]))

@@ -1,4 +1,4 @@
-"""Whole tensors from the ranges that the ranks hold: many in one collective call, few at a time in memory."""
+"""Whole tensors from the parts that the ranks hold: many in one collective call, few at a time in memory."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +9,8 @@ from torch import Tensor
 from rlhf.config.buffer_sizes import GATHER_BUCKET
 from rlhf.ranks import dims
 from rlhf.ranks.collectives import gather_from
-from rlhf.storage.shards import Shard, Shards
+from rlhf.storage.boxes import Box, layout_of, whole_box
+from rlhf.storage.shards import Shard, Shards, laid_out
 
 
 @torch.no_grad()
@@ -26,7 +27,7 @@ def whole_tensors(
     What every rank holds whole already is not copied, unless it is cast or moved.
 
     Args:
-        shards: of every tensor this rank's range; the same names in the same order on every rank, each tensor covered
+        shards: of every tensor this rank's part; the same names in the same order on every rank, each tensor covered
             by `ranks`.
         dtype: of floating-point tensors, which are cast before they are sent; the same on every rank. None leaves them
             as they are.
@@ -49,7 +50,7 @@ def whole_tensors(
     for i, (_, shard) in enumerate(named):
         whole = math.prod(shard.shape)
         width = cast_type(shard.local, dtype).itemsize
-        if all(numel == whole for _, numel in held[i]):
+        if all(part.numel == whole for part in held[i]):
             yield from gathered(bucket)
             bucket, size = [], 0
             yield named[i][0], as_sent(shard).view(shard.shape)
@@ -72,7 +73,7 @@ def shared_out(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
         share = math.ceil(tensor.numel() / ranks)
         part = tensor.detach().reshape(-1)[rank * share : (rank + 1) * share]
         start = min(rank * share, tensor.numel())
-        shards[name] = Shard(tuple(tensor.shape), start, part.to("cpu", copy=True), owner=True)
+        shards[name] = Shard(tuple(tensor.shape), (start,), part.to("cpu", copy=True), owner=True)
     return shards
 
 
@@ -86,26 +87,42 @@ def cast_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _held(shards: Sequence[Shard], ranks: dims.RankGroup, device: torch.device | None) -> list[list[tuple[int, int]]]:
-    """Of each tensor the range (start, number of elements) that each rank holds."""
+def _held(shards: Sequence[Shard], ranks: dims.RankGroup, device: torch.device | None) -> list[list[Box]]:
+    """Of each tensor the part that each rank holds."""
     if not shards:
         return []
-    ranges = [(shard.start, shard.local.numel()) for shard in shards]
-    own = torch.tensor(ranges, device=device or shards[0].local.device)
-    every = gather_from(ranks, own)
-    return [[(start, numel) for start, numel in of_ranks] for of_ranks in every.transpose(0, 1).tolist()]
+    boxes = [shard.box for shard in shards]
+    device = device or shards[0].local.device
+    ranges = [(box.offsets[0], box.sizes[0]) if box.is_range else (-1, 0) for box in boxes]
+    every = gather_from(ranks, torch.tensor(ranges, device=device)).transpose(0, 1).tolist()
+    held = [[Box((start,), (size,)) for start, size in of_ranks] for of_ranks in every]
+    # Two numbers say most parts, and they are sent with every weight sync; so boxes travel only where there are some.
+    if boxed := [i for i, of_ranks in enumerate(every) if any(start < 0 for start, _ in of_ranks)]:
+        width = max(len(shards[i].shape) for i in boxed)
+        rows = torch.tensor([_padded(boxes[i], width) for i in boxed], device=device)
+        for i, of_ranks in zip(boxed, gather_from(ranks, rows).transpose(0, 1).tolist(), strict=True):
+            held[i] = [Box(tuple(row[1 : 1 + row[0]]), tuple(row[1 + width : 1 + width + row[0]])) for row in of_ranks]
+    return held
+
+
+def _padded(box: Box, width: int) -> list[int]:
+    """The number of dimensions, offsets and sizes, each `width` long."""
+    rest = [0] * (width - len(box.sizes))
+    return [len(box.sizes), *box.offsets, *rest, *box.sizes, *rest]
 
 
 def _gathered(
     bucket: Sequence[tuple[str, tuple[int, ...], Tensor]],
-    held: Sequence[Sequence[tuple[int, int]]],
+    held: Sequence[Sequence[Box]],
     ranks: dims.RankGroup,
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole of each of `bucket`: name, shape and this rank's part, flat."""
     if not bucket:
         return
     parts = [part for _, _, part in bucket]
-    sizes = [sum(held[i][rank][1] * part.element_size() for i, part in enumerate(parts)) for rank in range(ranks.size)]
+    sizes = [
+        sum(held[i][rank].numel * part.element_size() for i, part in enumerate(parts)) for rank in range(ranks.size)
+    ]
     # Ranks hold more or less of a bucket; the call wants as many bytes of each.
     sent = torch.empty(max(sizes), dtype=torch.uint8, device=parts[0].device)
     torch.cat([part.view(torch.uint8) for part in parts], out=sent[: sizes[ranks.rank]])
@@ -114,8 +131,12 @@ def _gathered(
     for i, (name, shape, part) in enumerate(bucket):
         whole = torch.empty(math.prod(shape), dtype=part.dtype, device=part.device)
         content, width = whole.view(torch.uint8), whole.element_size()
-        for rank, (start, numel) in enumerate(held[i]):
-            piece = received[rank, offsets[rank] : offsets[rank] + numel * width]
-            content[start * width : (start + numel) * width].copy_(piece)
-            offsets[rank] += numel * width
+        for rank, box in enumerate(held[i]):
+            piece = received[rank, offsets[rank] : offsets[rank] + box.numel * width]
+            offsets[rank] += box.numel * width
+            if box.is_range:
+                content[box.offsets[0] * width :][: len(piece)].copy_(piece)
+            else:  # by way of memory that is aligned for the type
+                target = laid_out(whole, layout_of(box, whole_box(shape), shape))
+                target.copy_(piece.clone().view(part.dtype).view(box.sizes))
         yield name, whole.view(shape)

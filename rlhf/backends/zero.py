@@ -31,7 +31,7 @@ class Range:
 
     def shard(self, tensor: Tensor, *, owner: bool) -> Shard:
         """The part of `tensor`, which is `flat` or laid out like it."""
-        return Shard(self.shape, self.start, tensor.detach().view(-1)[self.offset : self.offset + self.numel], owner)
+        return Shard(self.shape, (self.start,), tensor.detach().view(-1)[self.offset : self.offset + self.numel], owner)
 
 
 class ZeroState:
@@ -118,15 +118,15 @@ class ZeroState:
         for name, parameter in _named(self._engine, trained=False):
             if self._stage < 3:
                 shape = tuple(parameter.shape)
-                yield name, Shard(shape, 0, self._held(parameter.detach()), owner=dims.everyone().rank == 0)
+                yield name, Shard(shape, (0,), self._held(parameter.detach()), owner=dims.everyone().rank == 0)
                 continue
             start, held = _part_of(parameter, parameter.ds_tensor.numel())
-            yield name, Shard(tuple(parameter.ds_shape), start, self._held(parameter.ds_tensor.detach())[:held])
+            yield name, Shard(tuple(parameter.ds_shape), (start,), self._held(parameter.ds_tensor.detach())[:held])
 
     def moments(self) -> Iterator[tuple[str, Shard]]:
         """Views of the moments, and the step counts."""
         for name, held in self._ranges.items():
-            yield f"{name}.step", Shard((), 0, self._steps[name], owner=dims.everyone().rank == 0)
+            yield f"{name}.step", Shard((), (0,), self._steps[name], owner=dims.everyone().rank == 0)
             for moment in MOMENTS:
                 flat = self._held(self._optimizer.state[held.flat][moment])
                 yield f"{name}.{moment}", held.shard(flat, owner=self._owner)

@@ -61,7 +61,7 @@ class Reference(Policy):
             shards = self.shards()
             for name, whole in actor.full_tensors():
                 shard = shards[name]
-                mine = whole.reshape(-1)[shard.start : shard.start + shard.local.numel()].view(shard.local.shape)
+                mine = shard.cut(whole)
                 if mine.is_floating_point():
                     shard.local.lerp_(mine.to(shard.local.dtype), self._config.alpha)
                 else:

@@ -98,6 +98,5 @@ def _reading(folder: Path) -> Iterator[tuple[Any, dict[str, str]]]:
 
 
 def put(shard: Shard, whole: Tensor) -> None:
-    """Copy this rank's range of `whole` into `shard`."""
-    part = whole.reshape(-1)[shard.start : shard.start + shard.local.numel()]
-    shard.local.copy_(part.view(shard.local.shape))
+    """Copy this rank's part of `whole` into `shard`."""
+    shard.local.copy_(shard.cut(whole))

@@ -16,8 +16,9 @@ from rlhf.models.model_files import ModelFiles, on_every_rank
 from rlhf.models.skeleton import skeleton
 from rlhf.ranks.collectives import broadcast
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.boxes import bounds, layout_of, overlaps, range_box
 from rlhf.storage.file_parts import FileParts, parts_of
-from rlhf.storage.shards import DTYPES, Shards
+from rlhf.storage.shards import DTYPES, Shards, laid_out
 
 BUCKET_BYTES = 1 << 26
 """Bytes that are read, and sent, at a time; a row of a tensor is never divided."""
@@ -59,13 +60,13 @@ class Loaded:
     def _fill(self, shards: Shards) -> None:
         with contextlib.suppress(ReaderFailed):
             for name, shard in shards.items():
-                stop, local = shard.start + shard.local.numel(), shard.local.view(-1)
+                first, stop = bounds(shard.box, shard.shape)
                 for part in self._parts.get(name, ()):  # a new head has none
-                    for start, chunk in self._reader.chunks(part.name, shard.start - part.start, stop - part.start):
+                    for start, chunk in self._reader.chunks(part.name, first - part.start, stop - part.start):
                         begin = part.start + start
-                        low, high = max(begin, shard.start), min(begin + chunk.numel(), stop)
-                        if low < high:
-                            local[low - shard.start : high - shard.start].copy_(chunk[low - begin : high - begin])
+                        read = range_box(begin, begin + chunk.numel())
+                        for common in overlaps(shard.box, read, shard.shape):
+                            shard.at(common).copy_(laid_out(chunk, layout_of(common, read, shard.shape)))
 
 
 class ModelReader:

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from rlhf.storage.boxes import bounds, overlaps, range_box, strides_of
 from rlhf.storage.shards import Shard, Shards
 
 
@@ -36,12 +37,25 @@ def shards_in_files(shards: Shards, parts: FileParts) -> dict[str, Shard]:
     """Views of `shards` as this rank's shards of the tensors of the files."""
     found = {}
     for name, shard in shards.items():
-        local, end = shard.local.reshape(-1), shard.start + shard.local.numel()
+        row_major = replace(shard, local=shard.local.contiguous())
         for part in parts_of(parts, name, shard.shape):
-            low, high = (min(max(at, part.start), part.stop) for at in (shard.start, end))
-            piece = local[low - shard.start : high - shard.start] if low < high else local[:0]
-            found[part.name] = Shard(part.shape, low - part.start, piece, shard.owner)
+            found[part.name] = _in_part(row_major, part)
     return found
+
+
+def _in_part(shard: Shard, part: FilePart) -> Shard:
+    """What `shard` has of a tensor of the files. Experts and rows of experts lie one after the other in a weight, so
+    that a box of the weight is a box of each."""
+    common = list(overlaps(shard.box, range_box(part.start, part.stop), shard.shape))
+    if not common:
+        return Shard(part.shape, (0,), shard.local.reshape(-1)[:0], shard.owner)
+    [inner] = common
+    start = bounds(inner, shard.shape)[0] - part.start
+    if inner.is_range:
+        return Shard(part.shape, (start,), shard.at(inner), shard.owner)
+    offsets = tuple(start // stride % size for stride, size in zip(strides_of(part.shape), part.shape, strict=True))
+    piece = shard.at(inner).view(inner.sizes[len(inner.sizes) - len(part.shape) :])
+    return Shard(part.shape, offsets, piece, shard.owner)
 
 
 def whole_in_files(weights: Iterable[tuple[str, Tensor]], parts: FileParts) -> Iterator[tuple[str, Tensor]]:

@@ -8,8 +8,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from rlhf.storage.index_rows import Tensors
 from rlhf.storage.safetensors_header import make_safetensors_header
-from rlhf.storage.shard_index import ITEM_BYTES, Tensors
+from rlhf.storage.shard_index import ITEM_BYTES
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes of tensors in one file, unless one tensor has more."""

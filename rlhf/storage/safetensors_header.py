@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.index_rows import Tensors
 from rlhf.storage.reading import CheckedFiles, parse_json
-from rlhf.storage.shard_index import ITEM_BYTES, Tensors
+from rlhf.storage.shard_index import ITEM_BYTES
 
 
 def make_safetensors_header(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> bytes:

@@ -1,22 +1,34 @@
-"""Index of sharded tensors: which range of which tensor lies where in which file. Imports no torch.
+"""Index of sharded tensors: which part of which tensor lies where in which file. Imports no torch.
 
-`index.safetensors` has one int64 tensor, `shards`: a row (tensor, start, stop) for each shard, in the order in which
-the shards lie in the files. The rows of one file are next to each other, so that a reader takes those of few files. Its
-metadata are JSON: `tensors` (name -> type and shape; rows count them in the order of their names) and `files` (name,
-first byte of its first shard, number of its rows).
+`index.safetensors` has one int64 tensor, `shards`: rows as in `index_rows`, in the order in which the shards lie in the
+files. The rows of one file are next to each other, so that a reader takes those of few files. Its metadata are JSON:
+`tensors` (name -> type and shape; rows count them in the order of their names) and `files` (name, first byte of its
+first shard, number of its rows). Up to format 7 every row was a range.
 """
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from rlhf.storage.boxes import Box, bounds, overlaps, range_box
 from rlhf.storage.disk_errors import DamagedCheckpoint
+from rlhf.storage.index_rows import (
+    ROW_BYTES,
+    Parts,
+    Table,
+    Tensors,
+    as_rows,
+    covers,
+    not_covered,
+    parse_rows,
+    ranges_not_covering,
+)
 from rlhf.storage.layout import INDEX
 from rlhf.storage.reading import CheckedFiles
 
@@ -36,14 +48,8 @@ TORCH_NAMES = {
 }
 """The same types as torch names them."""
 FLOATS = {kind for kind, name in TORCH_NAMES.items() if "float" in name}
-ROW_BYTES = 24
 _MOST_BYTES = 1 << 60
 """More than any checkpoint has, and few enough for sums in int64."""
-_ROW = np.dtype("<i8")
-Rows = NDArray[np.int64]
-"""[n, 3]: tensor, start, stop."""
-Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Tensor name -> type and shape."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +63,15 @@ class FileShards:
     table: str
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Elements [start, stop) of a flattened tensor, at a byte `position` of a file."""
+class Piece(NamedTuple):
+    """Elements `box` of a tensor, as they are wanted, in the shard that lies at a byte `position` of a file and holds
+    the part `shard`."""
 
     name: str
-    start: int
-    stop: int
+    box: Box
     file: str
     position: int
+    shard: Box
 
 
 def nbytes_of(kind: str, shape: tuple[int, ...]) -> int:
@@ -78,64 +84,47 @@ def hash_of_table(tensors: Tensors) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(tensors.items())).encode())
 
 
-def rows_of(numbered: Iterable[tuple[int, int, int]]) -> bytes:
-    """Rows (tensor, start, stop) as they lie in an index."""
-    return np.array(list(numbered), dtype=_ROW).tobytes()
-
-
-def rows_of_ranks(tensors: Tensors, shares: Sequence[FileShards]) -> list[Rows]:
-    """The rows of each rank's share, which together cover all tensors, each element once.
+def parts_of_ranks(tensors: Tensors, shares: Sequence[FileShards]) -> Iterator[list[tuple[str, Box]]]:
+    """Yield the parts of tensors in each rank's share, which together cover all tensors, each element once.
 
     Raises ValueError when ranks disagree about the tensors, when shards overlap, or when they leave a gap.
     """
+    table = Table(tensors)
+    _check(tensors, shares, table)
+    for share in shares:
+        parts = parse_rows(as_rows(share.rows), table)
+        yield [(table.names[tensor], parts.box(i, table)) for i, tensor in enumerate(parts.tensor.tolist())]
+
+
+def _check(tensors: Tensors, shares: Sequence[FileShards], table: Table) -> bytes:
+    """The rows of all ranks. Raises as `parts_of_ranks`."""
     expected = hash_of_table(tensors)
     for rank, share in enumerate(shares):
         if share.table != expected:
             raise ValueError(f"ranks disagree about the tensors: rank {rank} has others than rank 0")
-    by_rank = [_as_rows(share.rows) for share in shares]
-    rows = np.concatenate(by_rank)
-    names = sorted(tensors)
-    if (wrong := _not_covered(rows, _sizes(tensors))) is not None:
-        name = names[wrong]
-        found = sorted((start, stop) for number, start, stop in rows.tolist() if number == wrong)
-        raise ValueError(f"the shards of {name} do not cover its {math.prod(tensors[name][1])} elements: {found[:10]}")
-    return by_rank
+    content = b"".join(share.rows for share in shares)
+    parts = parse_rows(as_rows(content), table)
+    if (wrong := not_covered(parts, table)) is not None:
+        name, size = table.names[wrong], int(table.sizes[wrong])
+        found = sorted(parts.box(i, table) for i in np.flatnonzero(parts.tensor == wrong).tolist())
+        shown = [_shown(box) for box in found[:10]]
+        raise ValueError(f"the shards of {name} do not cover its {size} elements: {', '.join(shown)}")
+    return content
+
+
+def _shown(box: Box) -> str:
+    return "x".join(f"[{start}:{start + size}]" for start, size in zip(box.offsets, box.sizes, strict=True))
 
 
 def merge_shares(tensors: Tensors, shares: Sequence[FileShards]) -> bytes:
-    """The index file, from the shares of all ranks. Raises ValueError as `rows_of_ranks`."""
-    rows = np.concatenate(rows_of_ranks(tensors, shares))
-    written, names = [share for share in shares if share.rows], sorted(tensors)
-    files = [(share.file, share.first_byte, len(share.rows) // ROW_BYTES) for share in written]
-    metadata = {"tensors": json.dumps({name: tensors[name] for name in names}), "files": json.dumps(files)}
-    entry = {"dtype": "I64", "shape": list(rows.shape), "data_offsets": [0, rows.nbytes]}
+    """The index file, from the shares of all ranks. Raises ValueError as `parts_of_ranks`."""
+    rows = _check(tensors, shares, Table(tensors))
+    files = [(share.file, share.first_byte, len(share.rows) // ROW_BYTES) for share in shares if share.rows]
+    metadata = {"tensors": json.dumps({name: tensors[name] for name in sorted(tensors)}), "files": json.dumps(files)}
+    entry = {"dtype": "I64", "shape": [len(rows) // ROW_BYTES, 3], "data_offsets": [0, len(rows)]}
     head = json.dumps({"__metadata__": metadata, "shards": entry}, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    return len(head).to_bytes(8, "little") + head + rows.tobytes()
-
-
-def _as_rows(content: bytes | bytearray) -> Rows:
-    return np.frombuffer(content, dtype=_ROW).reshape(-1, 3)
-
-
-def _sizes(tensors: Tensors) -> NDArray[np.int64]:
-    """Elements of each tensor, in the order of names."""
-    return np.array([math.prod(tensors[name][1]) for name in sorted(tensors)], dtype=np.int64)
-
-
-def _not_covered(rows: Rows, sizes: NDArray[np.int64], first: NDArray[np.int64] | None = None) -> int | None:
-    """A tensor of which the rows do not cover the elements from `first` (0) on, `sizes` many, each once; None if they
-    cover all."""
-    first = np.zeros_like(sizes) if first is None else first
-    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-    number, start, stop = rows.T
-    begins = np.diff(number, prepend=-1) != 0
-    wrong = start != np.where(begins, first[number], np.roll(stop, 1))
-    wrong |= np.diff(number, append=-1).astype(bool) & (stop != (first + sizes)[number])
-    missing = sizes.astype(bool)
-    missing[number] = False
-    bad = np.concatenate([number[wrong], np.flatnonzero(missing)])
-    return int(bad[0]) if len(bad) else None
+    return len(head).to_bytes(8, "little") + head + rows
 
 
 class ShardIndex:
@@ -166,7 +155,7 @@ class ShardIndex:
         self._names = list(self.tensors)
         if sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self.tensors.values()) > _MOST_BYTES:
             raise ValueError("tensors that are too large")
-        self._sizes = _sizes(self.tensors)
+        self._table = Table(self.tensors)
         self._width = np.array([ITEM_BYTES[dtype] for dtype, _ in self.tensors.values()], dtype=np.int64)
         for name, first, count in listed:
             if not isinstance(name, str) or not all(type(n) is int and 0 <= n <= _MOST_BYTES for n in (first, count)):
@@ -177,40 +166,60 @@ class ShardIndex:
 
     def counts(self) -> dict[str, int]:
         """The number of shards of each tensor."""
-        rows, _, _ = self._read(np.arange(len(self._file_names)))
-        found = np.bincount(rows[:, 0], minlength=len(self._names))
+        parts, _, _ = self._read(np.arange(len(self._file_names)))
+        found = np.bincount(parts.tensor, minlength=len(self._names))
         return dict(zip(self._names, found.tolist(), strict=True))
 
-    def find(self, wanted: Mapping[str, tuple[int, int]], rank: int, world_size: int) -> list[Piece]:
-        """Pieces of which ranges of tensors consist, one range (start, stop) of each.
+    def find(self, wanted: Mapping[str, Box], rank: int, world_size: int) -> list[Piece]:
+        """Pieces of which parts of tensors consist, one part of each that is not empty.
 
         The rows of files are read in which a rank of this number probably finds its own, all others only if that was
         not enough.
         """
+        for files in (self._probable(rank, world_size), np.arange(len(self._file_names))):
+            pieces, missing = self._find(wanted, *self._read(files))
+            if missing is None:
+                return pieces
+        assert missing is not None
+        raise DamagedCheckpoint(f"{self.path}: has not all elements of {missing}{_shown(wanted[missing])}")
+
+    def _find(
+        self, wanted: Mapping[str, Box], parts: Parts, places: NDArray[np.intp], positions: NDArray[np.int64]
+    ) -> tuple[list[Piece], str | None]:
+        """The pieces in some shards, and a tensor of which they are not all that is wanted."""
         number = {name: i for i, name in enumerate(self._names)}
-        first, size = np.zeros_like(self._sizes), np.zeros_like(self._sizes)
-        for name, (start, stop) in wanted.items():
-            first[number[name]], size[number[name]] = start, stop - start
-        every = np.arange(len(self._file_names))
-        for files in (self._probable(rank, world_size), every):
-            rows, places, positions = self._read(files)
-            tensor = rows[:, 0]
-            low = np.maximum(rows[:, 1], first[tensor])
-            high = np.minimum(rows[:, 2], (first + size)[tensor])
-            hit = low < high
-            found = np.stack([tensor, low, high], axis=1)[hit]
-            wrong = _not_covered(found, size, first)
-            if wrong is None:
-                break
-        else:
-            start, stop = wanted[self._names[wrong]] if wrong is not None else (0, 0)
-            raise DamagedCheckpoint(f"{self.path}: has not all elements of {self._names[wrong or 0]}[{start}:{stop}]")
-        positions = positions[hit] + (low - rows[:, 1])[hit] * self._width[found[:, 0]]
-        where = zip(found.tolist(), places[hit].tolist(), positions.tolist(), strict=True)
-        return [
-            Piece(self._names[tensor], start, stop, self._file_names[place], position)
-            for (tensor, start, stop), place, position in where
-        ]
+        first, size = np.zeros_like(self._table.sizes), np.zeros_like(self._table.sizes)
+        with_boxes = np.zeros(len(self._names), dtype=bool)
+        for name, box in wanted.items():
+            begin, end = bounds(box, self.tensors[name][1])
+            first[number[name]], size[number[name]] = begin, end - begin
+            with_boxes[number[name]] = not box.is_range
+        with_boxes[parts.tensor[parts.boxed]] = True
+        low, high = np.maximum(parts.first, first[parts.tensor]), np.minimum(parts.stop, (first + size)[parts.tensor])
+        hit = low < high
+        flat = hit & ~with_boxes[parts.tensor]
+        found = np.stack([parts.tensor, low, high], axis=1)[flat]
+        wrong = ranges_not_covering(found, np.where(with_boxes, 0, size), first)
+        if wrong is not None:
+            return [], self._names[wrong]
+        begins = positions[flat] + (low - parts.first)[flat] * self._width[found[:, 0]]
+        pieces = []
+        for (tensor, start, stop), place, position in zip(
+            found.tolist(), places[flat].tolist(), begins.tolist(), strict=True
+        ):
+            box = range_box(start, stop)
+            pieces.append(Piece(self._names[tensor], box, self._file_names[place], position, box))
+        boxed: dict[str, list[Piece]] = {name: [] for name in wanted if with_boxes[number[name]]}
+        for i in np.flatnonzero(hit & ~flat).tolist():
+            name, shard = self._names[parts.tensor[i]], parts.box(i, self._table)
+            file, position = self._file_names[places[i]], int(positions[i])
+            common = overlaps(shard, wanted[name], self.tensors[name][1])
+            boxed[name] += (Piece(name, box, file, position, shard) for box in common)
+        for name, of_name in boxed.items():
+            if not covers([piece.box for piece in of_name], self.tensors[name][1], wanted[name].numel):
+                return [], name
+            pieces += of_name
+        return pieces, None
 
     def _probable(self, rank: int, world_size: int) -> NDArray[np.intp]:
         """Files of the same part of all ranks, of this rank, and of the first one, which has what is not sharded."""
@@ -218,8 +227,8 @@ class ShardIndex:
         low, high = count * rank // world_size - 1, -(-count * (rank + 1) // world_size) + 1
         return np.array(sorted({n for n in (0, rank, *range(low, high)) if 0 <= n < count}), dtype=np.intp)
 
-    def _read(self, files: NDArray[np.intp]) -> tuple[Rows, NDArray[np.intp], NDArray[np.int64]]:
-        """The rows of these files, the file of each row, and the byte in it at which the shard begins."""
+    def _read(self, files: NDArray[np.intp]) -> tuple[Parts, NDArray[np.intp], NDArray[np.int64]]:
+        """The shards of these files, the file of each, and the byte in it at which the shard begins."""
         counts = self._count[files]
         begins = (np.cumsum(self._count) - self._count)[files]
         memory = bytearray(int(counts.sum()) * ROW_BYTES)
@@ -228,15 +237,17 @@ class ShardIndex:
             if count:
                 ranges.append((self._first_row + begin * ROW_BYTES, view[done : (done := done + count * ROW_BYTES)]))
         self._files.read(self.path, ranges)
-        rows = _as_rows(memory)
-        number, start, stop = rows.T
-        if len(rows) and (number.min() < 0 or number.max() >= len(self._names)):
-            raise DamagedCheckpoint(f"{self.path}: has rows of tensors that are not there")
-        if not bool(np.all((start >= 0) & (start < stop) & (stop <= self._sizes[number]))):
-            raise DamagedCheckpoint(f"{self.path}: has ranges outside of their tensors")
-        places = np.repeat(files, counts)
-        length = (stop - start) * self._width[number]
+        try:
+            parts = parse_rows(as_rows(memory), self._table)
+        except ValueError as error:
+            raise DamagedCheckpoint(f"{self.path}: has {error}") from None
+        length = parts.numel * self._width[parts.tensor]
         before = np.cumsum(length) - length
-        rows_before = np.cumsum(counts) - counts
-        at_first = before[np.minimum(rows_before, max(len(rows) - 1, 0))] if len(rows) else rows_before
-        return rows, places, np.repeat(self._first_byte[files] - at_first, counts) + before
+        of_row = np.repeat(files, counts)
+        places = of_row[parts.row]
+        # The first shard of each file, before which none of its bytes lie.
+        opens = np.diff(places, prepend=-1) != 0
+        if not np.array_equal(parts.row[opens], (np.cumsum(counts) - counts)[counts > 0]):
+            raise DamagedCheckpoint(f"{self.path}: has boxes that begin in one file and end in another")
+        at_first = np.maximum.accumulate(np.where(opens, before, 0))
+        return parts, places, self._first_byte[places] + before - at_first

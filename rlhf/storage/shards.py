@@ -1,22 +1,27 @@
-"""Tensors on disk as shards: a name, a global shape, and ranges of the flattened (row-major) tensor.
+"""Tensors on disk as shards: a name, a global shape, and a part of the tensor, cut along its dimensions or out of its
+flattened (row-major) elements.
 
-FSDP2's rows, ZeRO's flat partitions and an unsharded tensor are all such ranges, so what one backend wrote at one world
-size any other reads at any other. Shards lie in safetensors files, one per rank, as 1-D tensors; an index beside them
-says which range is where, down to the byte of the file.
+FSDP2's rows, cuts by columns, ZeRO's flat partitions and an unsharded tensor are all such parts (`boxes`), so what one
+backend wrote at one world size any other reads at any other. Shards lie in safetensors files, one per rank, as 1-D
+tensors; an index beside them says which part is where, down to the byte of the file.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlhf.storage.boxes import Box, Strided, halves, layout_of, normal, range_box, whole_box
 from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.hashing import BLOCK
+from rlhf.storage.index_rows import Tensors, rows_of
 from rlhf.storage.reading import CheckedFiles
 from rlhf.storage.safetensors_header import make_safetensors_header
-from rlhf.storage.shard_index import FLOATS, TORCH_NAMES, FileShards, ShardIndex, Tensors, hash_of_table, rows_of
+from rlhf.storage.shard_index import FLOATS, TORCH_NAMES, FileShards, Piece, ShardIndex, hash_of_table
 from rlhf.storage.whole_tensors import WholeTensors
 
 # Page-locked memory through which tensors reach another device.
@@ -28,16 +33,43 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's range of a named tensor.
+    """One rank's part of a named tensor of `shape`.
 
-    `local` is contiguous and holds elements [start, start + local.numel()) of the flattened tensor of `shape`. `owner`
-    says whether this rank saves it (a replicated tensor has one owner); every rank loads what its `local` covers.
+    With an entry of `offsets` per dimension it is a box, which begins there and has the sizes of `local`. With a
+    single entry it is a range of the flattened tensor: elements [offset, offset + local.numel()), in a `local` of any
+    shape. `local` is row-major. `owner` says whether this rank saves it (a replicated tensor has one owner); every rank
+    loads what its `local` covers.
     """
 
     shape: tuple[int, ...]
-    start: int
+    offsets: tuple[int, ...]
     local: Tensor
     owner: bool = True
+
+    @property
+    def box(self) -> Box:
+        """The part, as a range of the flattened tensor if it is contiguous there."""
+        if len(self.offsets) == len(self.shape) != 1:
+            return normal(Box(self.offsets, tuple(self.local.shape)), self.shape)
+        return range_box(self.offsets[0], self.offsets[0] + self.local.numel())
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return this part of a whole tensor of `shape`, in the shape of `local`."""
+        layout = layout_of(self.box, whole_box(self.shape), self.shape)
+        return laid_out(whole.reshape(-1), layout).reshape(self.local.shape)
+
+    def at(self, inner: Box) -> Tensor:
+        """Return a view of what `local` has of a part of it, as `overlaps` yields it, in its sizes."""
+        own = self.box
+        if own.is_range:
+            return laid_out(self.local.detach().view(-1), layout_of(inner, own, self.shape))
+        begins = [a - b for a, b in zip(inner.offsets, own.offsets, strict=True)]
+        return self.local.detach()[tuple(slice(a, a + n) for a, n in zip(begins, inner.sizes, strict=True))]
+
+
+def laid_out(elements: Tensor, layout: Strided) -> Tensor:
+    """Return a view of 1-D `elements`."""
+    return elements.as_strided(layout.sizes, layout.strides, elements.storage_offset() + layout.offset)
 
 
 Shards = Mapping[str, Shard]
@@ -82,8 +114,7 @@ def lay_out(file_name: str, shards: Shards) -> tuple[dict[str, Tensor], FileShar
     # of its file.
     flat = dict(sorted(flat.items(), key=lambda item: item[1].numel() > 1))
     number = {name: i for i, name in enumerate(sorted(shards))}
-    starts = ((name, shards[name].start, tensor.numel()) for name, tensor in flat.items())
-    rows = rows_of((number[name], start, start + length) for name, start, length in starts)
+    rows = rows_of((number[name], shards[name].box) for name in flat)
     return flat, FileShards(file_name, len(_header(flat)), rows, hash_of_table(tensor_table(shards)))
 
 
@@ -151,10 +182,8 @@ class TensorReader:
         """The blocks of each file that `read_into` reads, by path in the checkpoint. Call `mismatches` first."""
         flat = {name: shard.local.detach().reshape(-1) for name, shard in shards.items()}
         return {
-            file_name: {
-                block for start, part in parts for block in range(start // BLOCK, -(-(start + part.numel()) // BLOCK))
-            }
-            for file_name, parts in self._locate(shards, flat).items()
+            file_name: {block for read in reads for block in range(read.start // BLOCK, -(-read.stop // BLOCK))}
+            for file_name, reads in self._locate(shards, flat).items()
         }
 
     @torch.no_grad()
@@ -169,30 +198,76 @@ class TensorReader:
             shards[name].local.copy_(stored)
         shards = {name: shard for name, shard in shards.items() if name not in rounded}
         flat = {name: shard.local.detach().reshape(-1) for name, shard in shards.items()}
-        for file_name, parts in self._locate(shards, flat).items():
-            self._read(file_name, parts)
+        for file_name, reads in self._locate(shards, flat).items():
+            self._read(file_name, reads)
         for name, shard in shards.items():
             if flat[name].data_ptr() != shard.local.data_ptr():  # not contiguous: the view is a copy
                 shard.local.copy_(flat[name].view(shard.local.shape))
 
-    def _locate(self, shards: Shards, flat: Mapping[str, Tensor]) -> dict[str, list[tuple[int, Tensor]]]:
-        """Of each file the positions of what is wanted of it, with the bytes of `flat` for them."""
-        ranges = {name: (shard.start, shard.start + flat[name].numel()) for name, shard in shards.items()}
-        wanted = {name: (start, stop) for name, (start, stop) in ranges.items() if start < stop}
-        places: dict[str, list[tuple[int, Tensor]]] = {}
+    def _locate(self, shards: Shards, flat: Mapping[str, Tensor]) -> dict[str, list["_Read"]]:
+        """What is read of each file into `flat`, the elements of `shards`."""
+        wanted = {name: box for name, shard in shards.items() if (box := shard.box).numel}
+        found: dict[str, list[_Read]] = {}
         for piece in self._index.find(wanted, self._rank, self._world_size):
-            begin = ranges[piece.name][0]
-            part = flat[piece.name][piece.start - begin : piece.stop - begin].view(torch.uint8)
-            places.setdefault(f"{self._folder}/{piece.file}", []).append((piece.position, part))
-        return places
+            shape = self.tensors[piece.name][1]
+            reads = _reads(piece, wanted[piece.name], flat[piece.name], shape)
+            found.setdefault(f"{self._folder}/{piece.file}", []).extend(reads)
+        return found
 
-    def _read(self, name: str, wanted: list[tuple[int, Tensor]]) -> None:
-        """Fill the bytes of `wanted` from their positions in a file."""
-        self._files.read(name, [(start, as_bytes(part)) for start, part in wanted if part.device.type == "cpu"])
-        remote = [(start, part) for start, part in wanted if part.device.type != "cpu"]
-        if remote:
-            landing = torch.empty(LANDING_BYTES, dtype=torch.uint8, pin_memory=remote[0][1].device.type == "cuda")
-            read_through(landing, self._files, name, remote)
+    def _read(self, name: str, reads: list["_Read"]) -> None:
+        """Read what is wanted of a file."""
+        direct = [(read.start, read.into.view(torch.uint8)) for read in reads if read.layout is None]
+        self._files.read(name, [(start, as_bytes(part)) for start, part in direct if part.device.type == "cpu"])
+        elsewhere = [(start, part) for start, part in direct if part.device.type != "cpu"]
+        if elsewhere:
+            landing = torch.empty(LANDING_BYTES, dtype=torch.uint8, pin_memory=elsewhere[0][1].device.type == "cuda")
+            read_through(landing, self._files, name, elsewhere)
+        for batch in _batches([read for read in reads if read.layout is not None]):
+            memory = [torch.empty(read.stop - read.start, dtype=torch.uint8) for read in batch]
+            self._files.read(name, [(read.start, as_bytes(part)) for read, part in zip(batch, memory, strict=True)])
+            for read, part in zip(batch, memory, strict=True):
+                assert read.layout is not None
+                read.into.copy_(laid_out(part.view(read.into.dtype), read.layout))
+
+
+class _Read(NamedTuple):
+    """Bytes [start, stop) of a file, and the elements that they become: all of them, or those of a `layout`."""
+
+    start: int
+    stop: int
+    into: Tensor
+    layout: Strided | None = None
+
+
+def _reads(piece: Piece, wanted: Box, elements: Tensor, shape: Sequence[int]) -> Iterator[_Read]:
+    """What is read of a piece into the `elements` of the part `wanted`, at most LANDING_BYTES at a time unless they go
+    there directly."""
+    source, target = (layout_of(piece.box, part, shape) for part in (piece.shard, wanted))
+    width = elements.element_size()
+    start, length = piece.position + source.offset * width, source.span * width
+    if source.contiguous and target.contiguous:
+        into = elements[target.offset : target.offset + math.prod(target.sizes)]
+        yield _Read(start, start + length, into)
+    elif length > LANDING_BYTES:
+        for half in halves(piece.box):
+            yield from _reads(piece._replace(box=half), wanted, elements, shape)
+    else:
+        layout = source._replace(offset=0)
+        yield _Read(start, start + length, laid_out(elements, target), layout)
+
+
+def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
+    """`reads`, together as far as LANDING_BYTES go: a block of a file is read once for all that need it."""
+    batch: list[_Read] = []
+    size = 0
+    for read in reads:
+        if batch and size + read.stop - read.start > LANDING_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(read)
+        size += read.stop - read.start
+    if batch:
+        yield batch
 
 
 def read_through(landing: Tensor, files: CheckedFiles, name: str, wanted: list[tuple[int, Tensor]]) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 
+from rlhf.storage.boxes import Box, overlaps, whole_box
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.reading import CheckedFiles
 from rlhf.storage.safetensors_header import read_safetensors_header
@@ -25,10 +26,11 @@ class WholeTensors:
                 self.tensors[name] = entry["dtype"], tuple(entry["shape"])
                 self._places[name] = file_name, length + begin
 
-    def find(self, wanted: Mapping[str, tuple[int, int]], rank: int, world_size: int) -> list[Piece]:
+    def find(self, wanted: Mapping[str, Box], rank: int, world_size: int) -> list[Piece]:
         """As `ShardIndex.find`."""
         return [
-            Piece(name, start, stop, file, first + start * ITEM_BYTES[self.tensors[name][0]])
-            for name, (start, stop) in wanted.items()
-            for file, first in [self._places[name]]
+            Piece(name, common, *self._places[name], whole)
+            for name, box in wanted.items()
+            for whole in [whole_box(self.tensors[name][1])]
+            for common in overlaps(whole, box, self.tensors[name][1])
         ]

@@ -265,7 +265,7 @@ def test_bfloat16_computes_as_fsdp2s_does(found, stage):
 def whole_tensors(backend: TrainingBackend) -> dict[str, Any]:
     """With a negative zero in each, which a sum over ranks would lose."""
     for shard in backend.model_shards().values():
-        if shard.start == 0:
+        if shard.offsets[0] == 0:
             shard.local.view(-1)[:1] = -0.0
     backend.after_load()
     return {

@@ -45,7 +45,7 @@ class TinyRole(PlainRole):
         self.weights = {name: p.detach() + moved * p.detach().std() / 3 for name, p in model.named_parameters()}
 
     def model_shards(self) -> Shards:
-        return {name: Shard(tuple(t.shape), 0, t.reshape(-1)) for name, t in self.weights.items()}
+        return {name: Shard(tuple(t.shape), (0,), t.reshape(-1)) for name, t in self.weights.items()}
 
     def hf_files(self) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in TINY_POLICY.iterdir() if path.suffix != ".safetensors"}

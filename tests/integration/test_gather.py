@@ -37,14 +37,14 @@ def cut(rank: int, world_size: int, tensor: Tensor) -> Shard:
     """Uneven parts: the first rank has half, the last but one nothing if there are three."""
     bounds = {1: [0, 1], 2: [0, 0.5, 1], 3: [0, 0.5, 0.5, 1]}[world_size]
     low, high = (int(bounds[r] * tensor.numel()) for r in (rank, rank + 1))
-    return Shard(tuple(tensor.shape), low, tensor.reshape(-1)[low:high].clone())
+    return Shard(tuple(tensor.shape), (low,), tensor.reshape(-1)[low:high].clone())
 
 
 def gathered(rank: int, world_size: int, bucket_bytes: int) -> tuple[bool, list[str]]:
     gather.GATHER_BUCKET = bucket_bytes
     shards = [(name, cut(rank, world_size, tensor)) for name, tensor in tensors().items()]
     whole = tensors()["whole"]
-    shards = [(n, Shard((2, 2), 0, whole.reshape(-1)) if n == "whole" else p) for n, p in shards]
+    shards = [(n, Shard((2, 2), (0,), whole.reshape(-1)) if n == "whole" else p) for n, p in shards]
     found = list(gather.whole_tensors(shards, everyone()))
     return equal_bits(dict(found), tensors()), [name for name, _ in found]
 

@@ -52,8 +52,7 @@ def moved(config: RefConfig, steps: int) -> tuple[list[int], dict[str, Tensor], 
         reference.all_log_probs(batch, held)
         whole = actor_at(step)
         for name, shard in backend.model_shards().items():
-            mine = whole[name].detach().reshape(-1)[shard.start : shard.start + shard.local.numel()]
-            shard.local.copy_(mine.view(shard.local.shape))
+            shard.local.copy_(shard.cut(whole[name].detach()))
         reference.maybe_update(backend, step)
         at.append(reference.updated_at)
     weights = {name: tensor.clone() for name, tensor in model.full_tensors()}

@@ -59,10 +59,10 @@ class PlainRole:
         self.position = seed
 
     def model_shards(self) -> Shards:
-        return {"weight": Shard(self.shape, self.start, self.weight)}
+        return {"weight": Shard(self.shape, (self.start,), self.weight)}
 
     def optimizer_shards(self) -> Shards:
-        return {"weight.exp_avg": Shard(self.shape, self.start, self.moment)}
+        return {"weight.exp_avg": Shard(self.shape, (self.start,), self.moment)}
 
     def extra_state(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -94,7 +94,7 @@ class PlainReference:
         self.updated_at = step
 
     def shards(self) -> Shards:
-        return {"weight": Shard((self._own[0],), self.start, self.weight)}
+        return {"weight": Shard((self._own[0],), (self.start,), self.weight)}
 
     def state_dict(self) -> dict[str, Any]:
         return {"updated_at": self.updated_at}

@@ -137,7 +137,7 @@ def _component(files: CheckedFiles, folder: str) -> Iterator[tuple[str, Tensor]]
     reader = TensorReader.of_component(files, folder)
     for name, (dtype, shape) in reader.tensors.items():
         tensor = torch.empty(shape, dtype=DTYPES[dtype])
-        reader.read_into({name: Shard(shape, 0, tensor)})
+        reader.read_into({name: Shard(shape, (0,), tensor)})
         yield name, tensor
 
 

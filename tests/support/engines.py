@@ -12,7 +12,9 @@ from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.training import Training
 from rlhf.config import BackendConfig, OptimConfig, TrainedFsdpConfig
-from rlhf.storage.shards import Shards
+from rlhf.storage.boxes import layout_of, whole_box
+from rlhf.storage.index_rows import covers
+from rlhf.storage.shards import Shards, laid_out
 from tests.support.tiny_updates import VOCAB, tiny_qwen2
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
@@ -100,11 +102,15 @@ def state_of(backend: TrainingBackend) -> dict[str, Any]:
 
 def gathered(shards: Shards) -> dict[str, Tensor]:
     """The whole tensors that the ranks' shards are of. Collective; fails where they do not cover one."""
-    mine = {name: (shard.start, shard.local.reshape(-1)) for name, shard in shards.items() if shard.owner}
+    mine = {name: (shard.box, shard.local.reshape(-1)) for name, shard in shards.items() if shard.owner}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     whole = {}
     for name, shard in shards.items():
-        parts = sorted((rank[name] for rank in ranks if name in rank), key=lambda part: part[0])
-        whole[name] = torch.cat([part for _, part in parts if part.numel()]).view(shard.shape)
+        parts = [rank[name] for rank in ranks if name in rank]
+        assert covers([box for box, _ in parts], shard.shape)
+        whole[name] = torch.empty(shard.shape, dtype=shard.local.dtype)
+        for box, part in parts:
+            place = layout_of(box, whole_box(shard.shape), shard.shape)
+            laid_out(whole[name].view(-1), place).copy_(part.view(box.sizes))
     return whole

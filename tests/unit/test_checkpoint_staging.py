@@ -16,11 +16,11 @@ def snapshot_of(size: int):
         1, ["model", "optimizer"], RunState({"actor": role}, make_driver(), reference=reference), "", 0
     )
     snapshot.components["critic/model"] = {
-        "odd": Shard((7,), 0, torch.arange(7, dtype=torch.uint8)),
-        "half": Shard((size,), 0, torch.randn(size).bfloat16()),
-        "steps": Shard((), 0, torch.tensor(5.0)),
-        "empty": Shard((0, 4), 0, torch.empty(0, 4)),
-        "elsewhere": Shard((size,), 0, role.weight, owner=False),
+        "odd": Shard((7,), (0,), torch.arange(7, dtype=torch.uint8)),
+        "half": Shard((size,), (0,), torch.randn(size).bfloat16()),
+        "steps": Shard((), (0,), torch.tensor(5.0)),
+        "empty": Shard((0, 4), (0,), torch.empty(0, 4)),
+        "elsewhere": Shard((size,), (0,), role.weight, owner=False),
     }
     return snapshot
 
@@ -42,7 +42,7 @@ def test_copies_lie_in_the_same_memory_from_save_to_save():
         for folder, component in live.components.items():
             for name, shard in component.items():
                 copy = staged.components[folder][name]
-                assert (copy.shape, copy.start, copy.owner) == (shard.shape, shard.start, shard.owner)
+                assert (copy.shape, copy.offsets, copy.owner) == (shard.shape, shard.offsets, shard.owner)
                 assert equal_bits(copy.local, shard.local)
         own = {name for name, address in addresses(staged).items() if address != addresses(live)[name]}
         # What nobody reads is not copied.

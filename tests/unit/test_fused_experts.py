@@ -12,6 +12,7 @@ from rlhf.models.fused_experts import fuse_experts
 from rlhf.models.loading import ModelSource
 from rlhf.models.model_files import ModelFiles, read_headers
 from rlhf.models.weights import Loaded, ModelReader
+from rlhf.storage.boxes import Box
 from rlhf.storage.shards import Shard
 from tests.support.checkpoints import equal_bits
 from tests.support.thread_ranks import make_coordinator
@@ -56,10 +57,15 @@ def test_a_rank_reads_the_experts_that_it_owns(model, tmp_path, monkeypatch):
     for start, stop in ((0, size), (0, size // 2), (size // 2, size), (80, size - 90), (size, size)):
         read.clear()
         local = torch.full((stop - start,), torch.nan)
-        shard = Shard(tuple(expected.shape), start, local)
+        shard = Shard(tuple(expected.shape), (start,), local)
         Loaded(model, parts, ModelReader(files, coordinator, cpu)).fill({GATE_UP: shard})
         assert torch.equal(local, expected.flatten()[start:stop])
         assert sum(read) <= stop - start + 2 * 8  # a row at either end
+    experts, rows, columns = expected.shape
+    for box in (Box((0, 0, 3), (experts, rows, columns - 3)), Box((1, rows // 4, 2), (2, rows // 2, 4))):
+        shard = Shard(tuple(expected.shape), box.offsets, torch.full(box.sizes, torch.nan))
+        Loaded(model, parts, ModelReader(files, coordinator, cpu)).fill({GATE_UP: shard})
+        assert torch.equal(shard.local, shard.cut(expected))
 
 
 def test_what_is_written_under_the_models_names_opens_the_same(model, tmp_path):

@@ -53,15 +53,21 @@ def whole(shapes: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
 
 
 def held_by(rank: int, tensors: dict[str, torch.Tensor], cuts: list[list[int]]) -> Shards:
-    """The ranges of a rank: `cuts` has for each tensor where, in percent, a rank's range ends; one for each rank."""
+    """The parts of a rank: `cuts` has for each tensor where, in percent, a rank's part ends; one for each rank. Every
+    other matrix is cut by columns."""
     shards = {}
-    for (name, tensor), ends in zip(tensors.items(), cuts, strict=True):
+    for i, ((name, tensor), ends) in enumerate(zip(tensors.items(), cuts, strict=True)):
+        if i % 2 and tensor.dim() == 2 and tensor.dtype != torch.uint8:
+            edges = [0, *(tensor.shape[1] * end // 100 for end in sorted(ends)), tensor.shape[1]]
+            columns = tensor[:, edges[rank] : edges[rank + 1]].clone()
+            shards[name] = Shard(tuple(tensor.shape), (0, edges[rank]), columns)
+            continue
         edges = [0, *(tensor.numel() * end // 100 for end in sorted(ends)), tensor.numel()]
         start, stop = edges[rank], edges[rank + 1]
         if tensor.dtype == torch.uint8:  # as a buffer, which every rank has and the first one saves
-            shards[name] = Shard(tuple(tensor.shape), 0, tensor.reshape(-1), owner=rank == 0)
+            shards[name] = Shard(tuple(tensor.shape), (0,), tensor.reshape(-1), owner=rank == 0)
         else:
-            shards[name] = Shard(tuple(tensor.shape), start, tensor.reshape(-1)[start:stop].clone())
+            shards[name] = Shard(tuple(tensor.shape), (start,), tensor.reshape(-1)[start:stop].clone())
     return shards
 
 
@@ -141,7 +147,7 @@ def test_rank_that_cannot_write_stops_all_and_lets_none_wait(tmp_path, small, ac
 
 
 def test_tensor_without_an_owner_is_told(tmp_path, small):
-    shards = {"weight": Shard((10,), 0, torch.zeros(6))}
+    shards = {"weight": Shard((10,), (0,), torch.zeros(6))}
     with pytest.raises(ValueError, match="weight do not cover its 10 elements"):
         write_exports(tmp_path, {FOLDER: HfExport.of(shards, None, {})}, make_coordinator())
 
@@ -193,7 +199,7 @@ def peak(rank: int, root: Path, nbytes: int) -> tuple[int, int]:
     coordinator = make_coordinator()
     rows = nbytes // 4 // 2
     tensors = {f"t{i}": torch.ones(rows // 8) for i in range(8)}
-    shards = {name: Shard((2 * len(t),), rank * len(t), t) for name, t in tensors.items()}
+    shards = {name: Shard((2 * len(t),), (rank * len(t),), t) for name, t in tensors.items()}
     # The first time everything is imported, and threads have their stacks.
     write_exports(root / "warm", {FOLDER: HfExport.of({"a": replace(shards["t0"])}, "bfloat16", {})}, coordinator)
     Path("/proc/self/clear_refs").write_text("5")

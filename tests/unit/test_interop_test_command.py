@@ -28,7 +28,7 @@ class ModelRole(PlainRole):
         self._tensors = tensors
 
     def model_shards(self) -> Shards:
-        return {name: Shard(tuple(tensor.shape), 0, tensor) for name, tensor in self._tensors.items()}
+        return {name: Shard(tuple(tensor.shape), (0,), tensor) for name, tensor in self._tensors.items()}
 
 
 @pytest.fixture(scope="module")

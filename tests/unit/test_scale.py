@@ -44,7 +44,7 @@ class ManyTensors(PlainRole):
 
     def model_shards(self):
         each = torch.zeros(2)
-        return {f"tensor number {n}": Shard((8,), 2 * self.rank, each) for n in range(300)}
+        return {f"tensor number {n}": Shard((8,), (2 * self.rank,), each) for n in range(300)}
 
 
 def save(rank: int, config) -> None:

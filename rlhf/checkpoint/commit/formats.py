@@ -7,6 +7,7 @@ no entry here: their reader takes `Manifest.format` (or what the file itself say
 |---|---|---|
 | 7 | 0.1.0 | |
 | 8 | 0.2.0 | the manifest has `numerics`; carried samples are the arrays of `rlhf.rollout.sample_codec` |
+| | | an index has boxes beside ranges (`rlhf.storage.index_rows`) |
 """
 
 from collections.abc import Callable

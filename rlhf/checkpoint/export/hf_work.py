@@ -1,6 +1,5 @@
 """Hugging Face folder of an open checkpoint: planned, written and proven by the way that costs least."""
 
-import math
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -10,6 +9,7 @@ from rlhf.checkpoint.commit.output_folder import prove
 from rlhf.checkpoint.export.layout_native import NativeCheckpoint
 from rlhf.models.hf.hf_plan import HfOptions, HfPlan, Progress, holds_experts, plan_as_stored
 from rlhf.models.hf.source import TensorSource
+from rlhf.storage.boxes import layout_of, runs, whole_box
 from rlhf.storage.copying import CheckedCopy, RangeCopy
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import write_file
@@ -86,12 +86,12 @@ class Copied:
         """Where the bytes of the tensors in `files` are, and where they go."""
         source, tensors = self._source, self.plan.tensors
         target = {name: (file.name, first) for file in files for name, first in file.first_byte.items()}
-        sizes = {name: (0, math.prod(tensors[name][1])) for name in target}
+        wholes = {name: whole_box(tensors[name][1]) for name in target}
         found = []
-        for piece in source.weights.find({name: size for name, size in sizes.items() if size[1]}, 0, 1):
-            path, first = target[piece.name]
-            width = ITEM_BYTES[tensors[piece.name][0]]
-            stop = piece.position + (piece.stop - piece.start) * width
-            place = first + piece.start * width
-            found.append(RangeCopy(f"{source.folder}/{piece.file}", piece.position, stop, path, place))
+        for piece in source.weights.find({name: whole for name, whole in wholes.items() if whole.numel}, 0, 1):
+            (path, first), (kind, shape) = target[piece.name], tensors[piece.name]
+            width, name = ITEM_BYTES[kind], f"{source.folder}/{piece.file}"
+            length, (held, placed) = runs(*(layout_of(piece.box, b, shape) for b in (piece.shard, wholes[piece.name])))
+            for start, place in zip((piece.position + held * width).tolist(), placed.tolist(), strict=True):
+                found.append(RangeCopy(name, start, start + length * width, path, first + place * width))
         return found

@@ -47,5 +47,5 @@ class NativeTensors:
     def _fetch(self, wanted: dict[str, tuple[int, int]]) -> dict[str, Tensor]:
         """Ranges of several tensors."""
         found = {n: torch.empty(stop - start, dtype=self.infos[n].dtype) for n, (start, stop) in wanted.items()}
-        self._reader.read_into({n: Shard(self.infos[n].shape, start, found[n]) for n, (start, _) in wanted.items()})
+        self._reader.read_into({n: Shard(self.infos[n].shape, (start,), found[n]) for n, (start, _) in wanted.items()})
         return found

@@ -19,6 +19,7 @@ from rlhf.checkpoint.save.block_plan import BlockPlan, Extent, HeldBytes, MixedB
 from rlhf.errors import UserError
 from rlhf.models.adapter_config import PREFIX
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.storage.boxes import Strided, bounds, layout_of, overlaps, range_box, runs, whole_box
 from rlhf.storage.file_parts import FileParts, shards_in_files
 from rlhf.storage.files import SharedFile, WrittenFile
 from rlhf.storage.hashing import BLOCK
@@ -31,8 +32,9 @@ from rlhf.storage.hf_layout import (
     lay_out_weights,
     saying_dtype,
 )
-from rlhf.storage.shard_index import ITEM_BYTES, FileShards, Tensors, rows_of_ranks
-from rlhf.storage.shards import DTYPES, Shard, Shards, as_bytes, lay_out, tensor_table
+from rlhf.storage.index_rows import Tensors
+from rlhf.storage.shard_index import ITEM_BYTES, FileShards, parts_of_ranks
+from rlhf.storage.shards import DTYPES, Shards, as_bytes, laid_out, lay_out, tensor_table
 
 
 @dataclass(frozen=True)
@@ -145,15 +147,21 @@ def _plan(
 
 def _held(export: HfExport, shares: Sequence[FileShards]) -> dict[str, list[HeldBytes]]:
     """Who has which bytes of each file."""
-    names = sorted(export.tensors)
-    width = [ITEM_BYTES[export.tensors[name][0]] for name in names]
     places = {name: (file.name, first) for file in export.files for name, first in file.first_byte.items()}
     held: dict[str, list[HeldBytes]] = {file.name: [] for file in export.files}
-    for rank, rows in enumerate(rows_of_ranks(tensor_table(export.in_files), shares)):
-        for number, start, stop in rows.tolist():
-            file, first = places[names[number]]
-            held[file].append((first + start * width[number], first + stop * width[number], rank))
+    for rank, parts in enumerate(parts_of_ranks(tensor_table(export.in_files), shares)):
+        for name, box in parts:
+            (file, first), (kind, shape) = places[name], export.tensors[name]
+            held[file] += ((*extent, rank) for extent in _extents(layout_of(box, whole_box(shape), shape), kind, first))
     return held
+
+
+def _extents(layout: Strided, kind: str, first: int) -> Iterator[Extent]:
+    """The runs of bytes of elements of a type, where byte `first` has element 0."""
+    length, [begins] = runs(layout)
+    width = ITEM_BYTES[kind]
+    for begin in (first + begins * width).tolist():
+        yield begin, begin + length * width
 
 
 def _write(root: Path, exports: Mapping[str, HfExport], plans: RankPlan, coordinator: Coordinator) -> ExportedBlocks:
@@ -177,10 +185,10 @@ class _HeldFile:
         held = ((name, export.in_files[name]) for name in file.first_byte)
         # In the order in which they lie in the file, as in the plan.
         self._shards = [(name, shard) for name, shard in held if shard.owner and shard.local.numel()]
-        self._begins = [self._first_byte(name, shard) for name, shard in self._shards]
-
-    def _first_byte(self, name: str, shard: Shard) -> int:
-        return self.file.first_byte[name] + shard.start * ITEM_BYTES[self._tensors[name][0]]
+        self._begins = [
+            file.first_byte[name] + bounds(shard.box, shard.shape)[0] * ITEM_BYTES[self._tensors[name][0]]
+            for name, shard in self._shards
+        ]
 
     def block_bytes(self, number: int) -> int:
         """The length of a block."""
@@ -188,7 +196,8 @@ class _HeldFile:
 
     def extents(self, number: int) -> list[Extent]:
         """The parts of a block that this rank's shards are."""
-        return [extent for _, _, extent in self._parts(number)]
+        parts = self._parts(number)
+        return [extent for name, _, begin, place in parts for extent in _extents(place, self._tensors[name][0], begin)]
 
     def fill(self, number: int, block: Tensor) -> None:
         """Put the header and this rank's shards, as far as they are in a block, in their places in `block`."""
@@ -196,9 +205,9 @@ class _HeldFile:
         header = self.file.header[start : start + BLOCK]
         if header:
             block[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        for name, source, (begin, end) in self._parts(number):
+        for name, source, begin, place in self._parts(number):
             dtype = DTYPES[self._tensors[name][0]]
-            target = block[begin:end].view(dtype)
+            target = laid_out(block[begin : begin + place.span * dtype.itemsize].view(dtype), place)
             target.copy_(source)
             if dtype == torch.float16 and bool((target.isinf() & source.isfinite().to(target.device)).any()):
                 raise UserError(
@@ -206,19 +215,21 @@ class _HeldFile:
                     "checkpoint.hf_dtype=bfloat16."
                 )
 
-    def _parts(self, number: int) -> Iterator[tuple[str, Tensor, Extent]]:
-        """The elements of this rank's shards that a block has, and where."""
+    def _parts(self, number: int) -> Iterator[tuple[str, Tensor, int, Strided]]:
+        """The elements of this rank's shards that a block has, and where: the first byte, and their layout from there
+        on."""
         start = number * BLOCK
         stop = start + self.block_bytes(number)
-        first = max(0, bisect_right(self._begins, start) - 1)
-        for (name, shard), begin in islice(zip(self._shards, self._begins, strict=True), first, None):
+        candidate = max(0, bisect_right(self._begins, start) - 1)
+        for (name, shard), begin in islice(zip(self._shards, self._begins, strict=True), candidate, None):
             if begin >= stop:
                 break
-            width = ITEM_BYTES[self._tensors[name][0]]
-            low, high = max(begin, start), min(begin + shard.local.numel() * width, stop)
-            if low < high:
-                elements = shard.local.detach().reshape(-1)[(low - begin) // width : (high - begin) // width]
-                yield name, elements, (low - start, high - start)
+            kind, shape = self._tensors[name]
+            width, first, whole = ITEM_BYTES[kind], self.file.first_byte[name], whole_box(shape)
+            low, high = max(start - first, 0) // width, min((stop - first) // width, whole.numel)
+            for common in overlaps(shard.box, range_box(low, max(low, high)), shape):
+                place = layout_of(common, whole, shape)
+                yield name, shard.at(common), first + place.offset * width - start, place._replace(offset=0)
 
 
 class _Work:

@@ -44,10 +44,10 @@ class Snapshot:
         whole = (t for tensors in self.whole_tensors.values() for t in tensors.values())
         return sum(t.numel() * t.element_size() for t in [*shards, *whole]) + sum(map(len, self.files.values()))
 
-    def shards(self, linked: Collection[str] = ()) -> int:
-        """Shards that this rank writes."""
+    def index_rows(self, linked: Collection[str] = ()) -> int:
+        """Rows of the shards that this rank writes in the indices."""
         written = (component for folder, component in self.components.items() if folder not in linked)
-        return sum(shard.owner for component in written for shard in component.values())
+        return sum(len(p.box.sizes) for component in written for p in component.values() if p.owner)
 
 
 def take_snapshot(

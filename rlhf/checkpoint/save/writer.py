@@ -26,8 +26,9 @@ from rlhf.checkpoint.state.throughput import Throughput, throughput_figures
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.files import WrittenFile, described, write_file
+from rlhf.storage.index_rows import ROW_BYTES
 from rlhf.storage.layout import CONFIG, DRIVER_STATE, INDEX, REFERENCE, SCHEDULE, rank_file
-from rlhf.storage.shard_index import ROW_BYTES, FileShards, merge_shares
+from rlhf.storage.shard_index import FileShards, merge_shares
 from rlhf.storage.shards import safetensors_chunks, tensor_table, write_shards
 
 # Room for the manifest, names and directory entries beside the counted bytes, and for each rank's part of them.
@@ -104,10 +105,10 @@ def _needed(snapshot: Snapshot, linked: Collection[str], coordinator: Coordinato
     """Bytes that the save takes on the disk of the storage domain that this rank leads; 0 on other ranks.
     Collective."""
     exported = sum(export.nbytes for export in snapshot.exports.values()) if coordinator.is_leader else 0
-    sizes = coordinator.collect(lambda: (snapshot.nbytes(linked) + exported, snapshot.shards(linked))) or []
+    sizes = coordinator.collect(lambda: (snapshot.nbytes(linked) + exported, snapshot.index_rows(linked))) or []
 
     def by_domain() -> Counter[int]:
-        everywhere = sum(shards for _, shards in sizes) * ROW_BYTES + len(sizes) * RANK_BYTES + SLACK_BYTES
+        everywhere = sum(rows for _, rows in sizes) * ROW_BYTES + len(sizes) * RANK_BYTES + SLACK_BYTES
         needed = Counter(dict.fromkeys(coordinator.domain_leaders, everywhere))
         for domain, (size, _) in zip(coordinator.domains, sizes, strict=True):
             needed[domain] += size

@@ -16,7 +16,7 @@ from rlhf.storage.disk_errors import DamagedCheckpoint
 
 
 @dataclass(frozen=True)
-class Box:
+class StoredBox:
     """Part of a tensor in a file; `begin` is where in the whole its first element belongs, per dimension."""
 
     begin: tuple[int, ...]
@@ -28,7 +28,7 @@ class SpreadTensor:
     """Tensor of which every element is in one of `boxes`."""
 
     info: TensorInfo
-    boxes: Sequence[Box]
+    boxes: Sequence[StoredBox]
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened tensor, 1-D."""
@@ -159,7 +159,7 @@ def _of_shards(name: str, parts: Sequence[DTensorPart]) -> SpreadTensor:
         if stored != extent or part.local.numel != math.prod(extent):
             raise DamagedCheckpoint(f"{part.local.path}: the part of {name} is {part.local.shape}, not {extent}")
         if not part.is_copy:
-            boxes.append(Box(begin, part.local))
+            boxes.append(StoredBox(begin, part.local))
     return SpreadTensor(TensorInfo(first.shape, first.local.dtype), [b for b in boxes if b.stored.numel] or boxes[:1])
 
 
@@ -174,7 +174,7 @@ def _of_sharded_tensors(name: str, tensors: Sequence[StoredWrapper]) -> SpreadTe
                 fits = all(0 <= at <= at + n <= whole for at, n, whole in zip(begin, extent, size, strict=True))
                 if stored.shape != extent or not fits:
                     raise DamagedCheckpoint(f"{stored.path}: the part of {name} is {stored.shape}, not {extent}")
-                boxes.append(Box(begin, stored))
+                boxes.append(StoredBox(begin, stored))
         return SpreadTensor(TensorInfo(size, boxes[0].stored.dtype), [b for b in boxes if b.stored.numel] or boxes[:1])
     except (KeyError, TypeError, IndexError, AttributeError, ValueError):
         raise DamagedCheckpoint(f"{name}: its ShardedTensor does not say where its parts belong") from None

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from rlhf.models.hf.hf_folder import one_ahead, ranges_of
 from rlhf.models.hf.source import TensorInfo, TensorSource
+from rlhf.storage.boxes import whole_box
 from rlhf.storage.files import WrittenFile, write_file
+from rlhf.storage.index_rows import rows_of
 from rlhf.storage.layout import INDEX, rank_file
 from rlhf.storage.safetensors_header import make_safetensors_header
-from rlhf.storage.shard_index import FileShards, hash_of_table, merge_shares, rows_of
+from rlhf.storage.shard_index import FileShards, hash_of_table, merge_shares
 from rlhf.storage.shards import DTYPE_NAMES, as_bytes
 
 
@@ -59,7 +61,7 @@ def write_component(
             yield as_bytes(chunk)
             progress(chunk.nbytes)
 
-    rows = rows_of((number[part.name], 0, part.info.numel) for part in flat)
+    rows = rows_of((number[part.name], whole_box(part.info.shape)) for part in flat)
     index = merge_shares(table, [FileShards(rank_file(0), len(header), rows, hash_of_table(table))])
     return [
         write_file(root, f"{folder}/{rank_file(0)}", content()),

@@ -15,7 +15,7 @@ from rlhf.models.hf.small_files import parse_model_config, read_small_files
 from rlhf.models.hf.source import TensorInfo, TensorSource
 from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.hf_layout import ADAPTER_CONFIG, ADAPTER_STEM, GENERATION_CONFIG, MODEL_CONFIG, ONE_FILE, WeightsFile
-from rlhf.storage.shard_index import Tensors
+from rlhf.storage.index_rows import Tensors
 from rlhf.storage.shards import DTYPE_NAMES, DTYPES, as_bytes
 
 T = TypeVar("T")

@@ -16,7 +16,8 @@ from rlhf.storage.hf_layout import (
     lay_out_weights,
     saying_dtype,
 )
-from rlhf.storage.shard_index import FLOATS, Tensors, nbytes_of
+from rlhf.storage.index_rows import Tensors
+from rlhf.storage.shard_index import FLOATS, nbytes_of
 
 Progress = Callable[[int], None]
 """Called with the bytes that were written since the last call."""

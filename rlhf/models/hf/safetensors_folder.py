@@ -100,7 +100,7 @@ class SafetensorsFolder:
         """See `TensorSource.read`."""
         info = self.contents.tensors[name]
         result = torch.empty(stop - start, dtype=info.dtype)
-        self._reader.read_into({name: Shard(info.shape, start, result)})
+        self._reader.read_into({name: Shard(info.shape, (start,), result)})
         return result
 
     def close(self) -> None:

@@ -1,0 +1,172 @@
+"""Boxes: parts of tensors, cut along their dimensions or out of their flattened elements. Imports no torch.
+
+A part of a tensor has one form, offsets and sizes. With one entry per dimension it is a box of the tensor, as a cut by
+rows, by columns or by both leaves it. With a single entry it is a box of the flattened tensor: a range of its elements
+in row-major order. ZeRO's partitions are such ranges. As boxes of the tensor itself they would be up to 2 * ndim - 1
+each, every shard would be a list, and FSDP's rows, which are both, would take more room in an index.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Box(NamedTuple):
+    """Elements [offset, offset + size) of a tensor in each dimension, or of the flattened tensor if there is only one
+    entry. Parts that are contiguous in the flattened tensor are written as ranges of it: see `normal`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def is_range(self) -> bool:
+        """Whether this is a range of the flattened tensor; every box of a tensor of one dimension is."""
+        return len(self.sizes) == 1
+
+
+class Strided(NamedTuple):
+    """Elements of memory that is one-dimensional: the first one, and sizes and steps of the dimensions over it."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def span(self) -> int:
+        """The number of elements from the first to the last one, and those in between."""
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether nothing lies in between."""
+        return self.span == math.prod(self.sizes)
+
+
+def range_box(start: int, stop: int) -> Box:
+    """Return the elements [start, stop) of a flattened tensor."""
+    return Box((start,), (stop - start,))
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return all elements of a tensor."""
+    return range_box(0, math.prod(shape))
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the steps of a row-major tensor, in elements."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides[: len(shape)]))
+
+
+def normal(box: Box, shape: Sequence[int]) -> Box:
+    """Return `box` as a range of the flattened tensor of `shape`, if it is contiguous there or empty; else itself."""
+    if box.is_range:
+        return box
+    start = sum(offset * stride for offset, stride in zip(box.offsets, strides_of(shape), strict=True))
+    if 0 in box.sizes:
+        return range_box(start, start)
+    inner = len(shape)
+    while inner and box.sizes[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    return range_box(start, start + box.numel) if math.prod(box.sizes[: max(inner - 1, 0)]) == 1 else box
+
+
+def bounds(box: Box, shape: Sequence[int]) -> tuple[int, int]:
+    """Return the first element of a part that is not empty, and the one after its last, in the flattened tensor."""
+    if box.is_range:
+        return box.offsets[0], box.offsets[0] + box.sizes[0]
+    layout = layout_of(box, whole_box(shape), shape)
+    return layout.offset, layout.offset + layout.span
+
+
+def boxes_of(part: Box, shape: Sequence[int]) -> list[Box]:
+    """Return the at most 2 * ndim - 1 boxes of a tensor of `shape` that a part is, in row-major order; none if it is
+    empty."""
+    if not part.numel:
+        return []
+    if len(part.sizes) == len(shape) or not shape:
+        return [part]
+    start, stop, row = part.offsets[0], part.offsets[0] + part.sizes[0], math.prod(shape[1:])
+    # The rows that are whole, and what is left of the rows before and after them.
+    edges = sorted({start, min(-(-start // row) * row, stop), max(stop // row * row, start), stop})
+    found = []
+    for low, high in pairwise(edges):
+        number, inside = divmod(low, row)
+        if inside or high - low < row:
+            parts = boxes_of(range_box(inside, inside + high - low), shape[1:])
+            found += [Box((number, *box.offsets), (1, *box.sizes)) for box in parts]
+        else:
+            zeros = (0,) * (len(shape) - 1)
+            found.append(Box((number, *zeros), ((high - low) // row, *shape[1:])))
+    return found
+
+
+def overlaps(one: Box, other: Box, shape: Sequence[int]) -> Iterator[Box]:
+    """Yield what two parts of a tensor have in common, in row-major order: of two ranges a range, else boxes."""
+    pairs = [(one, other)] if one.is_range and other.is_range else _pairs(one, other, shape)
+    for a, b in pairs:
+        low = tuple(map(max, a.offsets, b.offsets))
+        ends = (min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
+        sizes = tuple(end - start for start, end in zip(low, ends, strict=True))
+        if min(sizes) > 0:
+            yield Box(low, sizes)
+
+
+def _pairs(one: Box, other: Box, shape: Sequence[int]) -> list[tuple[Box, Box]]:
+    return [(a, b) for a in boxes_of(one, shape) for b in boxes_of(other, shape)]
+
+
+def layout_of(inner: Box, outer: Box, shape: Sequence[int]) -> Strided:
+    """Return where `inner`, a part of `outer` as `overlaps` yields it, lies in memory that holds `outer` row-major."""
+    if outer.is_range and not inner.is_range:
+        strides = strides_of(shape)
+        first = sum(offset * stride for offset, stride in zip(inner.offsets, strides, strict=True))
+        return Strided(first - outer.offsets[0], inner.sizes, strides)
+    strides = strides_of(outer.sizes)
+    steps = zip(inner.offsets, outer.offsets, strides, strict=True)
+    return Strided(sum((a - b) * stride for a, b, stride in steps), inner.sizes, strides)
+
+
+def runs(*layouts: Strided) -> tuple[int, list[NDArray[np.int64]]]:
+    """Return the runs of elements that are contiguous in each of `layouts`, which have the same sizes: the length of
+    all, and of each layout where they begin."""
+    length = min(map(_run_length, layouts))
+    begins = []
+    for layout in layouts:
+        found, inside = np.array([layout.offset], dtype=np.int64), math.prod(layout.sizes)
+        for size, stride in zip(layout.sizes, layout.strides, strict=True):
+            if inside <= length:
+                break
+            found = (found[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
+            inside //= size
+        begins.append(found)
+    return length, begins
+
+
+def _run_length(layout: Strided) -> int:
+    length = 1
+    for size, stride in zip(reversed(layout.sizes), reversed(layout.strides), strict=True):
+        if size > 1 and stride != length:
+            break
+        length *= size
+    return length
+
+
+def halves(box: Box) -> tuple[Box, Box]:
+    """Return a box of more than one element as two, cut along its first dimension that can be cut."""
+    cut = next(i for i, size in enumerate(box.sizes) if size > 1)
+    size = box.sizes[cut] // 2
+    offsets = (*box.offsets[:cut], box.offsets[cut] + size, *box.offsets[cut + 1 :])
+    first, second = ((*box.sizes[:cut], n, *box.sizes[cut + 1 :]) for n in (size, box.sizes[cut] - size))
+    return Box(box.offsets, first), Box(offsets, second)
