@@ -12,7 +12,10 @@ from rlhf.ranks.collectives import gather_from
 from tests.support.checkpoints import run_ranks
 
 PACKAGE = Path(rlhf.__file__).parent
-GLUE = {"rollout/servers/weights/vllm_worker.py": "runs in vLLM's processes, over vLLM's groups"}
+GLUE = {
+    "launch/node_watchdog.py": "a store between processes beside the ranks, which are in no group",
+    "rollout/servers/weights/vllm_worker.py": "runs in vLLM's processes, over vLLM's groups",
+}
 """Modules outside of `rlhf.ranks` that call torch.distributed, and why."""
 ABOUT_TENSORS = {"fsdp", "tensor", "checkpoint", "DistError"}
 """What others may take from torch.distributed: engines, sharded tensors and files, which know no rank of the run."""
