@@ -26,6 +26,7 @@ from rlhf.config.compare import ConfigDiff, ResolvedConfig
 from rlhf.config.resolved import to_yaml
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
+from rlhf.storage.file_parts import FileParts
 from rlhf.storage.layout import step_dir
 from rlhf.storage.shards import Shard, Shards, as_bytes
 
@@ -81,6 +82,9 @@ class State:
 
     def after_load(self) -> None:
         pass
+
+    def hf_parts(self) -> FileParts:
+        return {}
 
     def hf_files(self) -> Mapping[str, bytes]:
         return {"config.json": b"{}"}
