@@ -2,6 +2,7 @@
 runs, which leave the base as it is."""
 
 import shutil
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from rlhf.backends.base import TrainingBackend
 from rlhf.config import LoraConfig
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR
-from rlhf.models.adapter_config import PREFIX
+from rlhf.models.adapter_config import PREFIX, peft_settings
 from rlhf.models.adapter_folder import WEIGHTS
-from rlhf.models.adapter_layers import peft_settings, target_names, without_adapters
+from rlhf.models.adapter_layers import target_names, without_adapters
 from rlhf.models.adapter_start import fill_from_folder
 from rlhf.models.fingerprint import fingerprint
 from tests.support.adapted_engines import DORA, LORA, adapted_engine, with_peft_alone
@@ -142,7 +143,7 @@ def test_a_run_says_what_it_trains_and_leaves_the_files_alone(tmp_path):
 def test_a_run_goes_on_without_the_folder_that_its_adapters_began_with(tmp_path):
     lora, folder, run_dir = LoraConfig(enabled=True, rank=4, alpha=4.0), tmp_path / "adapter", tmp_path / "rlhf/offline"
     base = AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32)
-    settings = peft_settings(lora, target_names(base, lora))
+    settings = peft_settings(asdict(lora)) | {"target_modules": target_names(base, lora)}
     get_peft_model(base, PeftConfig(**settings, init_lora_weights=False)).save_pretrained(folder)
     began = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     overrides = [

@@ -11,6 +11,7 @@ import torch
 from rlhf import loop
 from rlhf.backends.fsdp2 import Fsdp2Model
 from rlhf.config import ActorConfig, AlgorithmConfig, BackendConfig, CriticConfig, GuardsConfig, KlCtrlConfig
+from rlhf.config.derived import needs_old_log_probs
 from rlhf.config.schema.algorithm import RolloutCorrectionConfig
 from rlhf.learning.actor import Actor
 from rlhf.learning.credit import Advantages
@@ -60,6 +61,7 @@ def one_step(prompts: int, algorithm: AlgorithmConfig) -> dict[str, Any]:
         guards=guards,
         clock=PhaseClock(CPU),
         critic_warmup=0,
+        needs_old_log_probs=needs_old_log_probs(actor, algorithm, MINI_BATCHES),
         advantages=Advantages(algorithm, GROUP),
         reference=Policy(Fsdp2Model(reference.requires_grad_(False), BackendConfig(), CPU), 1.0, BUDGET),
         actor=Actor(

@@ -1,5 +1,6 @@
 """Training backends of a tiny model with adapters for tests, and the same model with peft alone."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.training import Training
 from rlhf.config import LoraConfig, ModelConfig
-from rlhf.models.adapter_config import PREFIX
-from rlhf.models.adapter_layers import Adapters, add_adapters, peft_settings, target_names
+from rlhf.models.adapter_config import PREFIX, peft_settings
+from rlhf.models.adapter_layers import Adapters, add_adapters, target_names
 from rlhf.models.adapter_start import fill_from_seed, put
 from tests.support.engines import CPU, ENGINES, OPTIM, make_engine
 from tests.support.tiny_updates import tiny_qwen2
@@ -63,6 +64,6 @@ def with_peft_alone(state: dict[str, Tensor], lora: LoraConfig = LORA) -> Any:
     from peft import get_peft_model, set_peft_model_state_dict
 
     model: PreTrainedModel = tiny_qwen2(0)
-    adapted = get_peft_model(model, PeftConfig(**peft_settings(lora, target_names(model, lora))))
+    adapted = get_peft_model(model, PeftConfig(**peft_settings(asdict(lora)), target_modules=target_names(model, lora)))
     set_peft_model_state_dict(adapted, {PREFIX + name: tensor for name, tensor in state.items()})
     return adapted
