@@ -17,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained."""
+    """Settings of a model's training in its engine."""
 
     optim: OptimConfig
     grad_clip: float

@@ -1,5 +1,7 @@
-"""Facts that follow from the settings of several sections, each stated once: the trainer acts on them, the memory plan
-counts with them. Imports no torch."""
+"""Facts that follow from settings of several sections, each stated once for the trainer and the memory plan.
+
+The trainer acts on them, and the plan counts with them. Imports no torch.
+"""
 
 import math
 

@@ -16,7 +16,7 @@ from rlhf.ranks.status import RankStatus
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank ended: its exit code, negative for a signal. `taken_by` describes what ended before and took the rank
+    """End of a rank: its exit code, negative for a signal. `taken_by` describes what ended before and took the rank
     along, such as its launcher."""
 
     code: int
@@ -46,7 +46,7 @@ class Stacks:
 
 
 class WatchedRanks(Protocol):
-    """What is needed of ranks to find out whether, and where, they hang."""
+    """Ranks as far as is needed to find out whether, and where, they hang."""
 
     def statuses(self) -> dict[int, RankStatus]:
         """The status that each rank has left, also a dead one; one may be missing for a moment."""
@@ -60,7 +60,7 @@ class Ranks(WatchedRanks, Protocol):
     """The ranks of one attempt. Ranks that have ended are passed over."""
 
     def ended(self, wait_s: float) -> dict[int, RankExit]:
-        """How ranks ended since the last call; waits up to `wait_s` seconds for the first of them."""
+        """Ends of ranks since the last call; waits up to `wait_s` seconds for the first of them."""
 
     def ask_to_leave(self, ranks: Collection[int]) -> None:
         """Ask ranks to save at the next safe point and leave with EXIT_REQUEUE."""

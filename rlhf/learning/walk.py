@@ -14,9 +14,9 @@ from rlhf.ranks import dims
 def per_token(
     batch: Batch, spread: Spread, budget: int, model: nn.Module, compute: Callable[[Batch], Tensor]
 ) -> Tensor:
-    """What `compute` makes of each micro-batch, [n, R] per response token, for all of `batch`, [N, R] float32, zero on
-    padding.
+    """Values per response token of all of `batch`, [N, R] float32, zero on padding, from passes over micro-batches.
 
+    `compute` makes [n, R] of each micro-batch of n samples.
     Every rank makes as many passes, of at most `budget` tokens each; one that has no more samples gets no rows, and a
     batch that adds nothing (`Batch.micro_batch`).
     """

@@ -1,5 +1,4 @@
-"""Choice of the layers that get adapters, by their names: the trainer has a model's modules, the plan the names of its
-weights. Imports no torch."""
+"""Choice of the layers that get adapters, by their names, for the trainer and the memory plan. Imports no torch."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""What an engine that builds the policy by itself reads of it, beside the weights."""
+"""Files of the policy for an engine that builds the model by itself."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
-"""Starts the ranks on this machine: forked from a launcher that has done their imports, or plainly where that is not
-safe."""
+"""Starts the ranks on this machine.
+
+They are forked from a launcher that has done their imports, or started plainly where that is not safe.
+"""
 
 import logging
 import os

@@ -31,7 +31,7 @@ PARTS = ("weights", "kv_cache")
 
 @dataclass(frozen=True)
 class WeightsInFiles:
-    """What an update must bring."""
+    """The weights that an update must bring, as the files of the model have them."""
 
     shapes: Mapping[tuple[str, ...], Sequence[int]]
     """By the names of the weights in files; for those that are tied, each of their names in one tuple."""

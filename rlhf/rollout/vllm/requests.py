@@ -15,7 +15,7 @@ def request_seed(seed: int, step: int, uid: int) -> int:
 
 
 def copies_of(requests: Sequence[Request]) -> int:
-    """How many samples to ask vLLM for where siblings are wanted: greedy ones are equal, and vLLM gives only one."""
+    """Number of samples to ask vLLM for where siblings are wanted: greedy ones are equal, and vLLM gives only one."""
     return 1 if requests[0].params.temperature == 0 else len(requests)
 
 
