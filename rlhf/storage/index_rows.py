@@ -67,7 +67,7 @@ class Parts(NamedTuple):
 
     @property
     def boxed(self) -> NDArray[np.bool_]:
-        """Which shards are no ranges."""
+        """[shards] whether each shard is a box instead of a range."""
         return self.rows[self.row, 0] < 0
 
     def box(self, i: int, table: Table) -> Box:

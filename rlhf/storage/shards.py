@@ -1,6 +1,6 @@
-"""Tensors on disk as shards: a name, a global shape, and a part of the tensor, cut along its dimensions or out of its
-flattened (row-major) elements.
+"""Tensors on disk as shards, each a box of a tensor or a range of its flattened elements.
 
+A shard has the tensor's name, its global shape and the part; elements are counted in row-major order.
 FSDP2's rows, cuts by columns, ZeRO's flat partitions and an unsharded tensor are all such parts (`boxes`), so what one
 backend wrote at one world size any other reads at any other. Shards lie in safetensors files, one per rank, as 1-D
 tensors; an index beside them says which part is where, down to the byte of the file.
