@@ -3,8 +3,8 @@
 NUMERICS = 1
 """The numerics version of this tree, which every checkpoint records.
 
-Raise it by one in the commit that changes the bits of a step of any run that no setting changed: another order of
-summation, another formula, other random numbers, other token ids from the same prompt. Do not raise it for a new
-algorithm, for what only a new setting switches on, or where only `perf/*` and `timing_s/*` differ. The digests of short
-runs in the tests find such a change; a new value of one of them is a new number here.
+Raise it by one in a commit after which some run computes other bits with the same settings: another order of summation,
+another formula, other random numbers, other token ids from the same prompt. Do not raise it for a new algorithm, for
+code that only a new setting enables, or if only `perf/*` and `timing_s/*` differ. The tests compare digests of short
+runs. If one of the digests changes on purpose, raise this number.
 """

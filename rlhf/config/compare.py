@@ -1,4 +1,4 @@
-"""A stored configuration against the present one: which differences a resume may ignore and which change the run."""
+"""Compares a stored configuration with the present one, and says which differences change the run."""
 
 import logging
 from collections.abc import Callable
@@ -22,20 +22,22 @@ log = logging.getLogger(__name__)
 OTHER_TENSORS = frozenset(
     f"model.lora.{name}" for name in ("enabled", "rank", "target_modules", "exclude_modules", "use_dora")
 )
-"""Settings without which a checkpoint's tensors are not those of the run."""
+"""Settings that decide which tensors a run has. With other values a checkpoint lacks tensors that the run needs."""
 # The length of the run reaches the numbers only through a learning rate that decays towards its end.
 RUN_LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
 NEW_RUN = (
     "give the new run a directory of its own with trainer.experiment_name=NAME (or trainer.default_local_dir=FOLDER), "
     "or start over in this one with trainer.overwrite=true"
 )
-"""The ways to another run, as a part of messages."""
+"""Part of a message: how to start another run instead."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that differs: its dotted key and both values. Of a setting that is gone, `removed` names the release
-    that removed it, and `present` is what runs do without it."""
+    """One setting that differs: its dotted key and both values.
+
+    For a removed setting, `removed` is the release that removed it, and `present` the value that runs act as now.
+    """
 
     key: str
     stored: Any
@@ -44,7 +46,7 @@ class Change:
 
     @classmethod
     def of_lost(cls, lost: Lost) -> "Change":
-        """The change that a removed setting makes to a run that had another value."""
+        """Return the change for a removed setting of which the run stored a value that no longer has an effect."""
         return cls(lost.setting.key, lost.stored, lost.setting.acts_as, lost.release)
 
     def __str__(self) -> str:
@@ -54,7 +56,7 @@ class Change:
 
 @dataclass(frozen=True)
 class ConfigDiff:
-    """The differences, by what they mean for the numbers of the resumed run."""
+    """Settings that differ: those that the run's numbers do not depend on, and those that change its trajectory."""
 
     harmless: list[Change]
     trajectory: list[Change]
@@ -77,8 +79,11 @@ def compare(stored: Config, present: Config) -> ConfigDiff:
 
 
 def compare_text(stored: str, present: Config, release: str | None = None) -> ConfigDiff:
-    """The same with a configuration as YAML that `release` stored; raises UserError when no migration brings it to this
-    version's schema."""
+    """Compare a configuration that `release` stored as YAML with `present`; see `compare`.
+
+    Raises:
+        UserError: the stored configuration does not fit the schema after all migrations.
+    """
     try:
         config, lost = from_stored(stored, release)
         diff = compare(config, present)
@@ -92,10 +97,9 @@ def compare_text(stored: str, present: Config, release: str | None = None) -> Co
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The whole configuration of a run for those who store it as text and compare it with a stored one.
+    """The whole configuration of a run as text, for code that stores it or compares it without reading its sections.
 
-    `compare` is `compare_text` with this configuration as the present one: of a stored text and the release that wrote
-    it.
+    `compare` takes a stored text and the release that wrote it, and compares it with this configuration.
     """
 
     text: str
@@ -103,16 +107,16 @@ class ResolvedConfig:
 
     @classmethod
     def of(cls, config: Config) -> "ResolvedConfig":
-        """From the dataclasses."""
+        """Return the text and the comparison of `config`."""
         return cls(to_yaml(config), lambda stored, release: compare_text(stored, config, release))
 
     @property
     def hash(self) -> str:
-        """The xxh3-128 in hex that manifests have of it."""
+        """Return the xxh3-128 of the text in hex, which manifests record."""
         return xxhash.xxh3_128_hexdigest(self.text.encode())
 
     def setting(self, key: str) -> Any:
-        """The value of a dotted setting, for messages."""
+        """Return the value of the setting `key`, for messages."""
         value = yaml.safe_load(self.text)
         for name in key.split("."):
             value = value[name]
@@ -120,15 +124,15 @@ class ResolvedConfig:
 
 
 def trajectory(config: Config) -> dict[str, Any]:
-    """The settings that the run's numbers depend on, by their dotted names."""
+    """Return the settings that the run's numbers depend on, by their dotted names."""
     return {s.key: s.value(config) for s in SETTINGS.values() if s.metadata["resume"] == "trajectory"}
 
 
 def refuse_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> None:
-    """Raise UserError if a setting would change the run, unless they may (`trainer.allow_config_change`).
+    """Raise UserError if a setting changes the run's trajectory, unless `allow` (`trainer.allow_config_change`).
 
-    It names each of them with both values, and the ways out. A run that `begins` at the checkpoint
-    (`trainer.resume_mode=resume_path`) is a new one already: another directory would not help.
+    The message has each such setting with both values, and the remedies. A run that `begins` at the checkpoint
+    (`trainer.resume_mode=resume_path`) is a new run already, so the message does not suggest another directory.
     """
     if diff.trajectory and not allow:
         ways = "" if begins else f"; or {NEW_RUN}"
@@ -147,7 +151,7 @@ def refuse_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> No
 
 
 def log_changes(diff: ConfigDiff) -> None:
-    """Tell of each difference what it means for the resumed run."""
+    """Log each difference, with what it means for the resumed run."""
     for change in diff.harmless:
         log.info("resume: setting changed, the run's numbers do not depend on it: %s", change)
     for change in diff.trajectory:
@@ -155,5 +159,5 @@ def log_changes(diff: ConfigDiff) -> None:
 
 
 def as_lines(changes: list[Change]) -> str:
-    """One line for each, as a part of messages."""
+    """Return one line per change, as part of a message."""
     return "\n".join(f"  {change}" for change in changes)

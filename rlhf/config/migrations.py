@@ -1,8 +1,8 @@
 """Migrations of stored settings: what each release renamed, moved, removed and added.
 
-What a user types is not migrated: `rlhf.config.names.hints` makes hints of this table. A test compares the schema
-with the one that each release stored: without a line here no setting can be renamed, removed or added. Imports no
-schema.
+Only stored settings are migrated. For an old name that a user types, `rlhf.config.names.hints` looks up a hint here. A
+test compares the schema with the one that each release stored, so a setting that is renamed, removed or added needs a
+line in this table. Imports no schema.
 """
 
 from copy import deepcopy
@@ -12,7 +12,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 ANY = object()
-"""In `Removed.acts_as`: no run's numbers depended on the setting."""
+"""Value of `Removed.acts_as` for a setting that no run's numbers depended on."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Removed:
-    """A setting that is gone.
+    """A setting that a release removed.
 
-    `acts_as`: the value with which every run computes now, or `ANY`; a run that stored another value becomes another
-    run. `remedy`: a sentence for users who set it.
+    `acts_as` is the stored value with which a run still computes the same, or `ANY`. A run that stored another value
+    would continue as a different run. `remedy` is a sentence for users who set it.
     """
 
     key: str
@@ -38,7 +38,7 @@ class Removed:
 
 @dataclass(frozen=True)
 class Added:
-    """A new setting. `value`: the one that computes as the releases before it did, whatever the default is."""
+    """A new setting. `value` makes a run compute as it did before the release; the default may differ."""
 
     key: str
     value: Any
@@ -47,12 +47,12 @@ class Added:
 Migration = Renamed | Removed | Added
 
 MIGRATIONS: dict[str, tuple[Migration, ...]] = {}
-"""By the release that made the changes, oldest first; within a release they apply in this order."""
+"""Changes by release, oldest release first. The changes of a release apply in the order of the tuple."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A stored value of a setting that is gone, with the present meaning of its absence."""
+    """A stored value of a removed setting that this release cannot reproduce. `release` removed the setting."""
 
     release: str
     setting: Removed
@@ -61,18 +61,20 @@ class Lost:
 
 @dataclass(frozen=True)
 class Migrated:
-    """A stored configuration under the present names, and what of it has no place there."""
+    """A stored configuration under the present names, and the stored values that it cannot express."""
 
     tree: dict[str, Any]
     lost: list[Lost]
 
 
 def migrate(tree: dict[str, Any], release: str | None = None) -> Migrated:
-    """Return the stored sections `tree` under the present names; `tree` stays as it is.
+    """Return the stored sections `tree` under the present names, without changing `tree`.
+
+    A change that `tree` already shows is skipped, so a tree that was stored between two releases is read as well.
 
     Args:
-        release: the release that stored them; None, or what is no release, for any. A change that `tree` already shows
-            is left out, so trees between two releases are read as well.
+        release: the release that stored `tree`. None, or a text that is no version, applies the changes of all
+            releases.
     """
     # Promise 19.
     tree, lost = deepcopy(tree), []
@@ -91,7 +93,7 @@ def migrate(tree: dict[str, Any], release: str | None = None) -> Migrated:
 
 
 def migrated_name(key: str, release: str | None = None) -> str:
-    """The present name of a setting that a release knew as `key`; a removed one keeps its name."""
+    """Return the present name of the setting that `release` called `key`; a removed setting keeps its name."""
     for _, migrations in _after(release):
         for change in migrations:
             if isinstance(change, Renamed) and change.key == key:
@@ -100,7 +102,7 @@ def migrated_name(key: str, release: str | None = None) -> str:
 
 
 def said_of(key: str) -> str | None:
-    """A sentence about a setting that some release knew as `key`, and this one does not; None for any other name."""
+    """Return a sentence about a setting `key` that an older release had and this one does not; None for other names."""
     release, name = None, key
     for later, migrations in MIGRATIONS.items():
         for change in migrations:
@@ -120,7 +122,7 @@ def _after(release: str | None) -> list[tuple[str, tuple[Migration, ...]]]:
 
 
 def _section(tree: dict[str, Any], key: str) -> Any:
-    """The section that holds the setting `key`; None where the tree has none."""
+    """Return the section that contains the setting `key`; None if the tree has no such section."""
     section: Any = tree
     for name in key.split(".")[:-1]:
         section = section.get(name) if isinstance(section, dict) else None
@@ -137,14 +139,14 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     *parents, name = key.split(".")
     for parent in parents:
         below = section.setdefault(parent, {})
-        if not isinstance(below, dict):  # no configuration of ours; whoever reads it says so
+        if not isinstance(below, dict):  # not a configuration of ours: the schema rejects it later
             return
         section = below
     section[name] = value
 
 
 def _pop(tree: dict[str, Any], key: str) -> Any:
-    """Take a setting out, and the sections that hold nothing more."""
+    """Remove a setting, and the sections that this leaves empty. Return its value."""
     parent, _, name = key.rpartition(".")
     value = _section(tree, key).pop(name)
     while parent and not _section(tree, f"{parent}.x"):

@@ -1,4 +1,4 @@
-"""The resolved configuration as a file: written by the supervisor, read by every rank, copied into every checkpoint."""
+"""The resolved configuration as YAML: `rlhf.lifecycle` writes it, ranks read it, every checkpoint has a copy."""
 
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -11,21 +11,21 @@ from omegaconf import DictConfig, OmegaConf
 from rlhf.config import Config
 from rlhf.config.migrations import Lost, migrate
 
-# Either way takes as long as a small save, and one process asks for nearly the same again and again: at each step of a
-# start, and for every checkpoint that it looks at.
+# Writing or parsing a configuration takes as long as a small save. A process does so many times with nearly the same
+# text: at each step of a start, and for every checkpoint that it looks at.
 _KEPT = 256
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """A section as it was when it was shown, since it may change."""
+    """A section with its `repr`, the key of the cache: a section is mutable, and has no hash."""
 
     text: str
     section: Any = field(compare=False)
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as YAML, every value resolved."""
+    """Return the configuration as YAML, with all values resolved."""
     sections = {part.name: getattr(config, part.name) for part in fields(config)}
     return "".join(_to_yaml(name, _Shown(repr(section), section)) for name, section in sections.items())
 
@@ -36,7 +36,11 @@ def _to_yaml(name: str, shown: _Shown) -> str:
 
 
 def from_yaml(text: str) -> Config:
-    """Rebuild the dataclasses from `to_yaml`'s text of this release; a key that the schema lacks is an error."""
+    """Rebuild the dataclasses from a text of this release's `to_yaml`.
+
+    Raises:
+        OmegaConfBaseException: the text has a key that the schema lacks, or a value of another type.
+    """
     return deepcopy(_parsed(text))
 
 
@@ -46,8 +50,17 @@ def _parsed(text: str) -> Config:
 
 
 def from_stored(text: str, release: str | None) -> tuple[Config, list[Lost]]:
-    """Rebuild the dataclasses from `to_yaml`'s text of any `release` (None if unknown), with the values that have no
-    place in them. Raises OmegaConfBaseException for a key that neither the schema nor a migration knows."""
+    """Rebuild the dataclasses from a text that any release's `to_yaml` made.
+
+    Args:
+        release: the release that made `text`; None if unknown.
+
+    Returns:
+        The configuration, and the stored values of removed settings that it cannot express.
+
+    Raises:
+        OmegaConfBaseException: the text has a key that neither the schema nor a migration has.
+    """
     config, lost = _migrated(text, release)
     return deepcopy(config), lost
 
@@ -68,7 +81,7 @@ def _typed(tree: Any) -> Config:
 
 @cache
 def schema() -> DictConfig:
-    """The schema that texts are laid over, made once in a process."""
+    """Return the schema with its defaults, into which stored texts are merged. Made once per process."""
     return OmegaConf.structured(Config)
 
 

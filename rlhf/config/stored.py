@@ -1,4 +1,7 @@
-"""Stored configurations as plain sections, for readers of a few settings; imports no schema and no omegaconf."""
+"""Reads a stored configuration as plain dictionaries, for callers that need a few settings.
+
+Imports no schema and no omegaconf.
+"""
 
 from typing import Any
 
@@ -8,7 +11,7 @@ from rlhf.config.migrations import migrate
 
 
 class _NoAliases(yaml.SafeLoader):
-    """Refuses what a text of a few bytes could make endless values of; a resolved configuration has none."""
+    """Rejects YAML aliases, with which a text of a few bytes expands without end. A resolved configuration has none."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -17,8 +20,17 @@ class _NoAliases(yaml.SafeLoader):
 
 
 def stored_sections(text: str | bytes, release: str | None = None) -> dict[str, Any]:
-    """Return the configuration that `release` (None if unknown) resolved and stored as `text` under the present names,
-    without the schema's types and defaults. Raises ValueError for a text that is none."""
+    """Return a stored configuration as dictionaries by section, with its settings under their present names.
+
+    The schema's types and defaults are not applied.
+
+    Args:
+        text: the YAML that `release` stored.
+        release: None if unknown.
+
+    Raises:
+        ValueError: `text` is not a YAML mapping.
+    """
     try:
         stored = _NoAliases(text).get_single_data()
     except (yaml.YAMLError, RecursionError) as error:

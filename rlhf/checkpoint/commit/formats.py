@@ -1,7 +1,7 @@
 """Formats of a checkpoint: the number in its manifest, and the migrations with which older formats are read.
 
-A migration changes only what is in memory; no published checkpoint is written to. Stored forms beside the manifest have
-no entry here: their reader takes `Manifest.format` (or what the file itself says) and reads each form since `OLDEST`.
+A migration changes the manifest in memory; nothing writes to a published checkpoint. Other files of a checkpoint have
+no migration here. Their readers look at `Manifest.format`, or at the file itself, and read every form since `OLDEST`.
 
 | Format | Release | What changed |
 |---|---|---|
@@ -24,19 +24,19 @@ def _from_7(payload: Payload) -> Payload:
 
 
 MIGRATIONS: dict[int, Callable[[Payload], Payload]] = {7: _from_7}
-"""By format: the function that makes a manifest's payload one of the next format."""
+"""Format -> the function that converts a manifest's payload to the next format."""
 OLDEST = min(MIGRATIONS)
 
 
 def is_read(number: object) -> bool:
-    """Whether this version reads checkpoints of the format `number`."""
+    """Return whether this version reads checkpoints of the format `number`."""
     return type(number) is int and OLDEST <= number <= FORMAT
 
 
 def migrated(payload: Payload) -> Payload:
-    """A manifest's payload with the fields of the present format; `format` stays the stored one.
+    """Return a manifest's payload with the fields of the present format; its `format` stays the stored one.
 
-    Its fields may be of any type: nobody has checked them yet.
+    The fields are not checked yet, and may have any type.
     """
     # Promise 19.
     for number in range(payload["format"], FORMAT):

@@ -1,4 +1,4 @@
-"""Everything of a run that a checkpoint saves and restores, as live objects."""
+"""The live objects of a run that a checkpoint saves and restores."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -11,10 +11,10 @@ from rlhf.storage.state import Carried, MovingReference, Stateful, TrainState
 
 @dataclass
 class RunState:
-    """Everything that a checkpoint saves and restores, as live objects.
+    """The live objects that a checkpoint saves and restores.
 
-    `reference` is None unless it moves: a frozen one is the starting policy. `stateful` is what the driver state holds
-    beside `driver`, by name.
+    `reference` is None unless the reference policy moves: a frozen one is the starting policy and is not saved.
+    `stateful` are the further objects, by name, whose states are part of the driver state.
     """
 
     roles: Mapping[str, TrainState]
@@ -23,15 +23,18 @@ class RunState:
     reference: MovingReference | None = None
     carried: Carried | None = None
     initial: dict[str, str] = field(init=False)
-    """The states of `stateful` at the start, for a roll-back to a checkpoint that does not know them; as JSON, which
-    nobody can change."""
+    """The states of `stateful` at the start, for a roll-back to a checkpoint that lacks them. JSON, so that no later
+    change of an object changes them."""
 
     def __post_init__(self) -> None:
         self.initial = {name: json.dumps(stateful.state_dict()) for name, stateful in self.stateful.items()}
 
     def copied_bytes(self, contents: Collection[str], hf_adapter: str = "keep") -> int:
-        """Bytes of this rank's copies in a save of `contents` behind the training: of the live tensors that it writes,
-        and of its part of a model that is merged for an export. Arguments as in `checkpoint`."""
+        """Return the bytes that this rank copies for an asynchronous save.
+
+        These are the live tensors that it writes, and its part of a model that is merged for an export. The arguments
+        are the settings of `checkpoint` with these names.
+        """
         live = [role.model_shards() for role in self.roles.values() if {"model", "hf_model"} & set(contents)]
         live += [role.optimizer_shards() for role in self.roles.values() if "optimizer" in contents]
         if self.reference is not None:

@@ -1,4 +1,4 @@
-"""Ends of messages about a wrong name or value of a setting: what is meant, or how it is written here."""
+"""Hints at the end of messages about a wrong name or value of a setting: what the user probably meant."""
 
 import difflib
 from collections.abc import Collection
@@ -11,26 +11,31 @@ from rlhf.errors import did_you_mean, nearest
 
 
 def own_recipe() -> str:
-    """Return the sentence about a recipe of the user's own, which others name as a file."""
+    """Return the sentence about a recipe of one's own, which other trainers take as the path of a file."""
     return other_trainers().remarks["config_file"]
 
 
 def hint(key: str) -> str:
-    """The end of a message about a wrong dotted key: what became of a setting of an older release, what is said of a
-    name that other trainers have, or the setting (or group) that is meant; empty when nothing is near."""
+    """Return the hint for a wrong dotted key; empty if nothing is similar.
+
+    In this order: what became of an older release's setting, the remark on another trainer's name, the nearest setting
+    or group.
+    """
     said = said_of(key) or remark(key)
     return f" {said}" if said else did_you_mean(nearest_setting(key))
 
 
 def remark(key: str) -> str | None:
-    """Sentence about a name that other trainers have and that stands for no one setting of ours."""
+    """Return the sentence about another trainer's name that no single setting of ours corresponds to."""
     remarks = other_trainers().remarks
     return remarks.get(key) or remarks.get(_without_prefix(key))
 
 
 def nearest_setting(key: str) -> str | None:
-    """The setting (or group) that a wrong dotted key most likely means: an older release's, another trainer's, the same
-    name elsewhere, then a similar one."""
+    """Return the setting (or group) that a wrong dotted key most likely means; None if nothing is similar.
+
+    In this order: an older release's name, another trainer's name, the same name in another section, a similar name.
+    """
     if (present := migrated_name(key)) in SETTINGS:
         return present
     own, theirs = _without_prefix(key), other_trainers().settings
@@ -41,7 +46,7 @@ def nearest_setting(key: str) -> str | None:
     section, _, name = own.rpartition(".")
     if same := [k for k in SETTINGS if k.rpartition(".")[2] == name]:
         return max(same, key=lambda k: difflib.SequenceMatcher(None, own, k).ratio())
-    if elsewhere := theirs.get(name):  # a name of others', written into the section where it belongs
+    if elsewhere := theirs.get(name):  # another trainer's name, in our section for it
         for candidate in (f"{section}.{elsewhere.rpartition('.')[2]}", elsewhere):
             if setting_of(candidate) and candidate.partition(".")[0] == section.partition(".")[0]:
                 return candidate
@@ -56,21 +61,20 @@ def _without_prefix(key: str) -> str:
 
 
 def meant(value: str, choices: Collection[str]) -> str | None:
-    """The choice that a wrong value most likely means: what another trainer calls so, else a similar word."""
+    """Return the choice that a wrong value most likely means: another trainer's word for it, or a similar word."""
     if (ours := other_trainers().values.get(value)) is not None:
         return ours if ours in choices else None
     return nearest(value, choices)
 
 
 def value_hint(key: str, value: str, choices: Collection[str]) -> str:
-    """The end of a message about a value that is none of the setting's choices: what is said of it, or the choice that
-    is meant; empty when nothing is near."""
+    """Return the hint for a value that is not one of the setting's choices; empty if no choice is similar."""
     said = other_trainers().value_remarks.get((key, value))
     return f" {said}" if said else did_you_mean(meant(value, choices))
 
 
 def form_hint(setting: Setting, value: Any) -> str:
-    """The end of a message about a value of another type than the setting's: how what is meant is written here."""
+    """Return the hint for a value of the wrong type: how to write it; empty if there is nothing to suggest."""
     if not isinstance(value, str):
         return ""
     if setting.expects.startswith("a list"):
@@ -82,8 +86,11 @@ def form_hint(setting: Setting, value: Any) -> str:
 
 
 def instead(group: str, value: str, known: Collection[str]) -> str:
-    """The end of a message about a value that the group of that name, with these entries, does not have: the override
-    that was meant, or what such values are written as."""
+    """Return the hint for a `value` that is not an entry of the configuration group `group`: what to write instead.
+
+    Args:
+        known: the entries of the group.
+    """
     if found := setting_instead(group, value):
         return did_you_mean(found)
     if said := value_hint(group, value, known):
@@ -96,7 +103,7 @@ def instead(group: str, value: str, known: Collection[str]) -> str:
 
 
 def setting_instead(group: str, value: str) -> str | None:
-    """Override for a value that was given to the group of that name: a model's folder, a file of data, a function."""
+    """Return the override for a model's folder, data file or function that was given to a group; None for others."""
     if group == "model" and "/" in value:
         return f"model.path={value}"
     if group == "data" and ("/" in value or "." in value):

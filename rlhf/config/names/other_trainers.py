@@ -1,4 +1,4 @@
-"""Names and values that verl, TRL, OpenRLHF and Hydra have for our settings, from `other_trainers.toml`."""
+"""Reads `other_trainers.toml`: the names and values of verl, TRL, OpenRLHF and Hydra for our settings."""
 
 import tomllib
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ TABLE = Path(__file__).with_name("other_trainers.toml")
 class OtherTrainers:
     """Tables of what other trainers' users type.
 
-    `settings` maps their names to the setting or group that does the same here, `values` their values to ours,
-    `minus_one` settings whose -1 means none or all in verl to what means it here. `remarks` has a sentence for a name
-    that no one setting stands for, `value_remarks` one for a setting (or group) and a value. `prefixes` are verl's
-    sections around sections that have the same names here.
+    `settings` maps their names to our setting or group, and `values` their values to ours. `minus_one` maps settings
+    where verl writes -1 for none or all to our value. `remarks` has a sentence for each name that no single setting
+    of ours corresponds to. `value_remarks` has one for a pair of setting (or group) and value. `prefixes` are verl's
+    outer sections; the sections inside them have our names.
     """
 
     prefixes: tuple[str, ...]
@@ -29,7 +29,7 @@ class OtherTrainers:
 
 @cache
 def other_trainers() -> OtherTrainers:
-    """Read the tables, once a message needs them."""
+    """Read the tables once, when the first message needs them."""
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     in_samples = "It counts samples; here a pass takes as many as fit into a number of tokens: set {}."
     return OtherTrainers(
