@@ -1,7 +1,7 @@
-"""Opens and finishes a run, in one order for every way of launching it; the training between is the caller's.
+"""Opens a run, trains and finishes it, in the same order for every way of launching it.
 
-The supervisor calls with a coordinator of one process. Ranks that another launcher has started call together. Imports
-no torch, and nothing slow before the run lock is held.
+Our supervisor calls `live` with a coordinator of one process. Ranks that torchrun or another launcher started call it
+together, as a collective. Imports no torch. `live` imports nothing slow before it has the run lock.
 """
 
 import logging
@@ -24,9 +24,11 @@ log = logging.getLogger(__name__)
 
 
 def refuse_another_run(config: Config, coordinator: Coordinator) -> None:
-    """Raise UserError if the run directory holds another run, as it lies there; `live` compares again once it is
-    prepared. Changes nothing."""
-    if config.run_dir.is_dir():  # a new run need not wait for the import
+    """Raise UserError if the run directory belongs to another run. Changes nothing.
+
+    It looks at the directory before any repair. `live` compares again after it has prepared the directory.
+    """
+    if config.run_dir.is_dir():  # the imports are slow, and a new run does not need them yet
         from rlhf.checkpoint.start.comparison import check_unprepared
         from rlhf.checkpoint.start.run_dir import refuse_earlier
 
@@ -41,19 +43,20 @@ def live(
     train: Callable[[], int],
     locked: Callable[[], None] = lambda: None,
 ) -> int:
-    """Open the run directory, `train` unless the run is finished, and finish the run. Collective.
+    """Open the run directory, call `train` unless the run is finished already, and finish the run. Collective.
 
     Args:
-        train: returns an exit code of `rlhf.errors`; the run is finished only after EXIT_DONE.
-        locked: called once the run lock is held, before anything else changes; it may raise UserError.
+        train: trains and returns an exit code of `rlhf.errors`. Only after EXIT_DONE is the run finished.
+        locked: called when the run lock is taken, before anything in the directory changes. It may raise UserError.
 
     Returns:
-        EXIT_DONE, or what `train` returned.
+        EXIT_DONE, or the exit code of `train`.
 
     Raises:
-        UserError: the directory is in use or holds another run; nothing has changed.
+        UserError: the directory is in use, cannot be created, or belongs to another run.
         OSError: the directory cannot be written, and the run in it is not finished.
-        Unsaved: the run is finished, and `checkpoint.remote` lacks copies.
+        Unsaved: the run is finished, but `checkpoint.remote` lacks copies.
+        Exception: whatever `train` raises.
     """
     left: list[int] = []
     with ExitStack() as held:
@@ -76,12 +79,15 @@ def live(
 def _open(
     config: Config, coordinator: Coordinator, output: RunOutput, held: ExitStack, locked: Callable[[], None]
 ) -> int | None:
-    """Take the locks into `held` and prepare the directory; return the last step of a finished run, else None."""
+    """Lock and prepare the run directory. Return the last step if the run is finished, otherwise None.
+
+    `held` releases the locks when it is closed.
+    """
     run_dir, trainer, resolved = config.run_dir, config.trainer, ResolvedConfig.of(config)
     coordinator.everywhere(lambda: _make(config))
-    # Nothing is written before the lock is held: the directory may be a living run's.
+    # Write nothing before the lock is taken: another process may be training in the directory.
     held.enter_context(run_lock_together(run_dir, coordinator))
-    # Slow imports, after the lock: a second run is refused at once.
+    # These imports are slow. They come after the lock, so that a second start of the run fails at once.
     from rlhf.checkpoint.remote.lease import release_held
     from rlhf.checkpoint.start.domains import find_domains
     from rlhf.checkpoint.start.preparation import finished_step, prepare
@@ -91,7 +97,7 @@ def _open(
     coordinator.domains = find_domains(run_dir, coordinator)
     coordinator.on_domain_leaders(lambda: wait_for_ranks(run_dir))
     prepare(run_dir, trainer, config.checkpoint, resolved, coordinator)
-    output.keep(run_dir / RUN_LOG)  # not before: `prepare` may empty the directory
+    output.keep(run_dir / RUN_LOG)  # after `prepare`, which may empty the directory
     finished = finished_step(run_dir, trainer, resolved, coordinator)
     if finished is None:
         coordinator.on_domain_leaders(lambda: replace_durably(run_dir / RESOLVED, to_yaml(config)))
@@ -109,8 +115,10 @@ def _make(config: Config) -> None:
 
 
 def _is_finished_anyway(config: Config, coordinator: Coordinator, problem: OSError) -> bool:
-    """Whether the directory, which cannot be written, holds the finished run; the leader logs its report then.
-    Collective."""
+    """Return whether a directory that cannot be written holds the finished run. Collective.
+
+    If it does, the leader logs the run's report.
+    """
     from rlhf.checkpoint.start.preparation import finished_unprepared
 
     step = finished_unprepared(config.run_dir, config.trainer, ResolvedConfig.of(config), coordinator)
@@ -120,8 +128,16 @@ def _is_finished_anyway(config: Config, coordinator: Coordinator, problem: OSErr
 
 
 def _finish(config: Config, output: RunOutput, finished: int | None) -> list[int]:
-    """Finish what this launch has trained, or what an earlier one had `finished`, at that step; return the steps that
-    `checkpoint.remote` lacks. A full disk is a line in the log."""
+    """Write the report, and make up for what an earlier launch of a finished run left undone.
+
+    A full or read-only disk is logged and not raised.
+
+    Args:
+        finished: the last step, if an earlier launch finished the run; None if this launch trained.
+
+    Returns:
+        The steps that `checkpoint.remote` lacks.
+    """
     from rlhf.tracking import write_report
 
     left: list[int] = []
@@ -144,8 +160,11 @@ def _finish(config: Config, output: RunOutput, finished: int | None) -> list[int
 
 
 def _catch_up(config: Config, step: int) -> list[int]:
-    """Do what a kill after the last save, or settings of then, kept an earlier launch from; return the steps that
-    `checkpoint.remote` lacks."""
+    """Do what an earlier launch did not: it was killed after the last save, or had other settings.
+
+    The trackers get their last steps, and the exports and remote copies that the settings ask for are made. Return the
+    steps that `checkpoint.remote` lacks.
+    """
     from rlhf.checkpoint.export.finished_export import export_finished
     from rlhf.checkpoint.remote.copies import copy_pending
     from rlhf.checkpoint.state.run_file import read_run_file
@@ -158,7 +177,7 @@ def _catch_up(config: Config, step: int) -> list[int]:
         run_dir,
         step,
     )
-    # A kill between the last commit and the trackers' end left them short of the last steps.
+    # If a kill came between the last commit and the end of the trackers, the trackers lack the last steps.
     tracker = Tracker(config.trainer, config.tracking, asdict(config), run_dir, read_run_file(run_dir)["run_id"])
     tracker.start(step)
     tracker.finish()

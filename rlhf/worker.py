@@ -1,4 +1,4 @@
-"""One rank: builds its components, runs the loop, and says in its exit code how it ended."""
+"""One rank: builds its components, runs the training loop, and returns an exit code of `rlhf.errors`."""
 
 import faulthandler
 import logging
@@ -14,7 +14,7 @@ from typing import Literal
 from rlhf.ranks.parent import SUPERVISOR_PID, die_with_parent
 
 if __name__ == "__main__":
-    # Before the slow imports: a supervisor that dies meanwhile must take this rank with it.
+    # Before the slow imports: if the supervisor dies during them, this rank must die as well.
     die_with_parent()
 
 import torch
@@ -41,17 +41,17 @@ from rlhf.storage.layout import RESOLVED
 from rlhf.tracking.run_output import OutputHandler, RunOutput
 
 log = logging.getLogger(__name__)
-schema()  # by a launcher once, for all ranks that it forks
+schema()  # fills the cache at import: a launcher pays once for all ranks that it forks
 
 
 def run(
     config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter, shown: ShowsProgress
 ) -> None:
-    """Build and train; trackers, reward processes and rollout engines are closed however it ends."""
+    """Build the components and train. Close trackers, reward processes and rollout engines, also after an error."""
     components = build(config, device, coordinator, status, shown)
     try:
         train(components)
-        announce("end.before")  # only here: what a crash leaves as evidence is where it happened
+        announce("end.before")  # only after success: after a crash the status keeps the event at which it happened
         check_copied(components.checkpointer.not_copied, config.run_dir, config.checkpoint)
     finally:
         components.run_log.close()
@@ -60,25 +60,31 @@ def run(
 
 
 class _Evidence:
-    """The status file of this rank, from the moment on that it may write one."""
+    """Writes how this rank ended into its status file. Before `begin` there is no file, and errors go to the log."""
 
     def __init__(self) -> None:
         self.status: StatusWriter | None = None
 
     def begin(self, run_dir: Path) -> StatusWriter:
-        """Make the file; whoever calls this knows that the run is this launch's."""
+        """Create the status file. Call this only when the run directory is known to belong to this launch."""
         self.status = StatusWriter(run_dir, rank())
         return self.status
 
     def crash(self, error: Exception) -> None:
-        """Leave `error` as evidence. The supervisor shows the first rank's, and not the peers' that follow from it."""
+        """Write `error` to the status file. The supervisor reports the rank that failed first.
+
+        Without a supervisor, or without a file yet, log the error here.
+        """
         if self.status is not None:
             self.status.error("crash", f"{type(error).__name__}: {error}", traceback.format_exc())
         if self.status is None or SUPERVISOR_PID not in os.environ:
             log.exception("Rank %s crashed.", os.environ["RANK"])
 
     def end(self, kind: Literal["user", "unsaved"], message: str) -> None:
-        """Leave why the run ends as evidence, which the supervisor shows itself, once."""
+        """Write the reason why the run ends to the status file, from which the supervisor logs it once.
+
+        Without a supervisor, or without a file yet, log the reason here.
+        """
         if self.status is not None:
             self.status.error(kind, message)
         if self.status is None or SUPERVISOR_PID not in os.environ:
@@ -86,7 +92,10 @@ class _Evidence:
 
 
 def main(run_dir: Path) -> int:
-    """A rank under our supervisor, which holds the run lock and has written the resolved configuration."""
+    """Run a rank that our supervisor started, and return its exit code.
+
+    The supervisor holds the run lock and has written the resolved configuration to `run_dir`.
+    """
 
     def work(evidence: _Evidence) -> None:
         shown = ProgressPipe.of_environment()
@@ -97,16 +106,22 @@ def main(run_dir: Path) -> int:
         device = collectives.start(config.trainer)
         run(config, device, _coordinator(config), status, shown)
 
-    # Lines of the user's functions are to come when they are printed, and not to be lost with this process.
+    # Lines that the user's functions print appear at once, and are not lost when this process dies.
     write_whole_lines()
     configure_logging(rank())
     return _guarded(work)
 
 
 def main_under_torchrun(config: Config, banner: str = "") -> int:
-    """A rank that torchrun started: all ranks open and finish the run together. Rank 0 shows the progress, and has said
-    `banner`, which is for the log."""
-    # A launcher has several writers for one terminal, and mostly none: a bar is shown to who asks for it.
+    """Run a rank that torchrun or a similar launcher started, and return its exit code.
+
+    All ranks open and finish the run together. Rank 0 shows the progress.
+
+    Args:
+        config: as this rank composed it. The leader's configuration is used on all ranks.
+        banner: already printed by the caller; it goes to the run's log only.
+    """
+    # All ranks share the launcher's terminal, if there is one: a bar is shown only where the setting asks for it.
     mode = "plain" if config.tracking.progress == "auto" else config.tracking.progress
     output = RunOutput("plain" if rank() else mode, Redaction(os.environ))
 
@@ -114,7 +129,7 @@ def main_under_torchrun(config: Config, banner: str = "") -> int:
         faulthandler.register(STACKS_SIGNAL, all_threads=True)  # to stderr, until there is a file for it
         device = collectives.start(config.trainer)
         coordinator = _coordinator(config)
-        # Every rank composed by itself; the leader's result is the one that counts.
+        # Every rank has composed its configuration by itself; all use the leader's.
         agreed = from_yaml(coordinator.broadcast(to_yaml(config)))
 
         def attempt() -> int:
@@ -139,12 +154,12 @@ def _coordinator(config: Config) -> Coordinator:
 
 
 def rank() -> int:
-    """This rank's number, as its launcher has given it."""
+    """Return this rank's number, which its launcher put into the environment."""
     return int(os.environ["RANK"])
 
 
 def _guarded(work: Callable[[_Evidence], None]) -> int:
-    """Run `work` and turn its end into an exit code; an error is left as evidence."""
+    """Run `work` and return its exit code. Write an error to the status file or the log."""
     subscribe_from_environment()
     evidence = _Evidence()
     try:
@@ -173,5 +188,5 @@ if __name__ == "__main__":
     logging.shutdown()
     with suppress(OSError, ValueError):  # nobody may read it any more
         sys.stdout.flush()
-    # Not sys.exit: after an error the process group's threads may wait for peers that are gone.
+    # Not sys.exit: after an error, threads of the process group may wait forever for peers that are gone.
     os._exit(code)

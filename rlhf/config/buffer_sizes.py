@@ -9,7 +9,7 @@ GATHER_BUCKET = 8 << 20
 """Bytes of tensors that one all-gather collects. A larger tensor is gathered by itself. On a CPU a larger bucket is
 slower, because it no longer fits into the caches."""
 PUSH_BUCKET = 256 << 20
-"""Bytes of weights in one request to the rollout servers."""
+"""Bytes of weights that are gathered, cast and sent to the rollout servers together."""
 REDUCE_BUCKET = 500_000_000
 """Most elements of gradients in one all-reduce of DeepSpeed."""
 PREFILL_TOKENS = 16384

@@ -41,7 +41,7 @@ def needs_greedy_baseline(algorithm: AlgorithmConfig) -> bool:
 
 
 def needs_reference(actor: ActorConfig, algorithm: AlgorithmConfig) -> bool:
-    """Return whether a reference policy is loaded: for the KL in the loss or in the reward."""
+    """Return whether the run needs a reference policy: for the KL in the loss or in the reward."""
     return actor.kl_in_loss or algorithm.kl_in_reward
 
 

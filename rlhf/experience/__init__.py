@@ -1,1 +1,1 @@
-"""Experience of the policy: prompts, rollouts and rewards of each step, as a batch; held-out accuracy."""
+"""Collects the batch of each step from prompts, rollouts and rewards, and evaluates on held-out prompts."""

@@ -1,4 +1,4 @@
-"""Collation of groups into the tensors of a batch."""
+"""Collates groups into the tensors of a rollout batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,13 @@ from rlhf.experience.groups import Group
 
 
 def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.device) -> RolloutBatch:
-    """The samples of `groups`, one group after the other, padded with `pad_id`, with their whole rewards as scores. No
-    groups are a batch without rows.
+    """Return the samples of `groups` as a batch, one group after the other. Without groups the batch has no rows.
 
-    `version` is the steps that the policy has done.
+    The scores are the whole rewards, over-long punishment included.
+
+    Args:
+        pad_id: token id of the padding.
+        version: optimizer steps of the run so far, from which each sample's staleness follows.
     """
     rows = [(group, sample) for group in groups for sample in group.samples]
     prompts = [len(group.prompt_ids) for group, _ in rows]

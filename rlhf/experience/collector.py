@@ -1,4 +1,4 @@
-"""Collector of each step's batch: prompts, rollouts and rewards become tensors and metrics."""
+"""Collects the batch of each step: turns prompts, rollouts and rewards into tensors and metrics."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -28,29 +28,29 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Collected:
-    """The batch of a step: the groups that this rank has generated, and metrics and tokens of all ranks."""
+    """Result of `Collector.collect`: this rank's part of the batch, and metrics and token counts over all ranks."""
 
     batch: RolloutBatch
     groups: list[Group]
-    """Of which `batch` is, by uid."""
+    """The groups of `batch`, in the order of their uids. This rank generated them."""
     metrics: dict[str, float]
     tokens: TokenCounts
     epochs: float
-    """Passes over the prompts up to the end of this batch, those that were dropped included."""
+    """Passes over the data set up to the end of this batch. Prompts that were dropped count."""
 
     @property
     def uids(self) -> list[int]:
-        """The prompt of each row of `batch`."""
+        """Uid of the prompt of each row of `batch`."""
         return [group.uid for group in self.groups for _ in group.samples]
 
 
 @dataclass
 class Collector:
-    """Collects the batch of each step, with `algorithm.filter_groups` by `DynamicSampling`.
+    """Collects the batch of each step, by `DynamicSampling` if `algorithm.filter_groups` is enabled.
 
-    The groups that a step has left over are its state, on the rank that generated them. With `rollout.async_steps` the
-    batch of a step, or the first generation of its dynamic sampling, begins when the batch before is collected: it is
-    by the policy as it was a step earlier. What runs is part of the state: a save waits for it.
+    Groups that a step leaves over are carried over; they are saved, and stay on the rank that generated them. With
+    `rollout.async_steps` the generation for the next step begins as soon as a batch is collected, with the policy
+    before that batch's update. A save waits for this generation and includes it.
     """
 
     data: InitVar[DataConfig]
@@ -62,10 +62,10 @@ class Collector:
     coordinator: Coordinator
     device: torch.device
     ends_with: Callable[[int, float], bool]
-    """Whether the run ends with a step and the epochs after it, so that nothing is begun ahead."""
+    """Returns whether the run ends with this step, given the epochs so far. Then no generation begins ahead."""
     _prefetch: Prefetch = field(init=False)
     _sampling: PlainSampling | DynamicSampling = field(init=False)
-    # The last step of this process, and a hash of its batch over all ranks.
+    # The last step that this process collected, and a hash of its batch over all ranks.
     _trained: tuple[int, str] | None = field(default=None, init=False)
 
     def __post_init__(self, data: DataConfig) -> None:
@@ -78,10 +78,10 @@ class Collector:
             self._sampling = PlainSampling(*parts)
 
     def collect(self, step: int) -> Collected:
-        """The batch of `step`. Collective.
+        """Return the batch of `step`. Collective.
 
-        New samples are by the policy after `step` - 1 steps, or one less where they were begun ahead, their noise keyed
-        by `step`. Groups are contiguous, and stay on the rank that generated them; a rank may have none.
+        New samples are by the policy after `step` - 1 steps, or after `step` - 2 if their generation began ahead. Their
+        noise is keyed by `step`. Groups are contiguous, and stay on the rank that generated them. A rank may have none.
 
         Raises:
             UserError: dynamic sampling can't fill the batch.
@@ -99,7 +99,7 @@ class Collector:
         batch = collate(groups, generation.tokenizer.pad_token_id, step - 1, self.device)
         figures, tokens = step_metrics(batch, groups, generation.params.max_tokens, self.coordinator)
         own_seconds = sampler.seconds - generated_before
-        if not needs_reward_model(self.reward):  # for which ranks wait for each other
+        if not needs_reward_model(self.reward):  # with a reward model these seconds include waiting for other ranks
             own_seconds += stats.reward_seconds
         older = any(group.version < step - 1 for group in groups)
         told = self.coordinator.gather((own_seconds, older, memory_use(self.device)))
@@ -125,36 +125,39 @@ class Collector:
         return Collected(batch, groups, figures | metrics, tokens, epochs)
 
     def drop_journal(self, up_to: int) -> None:
-        """Remove what only a crash before the save of the step `up_to` would still have needed."""
+        """Remove the journal of the steps up to `up_to` that a published checkpoint covers."""
         if (journal := self.generation.journal) is not None:
             journal.drop_published(up_to)
 
     def skip_to(self, position: int | None) -> None:
-        """Forget the prompts before the uid `position`, those carried over included; None leaves out nothing."""
+        """Skip all prompts before the uid `position`, and drop all groups carried over. None skips nothing."""
         if position is not None:
             self._prefetch.drop()
             self.prompts.advance_to(position)
             self._sampling.carry([])
 
     def forget(self) -> None:
-        """Throw away what is begun ahead, and the engine's weights: a roll-back makes them others. Collective."""
+        """Drop the generation that began ahead, and sync the weights anew: a roll-back changes them. Collective."""
         self._prefetch.drop()
         self.generation.sampler.forget()
 
     @property
     def position(self) -> int:
-        """The uid of the first prompt after those of the newest batch, whatever has been drawn ahead."""
+        """Uid of the first prompt after those of the newest batch. Prompts drawn ahead do not count."""
         return self._prefetch.position
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's groups for the next step, exactly; empty when there are none.
+        """Return this rank's groups for the next step as tensors, without loss; empty if there are none.
 
-        Collective: waits for what is begun ahead.
+        Collective. Waits for the generation that began ahead.
         """
         return to_tensors(self._sampling.carried) | self._prefetch.tensors()
 
     def load_tensors(self, parts: Sequence[dict[str, Tensor]]) -> None:
-        """Hold the groups of several ranks' `tensors` instead of the present ones; what no longer fits is left out."""
+        """Replace this rank's carried groups by those in `parts`, each the `tensors` of one rank.
+
+        Groups that the present settings would not make are left out, with a warning.
+        """
         groups = [group for part in parts for group in from_tensors(part)]
         fitting = [group for group in groups if self.generation.fits(group)]
         self._sampling.carry(fitting)

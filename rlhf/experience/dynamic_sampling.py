@@ -1,4 +1,4 @@
-"""Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2): prompts are drawn until enough groups have a signal."""
+"""Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2): draws prompts until enough groups have a signal."""
 
 import logging
 from collections.abc import Sequence
@@ -16,15 +16,16 @@ from rlhf.ranks.coordinator import Coordinator
 log = logging.getLogger(__name__)
 
 LARGE_SHARE = 0.5
-"""Share of a batch that may be carried over before a warning: verl's and the paper's batches have none."""
+"""Share of carried-over groups in a batch above which a warning is logged. verl and the paper carry nothing over."""
 
 
 @dataclass
 class DynamicSampling:
-    """Fills a batch with groups whose samples differ in their reward: others have no advantage, and are dropped.
+    """Fills a batch with groups whose samples differ in reward. Other groups have no advantage and are dropped.
 
-    Groups that are too many are trained on in a later step, before newer ones, and dropped once their policy is more
-    than `max_staleness` steps old. All stay on the rank that has generated them. Every rank takes the same decisions.
+    Surplus groups are carried over to the next step, where they come before newer ones. They are dropped when their
+    policy is more than `max_staleness` steps old. All groups stay on the rank that generated them. All ranks take the
+    same decisions.
     """
 
     config: FilterGroupsConfig
@@ -39,13 +40,13 @@ class DynamicSampling:
     _warned: bool = field(default=False, init=False)
 
     def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
-        """This rank's groups of a full batch of groups with signal, by uid, and how it came about. Collective.
+        """Return this rank's groups of a full batch, in the order of uids, and `sampling/...` metrics. Collective.
 
         Raises:
-            UserError: the generations that are allowed do not fill the batch.
+            UserError: `max_num_gen_batches` generations do not fill the batch.
         """
         wanted, drawn, metric = self.prompts.batch_size, self.gen_batch_size, self.config.metric
-        # A setting that changed with a resume counts for what the checkpoint carried over, too.
+        # `max_staleness` may have changed with a resume, so it is applied to the carried groups again.
         kept, dropped, rounds = self._young(self.carried, step), list[Group](), 0
         expired = len(self.carried) - len(kept)
         fresh = self.prefetch.take(stats)
@@ -56,7 +57,7 @@ class DynamicSampling:
             if fresh is None:
                 fresh = self.generation.groups(self.prompts.next(drawn), stats, version=step - 1, step=step)
             kept = kept + [group for group in fresh if group.has_signal(metric)]
-            # No more than a whole batch of them, the newest, can be needed to fill up.
+            # Keep the newest `wanted` groups: filling the batch cannot need more.
             dropped = (dropped + [group for group in fresh if not group.has_signal(metric)])[-wanted:]
             held, fresh = uids_everywhere(kept, self.coordinator), None
         chosen = set(held[:wanted])
@@ -84,15 +85,15 @@ class DynamicSampling:
         return sorted(mine, key=lambda group: group.uid), metrics
 
     def starts_full(self) -> bool:
-        """Whether the next batch needs no generation, since what is carried over fills it. Collective."""
+        """Return whether the carried groups fill the next batch, so that it needs no generation. Collective."""
         return len(uids_everywhere(self.carried, self.coordinator)) >= self.prompts.batch_size
 
     def carry(self, groups: Sequence[Group]) -> None:
-        """Take over the groups that a checkpoint has carried over, instead of those that are held."""
+        """Replace the carried groups by those of a checkpoint."""
         self.carried = sorted(groups, key=lambda group: group.uid)
 
     def _young(self, groups: Sequence[Group], step: int) -> list[Group]:
-        """Those that `step` may be trained on."""
+        """Return the groups that are young enough to train on in `step`."""
         oldest = step - 1 - self.config.max_staleness
         return [group for group in groups if group.version >= oldest]
 

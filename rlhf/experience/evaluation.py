@@ -1,4 +1,4 @@
-"""Evaluation of the policy on held-out prompts, on its cadence; the ranks share the prompts."""
+"""Evaluates the policy on held-out prompts every `trainer.test_freq` steps; each rank has a part of the prompts."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from rlhf.tracking.sample_files import ShownSample
 class Evaluator:
     """Scores the policy on the held-out prompts.
 
-    A response is right when the first reward gives at least 1, or when a reward says so by `acc` beside its score.
+    A response is right if the first reward function scores at least 1, or if a function returned `acc` = 1.
     """
 
     prompts: PromptSet | None
@@ -36,25 +36,25 @@ class Evaluator:
     """Responses to each prompt."""
     reward: Reward
     answer: Reader | None
-    """Reads the answer that a response states, for votes; None where nobody knows how."""
+    """Reads the answer that a response states, for the majority vote (maj@k); None if no verifier can."""
     tokenizer: PreTrainedTokenizerBase
     coordinator: Coordinator
     config: TrainerConfig
     show: Callable[[list[ShownSample]], None]
-    """Called with all samples of an evaluation on the leader, with none elsewhere."""
+    """Called on every rank: on the leader with all samples of an evaluation, elsewhere with an empty list."""
 
     def before_training(self) -> dict[str, float]:
-        """The starting policy's figures, when `trainer.val_before_train` asks for them."""
+        """Return the metrics of the starting policy if `trainer.val_before_train` is set; otherwise nothing."""
         return self.evaluate(0) if self.config.val_before_train and self.prompts is not None else {}
 
     def maybe_evaluate(self, step: int, *, last: bool) -> dict[str, float]:
-        """The figures after `step` if the cadence says so, or if it is the last one; else nothing."""
+        """Return the metrics after `step` if an evaluation is due or the step is the last one; otherwise nothing."""
         every = self.config.test_freq
         due = self.prompts is not None and every and (last or step % every == 0)
         return self.evaluate(step) if due else {}
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """`val/accuracy`, `val/reward`, and what `validation_metrics` adds, of the policy after `step` steps.
+        """Return `val/accuracy`, `val/reward` and the `validation_metrics` of the policy after `step` steps.
         Collective."""
         assert self.prompts is not None
         started = time.monotonic()
@@ -86,8 +86,11 @@ class Evaluator:
         return every | validation_metrics(answered, self.n, self.coordinator)
 
     def _answers(self, samples: list[Sample], results: list[RewardResult]) -> list[str | None]:
-        """The answer of each response: `pred` that a function returned beside its score, as verl's do, or what the
-        named verifier reads."""
+        """Return the answer of each response, or None where it is unknown.
+
+        The answer is `pred`, which a reward function may return beside its score as in verl, or what the named verifier
+        reads from the text.
+        """
         if len(samples) == 1:  # a vote of one
             return [None]
         if all("pred" in result.notes or "pred" in result.extra for result in results):

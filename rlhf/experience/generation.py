@@ -1,4 +1,4 @@
-"""Generation of scored groups: samples, rewards and the over-long punishment, from the journal where it has them."""
+"""Generates scored groups: samples, rewards and the over-long punishment. Reuses what the journal has."""
 
 import time
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ from rlhf.rollout import Request, Sample, SamplingParams
 
 @dataclass
 class Generation:
-    """Samples the policy and scores what it says; what a `journal` (`checkpoint.journal`) has is not made again.
+    """Samples responses from the policy and scores them. Samples and rewards in the `journal` are not made again.
 
-    The samples of a prompt are `n` drawn ones and, with a `greedy_baseline`, the greedy one after them.
+    A prompt has `n` random samples and, with `greedy_baseline`, a greedy one after them.
     """
 
     sampler: PolicySampler
@@ -39,15 +39,15 @@ class Generation:
     journal: Journal | None = None
 
     def groups(self, drawn: Sequence[DrawnPrompt], stats: RolloutStats, *, version: int, step: int) -> list[Group]:
-        """The scored group of each of this rank's prompts, by the policy after `version` steps. Collective."""
-        started = time.monotonic() - self.sampler.sync_seconds  # handing over weights is a phase of its own
+        """Return the scored group of each of this rank's prompts, by the policy after `version` steps. Collective."""
+        started = time.monotonic() - self.sampler.sync_seconds  # the weight sync is timed as a phase of its own
         samples = self._samples(drawn, stats, version, step)
         announce("rollout.after")
         stats.rollout_seconds += time.monotonic() - self.sampler.sync_seconds - started
         return self.scored(drawn, samples, stats)
 
     def requests(self, drawn: Sequence[DrawnPrompt]) -> list[Request]:
-        """Requests to the engine: each prompt's drawn samples and, with a baseline, the greedy one next."""
+        """Return the requests to the engine: for each prompt the random samples, then the greedy one if any."""
         wanted = [self.params] * self.n
         if self.greedy_baseline:
             wanted.append(replace(self.params, temperature=0.0))
@@ -58,16 +58,16 @@ class Generation:
         ]
 
     def by_prompt(self, samples: list[Sample]) -> list[list[Sample]]:
-        """The samples of each prompt from those of its `requests`."""
+        """Split the samples of `requests` by prompt."""
         size = self.n + self.greedy_baseline
         return [samples[start : start + size] for start in range(0, len(samples), size)]
 
     def fits(self, group: Group) -> bool:
-        """Whether the present settings would make such a group."""
+        """Return whether the group has as many samples, and a baseline or none, as the present settings ask for."""
         return len(group.samples) == self.n and (group.baseline is not None) == self.greedy_baseline
 
     def scored(self, drawn: Sequence[DrawnPrompt], samples: list[list[Sample]], stats: RolloutStats) -> list[Group]:
-        """The group of each prompt from its samples. Collective."""
+        """Score the samples and return the group of each prompt. Collective with a reward model."""
         started, n = time.monotonic(), self.n
         groups = []
         for each, of_prompt, results in zip(drawn, samples, self._results(drawn, samples), strict=True):
@@ -85,16 +85,16 @@ class Generation:
     def _samples(
         self, drawn: Sequence[DrawnPrompt], stats: RolloutStats, version: int, step: int
     ) -> list[list[Sample]]:
-        """The samples of each prompt; from the journal if all are there. Collective."""
+        """Return the samples of each prompt, from the journal if it has all of them. Collective."""
         known = None if self.journal is None else self.journal.samples([each.uid for each in drawn])
         if self.journal is not None:
             stats.journaled += [known is not None] * (len(drawn) * self.n)
-            # The weights reach the engine by a collective call: either every rank makes it or none does.
+            # The weight sync is collective, so either every rank generates or none does.
             everywhere = all(self.coordinator.gather(known is not None))
             if known is not None and everywhere:
                 return known
         announce("rollout.before")
-        # All of a rank's prompts or none: the bits of log-probs depend on what is in the batch with them.
+        # Generate all of a rank's prompts or none: the bits of log-probs depend on what else is in the batch.
         requests = self.requests(drawn if known is None else [])
         made = self.by_prompt(self.sampler.generate(requests, version=version, step=step))
         if known is not None:
@@ -104,7 +104,10 @@ class Generation:
         return made
 
     def _results(self, drawn: Sequence[DrawnPrompt], samples: list[list[Sample]]) -> list[list[RewardResult]]:
-        """The rewards of each prompt's samples; from the journal if all are there. Collective with a reward model."""
+        """Return the rewards of each prompt's samples, from the journal if it has all of them.
+
+        Collective with a reward model.
+        """
         known = None if self.journal is None else self.journal.results([each.uid for each in drawn])
         answered = [] if known is not None else [(d.prompt, s) for d, s in zip(drawn, samples, strict=True)]
         results = score_responses(self.reward, self.tokenizer, answered)

@@ -1,4 +1,4 @@
-"""Groups: a prompt's samples with their rewards, and the tensors as which they lie in a checkpoint until their step."""
+"""Groups: the samples of a prompt with their rewards, and the form in which checkpoints store carried-over groups."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,19 +21,19 @@ class Group:
     """All samples of one prompt, scored."""
 
     uid: int
-    """The prompt's place in the stream."""
+    """Position of the prompt in the stream of prompts."""
     prompt_ids: list[int]
     samples: list[Sample]
     results: list[RewardResult]
     """Each sample's reward."""
     penalties: list[float]
-    """Each sample's over-long punishment, which adds to its reward: 0 or less."""
+    """Each sample's over-long punishment, at most 0, which is added to its reward."""
     baseline: float | None
-    """The whole reward of the greedy response; None when the estimator asks for none."""
+    """The whole reward of the greedy response; None if the estimator uses none."""
 
     @property
     def version(self) -> int:
-        """Steps that the policy had done when it sampled; of several the least."""
+        """Number of steps that the policy had done when it drew the oldest token of the group."""
         return min(sample.version for sample in self.samples)
 
     @property
@@ -42,9 +42,9 @@ class Group:
         return [result.score + penalty for result, penalty in zip(self.results, self.penalties, strict=True)]
 
     def has_signal(self, metric: str) -> bool:
-        """Whether the samples differ in `metric` of `algorithm.filter_groups`.
+        """Return whether the samples differ in `metric`, a value of `algorithm.filter_groups.metric`.
 
-        That is `acc` (the first reward's own score) or `seq_reward` (the whole reward).
+        `acc` is the score of the first reward function, `seq_reward` the whole reward.
         """
         if metric == "seq_reward":
             return len(set(self.scores)) > 1
@@ -52,15 +52,15 @@ class Group:
 
 
 def uids_everywhere(groups: Sequence[Group], coordinator: Coordinator) -> list[int]:
-    """The uids of all ranks' `groups`, ascending. Collective."""
+    """Return the uids of the `groups` of all ranks, ascending. Collective."""
     return sorted(uid for of_rank in coordinator.gather([group.uid for group in groups]) for uid in of_rank)
 
 
 def to_tensors(groups: Sequence[Group], prefix: str = "") -> dict[str, Tensor]:
-    """`groups` without loss: their samples' arrays, the prompts' token ids flat (int32), all else as JSON bytes. No
-    groups are no tensors.
+    """Return `groups` as 1-D tensors, without loss; no tensors if there are no groups. The names begin with `prefix`.
 
-    The tensors' names begin with `prefix`.
+    The tensors are the samples' arrays (`rollout.sample_codec`), the prompts' token ids concatenated (int32), and the
+    rest as bytes of JSON (uint8).
     """
     if not groups:
         return {}
@@ -70,7 +70,7 @@ def to_tensors(groups: Sequence[Group], prefix: str = "") -> dict[str, Tensor]:
             "baseline": group.baseline,
             "penalties": group.penalties,
             "prompt_length": len(group.prompt_ids),
-            # Python's floats are float64, and so is what its JSON writes and reads: nothing is rounded.
+            # Python's JSON writes and reads float64 exactly, so nothing is rounded.
             "results": [asdict(result) for result in group.results],
         }
         for group in groups
@@ -82,7 +82,10 @@ def to_tensors(groups: Sequence[Group], prefix: str = "") -> dict[str, Tensor]:
 
 
 def from_tensors(tensors: Mapping[str, Tensor], prefix: str = "") -> list[Group]:
-    """The groups that `to_tensors` was given; tensors with other names do not matter."""
+    """Return the groups that `to_tensors` was given with the same `prefix`. Ignores tensors with other names.
+
+    Reads the form of format 7 as well.
+    """
     if f"{prefix}records" not in tensors:
         return []
     names = [name for name in tensors if name.startswith(prefix)]

@@ -1,4 +1,4 @@
-"""Reads carried groups as checkpoints of format 7 (release 0.1.0) store them."""
+"""Converts carried-over groups from checkpoints of format 7 (release 0.1.0) to the present form."""
 
 import json
 
@@ -6,19 +6,19 @@ from rlhf.rollout import Sample
 from rlhf.rollout.sample_codec import Arrays, joined, split, to_arrays
 
 OF_SAMPLES = ("finish_reasons", "versions", "observations")
-"""Fields of a record that are lists with an entry for each sample."""
+"""Fields of a record with a list entry for each sample."""
 
 
 def is_format_7(arrays: Arrays) -> bool:
-    """Whether the arrays are of format 7, which has the prompts among the samples' token ids."""
+    """Return whether the arrays are of format 7, where the prompts are part of `token_ids`."""
     return "prompt_ids" not in arrays
 
 
 def from_format_7(arrays: Arrays) -> Arrays:
-    """The arrays in the present form.
+    """Return the arrays in the present form, without loss.
 
-    Format 7 has token ids (int64) with each prompt before its samples, log-probs as float64, which engines had computed
-    as float32, and all else of a sample in the records.
+    Format 7 has token ids (int64) in which each prompt precedes its samples, log-probs in float64 that engines computed
+    in float32, and the rest of a sample in the records.
     """
     records = json.loads(arrays["records"].tobytes())
     lengths = [(record["prompt_length"], *record["response_lengths"]) for record in records]

@@ -1,4 +1,4 @@
-"""Rollout journal: samples and rewards on disk before they are trained on, so that no crash makes them come again."""
+"""Rollout journal: stores samples and rewards on disk before they are trained on, so that a crash loses none."""
 
 import logging
 import re
@@ -27,7 +27,7 @@ _NAME = re.compile(r"step_(\d+)\.rank_(\d+)")
 
 @dataclass
 class _Entry:
-    """A prompt's samples and, once they are known, their rewards."""
+    """The samples of a prompt, and their rewards when these are known."""
 
     samples: list[Sample]
     results: list[RewardResult] | None = None
@@ -41,21 +41,23 @@ class _File:
 
 
 class Journal:
-    """Samples and rewards of this rank since the newest checkpoint, and of any rank before a crash.
+    """Writes this rank's samples and rewards, and finds those that any rank wrote before a crash.
 
-    One file per step and rank, `journal/step_N.rank_RRRRR`, only ever appended to. Its first record says what the
-    samples depend on: the course of the run, the number of steps that the policy had done, and the batch that it was
-    trained on last. Where any of that differs the file is dropped, with those of later steps. So neither a roll-back
-    nor other rewards let the samples of other weights in. For the first step after a resume the checkpoint stands in
-    for the batch. Rewards are known again only if the files of the reward functions are the same, too.
+    There is one file per step and rank, `journal/step_N.rank_RRRRR`, to which records are appended. The first record
+    says what the samples depend on: the run's trajectory hash, the policy's steps, and a hash of the batch that the
+    policy was trained on last. If any of these differs, the file is dropped, with the files of later steps. So samples
+    of other weights are never reused, neither after a roll-back nor with other rewards. For the first step after a
+    resume that batch is unknown, and the checkpoint vouches for the weights. Rewards are reused only if the files of
+    the reward functions are unchanged.
 
-    A rank looks after the files of its number and, where there were more ranks before, of every number that leaves its
-    own as the remainder; it reads the others' when it misses samples. It makes no collective calls. A journal that
-    can't be written is a warning: it is needed only after a crash.
+    Rank r of n owns the files of the ranks r, r + n, r + 2n and so on, since an earlier start may have had more ranks.
+    It reads files of other ranks if it misses samples. A journal makes no collective calls. If a journal cannot be
+    written, it logs a warning and goes on, because only a restart after a crash needs the journal.
 
     Args:
         run_dir: the run directory; the journal is a folder in it.
-        course: a hash of all that the weights of a step follow from, but for the rewards and the number of ranks.
+        course: the trajectory hash: of all that decides the weights of a step, except the rewards and the number of
+            ranks.
         scored_by: a hash of the files of the reward functions.
         coordinator: gives rank and world size.
     """
@@ -72,24 +74,25 @@ class Journal:
         """Bytes written since `begin`."""
         try:
             if self._folder.is_dir():
-                # A kill may have come between a file and its name: what is read back here stays after a power cut.
+                # A kill may have come before a new file's name was synced. Sync it, so that what is read here survives
+                # a power cut.
                 fsync_dir(self._folder)
         except OSError as error:
             log.warning("%s can't be synced; a crash would generate its samples again: %s", self._folder, error)
 
     def begin(self, step: int, version: int, after: str | None) -> None:
-        """Turn to `step`, whose samples are by the policy after `version` steps; drop what no resume needs.
+        """Begin `step`, whose samples are by the policy after `version` steps. Remove files that no resume needs.
 
         Args:
-            after: a hash of the batch of the step before, the same on every rank; None if it was not this process
-                that trained on it.
+            after: a hash of the previous step's batch, the same on every rank; None if this process did not train on
+                that batch.
         """
         self._header = {"format": FORMAT, "run": self._course, "step": step, "version": version, "after": after}
         self._known, self._unread, self._writable, self.written = {}, [], True, 0
         self.drop_published(up_to=version)
         try:
             files = [file for file in self._files() if file.step == step]
-            # This rank's last: where a prompt is in several files the last one counts.
+            # Read this rank's own file last: if a prompt is in several files, the last one counts.
             for file in sorted(filter(self._is_mine, files), key=lambda file: file.rank == self._rank):
                 self._known |= self._read(file)
             self._unread = [file for file in files if not self._is_mine(file)]
@@ -98,8 +101,8 @@ class Journal:
             log.warning("The rollout journal does without step %d, for its files can't be used: %s", step, error)
 
     def samples(self, uids: Sequence[int]) -> list[list[Sample]] | None:
-        """The samples of each prompt as they were added, or None unless all are known."""
-        while self._unread and not self._knows(uids):  # another rank's, if their number has changed
+        """Return the samples of each prompt as they were added, or None if some are unknown."""
+        while self._unread and not self._knows(uids):  # another rank's file, if the number of ranks has changed
             file = self._unread.pop()
             try:
                 self._known = self._read(file) | self._known
@@ -108,21 +111,21 @@ class Journal:
         return [self._known[uid].samples for uid in uids] if self._knows(uids) else None
 
     def results(self, uids: Sequence[int]) -> list[list[RewardResult]] | None:
-        """The rewards of all that `samples` returned for the same `uids`, or None unless all are known."""
+        """Return the rewards of the samples that `samples` returns for the same `uids`, or None if some are unknown."""
         found = [self._known[uid].results for uid in uids if uid in self._known]
         known = [results for results in found if results is not None]
         return known if len(known) == len(uids) else None
 
     def add_samples(self, samples: Mapping[int, Sequence[Sample]]) -> None:
-        """Make the samples of prompts, by uid, durable."""
+        """Write the samples of prompts, by uid, durably."""
         self._append([records.samples_payload(uid, of_prompt) for uid, of_prompt in samples.items()])
 
     def add_results(self, results: Mapping[int, Sequence[RewardResult]]) -> None:
-        """Make the rewards of samples that are in the journal durable."""
+        """Write the rewards of prompts, by uid, durably. Their samples must be in the journal already."""
         self._append([records.results_payload(uid, self._scored_by, rewards) for uid, rewards in results.items()])
 
     def drop_published(self, up_to: int) -> None:
-        """Remove the files of the steps up to the newest published checkpoint's, and to `up_to`."""
+        """Remove the files of steps up to the newest published checkpoint's, but of no step after `up_to`."""
         try:
             newest = max((step_of(path) or 0 for path in scan(self._run_dir)), default=0)
             self._drop([file for file in self._files() if file.step <= min(newest, up_to)])
@@ -146,13 +149,13 @@ class Journal:
         return [_File(path, int(match[1]), int(match[2])) for path, match in found]
 
     def _read(self, file: _File) -> dict[int, _Entry]:
-        """What is known from a file of this step."""
+        """Return the samples and rewards in a file of this step, by uid. Drop a file that does not fit the run."""
         content = file.path.read_bytes()
         payloads, whole = records.payloads(content)
         if None in payloads or whole < len(content):
             log.warning("%s has a damaged or torn record; what it held is generated again.", file.path)
         if self._is_mine(file) and whole < len(content):
-            truncate(file.path, whole)  # what is appended to a torn record can't be read
+            truncate(file.path, whole)  # records after a torn one cannot be read
         first = payloads[0] if payloads else None
         if first is None:
             self._drop([file])
@@ -165,7 +168,7 @@ class Journal:
             self._drop(other for other in self._files() if other.rank == file.rank and other.step >= file.step)
             return {}
         if self._is_mine(file):
-            # A kill may have come between a record and its sync: what is read back here stays after a power cut.
+            # A kill may have come before a record was synced. Sync it, so that what is read here survives a power cut.
             fsync_file(file.path)
         known: dict[int, _Entry] = {}
         for document, tail in (records.from_payload(payload) for payload in payloads[1:] if payload is not None):
@@ -178,7 +181,7 @@ class Journal:
 
     def _fits(self, header: dict[str, Any]) -> bool:
         ours = self._header
-        # Of the batch before the first step of a process nothing is known but that it led to the checkpoint.
+        # A process that has just resumed does not know the previous batch: the checkpoint has its effect. Accept any.
         return header == ours | ({"after": header.get("after")} if ours["after"] is None else {})
 
     def _append(self, payloads: list[bytes]) -> None:
@@ -203,7 +206,7 @@ class Journal:
 
 
 def digests(groups: Iterable[Group]) -> dict[int, str]:
-    """A hash of each group, by uid: of all that an update learns from it, to the last bit."""
+    """Return a hash of each group, by uid, over the exact bits of all that an update uses of the group."""
     found = {}
     for group in groups:
         arrays = to_arrays(group.samples)
@@ -216,6 +219,6 @@ def digests(groups: Iterable[Group]) -> dict[int, str]:
 
 
 def combined(parts: Iterable[Mapping[int, str]]) -> str:
-    """One hash of the `digests` of all ranks, however the groups lie on them."""
+    """Return one hash of the `digests` of all ranks. It does not depend on which rank has which group."""
     every = sorted((uid, digest) for part in parts for uid, digest in part.items())
     return xxhash.xxh3_128_hexdigest(repr(every).encode())

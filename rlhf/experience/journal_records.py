@@ -1,7 +1,8 @@
-"""Records of a rollout journal's file as bytes: framed, hashed, and without any code in them.
+"""Encodes the records of a rollout journal as bytes, with hashes. Nothing is pickled.
 
-A file is a sequence of records: the payload's length (8 bytes, little-endian), the xxh3-128 of length and payload (16
-bytes), the payload. A payload is a line of JSON; that of samples is followed by their arrays (`rollout.sample_codec`).
+A file is a sequence of records. A record is the length of its payload (8 bytes, little-endian), the xxh3-128 of length
+and payload (16 bytes), and the payload. A payload is a line of JSON; in a record of samples, the bytes of their arrays
+(`rollout.sample_codec`) follow.
 """
 
 import json
@@ -20,16 +21,16 @@ _LENGTH, _HASH_BYTES = struct.Struct("<Q"), 16
 
 
 def frame(payload: bytes) -> bytes:
-    """`payload` as a record."""
+    """Return the record of `payload`."""
     length = _LENGTH.pack(len(payload))
     return length + xxhash.xxh3_128_digest(length + payload) + payload
 
 
 def payloads(content: bytes) -> tuple[list[bytes | None], int]:
-    """The payload of each record of a file, None where the bytes are not as written, and the length of all in bytes.
+    """Return the payloads of a file's records, and the length in bytes of all complete records.
 
-    What lies beyond that length is torn, or the length of its first record is damaged: nobody knows where the next one
-    begins.
+    A payload whose hash is wrong is None. Beyond the returned length a record is torn or its length is damaged, so the
+    start of the next record is unknown.
     """
     found: list[bytes | None] = []
     position, prefix = 0, _LENGTH.size + _HASH_BYTES
@@ -46,32 +47,32 @@ def payloads(content: bytes) -> tuple[list[bytes | None], int]:
 
 
 def to_payload(document: dict[str, Any], tail: bytes = b"") -> bytes:
-    """A line of JSON, floats to the last bit, and `tail`."""
+    """Return `document` as a line of JSON, in which floats keep all bits, followed by `tail`."""
     return json.dumps(document).encode() + b"\n" + tail
 
 
 def from_payload(payload: bytes) -> tuple[dict[str, Any], bytes]:
-    """The document and the tail that `to_payload` was given."""
+    """Return the document and the tail that `to_payload` was given."""
     line, _, tail = payload.partition(b"\n")
     return json.loads(line), tail
 
 
 def samples_payload(uid: int, samples: Sequence[Sample]) -> bytes:
-    """The samples of the prompt `uid`."""
+    """Return the payload for the samples of the prompt `uid`."""
     arrays = to_arrays(samples)
     return to_payload({"uid": uid, "arrays": layout_of(arrays)}, b"".join(to_bytes(arrays)))
 
 
 def samples_of(document: dict[str, Any], tail: bytes) -> list[Sample]:
-    """The samples of a `samples_payload`, taken apart by `from_payload`."""
+    """Return the samples of a `samples_payload`, given as `from_payload` returns it."""
     return from_arrays(from_bytes(tail, document["arrays"]))
 
 
 def results_payload(uid: int, scored_by: str, results: Sequence[RewardResult]) -> bytes:
-    """The rewards of the samples of the prompt `uid`; `scored_by` identifies the functions that gave them."""
+    """Return the payload for the rewards of the prompt `uid`. `scored_by` identifies the reward functions."""
     return to_payload({"uid": uid, "scored_by": scored_by, "results": [asdict(result) for result in results]})
 
 
 def results_of(document: dict[str, Any]) -> list[RewardResult]:
-    """The rewards of a `results_payload`."""
+    """Return the rewards of a `results_payload`, given its document."""
     return [RewardResult(**result) for result in document["results"]]

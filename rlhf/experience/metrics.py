@@ -1,4 +1,4 @@
-"""Metrics of one step over all ranks, from what each rank saw."""
+"""Metrics of one step over all ranks, from each rank's samples and times."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from rlhf.reward import Timeouts
 
 @dataclass(frozen=True)
 class Summary:
-    """Count, sum, sum of squares and extremes of some values: enough to merge ranks, in the same order everywhere."""
+    """Count, sum, sum of squares and extremes of values. Summaries of ranks can be added."""
 
     count: int
     total: float
@@ -24,7 +24,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Summary":
-        """Summary of `values`; an empty one merges as nothing."""
+        """Return the summary of `values`. Adding the summary of no values changes nothing."""
         numbers = list(values)
         return cls(
             len(numbers),
@@ -52,7 +52,10 @@ Name = TypeVar("Name", str, tuple[str, ...])
 
 
 def merge(mine: dict[Name, Summary], coordinator: Coordinator) -> dict[Name, Summary]:
-    """The summaries of all ranks added up by name; a name that only some ranks have counts for those. Collective."""
+    """Return the sum of all ranks' summaries by name, in the order of ranks. Collective.
+
+    Ranks may have different names. Names without values are left out.
+    """
     merged: dict[Name, Summary] = {}
     for part in coordinator.gather(mine):
         for name, summary in part.items():
@@ -61,10 +64,12 @@ def merge(mine: dict[Name, Summary], coordinator: Coordinator) -> dict[Name, Sum
 
 
 def slowest(seconds: Sequence[float]) -> dict[str, float]:
-    """The rank that worked longest, and how many times as long as the median rank; nothing for one rank alone.
+    """Return the slowest rank as metrics, and how many times longer it worked than the median rank.
+
+    Nothing for a single rank.
 
     Args:
-        seconds: of each rank what it did by itself, without waiting for others.
+        seconds: for each rank, the time that it worked without waiting for other ranks.
     """
     if len(seconds) == 1 or not (typical := median_low(seconds)):
         return {}
@@ -74,20 +79,20 @@ def slowest(seconds: Sequence[float]) -> dict[str, float]:
 
 @dataclass
 class RolloutStats:
-    """Cost of a generation, or of all of a step's, on this rank, and what it saw, used for training or not."""
+    """Statistics of the generations of a step on this rank. Samples count whether or not they are trained on."""
 
     scores: list[float] = field(default_factory=list)
     journaled: list[bool] = field(default_factory=list)
-    """Of each sample, whether it came from the journal."""
+    """For each sample, whether it came from the journal."""
     timeouts: int = 0
     failures: int = 0
     rollout_seconds: float = 0.0
     reward_seconds: float = 0.0
     slow: list[Timeouts] = field(default_factory=list)
-    """The samples of which `timeouts` tells, but for those from before a resume."""
+    """Details of the samples that `timeouts` counts, except those from before a resume."""
 
     def add(self, other: "RolloutStats") -> None:
-        """Count what `other` has, too."""
+        """Add the statistics of `other`."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
@@ -95,10 +100,14 @@ class RolloutStats:
 def step_metrics(
     batch: RolloutBatch, groups: Sequence[Group], max_response_length: int, coordinator: Coordinator
 ) -> tuple[dict[str, float], TokenCounts]:
-    """Reward and length metrics of a batch of `groups` over all ranks, and its tokens. Collective.
+    """Return reward and length metrics of a batch over all ranks, and its token counts. Collective.
 
-    The mean of each reward function's own score and of each further number is a metric. A response's length is that of
-    all its tokens, as in verl, whoever wrote them.
+    The mean of each reward function's score is a metric, and so is the mean of each further number that it returns. The
+    length of a response counts all its tokens, as in verl, including observations.
+
+    Args:
+        batch: this rank's part, made of `groups`.
+        max_response_length: tokens at which a response counts as clipped.
     """
     rows = [(len(group.prompt_ids), sample) for group in groups for sample in group.samples]
     responses = [len(sample) for _, sample in rows]
@@ -110,7 +119,7 @@ def step_metrics(
         "written": Summary.of(sample.written for _, sample in rows),
         "length": Summary.of(prompt + len(sample) for prompt, sample in rows),
         "clipped": Summary.of(float(n >= max_response_length) for n in responses),
-        # One sample alone has nothing to differ from.
+        # A group of one sample cannot have a signal, and does not count.
         "no_signal": Summary.of(not group.has_signal("seq_reward") for group in groups if len(group.samples) > 1),
     }
     numbers = [result.extra | result.terms for group in groups for result in group.results]
@@ -140,13 +149,14 @@ def generation_metrics(
     staleness: bool,
     generated: bool,
 ) -> dict[str, float]:
-    """Metrics of all that a step generated, over all ranks; the seconds are this rank's. Collective.
+    """Return metrics of all generations of a step over all ranks. The seconds are this rank's. Collective.
 
     Args:
-        groups: those of the batch.
-        version: the steps that the policy has done.
+        groups: of this rank's batch.
+        stats: of this rank's generations.
+        version: optimizer steps of the run so far.
         journal_bytes: written by this rank; None on all ranks without a journal.
-        overlong, staleness, generated: which further metrics are wanted; the same on every rank.
+        overlong, staleness, generated: whether to return these metrics as well; the same on every rank.
     """
     mine = {
         "timeouts": Summary.of([stats.timeouts]),

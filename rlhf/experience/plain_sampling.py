@@ -1,4 +1,4 @@
-"""Plain sampling: the batch of a step is the groups of the next prompts, whatever their rewards."""
+"""Plain sampling: the batch of a step has the groups of the next prompts, whatever their rewards."""
 
 import logging
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class PlainSampling:
-    """Fills a batch with one generation; holds nothing from step to step."""
+    """Fills a batch with one generation and carries nothing over."""
 
     prompts: PromptShare
     generation: Generation
     prefetch: Prefetch
     coordinator: Coordinator
     gen_batch_size: None = field(default=None, init=False)
-    """Prompts per generation: those of a whole step."""
+    """Prompts per generation; None means those of a whole step."""
 
     def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
-        """The groups of this rank's share of the next prompts, by uid; no metrics. Collective."""
+        """Return the groups of this rank's part of the next prompts, by uid, and no metrics. Collective."""
         if (ahead := self.prefetch.take(stats)) is not None:
             held, wanted = len(uids_everywhere(ahead, self.coordinator)), self.prompts.batch_size
             if held == wanted:
@@ -41,16 +41,16 @@ class PlainSampling:
         return self.generation.groups(self.prompts.next(), stats, version=step - 1, step=step), {}
 
     def starts_full(self) -> bool:
-        """Whether the next batch needs no generation: never."""
+        """Return False: every batch needs a generation."""
         return False
 
     @property
     def carried(self) -> list[Group]:
-        """No groups: none are left over."""
+        """No groups, because none are carried over."""
         return []
 
     def carry(self, groups: Sequence[Group]) -> None:
-        """Take over the groups that a checkpoint has carried over: they are left out, with a warning."""
+        """Drop the groups that a checkpoint carried over, with a warning."""
         if groups:
             log.warning(
                 "Left out %d prompts with their samples that dynamic sampling had carried over: "

@@ -1,4 +1,4 @@
-"""Sampler of the policy: the engine always holds the weights of the step it is asked for."""
+"""Samples responses from the current policy. Syncs the weights to the engine before it generates, if they changed."""
 
 import time
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ from rlhf.rollout import AdapterEngine, BackgroundEngine, Request, RolloutEngine
 
 @dataclass
 class PolicySampler:
-    """Generates with the actor's present weights; hands them to the engine only when they have changed."""
+    """Samples responses from the current policy; syncs the weights to the engine only when they have changed."""
 
     engine: RolloutEngine
     actor: TrainingBackend
     seed: int
     native_adapters: bool = False
-    """Whether `engine` is an `AdapterEngine`, which keeps the base and gets the adapters alone."""
+    """Whether `engine` is an `AdapterEngine`, which keeps the base weights and receives only the adapters."""
     seconds: float = field(default=0.0, init=False)
-    """Seconds of generation on this rank, so far, without the weights, for which ranks wait for each other."""
+    """Seconds of generation on this rank so far, without weight syncs, in which ranks wait for each other."""
     sync_seconds: float = field(default=0.0, init=False)
-    """Seconds of handing over weights, since `metrics` was last called."""
+    """Seconds of weight syncs since the last call of `metrics`."""
     _version: int | None = field(default=None, init=False)
     _runs: bool = field(default=False, init=False)
-    # What `begin` started has come to, once something else had to be generated before it was asked for.
+    # The samples of `begin`, if another generation had to wait for them before `finish` was called.
     _finished: list[Sample] | None = field(default=None, init=False)
 
     def generate(self, requests: Sequence[Request], *, version: int, step: int) -> list[Sample]:
-        """For each of this rank's requests its sample, by the policy after `version` steps. Collective.
+        """Return the sample of each of this rank's requests, by the policy after `version` steps. Collective.
 
         Noise is keyed by `step`.
         """
@@ -42,18 +42,18 @@ class PolicySampler:
         return samples
 
     def begin(self, requests: Sequence[Request], *, version: int, step: int) -> None:
-        """Start what `generate` does, and return; `engine` is a `BackgroundEngine`. Collective.
+        """Start to generate in the background, and return. `engine` must be a `BackgroundEngine`. Collective.
 
-        Other samples may be asked for before `finish`.
+        `generate` may be called before `finish`.
         """
         self._hand_over(version)
         cast(BackgroundEngine, self.engine).begin(requests, seed=self.seed, step=step)
         self._runs = True
 
     def finish(self, version: int) -> list[Sample]:
-        """The sample of each request of `begin`. Collective.
+        """Return the sample of each request of `begin`. Collective.
 
-        What failed is generated now, by the policy after `version` steps.
+        Requests that failed are generated now, by the policy after `version` steps.
         """
         if self._finished is not None:
             finished, self._finished = self._finished, None
@@ -67,7 +67,7 @@ class PolicySampler:
     def _hand_over(self, version: int) -> None:
         started = time.monotonic()
         if version != self._version:
-            # Cast before they are gathered: a bfloat16 engine makes that half the bytes.
+            # The tensors are cast before they are gathered: with a bfloat16 engine that halves the bytes.
             actor, dtype = self.actor, self.engine.dtype
             if self.native_adapters:
                 engine = cast(AdapterEngine, self.engine)
@@ -78,15 +78,15 @@ class PolicySampler:
         self.sync_seconds += time.monotonic() - started
 
     def rest(self) -> None:
-        """Leave the device to training until the next call. Collective."""
+        """Release the engine's device memory for training, until the next call. Collective."""
         if self.engine.sleep():
             self._version = None
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the engine, and of this rank's handing over of weights, since the last call."""
+        """Return metrics of the engine and of this rank's weight syncs since the last call."""
         seconds, self.sync_seconds = self.sync_seconds, 0.0
         return {"timing_s/update_weights": seconds} | self.engine.metrics()
 
     def forget(self) -> None:
-        """Take the weights anew at the next call: after a roll-back a version that was seen before has other ones."""
+        """Sync the weights at the next call in any case. After a roll-back the same version has other weights."""
         self._version = None

@@ -1,4 +1,4 @@
-"""Prefetch of the next step's generation while this one trains (`rollout.async_steps`), as part of a checkpoint."""
+"""Generates for the next step while this step trains (`rollout.async_steps`); checkpoints include these groups."""
 
 import time
 from collections.abc import Sequence
@@ -19,34 +19,37 @@ PREFIX, COUNTS = "ahead.", "ahead.counts"
 
 @dataclass
 class Prefetch:
-    """At most one generation: begun, then scored by the next save or its own step. All ranks are at the same point."""
+    """At most one generation ahead. It is scored at the next save or at its own step, whichever comes first.
+
+    All ranks are at the same point.
+    """
 
     prompts: PromptShare
     generation: Generation
     _before: int | None = field(default=None, init=False)
-    # The step and its prompts, while the engine is at them.
+    # The step and its prompts, while the engine generates.
     _begun: tuple[int, list[DrawnPrompt]] | None = field(default=None, init=False)
     _scored: tuple[list[Group], RolloutStats] | None = field(default=None, init=False)
 
     @property
     def position(self) -> int:
-        """The uid of the first prompt that is not drawn yet, but for those drawn ahead in this process."""
+        """Uid of the first prompt that is not drawn yet. Prompts that this process drew ahead count as not drawn."""
         return self.prompts.position if self._before is None else self._before
 
     def begin(self, step: int, size: int | None = None) -> None:
-        """Draw prompts (see `PromptShare.next`), start to generate for `step` with the present weights, and return.
+        """Draw `size` prompts (see `PromptShare.next`), start to generate for `step`, and return. Collective.
 
-        The policy has done `step` - 2 steps. Collective.
+        The samples are by the present weights, of the policy after `step` - 2 steps.
         """
         self._before, drawn = self.prompts.position, self.prompts.next(size)
         self.generation.sampler.begin(self.generation.requests(drawn), version=step - 2, step=step)
         self._begun = step, drawn
 
     def take(self, stats: RolloutStats) -> list[Group] | None:
-        """This rank's scored groups for the step that comes now; None when no rank has any. Collective."""
+        """Return this rank's scored groups for the present step; None if no rank has any. Collective."""
         self._score()
         scored, self._scored, self._before = self._scored, None, None
-        # After a load at another number of ranks some may have nothing.
+        # After a load with another number of ranks, some ranks may have no groups.
         if scored is None or not any(self.generation.coordinator.gather(len(scored[0]))):
             return None
         groups, own = scored
@@ -54,13 +57,13 @@ class Prefetch:
         return groups
 
     def drop(self) -> None:
-        """Wait for what runs, and throw everything away. Collective."""
+        """Wait for the running generation, and drop all groups. Collective."""
         if self._begun is not None:
             self.generation.sampler.finish(self._begun[0] - 1)
         self._begun = self._scored = self._before = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's groups once they are scored, exactly; empty when there are none. Collective."""
+        """Finish and score the generation, and return this rank's groups as tensors; empty if none. Collective."""
         self._score()
         if self._scored is None or not self._scored[0]:
             return {}
@@ -68,9 +71,9 @@ class Prefetch:
         return to_tensors(groups, PREFIX) | {COUNTS: torch.tensor([stats.timeouts, stats.failures])}
 
     def load_tensors(self, parts: Sequence[dict[str, Tensor]]) -> int:
-        """Hold the groups of several ranks' `tensors` that fit, when nothing runs; returns how many do not.
+        """Load the groups in `parts`, each the `tensors` of one rank, and return how many do not fit the settings.
 
-        On every rank or on none.
+        Groups that do not fit are left out. No generation may run. Call it on every rank or on none.
         """
         found = sorted((g for part in parts for g in from_tensors(part, PREFIX)), key=lambda group: group.uid)
         counts = [part[COUNTS].tolist() for part in parts if COUNTS in part]
@@ -81,7 +84,7 @@ class Prefetch:
         return len(found) - len(groups)
 
     def _score(self) -> None:
-        """Finish what runs: by now the policy has done `step` - 1 steps."""
+        """Finish and score the running generation, if any. The policy has done `step` - 1 steps by now."""
         if self._begun is None:
             return
         (step, drawn), stats, generation = self._begun, RolloutStats(), self.generation

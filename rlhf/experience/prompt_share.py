@@ -1,14 +1,14 @@
-"""Share of a rank in each step's prompts: the next ones of the stream, nearly equally many on every rank."""
+"""Draws each step's prompts from the stream and splits them nearly evenly over the ranks."""
 
 from rlhf.data import DrawnPrompt, Prompt, PromptStream
 from rlhf.ranks.dims import RankGroup
 
 
 class PromptShare:
-    """Draws prompts for all ranks and keeps this rank's: `batch_size` of them per step, or another number on demand.
+    """Draws prompts for all ranks, by default `batch_size` per step, and returns this rank's part.
 
-    `ranks` are those that hold different samples. Each rank's prompts are consecutive; with fewer prompts than ranks
-    some have none. All ranks draw from equal streams, so nothing needs to be sent.
+    `ranks` is the data-parallel group. The prompts of a rank are consecutive. With fewer prompts than ranks some ranks
+    have none. All ranks draw from equal streams, so no communication is needed.
     """
 
     def __init__(self, stream: PromptStream, batch_size: int, ranks: RankGroup) -> None:
@@ -16,22 +16,22 @@ class PromptShare:
         self._stream, self._ranks = stream, ranks
 
     def next(self, size: int | None = None) -> list[DrawnPrompt]:
-        """This rank's of the next `size` prompts, by default of a step's."""
+        """Draw the next `size` prompts (None: a step's) and return this rank's part."""
         drawn = self._stream.next(self.batch_size if size is None else size)
         low, high = (len(drawn) * rank // self._ranks.size for rank in (self._ranks.rank, self._ranks.rank + 1))
         return drawn[low:high]
 
     def prompt(self, uid: int) -> Prompt:
-        """The prompt at a place of the stream."""
+        """Return the prompt at the position `uid` of the stream."""
         return self._stream.at(uid)
 
     @property
     def position(self) -> int:
-        """The uid of the next prompt."""
+        """Uid of the next prompt."""
         return self._stream.state_dict()["consumed"]
 
     def advance_to(self, position: int) -> None:
-        """Leave out the prompts before the uid `position`; never goes back to one that was drawn."""
+        """Skip the prompts before the uid `position`. Never goes back to a prompt that was drawn."""
         self._stream.load_state_dict(self._stream.state_dict() | {"consumed": max(position, self.position)})
 
     @property

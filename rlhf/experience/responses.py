@@ -1,4 +1,4 @@
-"""Scoring of responses: from samples to texts, and from texts with their prompts to rewards."""
+"""Scores responses: decodes samples to texts, and passes texts and prompts to the reward."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,7 +13,7 @@ from rlhf.rollout import Sample
 def score_responses(
     reward: Reward, tokenizer: PreTrainedTokenizerBase, answered: Iterable[tuple[Prompt, Sequence[Sample]]]
 ) -> list[list[RewardResult]]:
-    """For each prompt with its samples what the reward says of each of them. Collective with a reward model."""
+    """Return the rewards of the samples of each prompt. Collective with a reward model."""
     every = list(answered)
     texts = iter(texts_of(tokenizer, [sample for _, samples in every for sample in samples]))
     items = [
@@ -36,6 +36,6 @@ def score_responses(
 
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample]) -> list[str]:
-    """The text of each response, without special tokens."""
-    # One at a time: as Python's integers the tokens of a whole step take ten times their memory.
+    """Return the text of each response, without special tokens."""
+    # One sample at a time: as Python integers, the tokens of a whole step would take ten times the memory.
     return [str(tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)) for sample in samples]

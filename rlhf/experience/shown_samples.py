@@ -1,4 +1,4 @@
-"""Samples that people get to see: texts and figures of rollouts and of evaluations, from all ranks."""
+"""Collects samples for users to read: texts and rewards of rollouts and evaluations, from all ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, ShownSample
 
 @dataclass(frozen=True)
 class RolloutViewer:
-    """Picks the rollouts of each step that users get to see, with their texts and advantages."""
+    """Picks the rollouts of each step that are shown to users, with their texts and advantages."""
 
     prompts: PromptShare
     tokenizer: PreTrainedTokenizerBase
@@ -25,10 +25,13 @@ class RolloutViewer:
     coordinator: Coordinator
 
     def shown(self, groups: Sequence[Group], advantages: Sequence[float]) -> list[ShownSample]:
-        """The picked rollouts of all ranks on the leader; elsewhere none. Collective.
+        """Return the picked rollouts of all ranks on the leader, and an empty list elsewhere. Collective.
 
-        They are from as many prompts as there are: the first sample of each, then the second. `advantages` has a number
-        for each sample of this rank's `groups`.
+        It picks from as many prompts as possible: first the first sample of each prompt, then the second, and so on.
+
+        Args:
+            groups: this rank's.
+            advantages: mean advantage of each sample of `groups`.
         """
         count, coordinator = self.count, self.coordinator
         if not count:
@@ -45,7 +48,7 @@ class RolloutViewer:
     def _rollout(self, group: Group, number: int, advantage: float) -> ShownSample:
         prompt: Prompt | None = self.prompts.prompt(group.uid)
         if prompt is not None and prompt.token_ids != group.prompt_ids:
-            prompt = None  # the data were changed since it was drawn
+            prompt = None  # the data files have changed since the prompt was drawn
         sample, result = group.samples[number], group.results[number]
         return _shown(
             ROLLOUT, group.prompt_ids, prompt, sample, result, group.scores[number], advantage, self.tokenizer
@@ -58,8 +61,7 @@ def shown_answers(
     tokenizer: PreTrainedTokenizerBase,
     coordinator: Coordinator,
 ) -> list[ShownSample]:
-    """All samples of an evaluation from all ranks by the order of their prompts, on the leader; elsewhere none.
-    Collective."""
+    """Return all samples of an evaluation by prompt on the leader, and an empty list elsewhere. Collective."""
 
     def mine() -> list[ShownSample]:
         return [
@@ -73,7 +75,11 @@ def shown_answers(
 
 
 def _parts(held: Sequence[int], count: int) -> list[int]:
-    """How many each rank shows of those that it has: `count` together if there are so many, as evenly as can be."""
+    """Return how many samples each rank shows, as evenly as possible: `count` in total, or all if there are fewer.
+
+    Args:
+        held: number of samples on each rank.
+    """
     parts = [0] * len(held)
     for _ in range(min(count, sum(held))):
         parts[min((part, rank) for rank, part in enumerate(parts) if part < held[rank])[1]] += 1
@@ -95,7 +101,7 @@ def _shown(
         "uid": sample.uid,
         "sample": sample.sample,
         "data_source": None if prompt is None else prompt.data_source,
-        # With the marks of the chat template: a wrong one is what people look for.
+        # With the chat template's special tokens, so that users see a wrong template.
         "prompt": tokenizer.decode(prompt_ids),
         "response": tokenizer.decode(sample.token_ids.tolist()),
         "ground_truth": None if prompt is None else prompt.ground_truth,

@@ -1,4 +1,4 @@
-"""Time-outs of reward functions in the log: one line for all samples of a step, over all ranks."""
+"""Logs time-outs of reward functions: one line for all samples of a step, over all ranks."""
 
 import logging
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 def tell_timeouts(when: str, mine: Sequence[Timeouts], coordinator: Coordinator) -> None:
-    """Log what took too long on any rank, with a count and one sample for each function, on the leader. Collective."""
+    """Log on the leader which reward functions timed out on any rank, with a count and one sample each. Collective."""
     every = merge_timeouts(each for of_rank in coordinator.gather(list(mine)) for each in of_rank)
     if every and coordinator.is_leader:
         log.warning("%s: %s", when, "; ".join(map(str, every)))

@@ -30,18 +30,21 @@ class AnsweredPrompt:
     data_source: str
     results: Sequence[RewardResult]
     answers: Sequence[str | None]
-    """What each response states as its answer; None where nobody can tell."""
+    """The answer that each response states; None where it is unknown."""
 
 
 def accuracy_of(result: RewardResult) -> float | None:
-    """1 for a right response and 0 for a wrong one: `acc` that a function returned beside its score, as verl's do, or
-    the first function's score; None where that is neither 0 nor 1."""
+    """Return 1 for a right response, 0 for a wrong one, None if that is unknown.
+
+    The value is `acc`, which a reward function may return beside its score as in verl, or the first function's score.
+    Another value than 0 or 1 is unknown.
+    """
     value = float(result.extra.get("acc", next(iter(result.terms.values()))))
     return value if value in (0.0, 1.0) else None
 
 
 def validation_metrics(prompts: Sequence[AnsweredPrompt], n: int, coordinator: Coordinator) -> dict[str, float]:
-    """`val-core/SOURCE/VARIABLE/METRIC` and `val-aux/...` over all ranks, each of which has some prompts. Collective.
+    """Return `val-core/SOURCE/VARIABLE/METRIC` and `val-aux/...` over the prompts of all ranks. Collective.
 
     A metric is the mean over the prompts of its source. Variables are `reward` (the whole score), `reward/LABEL` (each
     function's own), every further number of the functions by its name, and `acc` where each response of the source has
@@ -69,7 +72,7 @@ def validation_metrics(prompts: Sequence[AnsweredPrompt], n: int, coordinator: C
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that of k responses, drawn from n of which `correct` are right, at least one is right.
+    """Return the probability that at least one of k responses is right, drawn from n of which `correct` are right.
 
     Unbiased for the policy's own probability: Chen et al., "Evaluating Large Language Models Trained on Code" (arXiv
     2107.03374), equation 1.

@@ -1,1 +1,1 @@
-"""Policy of a run's parent process: when ranks start, restart, leave and die. A rank imports nothing of it."""
+"""The parent process of a run: decides when ranks start, restart, leave and are killed. Ranks import nothing of it."""

@@ -1,4 +1,4 @@
-"""One attempt: its ranks, watched until the last of them has ended."""
+"""One attempt: waits until all ranks have ended, and ends ranks that would wait for failed peers."""
 
 import logging
 import time
@@ -11,10 +11,10 @@ from rlhf.launch.hangs import HangDetector
 from rlhf.launch.interface import RankExit, Ranks
 from rlhf.launch.stop_request import StopRequest
 
-# Long enough for the peers of a dead rank to notice and write down what they saw; NCCL peers never notice by
-# themselves.
+# Long enough for the peers of a dead rank to notice, and to write their errors to their status files. Peers in an NCCL
+# collective never notice by themselves.
 PEER_GRACE_S = 5.0
-# A process that SIGKILL doesn't end sits in the kernel (a wedged GPU or disk); it is then given up.
+# A process that SIGKILL does not end is stuck in the kernel (a wedged GPU or disk). The attempt then ends without it.
 _KILL_PATIENCE_S = 10.0
 _LOOK_S = 0.1
 
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class Attempt:
-    """Waits for the ranks, and ends those that are left over when others have failed.
+    """Waits for the ranks, and kills the remaining ranks when others have failed.
 
-    A rank that crashed or met a user error gives its peers `PEER_GRACE_S`; a stop request, or a rank that left to be
-    requeued, gives all of them `grace_s`; then, at a second signal, or when `detector` finds a hang, what is left is
-    killed. A stop request before any rank, by its status, has come to a step kills them at once: there is
-    nothing to save.
+    After a crash or a user error of one rank its peers have `PEER_GRACE_S` seconds to end. After a stop request, or
+    when a rank leaves to be requeued, they have `grace_s` seconds. Ranks that are alive after that are killed. A second
+    signal, or a hang that `detector` finds, kills them at once. So does a stop request before any rank has reached a
+    step, because there is nothing to save.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Attempt:
         self._hang: Hang | None = None
 
     def run(self) -> AttemptResult:
-        """Return when every rank has ended, or is beyond SIGKILL."""
+        """Return the exits when every rank has ended, or when SIGKILL does not end the remaining ranks."""
         if self._detector is not None:
             self._detector.start(range(self._nproc))
         while True:
@@ -74,7 +74,7 @@ class Attempt:
             self._first.append(rank)
         self._deadline = min(self._deadline, now + (self._grace_s if code == EXIT_REQUEUE else PEER_GRACE_S))
         if code not in (EXIT_REQUEUE, EXIT_USER_ERROR):
-            self._ranks.kill([rank])  # its reward processes and the like, orphans by now
+            self._ranks.kill([rank])  # the rank is dead; this kills its orphans, such as reward processes
 
     def _end_what_is_due(self, alive: Collection[int], now: float) -> None:
         if self._stop.signal_name and not self._asked:

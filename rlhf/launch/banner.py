@@ -1,4 +1,4 @@
-"""Banner of a run: what is about to be trained, on what, where it is kept. Imports no torch."""
+"""Banner of a run: the model, the data, the devices and the run directory. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +18,10 @@ _COUNTED_BYTES = 32 << 20
 
 
 def banner(config: Config, recipes: Sequence[str]) -> str:
-    """A few lines; what only the ranks can tell (prompts of a Hub data set, say) they tell later."""
+    """Return the banner, a few lines of text.
+
+    Facts that only the ranks know, such as the number of prompts in a Hub data set, are logged by them later.
+    """
     t = config.trainer
     rows = [
         ("model", _model(config)),
@@ -65,13 +68,13 @@ def _files(files: str | Sequence[str]) -> str:
     names = [files] if isinstance(files, str) else list(files)
     count = _lines(names)
     shown = ", ".join(map(_near, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    # The ranks tell how many of them are short enough.
+    # The ranks log later how many of the prompts are short enough.
     where = "the file" if len(names) == 1 else "the files"
     return shown if count is None else f"{shown} ({count:,} in {where})"
 
 
 def _lines(names: Sequence[str]) -> int | None:
-    """The lines of JSONL files that are soon read; None for others."""
+    """Return the number of lines of JSONL files; None for other files, and for files too large to read here."""
     paths = [Path(name).expanduser() for name in names]
     if not all(path.suffix == ".jsonl" and path.is_file() for path in paths):
         return None
@@ -102,7 +105,7 @@ def _length(config: Config) -> str:
 
 
 def _device(config: Config) -> str:
-    """The devices, and what was chosen for them."""
+    """Return the devices, and the backend, precision and rollout engine on them."""
     t, machine, count = config.trainer, Machine.here(), number_of_ranks(config)[0]
     ranks, device = "1 rank" if count == 1 else f"{count:,} ranks", t.device
     if not machine.is_cuda(t.device):
@@ -118,13 +121,14 @@ def _device(config: Config) -> str:
 
 
 def _memory(config: Config) -> Iterator[tuple[str, str]]:
-    """The row of the plan, where the models' files tell enough."""
+    """Yield the row of the memory plan, if the models' files suffice to make it."""
     if (found := plan_of(config)) is not None:
         yield "memory", line(found[1])
 
 
 def _adapters(config: Config) -> Iterator[tuple[str, str]]:
-    """A row about the adapters that are trained, where there are such, and their learning rate, where none is set."""
+    """Yield a row about the adapters if any are trained, with a better learning rate if the rate is one for whole
+    models."""
     lora = config.model.lora
     if not lora.enabled:
         return
@@ -137,14 +141,14 @@ def _adapters(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _idle(config: Config) -> Iterator[tuple[str, str]]:
-    """A row about ranks for which there are no samples, where there are such."""
+    """Yield a row if there are more ranks than samples in a mini-batch."""
     ranks, samples = number_of_ranks(config)[0], config.actor.ppo_mini_batch_size * config.rollout.n
     if ranks > samples:
         yield "idle", f"{ranks - samples:,} of {ranks:,} ranks at a time: a mini-batch has {samples:,} samples"
 
 
 def _near(path: str | Path) -> str:
-    """A path as people would type it where they are; other names as they are."""
+    """Return a path relative to the working directory if it lies inside; other names unchanged."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
 

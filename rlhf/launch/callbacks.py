@@ -1,4 +1,4 @@
-"""Functions of the caller's, called in the supervisor's process with each new record of the run."""
+"""Calls functions of the user's in the supervisor's process, with the metrics of each new step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,21 +11,24 @@ Callback = Callable[[int, Mapping[str, float]], object]
 
 
 class Callbacks:
-    """Calls `functions`, in order, for each record; the first that raises is the last, and asks the run to stop."""
+    """Calls `functions`, in order, for each record of the metric history.
+
+    If a function raises, no function is called again, and the run is asked to stop.
+    """
 
     def __init__(self, functions: Sequence[Callback] = ()) -> None:
         self._functions = functions
         self._follower: HistoryFollower | None = None
         self.error: BaseException | None = None
-        """What a function raised."""
+        """The exception that a function raised."""
 
     def follow(self, history: Path) -> None:
-        """Begin with the records that this file has not got yet."""
+        """Call the functions for the records that will be appended to `history`, not for those already in it."""
         if self._functions:
             self._follower = HistoryFollower(history)
 
     def look(self, stop: StopRequest) -> None:
-        """Hand on what is new. Does not raise: `error` has it, and `stop` is asked."""
+        """Call the functions for the new records. Never raises: an exception goes to `error`, and `stop` is asked."""
         if self._follower is None or self.error is not None:
             return
         try:
@@ -34,6 +37,6 @@ class Callbacks:
                 for function in self._functions:
                     with stop.interrupting():
                         function(record["step"], metrics)
-        except BaseException as error:  # SystemExit as well: the ranks save first
+        except BaseException as error:  # also SystemExit: the ranks must save before this process ends
             self.error = error
             stop.ask(f"{type(error).__name__} in a callback")

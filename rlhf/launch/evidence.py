@@ -1,4 +1,4 @@
-"""Evidence of an attempt's end: what it means, and its report for a person."""
+"""Evidence of how an attempt ended: classifies it, and describes it in the log."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -13,21 +13,21 @@ _TRACEBACK_LINES = 15
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang, for which the watchdog ended an attempt."""
+    """A hang that the watchdog found."""
 
     rank: int
     """The rank that the others wait for."""
     what: str
-    """The phase that it does not get out of, the time, the deadline."""
+    """In words: the phase in which the rank hangs, for how long, and the deadline."""
     where: dict[int, list[str]]
-    """The innermost frames of each rank that was asked, or a line on why it did not answer."""
+    """Rank -> its innermost stack frames, or a line on why it did not answer."""
     dumps: list[Path]
-    """The stacks of all threads, a file for each rank."""
+    """Files with the stacks of all threads, one file per rank."""
 
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """The end of each rank."""
+    """Ends of the ranks of an attempt."""
 
     exits: dict[int, RankExit]
     """By rank, in the order in which they ended. A rank that SIGKILL could not end is missing."""
@@ -50,9 +50,10 @@ class Ending(Enum):
 
 
 def classify(attempt: AttemptResult, nproc: int, stop_requested: bool) -> Ending:
-    """One rank's word is enough for a user error or a requeue, whatever its peers died of.
+    """Return the outcome of an attempt of `nproc` ranks.
 
-    Once asked to stop there is nothing to restart: a crash on the way out is a requeue too.
+    If one rank reports a user error or a requeue, that is the outcome, whatever its peers died of. After a stop request
+    a crash counts as a requeue, because nothing is to be restarted.
     """
     codes = [end.code for end in attempt.exits.values()]
     if EXIT_USER_ERROR in codes:
@@ -65,7 +66,7 @@ def classify(attempt: AttemptResult, nproc: int, stop_requested: bool) -> Ending
 
 
 def first_cause(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> int | None:
-    """The rank whose death, or whose hang, brought down the others.
+    """Return the rank whose death or hang ended the others.
 
     Of ranks that failed within 0.1 s, one killed by a signal comes first (its peers' exceptions followed from the
     lost connection), then the earliest error on file. None when no rank failed by itself.
@@ -81,12 +82,12 @@ def first_cause(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> int 
 
 
 def furthest_step(statuses: dict[int, RankStatus]) -> int | None:
-    """The furthest step that a rank had reached; None before the first."""
+    """Return the furthest step that any rank has reached; None before the first step."""
     return max((status.step for status in statuses.values() if status.step is not None), default=None)
 
 
 def user_error(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
-    """The message of the rank that met a mistake in the settings, the data or the files."""
+    """Return the message of the rank that found a mistake in the settings, the data or the files."""
     for rank, end in attempt.exits.items():
         status = statuses.get(rank)
         if end.code == EXIT_USER_ERROR and status and status.error:
@@ -95,12 +96,12 @@ def user_error(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
 
 
 def unsaved(statuses: dict[int, RankStatus]) -> str | None:
-    """Message of the first rank that left in order without having saved; None when all is saved."""
+    """Return the message of a rank that left as asked but could not save; None if there is no such rank."""
     return next((s.error.message for s in statuses.values() if s.error and s.error.kind == "unsaved"), None)
 
 
 def describe_crash(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
-    """One line: what brought down the attempt."""
+    """Return one line on what ended the attempt."""
     cause = first_cause(attempt, statuses)
     if cause is not None:
         return describe_rank(cause, attempt, statuses)
@@ -110,7 +111,7 @@ def describe_crash(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> s
 
 
 def describe_rank(rank: int, attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
-    """One line: how the rank ended and where it was."""
+    """Return one line on how the rank ended and where it was."""
     if attempt.hang is not None and rank == attempt.hang.rank:
         ended = "and was killed" if rank in attempt.exits else "and SIGKILL does not end it: it is stuck in the kernel"
         how = f"hung, {attempt.hang.what}, {ended}"
@@ -132,14 +133,14 @@ def _place(status: RankStatus | None) -> str:
 
 
 def describe_hang(hang: Hang, statuses: dict[int, RankStatus], checkpoint: Path | None) -> str:
-    """The hang of ranks that another launcher restarts: the rank to blame, the stacks, the checkpoint to go on from."""
+    """Return a report of a hang, without exit codes: the rank to blame, the stacks, where the next start continues."""
     what = f"rank {hang.rank}: {hang.what}, {_place(statuses.get(hang.rank))}"
     return "\n".join([what, *_stacks(hang), f"  {next_start(checkpoint)}"])
 
 
 def report(attempt: AttemptResult, nproc: int, statuses: dict[int, RankStatus], checkpoint: Path | None) -> str:
-    """All that is known about a crash: every rank, the first error with the end of its traceback, the checkpoint to go
-    on from."""
+    """Return a report of a crash: every rank, the first error with the end of its traceback, the checkpoint for the
+    next start."""
     cause = first_cause(attempt, statuses)
     lines = []
     for rank in range(nproc):
@@ -149,7 +150,7 @@ def report(attempt: AttemptResult, nproc: int, statuses: dict[int, RankStatus], 
         rank, error = found
         first, *more = error.message.splitlines() if error.traceback else [error.message]
         lines.append(f"  rank {rank}'s error: {first}")
-        # Its end has the rest of the message.
+        # The end of the traceback repeats the rest of the message.
         end = error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES - len(more) :]
         lines += [f"    {line}" for line in end]
     if attempt.hang is not None:
@@ -177,7 +178,7 @@ def _first_error(cause: int | None, statuses: dict[int, RankStatus]) -> tuple[in
 
 
 def next_start(checkpoint: Path | None) -> str:
-    """The checkpoint, in words, that the same command would go on from."""
+    """Return a sentence on where the same command continues: at `checkpoint`, or from the beginning."""
     return (
         f"The same command continues from {checkpoint}."
         if checkpoint

@@ -1,4 +1,4 @@
-"""Finds ranks that hang: feeds the watchdog with their statuses, and collects the evidence."""
+"""Finds ranks that hang: passes their statuses to the watchdog, and collects the stacks in a hang."""
 
 import re
 import time
@@ -12,35 +12,39 @@ from rlhf.launch.watchdog import Overdue, Watchdog
 from rlhf.ranks.status import RankStatus
 
 LOOK_EVERY_S = 0.5
-# Of the rank that hangs, and of those that wait for it.
+# Number of frames that are logged of the rank that hangs, and of each rank that waits for it.
 _FRAMES, _FRAMES_OF_OTHERS = 12, 6
 
 
 class OtherRanks(Protocol):
-    """Ranks that another detector looks after: one is needed on each node where no process sees all ranks."""
+    """The detectors of the other nodes, where each node has a detector of its own that sees the node's ranks only."""
 
     def tell(self, *, save: bool) -> None:
-        """Tell the other detectors that the loop of a rank here, or the save behind it, is in its time."""
+        """Report to the other detectors that a rank of this node is within its deadline.
+
+        `save` selects the saves that run behind the training loops, instead of the loops.
+        """
 
     def are_silent(self, *, save: bool) -> bool:
-        """Whether no other detector has said that of late."""
+        """Return whether no other detector has reported such a rank recently. `save` as in `tell`."""
 
 
 class HangDetector:
-    """Looks after the ranks of one attempt after the other."""
+    """Finds hangs of the ranks of successive attempts."""
 
     def __init__(self, trainer: TrainerConfig, save_timeout_s: float, others: OtherRanks | None = None) -> None:
         self._watchdog, self._others = Watchdog(trainer, save_timeout_s), others
         self._next_look = 0.0
 
     def start(self, ranks: Collection[int]) -> None:
-        """An attempt of `ranks` begins."""
+        """Begin a new attempt of `ranks`."""
         self._watchdog.start(ranks)
 
     def look(self, ranks: WatchedRanks, alive: Collection[int]) -> Hang | None:
-        """Return the evidence of a hang among the ranks that are `alive`, or None; looks at most every LOOK_EVERY_S.
+        """Return the evidence of a hang among the ranks that are `alive`, or None.
 
-        The ranks of a hang are asked for their stacks, and can only be killed.
+        A call within LOOK_EVERY_S seconds of the last look returns None. In a hang all ranks are asked for their
+        stacks; after that they can only be killed.
         """
         now = time.monotonic()
         if now < self._next_look:
@@ -51,7 +55,7 @@ class HangDetector:
             self._watchdog.observe(rank, status.event, status.time, now)
             save = status.save
             self._watchdog.observe_save(rank, save.event if save else None, save.time if save else 0.0, now)
-        # Apart, so that neither hides that the other hangs.
+        # Loops and saves are judged separately, so that a moving one does not hide that the other hangs.
         for behind in (False, True):
             overdue, moving = self._watchdog.overdue(now, alive, save=behind)
             if moving and self._others is not None:
@@ -63,7 +67,7 @@ class HangDetector:
 
 def _investigate(overdue: list[Overdue], stacks: Stacks, statuses: Mapping[int, RankStatus]) -> Hang:
     frames = {late.rank: _frames(late, stacks, statuses.get(late.rank)) for late in overdue}
-    # A stopped process first, then one at work of its own; the ranks wait for it since it fell behind.
+    # Blame a stopped process first, then one that works outside a collective, then the one that fell behind first.
     culprit = min(overdue, key=lambda late: (frames[late.rank] != [], waits_for_peers(frames[late.rank])))
     where = {
         rank: shown(found, _FRAMES if rank == culprit.rank else _FRAMES_OF_OTHERS) or [stacks.silent[rank]]
@@ -86,13 +90,18 @@ def _frames(late: Overdue, stacks: Stacks, status: RankStatus | None) -> list[st
 
 
 def frames_of(dump: str, thread: int) -> list[str]:
-    """The frames of `thread` (its identity) in the newest dump, the innermost first; empty when it is not there."""
+    """Return the frames of a thread in the newest dump, innermost first; empty if the thread is not in it.
+
+    Args:
+        dump: text of `faulthandler`, of one or more dumps.
+        thread: as `threading.get_ident` returns it.
+    """
     blocks = re.findall(rf"hread 0x0*{thread:x}\b[^\n]*:\n((?:  [^\n]*\n?)*)", dump)
     return [line.strip() for line in blocks[-1].splitlines()] if blocks else []
 
 
 def waits_for_peers(frames: Sequence[str]) -> bool:
-    """Whether the thread is in a collective, where the fault is another rank's (as far as frames of Python tell)."""
+    """Return whether the thread waits in a collective, so that another rank is to blame. Sees Python frames only."""
     for frame in frames:
         if "/torch/distributed/" in frame or "/rlhf/ranks/" in frame:
             return True
@@ -102,5 +111,5 @@ def waits_for_peers(frames: Sequence[str]) -> bool:
 
 
 def shown(frames: Sequence[str], count: int) -> list[str]:
-    """`count` frames for a person: the innermost, then without PyTorch's own, of which a collective has dozens."""
+    """Return at most `count` frames for the log: the innermost one, then those outside PyTorch, which has dozens."""
     return [frame for i, frame in enumerate(frames) if i == 0 or "/torch/" not in frame][:count]

@@ -1,7 +1,7 @@
-"""Interface of ranks that the launch policy starts, watches, asks and kills, wherever they run.
+"""Interface between the launch policy and the ranks: start them, watch them, ask them to leave, kill them.
 
-The policy (restarts, hangs, evidence) knows a rank by its number and by how it ended. Process ids, sockets, signals and
-the address at which the ranks meet belong to an implementation, such as `rlhf.launch.local`.
+The policy (restarts, hangs, evidence) identifies a rank by its number. Process ids, sockets, signals and the rendezvous
+address belong to an implementation, such as `rlhf.launch.local`.
 """
 
 import signal
@@ -16,8 +16,10 @@ from rlhf.ranks.status import RankStatus
 
 @dataclass(frozen=True)
 class RankExit:
-    """End of a rank: its exit code, negative for a signal. `taken_by` describes what ended before and took the rank
-    along, such as its launcher."""
+    """End of a rank. `code` is its exit code, or minus the number of the signal that killed it.
+
+    If the rank died because another process did, such as its launcher, `taken_by` describes that process.
+    """
 
     code: int
     taken_by: str = ""
@@ -35,48 +37,53 @@ class RankExit:
 
 @dataclass(frozen=True)
 class Stacks:
-    """Stacks of all threads of ranks that were asked for them."""
+    """Stacks of all threads of some ranks."""
 
     texts: dict[int, str] = field(default_factory=dict)
-    """What each rank wrote; no entry for one without an answer."""
+    """Rank -> its stacks as text. A rank that did not answer has no entry."""
     silent: dict[int, str] = field(default_factory=dict)
-    """The reason why a rank may not answer, in words, for every rank that was asked."""
+    """Rank -> a likely reason why it would not answer, in words. Every rank that was asked has an entry."""
     files: list[Path] = field(default_factory=list)
-    """Files that keep the texts for users."""
+    """Files with the texts, for users."""
 
 
 class WatchedRanks(Protocol):
-    """Ranks as far as is needed to find out whether, and where, they hang."""
+    """The part of `Ranks` that is needed to find hangs."""
 
     def statuses(self) -> dict[int, RankStatus]:
-        """The status that each rank has left, also a dead one; one may be missing for a moment."""
+        """Return the newest status of each rank, dead ranks included. A rank that has written none yet is missing."""
 
     def stacks(self, ranks: Collection[int]) -> Stacks:
-        """Ask ranks for the stacks of all their threads. Takes some seconds if one does not answer; the ranks can only
-        be killed then."""
+        """Return the stacks of all threads of `ranks`. Takes some seconds if a rank does not answer.
+
+        After this call the ranks can only be killed.
+        """
 
 
 class Ranks(WatchedRanks, Protocol):
-    """The ranks of one attempt. Ranks that have ended are passed over."""
+    """The ranks of one attempt. Requests to ranks that have ended are ignored."""
 
     def ended(self, wait_s: float) -> dict[int, RankExit]:
-        """Ends of ranks since the last call; waits up to `wait_s` seconds for the first of them."""
+        """Return the ranks that ended since the last call. Waits up to `wait_s` seconds for the first one."""
 
     def ask_to_leave(self, ranks: Collection[int]) -> None:
         """Ask ranks to save at the next safe point and leave with EXIT_REQUEUE."""
 
     def kill(self, ranks: Collection[int]) -> None:
-        """End ranks, dead ones too, and all processes that they have started, at once."""
+        """Kill ranks and all processes that they started. For a dead rank, kill the processes that it left."""
 
 
 class RankStarter(Protocol):
-    """Starts the ranks of one attempt after the other, each a `python *command`."""
+    """Starts the ranks of successive attempts. Each rank runs `python *command`."""
 
     def check_devices(self) -> None:
-        """Raise UserError when there are fewer devices than the ranks need. If no ranks are expected, `start` does."""
+        """Raise UserError if there are fewer devices than the ranks need.
+
+        If no ranks are expected to start, because the run seems finished, `start` makes this check instead.
+        """
 
     def start(self, command: Sequence[str], stop: StopRequest) -> Ranks | None:
-        """Start all ranks, without statuses of an earlier attempt; None when `stop` is requested before they run."""
+        """Clear the statuses of the last attempt and start all ranks. None if `stop` is requested before they run."""
 
     def say_the_rest(self, *, last: bool) -> None:
-        """Show all output that ended ranks left unread; with `last` no others follow."""
+        """Show the output of ended ranks that was not shown yet. `last` says that no attempt follows."""

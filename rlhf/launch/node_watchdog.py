@@ -1,7 +1,7 @@
-"""Watchdog of a node's ranks that torchrun, or another launcher, has started and restarts.
+"""Watchdog process of one node, for ranks that torchrun or another launcher starts and restarts.
 
-A rank starts it (`rlhf.ranks.guardian`). It finds a hang, logs the evidence and kills the ranks. It restarts nothing:
-a run has one supervisor, and here that is the other launcher.
+A rank starts the watchdog (`rlhf.ranks.guardian`). In a hang it logs the evidence and kills the node's ranks. It
+restarts nothing: restarts are up to the launcher.
 """
 
 import json
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
 
 TELL_EVERY_S = 2.0
 SILENCE_S = 10.0
-"""Other nodes that have not told for so long that a rank of theirs is in its time have none."""
+"""After so long without a report from another node, no rank there counts as within its deadline."""
 _STORE_PATIENCE = timedelta(seconds=5)
 
 log = logging.getLogger(__name__)
 
 
 class OtherNodes:
-    """`OtherRanks` on the other ones of `nodes` nodes: counters in the store of the process group.
+    """`OtherRanks` of the other nodes, by counters in the store of the process group.
 
-    A node counts up while one of its ranks is in its time, and reads only while none is. A store that does not answer
-    says nothing: it may be the hung rank's.
+    A node raises its counter while one of its ranks is within its deadline, and reads the others' counters only while
+    none is. A store that does not answer counts as silence, because the rank that serves the store may be the one that
+    hangs.
     """
 
     def __init__(self, store: "TCPStore", node: int, nodes: int) -> None:
@@ -56,7 +57,7 @@ class OtherNodes:
             self._count(self._node, save, 1)
 
     def are_silent(self, *, save: bool) -> bool:
-        """See `OtherRanks`. True SILENCE_S after the last word, at the earliest after the first question."""
+        """See `OtherRanks`. True if no counter has changed for SILENCE_S seconds of successive calls."""
         counts, now = [self._count(other, save, 0) for other in self._others], time.monotonic()
         before, since = self._heard.get(save, ([], now))
         if counts != before:
@@ -80,9 +81,13 @@ def _other_nodes(node: int, nodes: int) -> OtherNodes | None:
 
 
 def watch(run_dir: Path, pids: Mapping[int, int], others: OtherNodes | None) -> None:
-    """Return when the ranks of this node (their process ids by rank) have ended, or have been killed in a hang.
+    """Watch the ranks of this node until they have ended or were killed in a hang.
 
-    The lowest of them is not watched any more once it has closed its end of this process's stdin.
+    The lowest rank is the other end of this process's stdin. When it closes its end, it is not watched any more.
+
+    Args:
+        pids: rank -> process id, of this node.
+        others: the other nodes' watchdogs; None if there is one node.
     """
     config = load(run_dir / RESOLVED)
     ranks, births = RankProcesses(pids, run_dir), {rank: birth_of(pid) for rank, pid in pids.items()}

@@ -1,4 +1,4 @@
-"""Restart policy: a state machine, without processes or clocks, that restarts after a crash or gives up."""
+"""Restart policy: decides after a crash whether to restart or to give up. Uses no processes and no clock."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from rlhf.config.schema.trainer import TrainerConfig
 
 @dataclass(frozen=True)
 class Restart:
-    """Start the ranks again: the `number`th restart of the budget, after `wait_s` seconds."""
+    """Decision to restart the ranks after `wait_s` seconds. It uses up the `number`th restart of the budget."""
 
     number: int
     wait_s: float
@@ -15,13 +15,17 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the run; `reason` names the setting that said so."""
+    """Decision to end the run. `reason` names the setting whose limit is reached."""
 
     reason: str
 
 
 class RestartPolicy:
-    """Back-off that grows tenfold, a budget of restarts that progress renews, and an end to crash loops at one step."""
+    """Waits ten times longer before each restart, and limits the restarts.
+
+    The budget `trainer.max_restarts` is renewed when a crash comes at a later step than all before. Several crashes in
+    a row at the same step (`trainer.max_failures_per_step`) end the run.
+    """
 
     def __init__(self, settings: TrainerConfig) -> None:
         self._settings = settings
@@ -31,7 +35,7 @@ class RestartPolicy:
         self._failures_in_a_row = 0
 
     def crashed(self, step: int | None) -> Restart | GiveUp:
-        """Decide after a crash at `step`; None when no rank got as far as naming one."""
+        """Return the decision after a crash at `step`; `step` is None if no rank reached one."""
         s = self._settings
         at = -1 if step is None else step
         self._failures_in_a_row = self._failures_in_a_row + 1 if at == self._last else 1

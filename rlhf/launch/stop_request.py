@@ -1,4 +1,4 @@
-"""A request to stop the run, as the supervisor hears it; which signals mean that: `rlhf.ranks.stop`."""
+"""A request to stop the run, as the supervisor receives it. `rlhf.ranks.stop` says which signals are such requests."""
 
 import signal
 import threading
@@ -10,20 +10,20 @@ from typing import Self
 
 from rlhf.ranks.stop import STOP_SIGNALS
 
-# Some senders deliver one request twice, to the process and to its group (GNU timeout does); that isn't impatience.
+# Some senders signal both the process and its group (GNU timeout does). A repetition this soon is the same request.
 _REPEAT_S = 1.0
 
 
 class StopRequest:
-    """The supervisor's side: while entered, signals set `signal_name`; a second SIGTERM or SIGINT sets `kill`.
+    """Handles stop signals while entered: the first sets `signal_name`, a second SIGTERM or SIGINT sets `kill`.
 
-    Signals reach the main thread only: entered in another one, it hears `ask` alone.
+    Python handles signals in the main thread only. Entered in another thread, it reacts to `ask` alone.
     """
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
         self.at = 0.0
-        """When the request came, on the monotonic clock."""
+        """Time of the request, in seconds of the monotonic clock."""
         self.kill = False
         self._urgent_at: float | None = None
         self._interrupts = False
@@ -41,14 +41,14 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def ask(self, who: str) -> None:
-        """Stop as at a signal; `who` stands in its place in what is said."""
+        """Request a stop without a signal. `who` replaces the signal's name in messages."""
         if self.signal_name is None:
             self.signal_name, self.at = who, time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         self.ask(signal.Signals(number).name)
-        # SLURM warns with SIGUSR1 and follows with one SIGTERM: that is still a single wish to leave in order.
+        # SLURM warns with SIGUSR1 and later sends one SIGTERM. Both together are one request to save and leave.
         if number in (signal.SIGTERM, signal.SIGINT):
             if self._urgent_at is None:
                 self._urgent_at = now
@@ -59,7 +59,7 @@ class StopRequest:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Around code of the user's, which may never return: what sets `kill` raises KeyboardInterrupt in it too."""
+        """Raise KeyboardInterrupt in the body when `kill` is set. For code of the user's, which may never return."""
         self._interrupts = True
         try:
             yield
@@ -67,7 +67,7 @@ class StopRequest:
             self._interrupts = False
 
     def wait(self, seconds: float) -> None:
-        """Sleep until the time is over or a signal comes."""
+        """Sleep for `seconds`, or until a stop is requested."""
         end = time.monotonic() + seconds
         while self.signal_name is None and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, 0.1))

@@ -1,6 +1,6 @@
-"""Supervisor of a run: owns the run directory, starts and restarts the ranks, and takes them with it when it ends.
+"""Supervisor of a run: locks the run directory, starts and restarts the ranks. If it dies, the ranks die with it.
 
-It holds no training state, so it may be killed at any moment as well. Signals: see `rlhf.launch.stop_request`.
+It has no training state, so a kill of the supervisor loses nothing. `rlhf.launch.stop_request` handles signals.
 """
 
 import logging
@@ -38,11 +38,16 @@ log = logging.getLogger(__name__)
 
 
 def supervise(config: Config, check: Callable[[], None], banner: str = "", callbacks: Callbacks = NO_CALLBACKS) -> int:
-    """Run the training to its end and return the exit code of `rlhf.errors`.
+    """Train to the end of the run and return an exit code of `rlhf.errors`.
 
-    `banner` is said first. `check` raises UserError for what is wrong with the configuration; the imports of the ranks
-    begin meanwhile. Raises UserError as well, before anything is changed, when the directory is in use, can't be
-    written or holds another run, or the devices don't suffice.
+    Args:
+        check: raises UserError for mistakes in the configuration. The launcher imports the ranks' modules meanwhile.
+        banner: printed first.
+        callbacks: called with the metrics of each step.
+
+    Raises:
+        UserError: from `check`; or the run directory is in use, cannot be written or belongs to another run, or there
+            are too few devices. No rank has started then.
     """
     with RunOutput(config.tracking.progress, Redaction(os.environ)) as output:
         configure_logging(handler=OutputHandler(output))
@@ -89,10 +94,10 @@ def _usable(run_dir: Path) -> Iterator[None]:
 
 
 def _seems_finished(config: Config) -> bool:
-    """Whether the newest checkpoint is the run's last, by its name; whether it is intact is found out later."""
+    """Return whether the newest checkpoint, by its name, is that of the last step. Does not verify the checkpoint."""
     try:
         newest = next(iter(scan(config.run_dir)), None)
-    except OSError:  # told where the directory is compared
+    except OSError:  # reported when the directory is compared
         return False
     t = config.trainer
     return newest is not None and not t.overwrite and step_of(newest) == t.total_training_steps
@@ -101,7 +106,7 @@ def _seems_finished(config: Config) -> bool:
 def run_attempts(
     config: Config, command: Sequence[str], starter: RankStarter, stop: StopRequest, callbacks: Callbacks = NO_CALLBACKS
 ) -> int:
-    """Start `python *command` as `trainer.nproc` ranks, again after each crash; returns the exit code of the run."""
+    """Start `trainer.nproc` ranks of `python *command`, restart them after crashes, and return the run's exit code."""
     t = config.trainer
     run_dir = config.run_dir
     policy = RestartPolicy(t)

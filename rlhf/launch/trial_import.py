@@ -1,4 +1,4 @@
-"""Import of the user's files in a process of its own, so that what they raise is told before the ranks need them.
+"""Preflight import: imports the user's files in a separate process, to report their errors before the ranks start.
 
 `python -m rlhf.launch.trial_import SETTING=FILE.py:NAME ...` writes the first UserError, if any, to its stdout.
 """
@@ -18,18 +18,21 @@ from rlhf.errors import UserError
 from rlhf.ranks.parent import PARENT_PID, die_with_parent
 
 DEADLINE_S = 60.0
-"""Seconds after which the start goes on without knowing: the ranks import the file again."""
+"""Seconds after which the run starts without the result of the import. The ranks import the files themselves."""
 _LAST_WORDS = 2000
 _PATIENCE_S = 2.0
-"""Seconds for the last words of a process that has ended."""
+"""Seconds to wait for the rest of the output of a process that has ended."""
 
 
 @contextlib.contextmanager
 def trial_import(functions: Sequence[tuple[str, str]]) -> Iterator[None]:
-    """Import the functions, each a setting with its `FILE.py:NAME`, while the body runs, as the ranks will.
+    """Import the functions in another process while the body runs.
+
+    Args:
+        functions: pairs of a setting and its value `FILE.py:NAME`.
 
     Raises:
-        UserError: after the body, for a file that cannot be imported or ends its process.
+        UserError: after the body, if a file cannot be imported or its import ends the process.
     """
     if not functions:
         yield
@@ -65,8 +68,10 @@ def trial_import(functions: Sequence[tuple[str, str]]) -> Iterator[None]:
 
 
 class _Words:
-    """What comes out of a pipe, of much the end. A thread reads it: what a file has started and left behind may hold
-    the pipe open for ever."""
+    """Reads a pipe in a thread and keeps the end of the output.
+
+    A process that the imported file started may hold the pipe open forever, so nobody waits for the end of the pipe.
+    """
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe, self._parts = pipe, deque[bytes](maxlen=64)
@@ -84,10 +89,10 @@ class _Words:
 
 
 def main(named: Sequence[str]) -> None:
-    """Import each of them, in order."""
+    """Import each `SETTING=FILE.py:NAME` of `named`, in order, and write the first UserError to stdout."""
     die_with_parent()  # an import may never end
     told = os.dup(1)
-    os.dup2(2, 1)  # what the files print is none of the answer
+    os.dup2(2, 1)  # output of the files goes to stderr, so that stdout has the UserError alone
     for each in named:
         setting, _, spec = each.partition("=")
         try:

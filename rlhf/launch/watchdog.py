@@ -1,7 +1,7 @@
-"""Watchdog over ranks that make no progress: a state machine without processes, files or clocks.
+"""Watchdog: finds ranks that make no progress, from their events. Uses no processes, files or clocks.
 
-A phase is what follows an event of the loop (`rollout.before`: the generation), up to the next one. Its deadline is
-set, or learned from the longest time that any rank has spent in it.
+A phase is the time from one event of the training loop to the next; the phase after `rollout.before` is the generation.
+The deadline of a phase is a setting, or is learned from the longest time that any rank has spent in the phase.
 """
 
 from collections import Counter
@@ -14,8 +14,8 @@ from rlhf.ranks.status import STARTING
 LEARN_AFTER = 3
 FACTOR = 5.0
 SHORTEST_S = 300.0
-# Between two looks no more than this counts: when the supervisor did not run (Ctrl-Z, a paused machine), nor did the
-# ranks.
+# At most this much time counts between two looks. After a longer gap the supervisor was stopped (Ctrl-Z, a paused
+# machine), and so were the ranks.
 LONGEST_LOOK_S = 5.0
 SAVES = ("commit.", "rollback.")
 """Events of saves and loads, whose deadline is `checkpoint.timeout_s`."""
@@ -23,8 +23,11 @@ SAVES = ("commit.", "rollback.")
 
 @dataclass(frozen=True)
 class Overdue:
-    """A rank that has been in `phase` for `seconds`, longer than `deadline_s`, which `origin` explains (a setting, or
-    how it was learned); `save`: not its loop, but the save behind it."""
+    """A rank that has been in `phase` for `seconds`, which is longer than `deadline_s`.
+
+    `origin` says where the deadline comes from: a setting, or how it was learned. With `save` the phase is one of the
+    save that runs behind the rank's training loop.
+    """
 
     rank: int
     phase: str
@@ -42,9 +45,9 @@ class _Place:
 
 
 class Watchdog:
-    """Follows every rank through the phases of its loop, and through those of a save that runs behind it.
+    """Follows every rank through the phases of its training loop, and of a save that runs behind the loop.
 
-    What it has learned stays over restarts. All times are seconds of one monotonic clock, which the caller reads.
+    Learned deadlines are kept over restarts. All times are seconds of one monotonic clock, which the caller reads.
     """
 
     def __init__(self, trainer: TrainerConfig, save_timeout_s: float) -> None:
@@ -57,14 +60,16 @@ class Watchdog:
         self._last_look: float | None = None
 
     def start(self, ranks: Collection[int]) -> None:
-        """A new attempt: `ranks` start now."""
+        """Begin a new attempt, in which `ranks` start now."""
         self._last_look = None
         self._loops = {rank: _Place(STARTING, 0.0, self._watched) for rank in ranks}
         self._saves = {}
 
     def observe(self, rank: int, event: str, stamp: float, now: float) -> None:
-        """The newest event of a rank's loop; `stamp`, the rank's own time of it, tells it from an earlier one of the
-        same name."""
+        """Record the newest event of a rank's loop.
+
+        `stamp` is the rank's own time of the event, and distinguishes it from an earlier event of the same name.
+        """
         self._advance(now)
         place = self._loops[rank]
         if (event, stamp) == (place.event, place.stamp):
@@ -74,7 +79,7 @@ class Watchdog:
         self._loops[rank] = _Place(event, stamp, self._watched)
 
     def observe_save(self, rank: int, event: str | None, stamp: float, now: float) -> None:
-        """The newest event of the save behind a rank's loop; None when there is no such save."""
+        """Record the newest event of the save behind a rank's loop; `event` is None if no save runs."""
         self._advance(now)
         place = self._saves.get(rank)
         if event is None:
@@ -83,11 +88,11 @@ class Watchdog:
             self._saves[rank] = _Place(event, stamp, self._watched)
 
     def overdue(self, now: float, alive: Collection[int], *, save: bool) -> tuple[list[Overdue], bool]:
-        """Return the overdue phases of the ranks' loops, or of the saves behind them, the one entered first at the
-        head; and whether any rank is in its time.
+        """Return the overdue phases, the one entered first at the head, and whether any rank is within its deadline.
 
-        It is a hang only if no rank is: one that is overdue may wait for another rank, whose phase may take longer. A
-        rank that hangs makes the others wait for it, until they are overdue as well.
+        With `save` these are the phases of the saves, otherwise those of the loops. A rank that hangs makes the others
+        wait until they are overdue as well. So there is a hang only if no rank is within its deadline: until then an
+        overdue rank may wait for a peer whose phase is allowed to take longer.
         """
         self._advance(now)
         here = {rank: place for rank, place in (self._saves if save else self._loops).items() if rank in alive}

@@ -1,4 +1,4 @@
-"""Process group, device and threads of one rank, and the few tensor collectives that the loop needs."""
+"""Sets up a rank's process group, device and threads, and has the few tensor collectives that the trainer needs."""
 
 import os
 import time
@@ -16,15 +16,17 @@ from rlhf.ranks.world import STORE_FD
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this rank: `auto` takes the CUDA device of its local rank when there is one."""
+    """Return this rank's device. `auto` is the CUDA device of the local rank if CUDA is available, else the CPU."""
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
 
 def start(config: TrainerConfig) -> torch.device:
-    """Join the process group (gloo for CPU tensors, NCCL for CUDA ones) and apply determinism; returns this rank's
-    device."""
+    """Join the process group (gloo for CPU tensors, NCCL for CUDA tensors) and return this rank's device.
+
+    Also set deterministic algorithms, TF32 and the number of threads as the settings say.
+    """
     device = pick_device(config.device)
     deterministic = config.deterministic if config.deterministic is not None else device.type == "cpu"
     if device.type == "cuda":
@@ -49,7 +51,7 @@ def start(config: TrainerConfig) -> torch.device:
 
 
 def _open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The store through which the ranks find each other, with this one's rank and the world size."""
+    """Return the store through which the ranks find each other, this process's rank, and the world size."""
     fd = os.environ.pop(STORE_FD, None)
     if fd is None:
         return next(dist.rendezvous("env://", timeout=timeout))
@@ -59,17 +61,18 @@ def _open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def connect_to_store(timeout: timedelta) -> dist.TCPStore:
-    """A connection to the store at which the ranks have met, for a process that is no rank."""
+    """Return a connection to the ranks' rendezvous store, for a process that is not a rank."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name for this start of the ranks that no earlier start had; raises DistStoreError after `timeout`.
+    """Return a name for this start of the ranks that no earlier start had. Raises DistStoreError after `timeout`.
 
-    torchrun keeps one store over its restarts, and with it the addresses of the dead ranks, which the next ones would
-    connect to. The restart count cannot tell the starts apart, because each node counts its own. So every rank asks
-    under a name of its own, which makes the answer of rank 0 a fresh one, and says that it has it.
+    torchrun keeps one store over its restarts. The store then has the addresses of dead ranks, to which new ranks would
+    connect. torchrun's restart count does not distinguish the starts, because each node counts by itself. So each rank
+    asks rank 0 under a random name, and rank 0's answer under that name cannot be an old one. The rank then confirms
+    that it has the answer.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank > 0:
@@ -81,7 +84,7 @@ def _agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: ti
     while waiting:
         for peer in waiting:
             if store.check([f"asks/{peer}"]):
-                # Perhaps the question of a dead rank; then its successor's will follow.
+                # The question may be a dead rank's. Then its successor's question follows.
                 store.set(f"answer/{store.get(f'asks/{peer}').decode()}", own)
         waiting = {peer for peer in waiting if not store.check([f"knows/{own}/{peer}"])}
         if time.monotonic() > deadline:
@@ -96,47 +99,54 @@ def stop() -> None:
 
 
 def all_sum(tensor: Tensor) -> Tensor:
-    """Sum over the ranks that hold different samples, in place, returned."""
+    """Sum `tensor` over the data-parallel ranks, in place, and return it. Collective."""
     dist.all_reduce(tensor, group=dims.data().group)
     return tensor
 
 
 def all_max(tensor: Tensor) -> Tensor:
-    """Maximum over the ranks that hold different samples, in place, returned."""
+    """Take the elementwise maximum of `tensor` over the data-parallel ranks, in place, and return it. Collective."""
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=dims.data().group)
     return tensor
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Tensors of one shape of the ranks that hold different samples, one behind the other in the order of ranks."""
+    """Return the data-parallel ranks' tensors, concatenated along dimension 0 in the order of ranks. Collective.
+
+    All ranks must pass the same shape.
+    """
     return gather_from(dims.data(), tensor).flatten(0, 1)
 
 
 def gather_from(ranks: dims.RankGroup, tensor: Tensor) -> Tensor:
-    """[ranks, ...]: tensors of one shape of each of `ranks`, on each of them."""
+    """Return the tensors of all `ranks`, of one shape, stacked to [ranks, ...]. Collective over `ranks`."""
     every = tensor.new_empty(ranks.size, *tensor.shape)
     dist.all_gather(list(every), tensor.contiguous(), group=ranks.group)
     return every
 
 
 def broadcast(tensor: Tensor, source: int) -> None:
-    """Fill `tensor` on every rank with that of the rank `source`."""
+    """Copy the `tensor` of the rank `source` into `tensor` on every rank. Collective."""
     dist.broadcast(tensor, source, group=dims.everyone().group)
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether `flag` is set on any of all ranks; the same answer everywhere."""
+    """Return whether `flag` is set on any rank, the same on all ranks. Collective."""
     found = torch.tensor(float(flag), device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=dims.everyone().group)
     return bool(found.item())
 
 
 def all_to_all(flat: Tensor, sent: Sequence[int], came: Sequence[int]) -> Tensor:
-    """Entries that all ranks with samples of their own send to this one, rank after rank, bit for bit.
+    """Exchange entries of 1-D tensors between the data-parallel ranks, bit for bit. Collective.
 
     Args:
-        flat: one dimension; the first `sent[0]` entries go to rank 0, the next `sent[1]` to rank 1, and so on.
-        came: how many entries come from each rank.
+        flat: the first `sent[0]` entries go to rank 0, the next `sent[1]` to rank 1, and so on.
+        sent: number of entries to each rank.
+        came: number of entries from each rank.
+
+    Returns:
+        The received entries, concatenated in the order of ranks: [sum(came)].
     """
     result = flat.new_empty(sum(came))
     dist.all_to_all_single(result, flat, list(came), list(sent), group=dims.data().group)

@@ -1,11 +1,11 @@
-"""Dimensions of parallelism: the ranks are a grid, and a caller asks for the group of ranks that it means.
+"""Dimensions of parallelism: the ranks form a grid, and each caller asks for the group of ranks that it needs.
 
-The grid is [replicate, shard]: consecutive ranks hold one copy of the model between them, and the copies are replicas.
-All of them train on different samples. A dimension whose ranks work on the same samples (tensor, context, expert)
-becomes a further axis of the grid, inside `shard`: `data` then leaves that axis out, and `model` has it. Callers stay
-as they are.
+The grid is [replicate, shard]. The ranks along `shard` are consecutive and shard one copy of the model; the copies are
+replicas. All ranks of this grid train on different samples. A dimension whose ranks work on the same samples (tensor,
+context, expert) will be a further axis inside `shard`. Then `model` includes the new axis, `data` excludes it, and the
+callers do not change.
 
-Only this package asks torch.distributed for ranks and groups.
+Only `rlhf.ranks` asks torch.distributed for ranks and groups.
 """
 
 import functools
@@ -25,10 +25,10 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that act together for one purpose, as one of them sees them.
+    """A group of ranks that make collective calls together, seen from one of its members.
 
-    `members` are their numbers among all ranks, in order; `rank` is this rank's index in `members`. `group` is their
-    process group, None in a process that acts alone.
+    `members` are the global ranks of the group, in order. `rank` is this rank's index in `members`. `group` is the
+    process group; None in a single process without torch.distributed.
     """
 
     rank: int
@@ -37,31 +37,31 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks in the group."""
         return len(self.members)
 
     def of(self, values: Sequence[T]) -> list[T]:
-        """Return the members' entries of `values`, which has one for every rank."""
+        """Return the members' entries of `values`, which has one entry for each global rank."""
         return [values[member] for member in self.members]
 
 
 def everyone() -> RankGroup:
-    """Return all ranks: what the coordinator, files, and agreements to stop are about."""
+    """Return the group of all ranks: for the coordinator, files, and agreements to stop."""
     if not dist.is_initialized():
         return RankGroup(0, range(1), None)
     return RankGroup(dist.get_rank(), range(dist.get_world_size()), dist.group.WORLD)
 
 
 def data() -> RankGroup:
-    """Return the ranks that hold different samples, of which this is one: for prompts, balance and sums over tokens.
+    """Return this rank's data-parallel group: the ranks with different samples. For prompts, balance, sums over tokens.
 
-    These are all ranks, as every rank of replicate and shard has samples of its own.
+    These are all ranks, because every rank along `replicate` and `shard` has samples of its own.
     """
     return everyone()
 
 
 def model(device: torch.device, replicas: int = 1) -> RankGroup:
-    """Return the ranks that hold one copy of the model together with this one, for gathers. Collective as `mesh`."""
+    """Return the ranks that shard one copy of the model with this rank, for gathers. Collective with `replicas` > 1."""
     if replicas == 1:
         return everyone()
     group = mesh(device, replicas).get_group(SHARD)
@@ -69,10 +69,11 @@ def model(device: torch.device, replicas: int = 1) -> RankGroup:
 
 
 def mesh(device: torch.device, replicas: int) -> DeviceMesh:
-    """Return the mesh of all ranks for FSDP2. Collective.
+    """Return the device mesh of all ranks for FSDP2. Collective.
 
-    With several `replicas` it is HSDP's: [replicas, ranks / replicas], consecutive ranks in one replica, so that
-    weights are gathered within a machine where a replica fits on one. Process groups are made once, for all models.
+    With one replica the mesh has one dimension. With more it is HSDP's [replicas, ranks / replicas]. Consecutive ranks
+    are in one replica, so weights are gathered within a machine if a replica fits on one. All models share one set of
+    process groups.
     """
     if replicas == 1:
         return init_device_mesh(device.type, (dist.get_world_size(),))
@@ -83,7 +84,7 @@ def mesh(device: torch.device, replicas: int) -> DeviceMesh:
 @functools.lru_cache(maxsize=1)
 def _replicated(world: dist.ProcessGroup, device: torch.device, replicas: int) -> DeviceMesh:
     grid = torch.arange(world.size()).view(replicas, -1)
-    # Groups that a mesh makes for itself would wait as long as torch thinks, not trainer.collective_timeout_s.
+    # A mesh would create its groups with torch's default timeout instead of trainer.collective_timeout_s.
     timeout = world._get_backend(device).options._timeout
     sharding, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=timeout)
     replicating, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=timeout)

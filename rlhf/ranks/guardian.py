@@ -1,6 +1,6 @@
-"""Has the ranks of a node watched where no supervisor of ours watches them: under torchrun, srun and the like.
+"""Starts a watchdog process on each node if no supervisor of ours watches the ranks: under torchrun, srun and the like.
 
-The watchdog (`python -m rlhf.launch.node_watchdog`) is a process of its own, since a rank that hangs may hold the GIL.
+The watchdog (`python -m rlhf.launch.node_watchdog`) is a separate process, because a rank that hangs may hold the GIL.
 """
 
 import json
@@ -20,10 +20,11 @@ MODULE = "rlhf.launch.node_watchdog"
 
 @contextmanager
 def watched(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinator) -> Iterator[None]:
-    """Have the ranks watched while entered, on Linux, unless `trainer.watchdog` is off. Collective.
+    """Run a watchdog for the ranks of each node while entered. Collective.
 
-    A node is a machine with one run directory. The lowest rank of each starts its watchdog, which watches that rank
-    while it is here, and the others to their end.
+    Does nothing with `trainer.watchdog=false`, or outside Linux. A node is a machine with one run directory. The lowest
+    rank of a node starts the watchdog, which watches that rank until it leaves the `with` block, and the node's other
+    ranks until they end.
     """
     if not trainer.watchdog or sys.platform != "linux":
         yield
@@ -38,7 +39,7 @@ def watched(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinator) -> 
     process = subprocess.Popen(
         [sys.executable, "-m", MODULE, str(run_dir), json.dumps(pids), str(nodes.index(mine)), str(len(nodes))],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # a request to leave is the ranks'; until they have saved, they are watched
+        start_new_session=True,  # stop signals go to the ranks alone, which must be watched until they have saved
     )
     assert process.stdin is not None
     with process.stdin:

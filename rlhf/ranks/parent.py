@@ -1,4 +1,4 @@
-"""A process that never outlives the one that started it."""
+"""Ties a process to its parent, so that it dies with it, and identifies processes and machines beyond process ids."""
 
 import ctypes
 import os
@@ -8,19 +8,21 @@ import uuid
 from pathlib import Path
 
 SUPERVISOR_PID = "RLHF_SUPERVISOR_PID"
-"""Names the supervisor of a rank; without it (torchrun, a debugger) the rank tells its errors itself."""
+"""Environment variable: process id of a rank's supervisor. Without it (torchrun, a debugger) a rank logs its errors
+itself."""
 PARENT_PID = "RLHF_PARENT_PID"
-"""Names the process that started this one: of a rank the supervisor or its launcher, of a rollout server the rank."""
+"""Environment variable: process id of the parent. A rank's parent is the supervisor or its launcher, a rollout server's
+parent is the rank."""
 _PR_SET_PDEATHSIG = 1
 _OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _BOOT, _PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 
 def die_with_parent(variable: str = PARENT_PID) -> None:
-    """Have the kernel kill this process when the one that `variable` names ends, however it ends (Linux only).
+    """Have the kernel kill this process when its parent, whose process id is in `variable`, ends (Linux only).
 
-    Call it first thing, before slow imports. Does nothing where the variable is not set (torchrun, a debugger). Start
-    such a process from a thread that lives as long as yours: the kernel watches the thread that started it.
+    Call this before slow imports. It does nothing if the variable is not set (torchrun, a debugger). The kernel watches
+    the thread that started the process, so the parent must start it from a thread that lives as long as the parent.
     """
     parent = os.environ.get(variable)
     if parent is None or sys.platform != "linux":
@@ -28,35 +30,39 @@ def die_with_parent(variable: str = PARENT_PID) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != int(parent):  # it died before the line above
+    if os.getppid() != int(parent):  # the parent died before the call of prctl
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def torchrun_agent() -> str | None:
-    """Name of the torchrun process that has started this rank, the same in all its attempts and no other's ever; None
-    without torchrun.
+    """Return a unique name of the torchrun process that started this rank, the same in all its attempts.
 
-    The run id is no such name: users repeat it, and without an elastic rendezvous it is "none". Nor is the count of
-    restarts, which stays 0 when machines come and go.
+    None without torchrun, and outside Linux. torchrun's run id is not unique: users repeat it, and without an elastic
+    rendezvous it is "none". The restart count does not identify a launch either: it stays 0 when machines come and go.
     """
     if _OF_TORCHRUN not in os.environ or sys.platform != "linux":
         return None
     pid = os.getppid()
-    # Between the two there may be a script of the user's, which has inherited the variable.
+    # A script of the user's may lie between torchrun and this rank. It has inherited the variable.
     while pid > 1 and f"{_OF_TORCHRUN}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
         pid = int(_stat(pid)[1])
     return f"{_BOOT.read_text().strip()}-{pid}-{_stat(pid)[19]}"
 
 
 def machine() -> str:
-    """Text that all processes which see each other's process ids share: no other running machine has it, nor another
-    container on this one."""
+    """Return a text that identifies this machine and its process-id namespace (its container).
+
+    Processes with the same text see each other's process ids.
+    """
     boot = _BOOT.read_text().strip() if _BOOT.exists() else str(uuid.getnode())
     return f"{boot} {_PROCESSES.readlink() if _PROCESSES.exists() else ''}"
 
 
 def birth_of(pid: int) -> str | None:
-    """The time of a process' start, which tells it from a later one with its id; None if it has ended. Linux only."""
+    """Return the start time of a process, or None if it has ended. Linux only.
+
+    The start time distinguishes the process from a later one with the same process id.
+    """
     try:
         fields = _stat(pid)
     except (FileNotFoundError, ProcessLookupError):
@@ -65,5 +71,5 @@ def birth_of(pid: int) -> str | None:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of a process' `/proc` entry after its name: 0 is its state, 1 its parent, 19 the time of its start."""
+    """Return the fields of `/proc/PID/stat` after the name: 0 is the state, 1 the parent, 19 the start time."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

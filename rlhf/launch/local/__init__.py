@@ -1,1 +1,1 @@
-"""Ranks that are processes of this machine: forked from a launcher or started plainly, known by process ids."""
+"""Ranks as processes of this machine, forked from a launcher or started as new processes."""

@@ -1,4 +1,4 @@
-"""Supervisor's end of the launcher, and of the ranks that are forked from it."""
+"""The supervisor's side of the launcher, and of the ranks that the launcher forks."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from rlhf.launch.local.rank_output import RankOutput
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked, RankEnded
 from rlhf.ranks.parent import PARENT_PID
 
-# An interpreter closes its connections some milliseconds before it ends.
+# An exiting interpreter closes its connections some milliseconds before its process ends.
 _LAST_MOMENTS_S = 2.0
 
 Message = Forked | Devices | RankEnded
@@ -24,9 +24,11 @@ Message = Forked | Devices | RankEnded
 def start_launcher(
     fd: int, modules: Sequence[str], variables: Mapping[str, str], output: RankOutput | None
 ) -> "subprocess.Popen[bytes]":
-    """`rlhf.ranks.launcher.main(fd, modules)` in a process of its own, with `variables` in its environment; what it and
-    its ranks print goes to `output`, or where this process's goes."""
-    # A session of its own, like a rank: Ctrl-C is the supervisor's to handle.
+    """Start `rlhf.ranks.launcher` in a new process, with `variables` in its environment.
+
+    What the launcher and its ranks print goes to `output`, or, if that is None, to this process's stdout and stderr.
+    """
+    # A session of its own, like a rank's: the terminal must send Ctrl-C to the supervisor alone.
     return subprocess.Popen(
         [sys.executable, "-m", "rlhf.ranks.launcher", str(fd), *modules],
         env=os.environ | variables | (output.variables if output else {}),
@@ -38,7 +40,7 @@ def start_launcher(
 
 
 class LauncherProcess:
-    """A running launcher, which imports `modules` from the moment on that this object is made. Close it in the end."""
+    """A running launcher. The constructor starts it, and it begins to import `modules`. Call `close` in the end."""
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str], output: RankOutput | None = None) -> None:
         self._connection, theirs = Pipe()
@@ -47,17 +49,17 @@ class LauncherProcess:
             self._popen = start_launcher(theirs.fileno(), modules, own, output)
         self.pid = self._popen.pid
         self.exit: int | None = None
-        """Its exit code, negative for a signal, once it is known to have ended. The kernel ends its ranks with it."""
+        """The launcher's exit code, negative for a signal; None while it runs. The kernel kills its ranks with it."""
 
     def ask(self, request: Fork | CountDevices) -> None:
-        """Send a request; the answer comes through `receive`, or never if the launcher ends."""
+        """Send a request. `receive` returns the answer; there is none if the launcher ends."""
         try:
             self._connection.send(request)
         except OSError:
             self._lost()
 
     def receive(self, wait_s: float) -> Message | None:
-        """The next message; None when there is none within `wait_s` seconds, or the launcher has ended."""
+        """Return the next message; None if none comes within `wait_s` seconds, or the launcher has ended."""
         if self.exit is not None:
             return None
         try:
@@ -67,13 +69,13 @@ class LauncherProcess:
             return None
 
     def _lost(self) -> None:
-        """The connection has ended; the process does so next, with an exit code that says more than a kill."""
+        """Handle a closed connection: wait a moment for the launcher's own exit code, then close."""
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(_LAST_MOMENTS_S)
         self.close()
 
     def close(self) -> None:
-        """End it, and with it all its ranks."""
+        """Kill the launcher, and with it all its ranks."""
         if self.exit is None:
             self._popen.kill()
             self.exit = self._popen.wait()
@@ -81,7 +83,7 @@ class LauncherProcess:
 
 
 class ForkedRanks(RankProcesses):
-    """A `Ranks` that a launcher has forked. The kernel ends the ranks with their launcher."""
+    """`Ranks` that a launcher forked. If the launcher dies, the kernel kills them."""
 
     def __init__(self, launcher: LauncherProcess, nproc: int, pids: Mapping[int, int], run_dir: Path) -> None:
         super().__init__(pids, run_dir)
@@ -98,6 +100,6 @@ class ForkedRanks(RankProcesses):
             taken_by = f"the launcher: {RankExit(self._launcher.exit)}"
             lost = self._running - exits.keys()
             exits |= {rank: RankExit(-signal.SIGKILL, taken_by) for rank in lost}
-            self.kill(lost)  # for their children
+            self.kill(lost)  # the ranks are dead; this kills the processes that they started
         self._running -= exits.keys()
         return exits

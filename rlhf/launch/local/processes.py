@@ -1,4 +1,4 @@
-"""Ranks as processes: signals by process id, and the stacks that a process writes even when it hangs."""
+"""Ranks as processes: sends them signals, and collects the stacks that a process writes even if it hangs."""
 
 import os
 import signal
@@ -15,13 +15,13 @@ from rlhf.ranks.parent import PARENT_PID
 from rlhf.ranks.status import STACKS_SIGNAL, RankStatus, keep_stacks, read_statuses, stacks_file
 from rlhf.ranks.world import listening_socket, rank_variables
 
-# A dump takes milliseconds; a process without one by then is stopped, stuck in the kernel or not that far yet.
+# A dump takes milliseconds. A process without a dump by then is stopped, stuck in the kernel, or still starting.
 PATIENCE_S = 3.0
 _SETTLED_S = 0.2
 
 
 class RankProcesses:
-    """The part of `Ranks` that process ids (`pids`, by rank) and the status files in `run_dir` suffice for."""
+    """The methods of `Ranks` that need only the process ids (`pids`, by rank) and the status files in `run_dir`."""
 
     def __init__(self, pids: Mapping[int, int], run_dir: Path) -> None:
         self._pids, self._run_dir = dict(pids), run_dir
@@ -35,7 +35,7 @@ class RankProcesses:
         self._signal(ranks, signal.SIGUSR1)
 
     def stacks(self, ranks: Collection[int]) -> Stacks:
-        """See `Ranks`. A process writes its stacks itself on STACKS_SIGNAL, without Python's help."""
+        """See `Ranks`. On STACKS_SIGNAL a process writes its stacks in C code, so a held GIL does not prevent it."""
         files = {rank: stacks_file(self._run_dir, rank) for rank in ranks}
         before = {rank: _size(path) for rank, path in files.items()}
         self._signal(ranks, STACKS_SIGNAL)
@@ -45,7 +45,7 @@ class RankProcesses:
         return Stacks(texts, silent, keep_stacks(self._run_dir))
 
     def kill(self, ranks: Collection[int]) -> None:
-        """See `Ranks`. A rank is the leader of a session; so early in its life it is no leader yet."""
+        """See `Ranks`. Kills the rank and its process group: just after a fork a rank does not lead its group yet."""
         for rank in ranks:
             for kill in (os.kill, os.killpg):
                 with suppress(ProcessLookupError, KeyError):
@@ -58,7 +58,7 @@ class RankProcesses:
 
 
 class PlainRanks(RankProcesses):
-    """A `Ranks` of `nproc` children of this process, each with imports of its own."""
+    """`Ranks` that are `nproc` new Python processes, children of this process, each with imports of its own."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class PlainRanks(RankProcesses):
 
 
 def _wait_until_written(files: Mapping[int, Path], before: Mapping[int, int]) -> None:
-    """Return when every file is longer than `before` and all are at rest, or after PATIENCE_S."""
+    """Return when every file is longer than `before` and none grows any more, or after PATIENCE_S."""
     end, last, quiet_since = time.monotonic() + PATIENCE_S, before, time.monotonic()
     while (now := time.monotonic()) < end:
         sizes = {rank: _size(path) for rank, path in files.items()}
@@ -113,7 +113,7 @@ def _size(path: Path) -> int:
 
 
 def why_silent(process: int) -> str:
-    """The reason why the process has left no stacks, as the kernel (of Linux) sees it."""
+    """Return the likely reason why a process wrote no stacks, from its state in Linux's `/proc`."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Output of the ranks on its way through the supervisor: what they print, and their progress."""
+"""Passes the ranks' output through the supervisor: what they print, and their progress."""
 
 import os
 import selectors
@@ -13,15 +13,15 @@ from rlhf.tracking.run_output import RunOutput
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 16
 _STOP = b"stop"
-# Pipes hold less, unless an orphan goes on to print.
+# More than pipes can hold. The bound is for orphans of dead ranks that go on printing.
 _DRAIN_READS = 64
 
 
 class RankOutput:
-    """Pipes that take the place of the ranks' stdout and stderr, and one for their progress; a thread reads them.
+    """Pipes for the ranks' stdout, stderr and progress, which a thread reads while entered.
 
-    A terminal has one writer then, so that no line ends in the middle of a bar, and nothing from outside reaches it
-    raw. While entered.
+    So the terminal has a single writer: no line ends in the middle of a progress bar, and no raw control characters
+    reach the terminal.
     """
 
     def __init__(self, output: RunOutput) -> None:
@@ -31,16 +31,16 @@ class RankOutput:
         reads, writes = zip(*(os.pipe() for _ in range(4)), strict=True)
         self._progress, self._of_stdout, self._of_stderr, self._wake = reads
         self.progress_fd, self.stdout, self.stderr, self._waker = writes
-        """The ends for the ranks."""
+        """The write ends of the pipes, which the ranks inherit."""
         for fd in reads:
             os.set_blocking(fd, False)
         self._thread = threading.Thread(target=self._run, name="rank output", daemon=True)
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables by which ranks find the pipe for their progress."""
+        """Environment variables for the ranks: the pipe for their progress, and whether to show download bars."""
         variables = {PROGRESS_FD: str(self.progress_fd)}
-        # Libraries show no bars of downloads to a pipe, unless this asks for them.
+        # Libraries write no download bars to a pipe unless this variable asks for them.
         return variables | {"TQDM_POSITION": "-1"} if self._output.has_bar else variables
 
     def __enter__(self) -> Self:
@@ -57,7 +57,7 @@ class RankOutput:
             os.close(fd)
 
     def drain(self) -> None:
-        """Say all that ranks have written so far, a line without an end included: of dead ones nothing more comes."""
+        """Show all that the ranks have written so far, including an unfinished line. Call it when they have ended."""
         with self._lock:
             for _ in range(_DRAIN_READS):
                 if not self._pump():
@@ -67,7 +67,7 @@ class RankOutput:
                     self._say(fd, rest)
 
     def phase(self, name: str) -> None:
-        """Show a phase in which there are no ranks to tell of it."""
+        """Show a phase in which no rank runs that could report it."""
         with self._lock:
             self._output.progress.phase(0, 0, name)
 
@@ -87,7 +87,7 @@ class RankOutput:
                     return
 
     def _pump(self) -> bool:
-        """Hand on what has come, if anything."""
+        """Pass on what the pipes contain. Return whether there was anything."""
         anything = False
         for fd in (self._progress, self._of_stdout, self._of_stderr):
             if data := _read(fd):
@@ -98,7 +98,7 @@ class RankOutput:
                 if len(rest) > _LONGEST_LINE:
                     self._say(fd, rest)
                     rest = b""
-                # Of a line that is written over and over (a download's bar) only the newest state counts.
+                # A line that is rewritten in place (a download bar): keep its newest state only.
                 states = rest.split(b"\r")[-2:]
                 if len(states) == 2:
                     self._output.note(_text(states[1] or states[0]))
@@ -107,7 +107,7 @@ class RankOutput:
 
     def _say(self, fd: int, line: bytes) -> None:
         if fd == self._progress:
-            with suppress(ValueError):  # code of the user's may write where it likes, and must not stop this thread
+            with suppress(ValueError):  # code of the user's may write anything to the pipe: this thread must go on
                 deliver(line, self._output.progress)
             return
         text = _text(line.rstrip(b"\r").rpartition(b"\r")[2])

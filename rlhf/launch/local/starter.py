@@ -1,6 +1,6 @@
 """Starts the ranks on this machine.
 
-They are forked from a launcher that has done their imports, or started plainly where that is not safe.
+Ranks are forked from a launcher that has done their imports. Where a fork is not safe, they are new Python processes.
 """
 
 import logging
@@ -32,11 +32,14 @@ log = logging.getLogger(__name__)
 
 
 class LocalStarter:
-    """A `RankStarter` of processes. While entered, it may keep a launcher, which imports `modules`: at once if ranks
-    are `expected`, else when they start.
+    """A `RankStarter` of processes on this machine. While entered, it runs a launcher if the ranks may be forked.
 
-    A launcher that ends takes its ranks along, and the next start makes a new one. What ranks print goes to `output`,
-    or where this process's own goes.
+    If a launcher ends, its ranks die with it, and the next start makes a new launcher.
+
+    Args:
+        modules: what the launcher imports; None for what ranks of `config` import.
+        output: receives what the ranks print. None leaves them this process's stdout and stderr.
+        expected: whether ranks will probably start. If not, the launcher starts with the first attempt.
     """
 
     def __init__(
@@ -55,7 +58,8 @@ class LocalStarter:
         self._ignored_ends = False
 
     def __enter__(self) -> Self:
-        # A parent that ignores SIGCHLD hands that down, and then every exit code is lost: a crash looks like an end.
+        # A parent that ignores SIGCHLD passes that on to this process. Then every exit code is lost, and a crash looks
+        # like a success.
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
             if threading.current_thread() is not threading.main_thread():
                 raise UserError(
@@ -115,7 +119,7 @@ class LocalStarter:
         return ForkedRanks(launcher, nproc, {}, self._run_dir) if stop.signal_name is None else None
 
     def _give_up(self, launcher: LauncherProcess, problem: str | None = None) -> None:
-        """Do without a launcher from now on, because of its `problem` or, without one, because it does not answer."""
+        """Use no launcher from now on, because of its `problem`, or if that is None because it does not answer."""
         why = problem or f"its imports take more than {self._trainer.watchdog_first_timeout_s:g} s"
         self._why_plain = f"the launcher must not fork them, because {why}"
         launcher.close()
@@ -129,7 +133,7 @@ class LocalStarter:
         count = self._device_count()
         if count == 0 and t.device == "auto" and not count_gpus():
             return
-        if count == 0:  # with auto, settings may suit GPUs that the driver has
+        if count == 0:  # also with auto: the driver sees GPUs, so the settings may have GPU defaults
             raise UserError(
                 f"trainer.device={t.device}, but no CUDA device is visible. Set trainer.device=cpu, or see "
                 "`nvidia-smi`."
@@ -167,7 +171,7 @@ class LocalStarter:
 
 
 def why_plain(config: Config) -> str | None:
-    """The reason why ranks of this configuration can't be forked; None when they can."""
+    """Return the reason why ranks of this configuration cannot be forked; None if they can."""
     if not config.trainer.warm_start:
         return "trainer.warm_start=false"
     if sys.platform != "linux":
@@ -178,13 +182,13 @@ def why_plain(config: Config) -> str | None:
 
 
 def modules_of(config: Config) -> list[str]:
-    """The modules that ranks of this configuration import, as far as that takes time and starts no threads."""
+    """Return the modules that ranks of this configuration import and that are slow to import but start no threads."""
     modules = ["rlhf.worker"]
     if config.data.train_files is None:
         modules.append("reasoning_gym")
     if config.backend.name == "deepspeed":
         modules.append("torch._inductor.compile_fx")  # imported by its optimizers
-        if config.trainer.device != "auto":  # it must be told before the import
+        if config.trainer.device != "auto":  # DeepSpeed reads the device from DS_ACCELERATOR when it is imported
             modules.append("deepspeed")
     return modules
 
@@ -194,12 +198,12 @@ def _variables(config: Config) -> dict[str, str]:
     variables = {
         SUPERVISOR_PID: str(os.getpid()),
         "OMP_NUM_THREADS": str(t.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or max(1, _cores() // t.ranks)),
-        # Threads that spin at barriers, libgomp's default, crawl as soon as another process wants their core.
+        # libgomp's default is threads that spin at barriers. They are very slow once another process needs their core.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
-        # numpy's OpenBLAS starts its threads when it is imported, and the launcher must have none.
+        # NumPy's OpenBLAS starts its threads on import, and the launcher must have no threads when it forks.
         "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
-        # Some reasoning-gym tasks draw other problems for other hash seeds.
+        # Some reasoning-gym tasks draw different problems with different hash seeds.
         "PYTHONHASHSEED": "0",
     }
     if config.backend.name == "deepspeed" and t.device != "auto":
@@ -208,5 +212,5 @@ def _variables(config: Config) -> dict[str, str]:
 
 
 def _cores() -> int:
-    """Cores that this process may use; containers and schedulers restrict them with the affinity mask."""
+    """Return the number of cores that this process may use. Containers and schedulers set an affinity mask."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
