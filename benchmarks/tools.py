@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.figures import ratios, rotated, spread
 
-IMPORTS = "import rlhf.convert.verbs.merge, rlhf.checkpoint.export.hf_work"
+IMPORTS = "import rlhf.convert.verbs.convert, rlhf.convert.verbs.outputs, rlhf.checkpoint.export.hf_work"
 
 
 @dataclass(frozen=True)

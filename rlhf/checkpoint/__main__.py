@@ -16,17 +16,24 @@ VERBS = {
     "list": "rlhf.checkpoint.verbs.list",
     "inspect": "rlhf.checkpoint.verbs.inspect",
     "verify": "rlhf.checkpoint.verbs.verify",
-    "merge": "rlhf.convert.verbs.merge",
-    "test": "rlhf.convert.verbs.test",
-    "export": "rlhf.convert.verbs.export",
     "prune": "rlhf.checkpoint.verbs.prune",
-    "diff": "rlhf.convert.verbs.diff",
-    "import": "rlhf.convert.verbs.importing",
-    "push": "rlhf.convert.verbs.pushing",
     "convert": "rlhf.convert.verbs.convert",
+    **dict.fromkeys(("merge", "export", "import"), "rlhf.convert.verbs.convert"),
+    "test": "rlhf.convert.verbs.test",
+    "diff": "rlhf.convert.verbs.diff",
+    "push": "rlhf.convert.verbs.pushing",
 }
-"""Verb -> its module, with `NAME`, `HELP`, `add_arguments(parser)` and `run(arguments,
+"""Verb -> its module, with `HELP`, `add_arguments(parser)` and `run(arguments,
 console) -> int`. A module imports what is heavy (torch) within `run`, so that `--help` and mistakes cost nothing."""
+ALIASES: dict[str, tuple[str, dict[str, str | None]]] = {
+    "merge": ("convert --to hf: make a Hugging Face folder of a training checkpoint", {"to": "hf", "adapter": None}),
+    "export": (
+        "convert --to hf --backend native: make a Hugging Face folder of one of our runs or checkpoints",
+        {"to": "hf", "adapter": None, "backend": "native"},
+    ),
+    "import": ("convert --to native: another tool's checkpoint becomes the start of a new run", {"to": "native"}),
+}
+"""Names of `convert` -> what they say of themselves, and the arguments that they fill in."""
 
 ROOM = "Free some room there, or give a place on another disk."
 RIGHT = "Give another place, or get the right to this one."
@@ -51,9 +58,10 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="VERB")
     for name in argv[:1] if argv[:1] and argv[0] in VERBS else VERBS:
         verb: Any = importlib.import_module(VERBS[name])
-        command = commands.add_parser(name, help=verb.HELP, description=verb.HELP)
+        said, filled = ALIASES.get(name, (verb.HELP, {}))
+        command = commands.add_parser(name, help=said, description=said)
         verb.add_arguments(command)
-        command.set_defaults(run=verb.run)
+        command.set_defaults(run=verb.run, **filled)
     arguments = parser.parse_args(argv)
     # Only a terminal has a width to fit into. No markup anywhere: names and texts come from files.
     piped = not sys.stdout.isatty()

@@ -70,6 +70,23 @@ def test_types_and_shards(models, tmp_path, command):
     assert equal_bits(merged(command, tmp_path / "b", tmp_path / "again"), found)
 
 
+def test_the_names_of_convert_write_the_same(models, tmp_path, command):
+    """Every option of a Hugging Face folder, under the name of the verb itself."""
+    options = ("--dtype", "bfloat16", "--max-shard-size", "4KB", "--tie-word-embedding", "--json")
+    merged(command, models / "qwen2", tmp_path / "merged", *options)
+    for number, places in enumerate(
+        ((models / "qwen2", tmp_path / "0"), ("--local_dir", models / "qwen2", "--target_dir", tmp_path / "1"))
+    ):
+        code, _, err = command("convert", "--to", "hf", *places, *options)
+        assert (code, err) == (0, "")
+        folders = [{path.name: path.read_bytes() for path in (tmp_path / n).iterdir()} for n in ("merged", f"{number}")]
+        assert folders[0] == folders[1]
+    code, _, err = command("convert", models / "qwen2", tmp_path / "x", "--to", "dcp", "--adapter", "keep")
+    assert (code, "--adapter=keep is for --to hf" in err) == (2, True)
+    code, _, err = command("convert", models / "qwen2", tmp_path / "x")
+    assert (code, "Give --to" in err) == (2, True)
+
+
 def test_numbers_that_float16_does_not_have_are_told(models, tmp_path, command):
     source = shutil.copytree(models / "llama", tmp_path / "large")
     tensors = load_file(source / "model.safetensors")
@@ -183,6 +200,8 @@ def test_mistakes_get_one_line(models, tmp_path, command):
         ),
         (["--local_dir", no_config], "has no config.json. Name the model's folder with --hf_model_path"),
         (["--local_dir", models / "llama", "--private"], "--private is for an upload"),
+        (["--local_dir", models / "llama", "--tp", 2], "--tp is for --to megatron, not for --to hf"),
+        ([], "--local_dir and --target_dir"),
     ):
         code, out, err = command("merge", "--target_dir", tmp_path / "out", *options)
         assert (code, out, err.count("\n")) == (2, "", 1), err
@@ -281,7 +300,6 @@ def test_mistyped_words_get_one_line(capsys):
         (["exprot", "a", "b"], "exprot is no verb; .*Did you mean export?"),
         (["export", "a", "b", "--dtpye", "bfloat16"], "--dtpye bfloat16 is not known. Did you mean --dtype?"),
         (["export", "a", "b", "c"], "c is not known."),
-        (["merge", "--local_dir", "a"], "required: --target_dir/--target-dir."),
     ):
         with pytest.raises(SystemExit) as caught:
             main(arguments)

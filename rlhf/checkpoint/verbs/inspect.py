@@ -19,7 +19,6 @@ from rlhf.printable import printable
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import DRIVER_STATE, INDEX
 
-NAME = "inspect"
 HELP = "what one checkpoint holds, the newest of a run: roles, tensors, driver state"
 
 add_arguments = add_address

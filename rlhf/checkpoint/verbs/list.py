@@ -20,7 +20,6 @@ from rlhf.errors import EXIT_CRASHED, EXIT_DONE
 from rlhf.printable import printable
 from rlhf.storage.layout import POINTER
 
-NAME = "list"
 HELP = "one line per checkpoint of a run directory, or of each in a folder of many"
 
 add_arguments = add_address

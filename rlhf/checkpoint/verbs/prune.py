@@ -22,7 +22,6 @@ from rlhf.printable import printable
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import step_of
 
-NAME = "prune"
 HELP = "remove the checkpoints that retention would, and what kills have left; without --yes only show them"
 
 

@@ -16,7 +16,6 @@ from rlhf.errors import EXIT_CRASHED, EXIT_DONE
 from rlhf.printable import printable
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
-NAME = "verify"
 HELP = "read every byte and compare it with the manifest"
 
 add_arguments = add_address

@@ -1,32 +1,34 @@
-"""Verb `convert`: a checkpoint of any layout as one of another, by one process on the CPU."""
+"""Verb `convert`: a checkpoint of any layout as one of another, by one process on the CPU.
+
+`merge`, `export` and `import` are names of it that fill in arguments (`rlhf.checkpoint.__main__.ALIASES`).
+"""
 
 import argparse
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from rlhf.checkpoint.commit.output_folder import output_folder, prove
 from rlhf.checkpoint.verbs.places import local_folder
-from rlhf.checkpoint.verbs.work_bar import work_bar
-from rlhf.convert.verbs.hf_output import DTYPES, tell, to_hf_folder
-from rlhf.convert.verbs.native_output import tell_start, to_native_folder
-from rlhf.convert.verbs.origins import add_cpu_option, add_layout_options, check_places
+from rlhf.convert.verbs.options import add_origin_options, add_weights_options, check_places
+from rlhf.convert.verbs.outputs import report, to_hf_folder, to_native_folder, to_other_folder
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhf.models.hf.source import Origin, TensorSource
+    from rlhf.models.hf.source import Origin
 
-NAME = "convert"
 HELP = "make a Hugging Face folder, a checkpoint of ours, of torch DCP or of Megatron out of any other"
 HF, NATIVE, DCP, MEGATRON = "hf", "native", "dcp", "megatron"
 ONLY_FOR = {
     "dtype": (HF, DCP, MEGATRON),
+    "role": (HF, DCP, MEGATRON),
+    "max_shard_size": (HF,),
+    "tie_word_embedding": (HF,),
+    "is_value_model": (HF,),
+    "hf_upload_path": (HF,),
     "tp": (MEGATRON,),
     "pp": (MEGATRON,),
     "megatron_layout": (MEGATRON,),
-    "role": (HF, DCP, MEGATRON),
 }
 """Options that not every output knows, with those that do."""
 
@@ -34,16 +36,35 @@ ONLY_FOR = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `rlhf.checkpoint.__main__.VERBS`. verl's users know `--hf_model_path` and `--output_path` alone."""
     parser.add_argument(
-        "source", type=local_folder, nargs="?", metavar="SOURCE", help="folder of a checkpoint of any layout"
+        "source",
+        type=local_folder,
+        nargs="?",
+        metavar="SOURCE",
+        help="folder of a checkpoint of any layout; of a run of ours its newest whole checkpoint",
     )
-    parser.add_argument("target", type=local_folder, nargs="?", metavar="TARGET", help="the folder to write")
-    parser.add_argument("--to", choices=(HF, NATIVE, DCP, MEGATRON), required=True, help="what TARGET is to be")
-    add_layout_options(parser)
     parser.add_argument(
-        "--output_path", "--output-path", type=local_folder, metavar="DIR", help="TARGET, as verl names it"
+        "target",
+        type=local_folder,
+        nargs="?",
+        metavar="TARGET",
+        help="the folder to write; a checkpoint of ours is FOLDER/global_step_N, and a run begins after N",
     )
-    parser.add_argument("--role", help="model of a checkpoint with several: actor (default), critic")
-    parser.add_argument("--dtype", choices=DTYPES, help="convert the weights; without it each keeps its type")
+    parser.add_argument("--to", choices=(HF, NATIVE, DCP, MEGATRON), help="what TARGET is to be")
+    add_origin_options(parser)
+    parser.add_argument(
+        *("--target_dir", "--target-dir", "--output_path", "--output-path"),
+        type=local_folder,
+        metavar="DIR",
+        help="TARGET, as verl's tools name it",
+    )
+    parser.set_defaults(adapter="merge", role=None)
+    add_weights_options(parser)
+    parser.add_argument(
+        "--tie-word-embedding",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="whether input and output embeddings are one (default: as config.json says)",
+    )
     for name, what in (("tp", "tensor"), ("pp", "pipeline")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} parallel ranks of Megatron (1)")
     parser.add_argument(
@@ -51,84 +72,85 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("torch_dist", "mp_rank"),
         help="torch_dist: megatron-core's, loads at any number of ranks (default); mp_rank: a file for each rank",
     )
-    add_cpu_option(parser)
+    parser.add_argument(
+        "--hf_upload_path", "--hf-upload-path", metavar="NAME", help="upload it to the Hub as NAME, too"
+    )
+    parser.add_argument("--private", action="store_true", help="as a private repository")
     parser.add_argument("--overwrite", action="store_true", help="replace the target if it is there")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Write TARGET."""
-    source, target = _places(arguments)
-    for name, known in ONLY_FOR.items():
-        if getattr(arguments, name) is not None and arguments.to not in known:
-            option = name.replace("_", "-")
-            raise UserError(f"--{option} is for --to {' or '.join(known)}, not for --to {arguments.to}. Leave it out.")
-    check_places([source], arguments.hf_model_path, target, arguments.overwrite)
-    from rlhf.models.hf.hf_plan import HfOptions
+    """Write TARGET and, if asked, upload it."""
+    (source, *parts), target = _places(arguments)
+    _check(arguments)
+    check_places([source, *parts], arguments.hf_model_path, target, arguments.overwrite)
     from rlhf.models.hf.source import Origin
 
+    # The trainer trains whole models, and no other tool of these has adapters of peft's kind.
+    adapter = arguments.adapter if arguments.to == HF else "merge"
     role = arguments.role or "actor"
-    origin = Origin(source, arguments.hf_model_path, role=role, tag=arguments.tag, adapter="merge")
-    if arguments.to == NATIVE:
-        made = to_native_folder(origin, arguments.backend, target, arguments.overwrite)
-        return tell_start(made, arguments.json, console)
+    origin = Origin(source, arguments.hf_model_path, role, arguments.tag, adapter, tuple(parts))
     if arguments.to == HF:
-        options = HfOptions(arguments.dtype, value_model=role == "critic")
-        made = to_hf_folder(origin, arguments.backend, options, target, arguments.overwrite)
+        made = _to_hf(origin, target, arguments)
+    elif arguments.to == NATIVE:
+        made = to_native_folder(origin, arguments.backend, target, arguments.overwrite)
     else:
-        made = _to_others(origin, target, arguments)
-    return tell(made, arguments.json, console)
+        options: dict[str, Any] = {"dtype": arguments.dtype}
+        if arguments.to == MEGATRON:
+            given = {
+                "layout": arguments.megatron_layout,
+                "tensor_ranks": arguments.tp,
+                "pipeline_ranks": arguments.pp,
+            }
+            options |= {name: value for name, value in given.items() if value is not None}
+        made = to_other_folder(origin, arguments.backend, arguments.to, options, target, arguments.overwrite)
+    return report(made, arguments.json, console)
 
 
-def _places(arguments: argparse.Namespace) -> tuple[Path, Path]:
-    """SOURCE and TARGET, or what verl's options say in their places."""
-    source, target = arguments.source or arguments.hf_model_path, arguments.target or arguments.output_path
-    if source is None or target is None:
-        raise UserError("Give SOURCE and TARGET, or --hf_model_path and --output_path.")
-    if None not in (arguments.target, arguments.output_path):
-        raise UserError(f"--output_path={arguments.output_path} and {arguments.target}: give one target.")
-    return source, target
+def _places(arguments: argparse.Namespace) -> tuple[list[Path], Path]:
+    """The folders of SOURCE, and TARGET, or what options say in their places."""
+    sources = [arguments.source] if arguments.source else arguments.local_dir or []
+    target = arguments.target or arguments.target_dir
+    if not sources and arguments.hf_model_path is not None:
+        sources = [arguments.hf_model_path]
+    if not sources or target is None:
+        raise UserError("Give SOURCE and TARGET, or --local_dir and --target_dir (--hf_model_path and --output_path).")
+    if None not in (arguments.source, arguments.local_dir):
+        raise UserError(f"--local_dir={arguments.local_dir[0]} and {arguments.source}: give one source.")
+    if None not in (arguments.target, arguments.target_dir):
+        raise UserError(f"--target_dir={arguments.target_dir} and {arguments.target}: give one target.")
+    return sources, target
 
 
-def _to_others(origin: "Origin", target: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    from rlhf.convert.dcp.dcp_folder import nbytes_of_dcp, write_dcp_folder
-    from rlhf.convert.layouts import open_source
-    from rlhf.convert.megatron.megatron_folder import write_megatron_folder
-
-    dtype, moments = arguments.dtype, arguments.to == DCP
-    with closing(open_source(origin, arguments.backend)) as source:
-        with output_folder(target, overwrite=arguments.overwrite, sources=_sources(origin)) as folder:
-            with work_bar(f"{target}", nbytes_of_dcp(source, dtype=dtype, moments=moments)) as progress:
-                if arguments.to == DCP:
-                    written = write_dcp_folder(source, folder, dtype=dtype, progress=progress)
-                else:
-                    written = write_megatron_folder(
-                        source,
-                        folder,
-                        tensor_ranks=1 if arguments.tp is None else arguments.tp,
-                        pipeline_ranks=1 if arguments.pp is None else arguments.pp,
-                        layout=arguments.megatron_layout or "torch_dist",
-                        dtype=dtype,
-                        progress=progress,
-                    )
-            prove(folder, written)
-        return _outcome(source, target, dtype)
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise UserError for options that do not go with each other."""
+    if arguments.to is None:
+        raise UserError(f"Give --to, what TARGET is to be: {', '.join((HF, NATIVE, DCP, MEGATRON))}.")
+    if arguments.adapter == "keep" and arguments.to != HF:
+        raise UserError(f"--adapter=keep is for --to {HF}, not for --to {arguments.to}. Leave it out.")
+    for name, known in ONLY_FOR.items():
+        if getattr(arguments, name) not in (None, False) and arguments.to not in known:
+            option = name if name.startswith("hf_") else name.replace("_", "-")
+            raise UserError(f"--{option} is for --to {' or '.join(known)}, not for --to {arguments.to}. Leave it out.")
+    if arguments.private and arguments.hf_upload_path is None:
+        raise UserError("--private is for an upload. Give --hf_upload_path NAME, or leave it out.")
 
 
-def _sources(origin: "Origin") -> list[Path]:
-    return [origin.path, *([origin.model_files] if origin.model_files else [])]
+def _to_hf(origin: "Origin", target: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    from rlhf.models.hf.hf_plan import HfOptions
 
+    repository, private = arguments.hf_upload_path, arguments.private
+    if repository is not None:
+        from rlhf.convert.huggingface.hub import prepare_repository, upload_folder
 
-def _outcome(source: "TensorSource", target: Path, dtype: str | None = None) -> dict[str, Any]:
-    """What `--json` prints, of a target that is there."""
-    infos = source.contents.tensors.values()
-    kept = {str(info.dtype).removeprefix("torch.") for info in infos}
-    files = {str(path.relative_to(target)): path.stat().st_size for path in sorted(target.rglob("*")) if path.is_file()}
-    return {
-        "target": str(target),
-        "layout": source.layout,
-        "tensors": len(infos),
-        "bytes": sum(files.values()),
-        "dtypes": sorted(kept) if dtype is None else [dtype],
-        "files": files,
-    }
+        prepare_repository(repository, private=private)
+    value_model = arguments.is_value_model or origin.role == "critic"
+    options = HfOptions(arguments.dtype, arguments.max_shard_size, arguments.tie_word_embedding, value_model)
+    made = to_hf_folder(origin, arguments.backend, options, target, arguments.overwrite)
+    if repository is not None:
+        from rlhf.convert.huggingface.model_card import card_of
+
+        card = card_of(origin, made["layout"], repository)
+        made["uploaded"] = upload_folder(target, repository, private=private, card=card)
+    return made

@@ -12,7 +12,7 @@ from rich.console import Console
 from rlhf.checkpoint.verbs.places import local_folder
 from rlhf.checkpoint.verbs.work_bar import work_bar
 from rlhf.convert.layouts import AUTO, backends
-from rlhf.convert.verbs.origins import check_places
+from rlhf.convert.verbs.options import add_model_files_option, check_places
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
 from rlhf.printable import printable
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rlhf.convert.differences import Compared, TensorDifference, ValueDifference
     from rlhf.models.hf.source import TensorSource
 
-NAME = "diff"
 HELP = "how two checkpoints differ: settings, driver state, weights and moments by norm and largest difference"
 DOCUMENTS, WEIGHTS, MOMENTS = "documents", "weights", "moments"
 
@@ -32,13 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--backend_{name}", choices=backends(), default=AUTO, help=f"layout of {name.upper()} (default: auto)"
         )
-    parser.add_argument(
-        "--hf_model_path",
-        "--hf-model-path",
-        type=local_folder,
-        metavar="DIR",
-        help="Hugging Face folder with config and tokenizer, where the checkpoints do not bring them",
-    )
+    add_model_files_option(parser)
     parser.add_argument(
         "--only",
         action="append",

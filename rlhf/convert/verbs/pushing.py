@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.places import checkpoints_at, local_folder
-from rlhf.convert.verbs.hf_output import DTYPES, size_of, to_hf_folder
-from rlhf.convert.verbs.origins import add_adapter_option
+from rlhf.convert.verbs.options import add_adapter_option, add_model_files_option, add_weights_options
+from rlhf.convert.verbs.outputs import to_hf_folder
 from rlhf.errors import EXIT_DONE, UserError
 from rlhf.printable import printable
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rlhf.models.hf.hf_plan import HfOptions
     from rlhf.models.hf.source import Origin
 
-NAME = "push"
 HELP = "upload a checkpoint, or a merged folder, to the Hugging Face Hub, with a model card"
 FOLDERS = ("config.json", "adapter_config.json")
 """Files of which a Hugging Face folder has one."""
@@ -37,17 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", metavar="BRANCH", help="a branch, made if it is not there (main)")
     parser.add_argument("--commit-message", metavar="TEXT", help="of the one commit")
     add_adapter_option(parser)
-    parser.add_argument("--dtype", choices=DTYPES, help="convert the weights; without it each keeps its type")
-    parser.add_argument(
-        "--max-shard-size", type=size_of, metavar="SIZE", help="most bytes of one file of weights, such as 2GB (5GB)"
-    )
-    parser.add_argument(
-        "--hf_model_path",
-        "--hf-model-path",
-        type=local_folder,
-        metavar="DIR",
-        help="Hugging Face folder with config and tokenizer, should those of the run not be there any more",
-    )
+    add_weights_options(parser)
+    add_model_files_option(parser)
     parser.add_argument("--json", action="store_true", help="print the address of the commit as JSON")
 
 

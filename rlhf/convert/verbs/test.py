@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rlhf.checkpoint.verbs.places import local_folder
 from rlhf.checkpoint.verbs.work_bar import work_bar
-from rlhf.convert.verbs.origins import add_cpu_option, add_origin_options, check_places, origin_of
+from rlhf.convert.verbs.options import add_origin_options, check_places
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
 from rlhf.printable import printable
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rlhf.convert.differences import TensorDifference
     from rlhf.models.hf.source import TensorInfo, TensorSource
 
-NAME = "test"
 HELP = "compare a checkpoint or a merged model with a reference model, tensor by tensor and by their logits"
 SHOWN = 20
 """Lines about tensors that are printed; `--json` has all."""
@@ -27,7 +26,7 @@ SHOWN = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `rlhf.checkpoint.__main__.VERBS`. The options are named as verl names them."""
-    add_origin_options(parser)
+    add_origin_options(parser, required=True)
     parser.add_argument(
         "--test_hf_dir",
         "--test-hf-dir",
@@ -38,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--atol", type=float, default=0.0, help="largest difference that counts as equal (0)")
     parser.add_argument("--ignore-dtype", action="store_true", help="let the types differ, not only the values")
-    parser.add_argument("--is-value-model", action="store_true", help="the models have a head of one number per token")
     parser.add_argument("--rows", type=int, default=2, help="rows of tokens whose logits are compared; 0: none (2)")
-    add_cpu_option(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -74,7 +71,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from rlhf.models.hf.source import Origin
 
     with closing(open_source(Origin(arguments.test_hf_dir), "huggingface")) as known:
-        origin = origin_of(arguments)
+        first, *parts = arguments.local_dir
+        given = arguments.hf_model_path, arguments.role, arguments.tag, arguments.adapter
+        origin = Origin(first, *given, parts=tuple(parts))
         # A layout that does not bring its configuration has the reference's, which is no base of an adapter.
         if origin.adapter != "merge":
             origin = replace(origin, model_files=origin.model_files or arguments.test_hf_dir)

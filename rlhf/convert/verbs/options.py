@@ -1,0 +1,95 @@
+"""Options that verbs share: which checkpoint is read, of whatever layout, and what is made of its weights."""
+
+import argparse
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from rlhf.checkpoint.commit.output_folder import check_target
+from rlhf.checkpoint.verbs.places import local_folder
+from rlhf.convert.layouts import AUTO, backends, check_folder
+from rlhf.errors import UserError
+
+DTYPES = ("float32", "bfloat16", "float16")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add_origin_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Give a verb the options that say which checkpoint it reads, and how; they are named as verl names them."""
+    parser.add_argument(
+        "--local_dir",
+        "--local-dir",
+        type=local_folder,
+        nargs="+",
+        required=required,
+        metavar="DIR",
+        help="folder of the checkpoint, or a run directory; further ones with parts of it from other nodes' disks",
+    )
+    parser.add_argument(
+        "--backend", choices=backends(), default=AUTO, help="layout of the checkpoint; auto asks each (default)"
+    )
+    parser.add_argument(
+        "--tag", help="save within the folder, of DeepSpeed, torch DCP or Megatron (default: the newest)"
+    )
+    parser.add_argument(
+        "--role", default="actor", help="actor (default), critic, or ref for a reference of ours that moves"
+    )
+    parser.add_argument("--is-value-model", action="store_true", help="the model has a head of one number per token")
+    parser.add_argument(
+        "--use_cpu_initialization",
+        "--use-cpu-initialization",
+        action="store_true",
+        help="accepted as verl's tools take it: all is done on the CPU",
+    )
+    add_model_files_option(parser)
+    add_adapter_option(parser)
+
+
+def add_model_files_option(parser: argparse.ArgumentParser) -> None:
+    """Give a verb the option for checkpoints that do not bring what belongs to their model."""
+    parser.add_argument(
+        "--hf_model_path",
+        "--hf-model-path",
+        type=local_folder,
+        metavar="DIR",
+        help="Hugging Face folder with config and tokenizer, where the checkpoint does not bring them",
+    )
+
+
+def add_adapter_option(parser: argparse.ArgumentParser) -> None:
+    """Give a verb the option for checkpoints whose weights are an adapter's."""
+    parser.add_argument(
+        "--adapter", choices=("keep", "merge"), help="an adapter (LoRA): keep it as peft's, or merge it into its base"
+    )
+
+
+def add_weights_options(parser: argparse.ArgumentParser) -> None:
+    """Give a verb the options of the weights that it writes."""
+    parser.add_argument("--dtype", choices=DTYPES, help="convert the weights; without it each keeps its type")
+    parser.add_argument(
+        "--max-shard-size", type=size_of, metavar="SIZE", help="most bytes of one file of weights, such as 2GB (5GB)"
+    )
+
+
+def size_of(text: str) -> int:
+    """Bytes that a text such as 500MB or 2GiB means."""
+    match = re.fullmatch(r"([0-9]+)([kmg]i?b)?", text, re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 2GiB")
+    return int(match[1]) * _UNITS[(match[2] or "").upper()]
+
+
+def check_places(
+    sources: Iterable[Path], model_files: Path | None = None, target: Path | None = None, overwrite: bool = False
+) -> None:
+    """Raise UserError for a folder that is not there and a target that must not be written: before torch is imported,
+    which takes seconds."""
+    for source in (sources := list(sources)):
+        check_folder(source)
+    if model_files is not None and not model_files.is_dir():
+        raise UserError(
+            f"--hf_model_path={model_files} is no folder. Name one with config and tokenizer; a model of the "
+            "Hub is fetched into one by `hf download NAME --local-dir DIR`."
+        )
+    if target is not None:
+        check_target(target, overwrite, sources)

@@ -1,0 +1,153 @@
+"""Writes the folders that `convert` makes, each kind beside its place, proven and renamed."""
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from rlhf.checkpoint.commit.output_folder import output_folder, prove, step_named
+from rlhf.checkpoint.verbs.shown import size_text
+from rlhf.checkpoint.verbs.work_bar import work_bar
+from rlhf.errors import EXIT_DONE
+from rlhf.printable import printable
+
+if TYPE_CHECKING:
+    from rlhf.models.hf.hf_plan import HfOptions
+    from rlhf.models.hf.source import Origin
+
+OF_NO_TOOL = (
+    "the generators of random numbers, which follow from trainer.seed",
+    "the place in the training prompts, which begin at the first",
+    "the KL controller, the guards, the metric history and the counts of tokens and samples",
+    "the learning rate, the shape of its schedule and AdamW's settings, which are the run's own",
+    "the reference policy, which is what model.path of the run holds: name the base model there to keep that",
+)
+"""What no other tool keeps as a run of ours needs it."""
+
+
+def to_hf_folder(
+    origin: "Origin", backend: str, options: "HfOptions", target: Path, overwrite: bool = False
+) -> dict[str, Any]:
+    """Write the model of a checkpoint as the Hugging Face folder `target`; returns what `--json` prints."""
+    from rlhf.checkpoint.export.hf_work import hf_work
+    from rlhf.convert.layouts import open_source
+    from rlhf.storage.shard_index import TORCH_NAMES
+
+    with (
+        output_folder(target, overwrite=overwrite, sources=_sources(origin)) as folder,
+        closing(open_source(origin, backend)) as source,
+    ):
+        if source.layout == "native":
+            # It comes with the configuration that it was trained under.
+            options = replace(options, compared=origin.model_files is not None)
+        work = hf_work(source, origin.path, options)
+        with work_bar(f"{target}", work.plan.nbytes) as progress:
+            work.write(folder, progress)
+    return {
+        "target": str(target),
+        "layout": source.layout,
+        "tensors": len(work.plan.tensors),
+        "bytes": work.plan.nbytes,
+        "dtypes": sorted({TORCH_NAMES[kind] for kind, _ in work.plan.tensors.values()}),
+        "files": _files(target),
+    }
+
+
+def to_other_folder(
+    origin: "Origin", backend: str, to: str, options: dict[str, Any], target: Path, overwrite: bool
+) -> dict[str, Any]:
+    """Write a checkpoint as the folder `target` of torch DCP or Megatron (`to`); returns what `--json` prints.
+
+    `options` are those of `write_dcp_folder` or `write_megatron_folder`.
+    """
+    from rlhf.convert.dcp.dcp_folder import nbytes_of_dcp, write_dcp_folder
+    from rlhf.convert.layouts import open_source
+    from rlhf.convert.megatron.megatron_folder import write_megatron_folder
+
+    write, dtype = write_dcp_folder if to == "dcp" else write_megatron_folder, options["dtype"]
+    with closing(open_source(origin, backend)) as source:
+        size = nbytes_of_dcp(source, dtype=dtype, moments=to == "dcp")
+        with output_folder(target, overwrite=overwrite, sources=_sources(origin)) as folder:
+            with work_bar(f"{target}", size) as progress:
+                written = partial(write, **options)(source, folder, progress=progress)
+            prove(folder, written)
+        infos, files = source.contents.tensors.values(), _files(target)
+        kept = {str(info.dtype).removeprefix("torch.") for info in infos}
+    return {
+        "target": str(target),
+        "layout": source.layout,
+        "tensors": len(infos),
+        "bytes": sum(files.values()),
+        "dtypes": sorted(kept) if dtype is None else [dtype],
+        "files": files,
+    }
+
+
+def to_native_folder(origin: "Origin", backend: str, target: Path, overwrite: bool = False) -> dict[str, Any]:
+    """Write all models of a checkpoint as the checkpoint `target` of ours; returns what `--json` prints."""
+    step = step_named(target, origin.path)
+    from rlhf.convert.native.native_folder import plan_native_folder, write_native_folder
+    from rlhf.convert.open_roles import open_roles
+
+    with open_roles(origin, backend, trained=True) as roles:
+        plans = plan_native_folder(roles, origin.path)
+        with work_bar(f"{target}", sum(plan.nbytes for plan in plans.values())) as progress:
+            done = write_native_folder(plans, target, step, overwrite=overwrite, progress=progress)
+    target = target.absolute()
+    critic = [f"critic.path={target / 'critic' / 'huggingface'}"] if "critic" in done.manifest.roles else []
+    return {
+        "target": str(target),
+        "layout": done.manifest.imported["layout"],
+        "step": step,
+        "contents": done.manifest.contents,
+        "bytes": done.manifest.total_bytes,
+        "taken": done.taken,
+        "absent": [*done.absent, *OF_NO_TOOL],
+        "start": [
+            f"model.path={target / 'actor' / 'huggingface'}",
+            *critic,
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={target}",
+        ],
+    }
+
+
+def _sources(origin: "Origin") -> list[Path]:
+    return [origin.path, *origin.parts, *([origin.model_files] if origin.model_files else [])]
+
+
+def _files(target: Path) -> dict[str, int]:
+    """Sizes of the files of a folder."""
+    return {str(path.relative_to(target)): path.stat().st_size for path in sorted(target.rglob("*")) if path.is_file()}
+
+
+def report(result: dict[str, Any], as_json: bool, console: Console) -> int:
+    """Print what was written, and of a checkpoint of ours how a run begins at it; the exit code."""
+    if as_json:
+        console.print_json(json.dumps(result))
+        return EXIT_DONE
+    for line in _lines_of_start(result) if "start" in result else [_line_of(result)]:
+        console.print(printable(line))
+    return EXIT_DONE
+
+
+def _line_of(result: dict[str, Any]) -> str:
+    return (
+        f"{result['target']}: {result['tensors']} tensors ({', '.join(result['dtypes'])}), "
+        f"{size_text(result['bytes'])} in {len(result['files'])} files, from a checkpoint of layout {result['layout']}"
+    )
+
+
+def _lines_of_start(result: dict[str, Any]) -> Iterator[str]:
+    yield f"{result['target']}: {size_text(result['bytes'])}, from a checkpoint of layout {result['layout']}"
+    yield "A new run takes over:"
+    yield from (f"  {line}" for line in result["taken"])
+    yield "It begins anew, and is not that run continued to the bit:"
+    yield from (f"  {line}" for line in result["absent"])
+    yield "Begin it with (and your data, reward and other settings, under a trainer.experiment_name of its own):"
+    yield f"  python -m rlhf.train {' '.join(result['start'])}"
