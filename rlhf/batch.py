@@ -1,4 +1,4 @@
-"""Batches of one step's samples as tensors, by stage: from rollouts, for the actor, for the critic."""
+"""Batches of a step's samples as tensors, one class per stage: after the rollouts, for the actor, for the critic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass(kw_only=True)
 class Batch:
-    """N samples of one rank: what models read, and by which policy each sample is.
+    """N samples of one rank: the fields that every stage has.
 
-    Sequences are prompt + response, padded on the right to L; R is the longest response. Per-token tensors of shape
-    [N, R] are aligned to the response: column 0 is its first token.
+    Sequences are prompt + response, padded on the right to L tokens. R is the length of the longest response. Tensors
+    of shape [N, R] are aligned to the response: column 0 is its first token.
     """
 
     input_ids: Tensor
@@ -21,34 +21,33 @@ class Batch:
     prompt_lengths: Tensor
     """[N] int64."""
     response_lengths: Tensor
-    """[N] int64, end-of-sequence included: what pads. Which of these tokens count is the mask's business."""
+    """[N] int64: tokens before the padding, end-of-sequence included. `response_mask` says which of them count."""
     response_mask: Tensor
-    """[N, R] float32, 1 on the tokens that the policy wrote; 0 on padding, and on what a tool or an environment wrote
-    between them."""
+    """[N, R] float32: 1 on tokens that the policy wrote; 0 on padding and on observations of a tool or environment."""
     rollout_log_probs: Tensor
-    """[N, R] float32, by the engine, of the distribution that it sampled from."""
+    """[N, R] float32: log-probs that the rollout engine returned, under the distribution that it sampled from."""
     uids: Tensor
-    """[N] int64: the prompts' places in the stream. With `numbers` what tells a sample from all others of its step."""
+    """[N] int64: position of each sample's prompt in the stream. `uids` and `numbers` together identify a sample."""
     numbers: Tensor
-    """[N] int64: which of its prompt's samples each is."""
+    """[N] int64: number of each sample among the samples of its prompt."""
     staleness: Tensor | None = None
-    """[N] int64: steps between the policy that sampled and the one before the update; None when that is 0 for every
-    sample on every rank."""
+    """[N] int64: steps from the policy that sampled to the policy before this update; None if 0 for all samples of all
+    ranks."""
 
     @property
     def counted(self) -> Tensor:
-        """[N, R] float32, 1 on the tokens that the loss counts."""
+        """[N, R] float32: 1 on the tokens that the loss counts."""
         return self.response_mask
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
     def present(self) -> dict[str, Tensor]:
-        """The tensors by field, but for those that this step has not."""
+        """Return the tensors by field name, without the fields that are None."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
     def select(self, rows: Tensor | slice) -> Self:
-        """The given rows, trimmed to their longest sequence and longest response; perhaps none."""
+        """Return the given rows, possibly none, trimmed to their longest sequence and longest response."""
         picked = {name: value[rows] for name, value in self.present().items()}
         responses = picked["response_lengths"]
         length = int((picked["prompt_lengths"] + responses).max()) if len(responses) else 0
@@ -59,8 +58,11 @@ class Batch:
         return replace(self, **picked)
 
     def micro_batch(self, rows: Sequence[int]) -> Self:
-        """The given rows; for none of them a filler: one sample of one token without a response, which goes through a
-        model with the other ranks' micro-batches and adds nothing."""
+        """Return the given rows, or a filler if there are none.
+
+        The filler is one sample of one token without a response. A rank without samples passes it through the model
+        while other ranks compute their micro-batches. It adds nothing to a loss.
+        """
         if rows:
             return self.select(torch.tensor(rows, device=self.input_ids.device))
         empty = {name: value.new_zeros((1, 0) if value.dim() == 2 else 1) for name, value in self.present().items()}
@@ -70,30 +72,32 @@ class Batch:
 
 @dataclass(kw_only=True)
 class RolloutBatch(Batch):
-    """Samples where they were generated and scored, groups contiguous."""
+    """Samples on the ranks that generated and scored them. The samples of a group are contiguous."""
 
     scores: Tensor
-    """[N] float32: the whole reward of each response, over-long punishment included."""
+    """[N] float32: whole reward of each response, over-long punishment included."""
     truncated: Tensor
-    """[N] bool: responses that the limit of tokens has cut off."""
+    """[N] bool: whether the limit of tokens cut the response off."""
     baselines: Tensor | None = None
-    """[N] float32: the whole reward of the greedy response to the same prompt; None if the estimator needs none."""
+    """[N] float32: whole reward of the greedy response to the same prompt; None if the estimator needs none."""
 
 
 @dataclass(kw_only=True)
 class ActorBatch(Batch):
-    """Samples where the actor learns from them."""
+    """Samples on the ranks that train the actor on them."""
 
     advantages: Tensor
-    """[N, R] float32, zero outside the mask."""
+    """[N, R] float32: zero outside `response_mask`."""
     loss_mask: Tensor
-    """[N, R] float32, 1 on those tokens of the mask that the policy's loss counts."""
+    """[N, R] float32: 1 on the tokens of `response_mask` that the policy loss counts."""
     old_log_probs: Tensor | None
-    """[N, R] float32 by the training engine before the first update; None when the update itself is the first look."""
+    """[N, R] float32: log-probs by the training engine before the first update; None if the update computes them."""
     ref_log_probs: Tensor | None
-    """[N, R] float32; None without a reference."""
+    """[N, R] float32: log-probs by the reference policy; None without a reference."""
     chosen: Tensor | None = None
-    """[N, R] float32, 1 on the tokens of a mini-batch that the policy loss treats otherwise; None but in its update."""
+    """[N, R] float32: 1 on the tokens of a mini-batch that the policy loss treats specially (`clip_cov`, `kl_cov`).
+
+    None outside the update of such a loss."""
 
     @property
     def counted(self) -> Tensor:
@@ -103,21 +107,21 @@ class ActorBatch(Batch):
 
 @dataclass(kw_only=True)
 class CriticBatch(Batch):
-    """Samples where the critic learns from them."""
+    """Samples on the ranks that train the critic on them."""
 
     values: Tensor
-    """[N, R] float32 by the critic before the update."""
+    """[N, R] float32: values by the critic before the update."""
     returns: Tensor
-    """[N, R] float32, its targets."""
+    """[N, R] float32: the critic's targets."""
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens of a batch over all ranks."""
+    """Numbers of tokens of a batch over all ranks."""
 
     total: int
-    """Of prompts and responses."""
+    """Tokens of prompts and responses."""
     responses: int
-    """Those that the policy wrote."""
+    """Tokens that the policy wrote."""
     squares: int
-    """Sum of the squared lengths of the samples, with which the cost of attention grows."""
+    """Sum of the squared lengths of the samples, to which the cost of attention is proportional."""

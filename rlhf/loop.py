@@ -4,12 +4,12 @@ It reads like the algorithm. Left out on purpose, because each is the business o
 
 - cadence: whether a save, an evaluation or a move of the reference is due (`maybe_save`, `maybe_evaluate`,
   `maybe_update`);
-- which rank works on which samples: in `work_sharing.share`. Rewards and advantages are had where a prompt's samples
-  were generated (`home`), the models' passes and the updates where the work is (`work`);
+- which rank works on which samples: in `work_sharing.share`. Rewards and advantages are computed on the rank that
+  generated a prompt's samples (`home`), model passes and updates on the rank that a sample is sent to (`work`);
 - dynamic sampling, prompts carried over, generation a step ahead, the journal: in `collector.collect`;
 - epochs, mini-batches, micro-batches, the optimizer and the guards before each of its steps: in the two `update`s;
-- ranks and devices: every call is collective and gives the same figures on every rank; what a phase needs of a model
-  is on the device in its `on_device`, and may be in the host's memory otherwise;
+- ranks and devices: every call is collective and returns the same metrics on every rank; a model's tensors are on the
+  device inside its `on_device`, and may be in host memory otherwise;
 - crashes: they end the process, and the supervisor starts it again from the newest checkpoint.
 """
 
@@ -65,14 +65,18 @@ class Components:
     needs_old_log_probs: bool
     samples_per_step: int
     resumed: bool
-    """Whether there was a checkpoint to go on from."""
+    """Whether a checkpoint was loaded."""
     stop_requested: Callable[[], bool]
-    """Whether any rank was asked to leave, or has met a failed save; collective."""
+    """Returns whether any rank was asked to leave, or any save failed. Collective."""
 
 
 def train(c: Components) -> None:
-    """Train from where `c.driver` stands to its last step. Collective; raises Preempted after a save when asked to
-    stop, Unsaved when that save failed."""
+    """Train from the step of `c.driver` to the last step. Collective.
+
+    Raises:
+        Preempted: a stop was requested, and the run has saved.
+        Unsaved: a stop was requested, and the save failed.
+    """
     with c.checkpointer.committing():
         _train(c)
     c.collector.drop_journal(up_to=c.driver.step)
@@ -126,7 +130,7 @@ def _train(c: Components) -> None:
         )
         metrics |= c.evaluator.maybe_evaluate(step, last=last)
         driver.note_accuracy(metrics.get("val/accuracy"))
-        # Before the checkpoint: a record that is missing for a committed step could never be made up for.
+        # Before the checkpoint: if a committed step had no record, nothing could restore the record.
         c.run_log.step(step, metrics)
         c.run_log.note(c.checkpointer.maybe_save(step, metrics, last=last))
         if c.stop_requested() and not last:
@@ -136,8 +140,7 @@ def _train(c: Components) -> None:
 def estimate(
     c: Components, home: RolloutBatch, work: SharedWork
 ) -> tuple[tuple[ActorBatch, CriticBatch | None], Credit, dict[str, float]]:
-    """Return what actor and critic learn from, the credit of the tokens of the `home` batch, and figures.
-    Collective."""
+    """Return the batches for actor and critic, the credit of the tokens in `home`, and metrics. Collective."""
     batch, old, ref, values = work.batch, None, None, None
     if c.reference is not None:
         with c.clock.phase("ref"), c.reference.on_device():
@@ -169,7 +172,7 @@ def estimate(
 def update(
     c: Components, batches: tuple[ActorBatch, CriticBatch | None], work: SharedWork, step: int
 ) -> dict[str, float]:
-    """Train the critic and the actor on the `batches` of the `work`; returns figures. Collective."""
+    """Train the critic and the actor on `batches` and return metrics. Collective."""
     metrics: dict[str, float] = {}
     of_actor, of_critic = batches
     if c.critic is not None and of_critic is not None:
@@ -182,8 +185,7 @@ def update(
 
 
 def roll_back(c: Components) -> None:
-    """Bring everything back to the newest checkpoint, to go on without the data of the step that the guards refused.
-    Collective."""
+    """Load the newest checkpoint, to continue without the prompts of the step that the guards rejected. Collective."""
     announce("rollback.before")
     memory = c.guards.remember(c.collector.position)
     c.collector.forget()

@@ -1,4 +1,4 @@
-"""Course of a run: hashes of what its steps follow from, for the rollout journal and for resumes."""
+"""Trajectory hash: hashes of all that decides the steps of a run, for the rollout journal and for resumes."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def course_of(
     run_id: str,
     fingerprints: Mapping[str, str],
 ) -> str:
-    """A hash of what makes the weights of a step what they are, but for the rewards and the number of ranks.
+    """Return a hash of all that decides the weights of a step, except the rewards and the number of ranks.
 
     Args:
         settings: those that the run's numbers depend on (`rlhf.config.compare.trajectory`).
@@ -32,10 +32,10 @@ def course_of(
         "rlhf": rlhf.__version__,
         "run_id": run_id,
         "settings": dict(settings),
-        # What a resume leaves out (say, the optimizer's moments) changes the weights of every later step.
+        # If a resume does not load everything (the optimizer's moments, say), all later weights differ.
         "contents": sorted(checkpoint.load_contents or checkpoint.contents),
         "files": dict(fingerprints),
-        # No resume asks for them, but a start that is repeated before the first save may be from others.
+        # A resume does not read this folder, but a start that is repeated before the first save does.
         "adapters": fingerprint(adapters) if adapters and adapters.is_dir() else None,
         "functions": hash_of_files(
             [settings[key] for key in ("algorithm.adv_estimator", "actor.policy_loss.loss_mode")]
@@ -47,9 +47,9 @@ def course_of(
 def user_files(
     reward: RewardConfig, algorithm: AlgorithmConfig, actor: ActorConfig, model: ModelConfig
 ) -> dict[str, str]:
-    """A hash of each file of the user's that a setting names, by setting: functions, and the chat template.
+    """Return a hash of the user's files that a setting names, by setting: functions and the chat template.
 
-    What is in them changes the run as the settings do; what functions import is not looked at.
+    Their content changes the run just as settings do. Files that the functions import are not hashed.
     """
     named = {
         "reward.functions": reward.functions,

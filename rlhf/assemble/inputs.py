@@ -1,4 +1,4 @@
-"""Inputs of a run: what there is before any weights are loaded."""
+"""Inputs of a run that are read before any weights are loaded: models' files, prompts, number of steps."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from rlhf.ranks.coordinator import Coordinator
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The models, the prompts and the number of steps that a run is made from, checked."""
+    """The checked inputs of a run: where its models are, its prompts, its number of steps."""
 
     models: FoundModels
     train_set: PromptSet
@@ -35,8 +35,11 @@ def read_prompts(
     tokenizer: PreTrainedTokenizerBase,
     coordinator: Coordinator,
 ) -> tuple[PromptSet, PromptSet | None]:
-    """The prompts to train on and those held out, if there are any. Collective; raises UserError where ranks read
-    different ones."""
+    """Return the training prompts and the held-out prompts, if any. Collective.
+
+    Raises:
+        UserError: the ranks read different training prompts.
+    """
     train_set = build_train_set(data, reward, seed, tokenizer)
     val_set = build_val_set(data, reward, seed, tokenizer)
     if len(set(coordinator.gather(train_set.fingerprint))) > 1:

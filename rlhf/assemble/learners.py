@@ -1,4 +1,4 @@
-"""Learners of a run: the engines that train models or keep them, filled with their weights."""
+"""Builds the training engines of a run's models, and fills them with their weights."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -32,7 +32,7 @@ from rlhf.storage.hf_layout import ADAPTER_CONFIG
 
 @dataclass(frozen=True)
 class Learners:
-    """The models that a step trains or compares with."""
+    """The models that a step trains, and the reference that it compares them with."""
 
     actor: Actor
     critic: Critic | None
@@ -41,23 +41,23 @@ class Learners:
 
     @property
     def moving_reference(self) -> Reference | None:
-        """The reference, if it departs from the starting weights."""
+        """The reference if its weights change during the run; otherwise None."""
         return self.reference if self.reference is not None and self.reference.moves else None
 
     @property
     def backends(self) -> dict[str, TrainingBackend]:
-        """The engines of the models in training, by the name that a checkpoint has them under."""
+        """The engines of the models in training, by their names in a checkpoint."""
         engines = {"actor": self.actor.backend}
         return engines if self.critic is None else engines | {"critic": self.critic.backend}
 
 
 @dataclass(frozen=True)
 class Engines:
-    """Puts loaded models into the engines that train them, or keep them as they are.
+    """Puts loaded models into training engines, or into engines without an optimizer.
 
     Args:
-        mini_batches: optimizer steps per pass over a batch.
-        seed: of the run, for adapters that begin with random values.
+        mini_batches: optimizer steps per epoch over a step's batch.
+        seed: of the run, for the random start values of adapters.
     """
 
     model: ModelConfig
@@ -67,13 +67,18 @@ class Engines:
     device: torch.device
 
     def frozen(self, loaded: Loaded, kept: FrozenFsdpConfig) -> Fsdp2Model:
-        """A model without an optimizer, spread over the ranks with its weights. Collective."""
+        """Shard a model without an optimizer over the ranks and load its weights. Collective."""
         return frozen(loaded, self.backend, kept, self.device)
 
     def trained(
         self, section: ActorConfig | CriticConfig, found: Found, loaded: Loaded, training_steps: int
     ) -> TrainingBackend:
-        """The model of `found` in training, in so many `training_steps` of the run. Collective."""
+        """Put a model into a training engine and load its weights. Collective.
+
+        Args:
+            section: settings of the actor or the critic.
+            training_steps: steps of the run in which the model is trained, for the learning-rate schedule.
+        """
         model, lora = loaded.model, self.model.lora
         if self.model.enable_gradient_checkpointing:
             # Renamed in transformers 5.2x, where the old name warns.
@@ -101,7 +106,7 @@ class Engines:
 
 
 def frozen(loaded: Loaded, config: BackendConfig, kept: FrozenFsdpConfig, device: torch.device) -> Fsdp2Model:
-    """A model without an optimizer, spread over the ranks with its weights. Collective."""
+    """Shard a model without an optimizer over the ranks and load its weights. Collective."""
     hold_in(loaded.model, getattr(torch, kept.model_dtype))
     plain = loaded.model.requires_grad_(False).eval()
     model = Fsdp2Model(plain, config, device, param_offload=kept.param_offload)
@@ -110,7 +115,7 @@ def frozen(loaded: Loaded, config: BackendConfig, kept: FrozenFsdpConfig, device
 
 
 def adapter_files(settings: ModelConfig, model: PreTrainedModel) -> dict[str, bytes]:
-    """adapter_config.json, of a model that has adapters."""
+    """Return adapter_config.json by its name; nothing if `model` has no adapters."""
     adapters = Adapters.of(model)
     if adapters is None:
         return {}
@@ -120,8 +125,7 @@ def adapter_files(settings: ModelConfig, model: PreTrainedModel) -> dict[str, by
 
 
 def begin_adapters(backend: TrainingBackend, lora: LoraConfig, seed: int) -> None:
-    """Give the adapters of a model that has its own weights already the values that they begin with where nothing else
-    says so. Collective."""
+    """Initialise the adapters of a model whose base weights are loaded. Collective."""
     shards, adapters = backend.model_shards(), Adapters.of(backend.module)
     assert adapters is not None
     fill_from_seed(shards, seed)
@@ -130,11 +134,10 @@ def begin_adapters(backend: TrainingBackend, lora: LoraConfig, seed: int) -> Non
 
 
 def read_adapters(backend: TrainingBackend, lora: LoraConfig, coordinator: Coordinator) -> None:
-    """Give the adapters the values in `model.lora.path`, if there is one: where a run begins, and no checkpoint holds
-    them. Collective.
+    """Load the adapters in `model.lora.path`, if it is set. For the start of a run without a checkpoint. Collective.
 
     Raises:
-        UserError: it holds others; on every rank.
+        UserError: the folder's adapters do not fit the model. Raised on every rank.
     """
     if lora.enabled and lora.path is not None:
         shards, folder = backend.model_shards(), Path(lora.path).expanduser()

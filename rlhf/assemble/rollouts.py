@@ -1,4 +1,4 @@
-"""Rollouts of a run: the reward, the engine, the collector of each step's batch and the evaluator."""
+"""Builds what a run's rollouts need: the reward, the rollout engine, the collector and the evaluator."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ from rlhf.tracking.sample_files import ShownSample
 
 
 def build_reward(config: Config, models: FoundModels, coordinator: Coordinator, device: torch.device) -> Reward:
-    """The reward functions, with the reward model spread over the ranks where it is one of them. Collective."""
+    """Build the reward functions. A reward model among them is sharded over the ranks. Collective."""
     found = models.reward_model
     if found is None:
         return reward_of(config.reward)
@@ -50,10 +50,10 @@ def build_reward(config: Config, models: FoundModels, coordinator: Coordinator, 
 def build_engine(
     config: Config, policy: Found, model: PreTrainedModel, coordinator: Coordinator, device: torch.device
 ) -> RolloutEngine:
-    """The engine that `rollout.name` names, for a policy of the architecture of `model`. Collective."""
+    """Build the rollout engine `rollout.name`, for a policy with the architecture of `model`. Collective."""
     if config.rollout.name == "embedded":
         return build_embedded_engine(model, policy.tokenizer, config.rollout, device)
-    # Its weights come with the first update; what it reads of the model are these files.
+    # The engine builds the model from these files. The first weight sync brings the weights.
     generation: Any = getattr(model, "generation_config", None)
     files = PolicyFiles(
         loading.hf_files(model.config, policy.tokenizer, generation),
@@ -84,7 +84,7 @@ def build_collector(
     coordinator: Coordinator,
     device: torch.device,
 ) -> Collector:
-    """The collector of each step's batch, with the journal where `checkpoint.journal` asks for one."""
+    """Build the collector of each step's batch, with a journal if `checkpoint.journal` is set."""
     driver = inputs.driver
     prompts = PromptShare(inputs.stream, config.data.train_batch_size, dims.data())
     journal = None
@@ -123,7 +123,7 @@ def build_evaluator(
     coordinator: Coordinator,
     show: Callable[[list[ShownSample]], None],
 ) -> Evaluator:
-    """The evaluator on the held-out prompts, whose samples go to `show`."""
+    """Build the evaluator on the held-out prompts. It passes its samples to `show`."""
     return Evaluator(
         inputs.val_set,
         sampler,
@@ -139,7 +139,7 @@ def build_evaluator(
 
 
 def training_params(rollout: RolloutConfig, data: DataConfig) -> SamplingParams:
-    """Sampling parameters of a step's samples."""
+    """Return the sampling parameters of training samples."""
     return SamplingParams(
         rollout.temperature,
         rollout.top_p,
@@ -153,7 +153,7 @@ def training_params(rollout: RolloutConfig, data: DataConfig) -> SamplingParams:
 
 
 def evaluation_params(rollout: RolloutConfig, data: DataConfig) -> SamplingParams:
-    """Sampling parameters of the responses to held-out prompts."""
+    """Return the sampling parameters of responses to held-out prompts."""
     val = rollout.val_kwargs
     return SamplingParams(
         val.temperature,

@@ -1,4 +1,4 @@
-"""Every component of one rank, from the resolved configuration: data and settings are checked before weights load."""
+"""Builds all components of one rank from the resolved configuration. Checks settings and data before weights load."""
 
 import logging
 import math
@@ -74,18 +74,18 @@ from rlhf.tracking.run_log import RunLog
 
 log = logging.getLogger(__name__)
 AFTER_THE_STEP = ("evaluation.", "metrics.", "commit.", "end.")
-"""Events once the driver has counted the step done."""
+"""Prefixes of events that come after the driver has counted the step."""
 
 
 def build(
     config: Config, device: torch.device, coordinator: Coordinator, status: StatusWriter, shown: ShowsProgress
 ) -> Components:
-    """Every component of this rank, brought to the newest checkpoint; people see its progress through `shown`.
+    """Build all components of this rank and load the newest checkpoint. `shown` shows the progress to users.
     Collective."""
     preemption, phases = PreemptionFlag(), Phases(shown, coordinator.rank)
     follow(phases.report)
     with Scratch() as scratch:
-        # Whatever a user can have mistaken comes before the first weights.
+        # Find the user's mistakes before weights are loaded.
         inputs = _inputs(config, device, coordinator, scratch.folder)
         _follow_events(inputs.driver, status, phases)
         return _build(config, inputs, device, coordinator, shown, preemption)
@@ -95,7 +95,7 @@ def _inputs(config: Config, device: torch.device, coordinator: Coordinator, scra
     """Find the models and read the prompts; copies of small files go below `scratch`. Collective.
 
     Raises:
-        UserError: the backend, a model or the data is not what the run needs.
+        UserError: the backend, a model or the data does not fit the run.
     """
     report("finding the models")
     check_backend(config.backend, device)
@@ -128,7 +128,7 @@ def _inputs(config: Config, device: torch.device, coordinator: Coordinator, scra
 
 
 def _follow_events(driver: DriverState, status: StatusWriter, phases: Phases) -> None:
-    """Report each event with its step to the watchdog and to people."""
+    """Report each event with its step to the watchdog (`status`) and to users (`phases`)."""
 
     def step_of(event: str) -> int:
         return driver.step + (not event.startswith(AFTER_THE_STEP))
@@ -201,7 +201,7 @@ def _learners(
     coordinator: Coordinator,
     device: torch.device,
 ) -> Learners:
-    """Load the models and spread them over the ranks. Collective.
+    """Load the models and shard them over the ranks. Collective.
 
     Args:
         policy: the actor's model; its weights are still in their files.
@@ -256,7 +256,7 @@ def _learners(
 def _stateful(
     stream: PromptStream, advantages: Advantages, guards: Guards, run_log: RunLog, learners: Learners
 ) -> dict[str, Stateful]:
-    """What changes the run's future beside weights, optimizers and the driver, by its name in the driver state."""
+    """Return the objects with saved state besides weights, optimizers and driver, by their name in the driver state."""
     parts: dict[str, Stateful] = {"data": stream, "kl_control": advantages, "guards": guards, "history": run_log}
     if advantages.scaling.remembers:
         parts["reward_scaling"] = advantages.scaling
@@ -296,8 +296,8 @@ def _run_log(config: Config, driver: DriverState, shown: ShowsProgress, *, leads
 
 
 def _facts(policy: TrainingBackend, inputs: RunInputs, coordinator: Coordinator, device: torch.device) -> str:
-    """What is known of the run only now, in a line."""
-    # Of the shards, which have the whole shapes in every engine.
+    """Return a line of facts about the run that are known only when its models and data are loaded."""
+    # Count by the shards, which have the global shapes in every training engine.
     trained, base = (
         sum(math.prod(shard.shape) for shard in shards.values())
         for shards in (policy.model_shards(), policy.base_shards())

@@ -1,4 +1,4 @@
-"""Whole tensors from the parts that the ranks hold: many in one collective call, few at a time in memory."""
+"""All-gathers sharded tensors in buckets: many tensors in one collective call, few at a time in memory."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,27 +21,28 @@ def whole_tensors(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by name, whole, to the bit. Collective: `ranks`, those of one copy of the model, iterate
-    together, to the end.
+    """Yield every tensor by name, unsharded, bit for bit unless it is cast.
 
-    What every rank holds whole already is not copied, unless it is cast or moved.
+    Collective: all `ranks` must iterate together, to the end. A tensor that every rank has whole is not copied, unless
+    it is cast or moved.
 
     Args:
-        shards: of every tensor this rank's part; the same names in the same order on every rank, each tensor covered
-            by `ranks`.
-        dtype: of floating-point tensors, which are cast before they are sent; the same on every rank. None leaves them
-            as they are.
-        device: where they are sent from and come to; None means that of the shards.
+        shards: this rank's part of every tensor. Names and order are the same on every rank, and the parts of `ranks`
+            cover each tensor.
+        ranks: the ranks that shard one copy of the model.
+        dtype: type to which floating-point tensors are cast before they are sent; the same on every rank. None leaves
+            them as they are.
+        device: device on which the tensors are gathered; None means that of the shards.
     """
     named = list(shards)
     held = _held([shard for _, shard in named], ranks, device)
 
     def as_sent(shard: Shard) -> Tensor:
-        # Moved first: a GPU casts faster than the host whose memory it may come from.
+        # Move first, then cast: the tensor may be in host memory, and a GPU casts faster.
         return shard.local.detach().to(device).to(cast_type(shard.local, dtype))
 
     def gathered(bucket: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        # Copies are made bucket by bucket: all of them at once would be a second model.
+        # Copy bucket by bucket: copies of all tensors at once would be a second model.
         parts = [(named[i][0], named[i][1].shape, as_sent(named[i][1]).reshape(-1)) for i in bucket]
         return _gathered(parts, [held[i] for i in bucket], ranks)
 
@@ -65,8 +66,10 @@ def whole_tensors(
 
 @torch.no_grad()
 def shared_out(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
-    """This rank's part of each tensor, about as many elements of each on every rank, in memory of the host's own.
-    Collective where the walk over `tensors` is."""
+    """Return a copy of this rank's part of each tensor, in host memory. All ranks' parts have about the same size.
+
+    Collective if the iteration over `tensors` is.
+    """
     rank, ranks = dims.everyone().rank, dims.everyone().size
     shards: dict[str, Shard] = {}
     for name, tensor in tensors:
@@ -78,17 +81,17 @@ def shared_out(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
 
 
 def shared_out_bytes(shapes: Iterable[Sequence[int]]) -> int:
-    """Bytes of the first rank's part, which is the largest, of float32 tensors that `shared_out` is given."""
+    """Return the bytes of the first rank's part, the largest, when `shared_out` gets float32 tensors of `shapes`."""
     return sum(4 * math.ceil(math.prod(shape) / dims.everyone().size) for shape in shapes)
 
 
 def cast_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """`dtype` for a floating-point tensor, where it is not None; otherwise the tensor's own."""
+    """Return `dtype` for a floating-point tensor unless it is None; otherwise the tensor's own type."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _held(shards: Sequence[Shard], ranks: dims.RankGroup, device: torch.device | None) -> list[list[Box]]:
-    """Of each tensor the part that each rank holds."""
+    """Return the parts by [tensor][rank]. Collective over `ranks`."""
     if not shards:
         return []
     boxes = [shard.box for shard in shards]
@@ -96,7 +99,7 @@ def _held(shards: Sequence[Shard], ranks: dims.RankGroup, device: torch.device |
     ranges = [(box.offsets[0], box.sizes[0]) if box.is_range else (-1, 0) for box in boxes]
     every = gather_from(ranks, torch.tensor(ranges, device=device)).transpose(0, 1).tolist()
     held = [[Box((start,), (size,)) for start, size in of_ranks] for of_ranks in every]
-    # Two numbers say most parts, and they are sent with every weight sync; so boxes travel only where there are some.
+    # Ranks exchange this at every weight sync. Most parts are ranges, two numbers. Boxes are sent only if any exist.
     if boxed := [i for i, of_ranks in enumerate(every) if any(start < 0 for start, _ in of_ranks)]:
         width = max(len(shards[i].shape) for i in boxed)
         rows = torch.tensor([_padded(boxes[i], width) for i in boxed], device=device)
@@ -106,7 +109,7 @@ def _held(shards: Sequence[Shard], ranks: dims.RankGroup, device: torch.device |
 
 
 def _padded(box: Box, width: int) -> list[int]:
-    """The number of dimensions, offsets and sizes, each `width` long."""
+    """Return the number of dimensions, the offsets and the sizes as one list, offsets and sizes padded to `width`."""
     rest = [0] * (width - len(box.sizes))
     return [len(box.sizes), *box.offsets, *rest, *box.sizes, *rest]
 
@@ -116,14 +119,14 @@ def _gathered(
     held: Sequence[Sequence[Box]],
     ranks: dims.RankGroup,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole of each of `bucket`: name, shape and this rank's part, flat."""
+    """Yield each tensor of a bucket, unsharded. `bucket` has name, shape and this rank's flattened part."""
     if not bucket:
         return
     parts = [part for _, _, part in bucket]
     sizes = [
         sum(held[i][rank].numel * part.element_size() for i, part in enumerate(parts)) for rank in range(ranks.size)
     ]
-    # Ranks hold more or less of a bucket; the call wants as many bytes of each.
+    # Ranks have different numbers of bytes of a bucket, but the call needs the same number from each.
     sent = torch.empty(max(sizes), dtype=torch.uint8, device=parts[0].device)
     torch.cat([part.view(torch.uint8) for part in parts], out=sent[: sizes[ranks.rank]])
     received = gather_from(ranks, sent)
@@ -136,7 +139,7 @@ def _gathered(
             offsets[rank] += box.numel * width
             if box.is_range:
                 content[box.offsets[0] * width :][: len(piece)].copy_(piece)
-            else:  # by way of memory that is aligned for the type
+            else:  # clone: a view of another type needs aligned memory
                 target = laid_out(whole, layout_of(box, whole_box(shape), shape))
                 target.copy_(piece.clone().view(part.dtype).view(box.sizes))
         yield name, whole.view(shape)

@@ -1,4 +1,4 @@
-"""python -m rlhf.plan OVERRIDES: memory, disk and tokens of the run that python -m rlhf.train OVERRIDES would be."""
+"""python -m rlhf.plan OVERRIDES: shows the memory, disk and tokens that python -m rlhf.train OVERRIDES would need."""
 
 import argparse
 import json
@@ -26,15 +26,15 @@ from rlhf.printable import printable_output
 FLAGS = ("--json", "--help", "-h")
 WITH_VALUE = ("--ranks", "--device-memory", "--disk-speed", "--config-dir")
 DISK_SPEED = 1_000_000_000
-"""Bytes per second, when nothing is said."""
+"""Bytes per second, the default of --disk-speed."""
 DOES_NOT_FIT = 1
 """Exit code of a plan that needs more memory than there is."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the plan; exit code 0 if it fits, 1 if it does not, 2 for a mistake."""
+    """Print the plan. Return the exit code: 0 if it fits, 1 if it does not, 2 for a mistake in the arguments."""
     words = sys.argv[1:] if argv is None else argv
-    # Options may stand between overrides.
+    # argparse does not accept options between overrides, so sort them first.
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     try:
         check_options(words, FLAGS, WITH_VALUE)
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
-    """What settings that are null suit: another machine has as many GPUs as ranks, and what is installed here."""
+    """Return the machine that device defaults are for: this one, or one with the GPUs that the arguments describe."""
     here = Machine.here()
     if arguments.device_memory is None:
         return here
@@ -70,18 +70,18 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="python -m rlhf.plan", description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m rlhf.train")
-    parser.add_argument("--ranks", type=_count, metavar="N", help="of all machines; otherwise trainer.nproc")
+    parser.add_argument("--ranks", type=_count, metavar="N", help="ranks on all machines (default: trainer.nproc)")
     parser.add_argument(
         "--device-memory",
         type=_size,
         metavar="SIZE",
-        help="of each GPU, e.g. 80GB; otherwise this machine's devices",
+        help="memory of each GPU, such as 80GB (default: this machine's devices)",
     )
     parser.add_argument(
-        "--disk-speed", type=_size, default=DISK_SPEED, metavar="SIZE", help="written in a second (1GB)"
+        "--disk-speed", type=_size, default=DISK_SPEED, metavar="SIZE", help="bytes written per second (default: 1GB)"
     )
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="as for python -m rlhf.train")
-    parser.add_argument("--json", action="store_true", help="one document; sizes are bytes")
+    parser.add_argument("--json", action="store_true", help="print a JSON document; sizes are in bytes")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""python -m rlhf.samples RUN: what the policy said, from `samples/` of a run directory. Imports no torch."""
+"""python -m rlhf.samples RUN: shows the samples of a run, from `samples/` of its directory."""
 
 import argparse
 import json
@@ -14,23 +14,23 @@ from rlhf.storage.layout import SAMPLES
 from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, SampleFiles, ShownSample, as_text
 
 SHOWN = 10
-"""Samples that are shown when nothing says how many."""
+"""Samples that are shown without --count."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 when samples were shown, 2 when there are none such."""
+    """Show samples as the arguments say. Return the exit code: 0, or 2 if no sample matches."""
     parser = CommandParser(prog="python -m rlhf.samples", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    parser.add_argument("--step", type=int, metavar="N", help="of this step; otherwise the newest, with --all all")
-    parser.add_argument("--all", action="store_true", help="of all steps")
-    parser.add_argument("--split", choices=(ROLLOUT, VALIDATION), help="of training or of evaluations only")
-    parser.add_argument("--worst", type=_count, metavar="K", help="the K with the lowest score, the lowest first")
-    parser.add_argument("--best", type=_count, metavar="K", help="the K with the highest score, the highest first")
-    parser.add_argument("--grep", metavar="TEXT", help="whose prompt or response holds TEXT")
+    parser.add_argument("--step", type=int, metavar="N", help="show samples of step N (default: the newest)")
+    parser.add_argument("--all", action="store_true", help="show samples of all steps")
+    parser.add_argument("--split", choices=(ROLLOUT, VALIDATION), help="show rollouts or evaluations only")
+    parser.add_argument("--worst", type=_count, metavar="K", help="show the K samples with the lowest scores")
+    parser.add_argument("--best", type=_count, metavar="K", help="show the K samples with the highest scores")
+    parser.add_argument("--grep", metavar="TEXT", help="show samples whose prompt or response contains TEXT")
     parser.add_argument(
-        "--count", type=_count, default=SHOWN, metavar="N", help=f"so many at most ({SHOWN}); 0 for all"
+        "--count", type=_count, default=SHOWN, metavar="N", help=f"show at most N samples (default: {SHOWN}); 0 for all"
     )
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each, with its step")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON per sample, with its step")
     arguments = parser.parse_args(argv)
     try:
         for step, sample in _chosen(arguments):
@@ -61,7 +61,7 @@ def _chosen(arguments: argparse.Namespace) -> Iterable[tuple[int, ShownSample]]:
 
 
 def _rank(score: float) -> tuple[bool, float]:
-    """By which samples are sorted: one that is no number is the last."""
+    """Return the key to sort by, which puts NaN last."""
     return math.isnan(score), score
 
 

@@ -25,7 +25,7 @@ from rlhf.ranks.collectives import all_sum
 
 
 class Actor(Policy):
-    """The policy with its loss.
+    """The policy with its loss and optimizer steps.
 
     Args:
         temperature: of the rollouts.
@@ -53,15 +53,19 @@ class Actor(Policy):
         self._passes = Passes(config.ppo_epochs, config.ppo_max_token_len_per_gpu, config.loss_agg_mode)
 
     def update(self, batch: ActorBatch, spread: Spread, guards: Guards, shuffle: Shuffle | None = None) -> Figures:
-        """The optimizer steps on a step's samples, of which `batch` is this rank's part; returns `actor/...` and
-        `rollout/...` figures. A batch with log-probs of the engine that are not finite is refused. Collective.
+        """Take the optimizer steps of a training step; return `actor/...` and `rollout/...` metrics. Collective.
 
-        The batch has `old_log_probs` where `rlhf.config.derived.needs_old_log_probs` says so.
+        If a log-prob of the rollout engine is not finite, the guards reject the batch.
+
+        Args:
+            batch: this rank's samples, with `old_log_probs` if `rlhf.config.derived.needs_old_log_probs`.
+            spread: how the samples of all ranks are split over mini-batches.
+            shuffle: draws the mini-batches of later epochs; None keeps them.
         """
         rejected: Figures = {}
         sampled = all_sum(masked(batch.rollout_log_probs, batch.response_mask).double().sum()).item()
-        # What an engine without finite log-probs has sampled is worth nothing; nor would all that follows notice:
-        # comparisons with a NaN are false, and a rejection would leave its tokens out without a word.
+        # If an engine's log-probs are not finite, its samples are worthless. Nothing later would notice: comparisons
+        # with a NaN are false, and a rejection would silently mask the tokens.
         rejection, old = self._correction.rollout_rs, batch.old_log_probs
         if guards.allows("actor", rollout_log_probs=sampled) and rejection is not None and old is not None:
             batch, rejected = self._reject(batch, old, rejection)
@@ -106,14 +110,16 @@ class Actor(Policy):
             "rollout/kl": kl_estimate(micro.rollout_log_probs, old, "k3"),
         }
         sums = {"loss": loss, **terms} | {name: token_mean(values) for name, values in figures.items()}
-        # A micro-batch of empty responses has no largest.
+        # A micro-batch of empty responses has no maximum.
         largest = mismatch.max() if mismatch.numel() else mismatch.new_zeros(())
         return Share(loss, sums, {"rollout/logprob_diff_max": largest})
 
     @torch.no_grad()
     def _with_choice(self, step: int, batch: ActorBatch, plan: list[list[int]]) -> ActorBatch:
-        """The batch with the tokens chosen that the policy loss treats otherwise in the mini-batch whose rows are in
-        `plan`. Collective, and one more forward pass, if it does so at all: the choice is of the policy as it is."""
+        """Return the batch with `chosen` set for the mini-batch whose rows are in `plan`, if the policy loss needs it.
+
+        Collective then. It costs one more forward pass, because the choice depends on the present policy.
+        """
         if self._choice.kind == "none":
             return batch
         log_probs, mask = torch.zeros_like(batch.rollout_log_probs), torch.zeros_like(batch.counted)
@@ -125,7 +131,10 @@ class Actor(Policy):
         return replace(batch, chosen=self._choice.choose(batch, mask, log_probs, step))
 
     def _bonus_follows(self, figures: Figures) -> Figures:
-        """Let the entropy bonus follow an optimizer step; returns the weight that it had in it, if it moves."""
+        """Adapt the weight of the entropy bonus after an optimizer step. Return the weight of that step as a metric.
+
+        Returns nothing if the weight is fixed.
+        """
         if not self.entropy_control.moves:
             return {}
         weight = self.entropy_control.weight
@@ -133,16 +142,16 @@ class Actor(Policy):
         return {"entropy_coeff": weight}
 
     def _kl_to_reference(self, log_probs: Tensor, old: Tensor, ref: Tensor, weights: Tensor | None) -> Tensor:
-        """The KL in the loss, [N, R]; `weights` lead from the policy that sampled to the `old` one."""
+        """Return the KL in the loss, [N, R]. `weights` are the importance weights from the sampling policy to `old`."""
         if not self._config.use_bias_correction_kl:
             return kl_estimate(log_probs, ref, self._config.kl_loss_type)
         kl = corrected_kl(log_probs, old, ref, self._config.kl_loss_type)
         return kl if weights is None else weights * kl
 
     def _reject(self, batch: ActorBatch, old: Tensor, kind: str) -> tuple[ActorBatch, Figures]:
-        """The batch with a loss mask that leaves out what is too far from the rollout engine's policy.
+        """Return the batch with a loss mask without the tokens on which old policy and rollout engine differ too much.
 
-        And the shares of all ranks' tokens that it leaves out, and of responses that it leaves out some of.
+        Also return two metrics over all ranks: the share of masked tokens, and of responses with a masked token.
         """
         bounds = self._correction.rollout_rs_threshold, self._correction.rollout_rs_threshold_lower
         assert bounds[0] is not None
@@ -158,12 +167,11 @@ class Actor(Policy):
         return replace(batch, loss_mask=kept), figures
 
     def _importance_weights(self, micro: ActorBatch, old: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Weights of the losses and which are truncated, [N, R]: of every sample if the settings ask for it, else of
-        those that are older than the policy; None if nothing is weighed.
+        """Return importance weights of the losses and which of them are truncated, [N, R] each; None for no weights.
 
-        The clip is around the policy before the update, for old samples as for new ones, and the weights lead from the
-        policy that sampled to that one: the decoupled objective of Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv
-        2505.24298).
+        All samples are weighted if `rollout_is` is set, otherwise only stale samples. The clip is around the policy
+        before the update for all samples. The weights correct from the sampling policy to that policy. This is the
+        decoupled objective of Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298).
         """
         mask, correction, level = micro.response_mask, self._correction, self._correction.rollout_is
         bounds = correction.rollout_is_threshold, correction.rollout_is_threshold_lower

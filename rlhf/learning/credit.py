@@ -1,4 +1,4 @@
-"""Advantages of a batch from its rewards: the KL in the reward, then the estimator that the algorithm names."""
+"""Computes advantages from rewards: subtracts the KL in the reward, then applies the algorithm's estimator."""
 
 from typing import Any, NamedTuple
 
@@ -17,26 +17,26 @@ from rlhf.learning.reward_scaling import RewardScaling
 from rlhf.ranks.collectives import all_max, all_sum
 
 Policies = tuple[Tensor, Tensor]
-"""Log-probs [N, R] by the policy before the update and by the reference."""
+"""Log-probs by the policy before the update and by the reference, [N, R] each."""
 
 
 class Credit(NamedTuple):
-    """Credit of each token of the responses, [N, R] float32 each."""
+    """Advantages and returns of each response token, [N, R] float32 each."""
 
     advantages: Tensor
     """Zero outside the mask."""
     returns: Tensor | None
-    """Targets of the critic; None without one."""
+    """Targets of the critic; None without a critic."""
     mask: Tensor
-    """1 on the tokens that are learnt from: those that the policy wrote, perhaps without truncated responses."""
+    """1 on the tokens to train on: those that the policy wrote, without truncated responses if these are masked."""
 
     def means(self) -> list[float]:
-        """The mean advantage of each response's tokens."""
+        """Return the mean advantage of each response's tokens."""
         return (self.advantages.double().sum(1) / self.mask.sum(1).clamp(min=1)).tolist()
 
 
 class Advantages:
-    """The estimator with the coefficient of the KL in the reward, which an adaptive controller moves."""
+    """Applies the advantage estimator. Its state is the coefficient of the KL in the reward, which may be adaptive."""
 
     def __init__(self, config: AlgorithmConfig, group_size: int) -> None:
         self._config, self._group_size = config, group_size
@@ -49,15 +49,15 @@ class Advantages:
     def estimate(
         self, batch: RolloutBatch, values: Tensor | None, policies: Policies | None, guards: Guards
     ) -> tuple[Credit, dict[str, float]]:
-        """The credit of the tokens of `batch`, and figures over all ranks. Collective.
+        """Return the credit of the tokens of `batch`, and metrics over all ranks. Collective.
 
-        Truncated responses that are to be masked leave the mask after the estimator has seen them: their scores count
-        in the statistics of their group and of the batch.
+        With `mask_truncated_responses` truncated responses leave the mask only after the estimator: their scores still
+        count in the statistics of their group and of the batch.
 
         Args:
-            batch: with `baselines` for ReMax.
-            values: [N, R] with a critic.
-            policies: with a KL in the reward.
+            batch: has `baselines` if the estimator needs them (ReMax).
+            values: [N, R] by the critic; None without a critic.
+            policies: None without a KL in the reward.
         """
         mask = batch.response_mask
         scores, baselines, figures = self.scaling.apply(batch, guards)
@@ -73,7 +73,7 @@ class Advantages:
         return credit, figures | _advantage_figures(credit.advantages, credit.mask)
 
     def _kl_rewards(self, policies: Policies, mask: Tensor, guards: Guards) -> tuple[Tensor, dict[str, float]]:
-        """What the KL takes off each token's reward, [N, R]; moves the coefficient for the next batch."""
+        """Return the KL penalty on each token's reward, [N, R], and adapt the coefficient for the next batch."""
         control, coefficient = self._config.kl_ctrl, self.kl_coef
         kl = masked(kl_estimate(*policies, self._config.kl_penalty), mask)
         mode = "seq-mean-token-mean"
@@ -81,32 +81,38 @@ class Advantages:
         total, samples = all_sum(shares).tolist()
         mean = total / max(samples, 1.0)
         figures = {"reward/kl": mean, "reward/kl_coef": coefficient}
-        # A coefficient that took in a NaN would stay one.
+        # A coefficient that became NaN would stay NaN.
         if guards.allows("actor", kl_in_reward=mean) and control.type == "adaptive":
             self.kl_coef = adapted_coefficient(coefficient, mean, int(samples), control.target_kl, control.horizon)
         return coefficient * kl, figures
 
     def state_dict(self) -> dict[str, Any]:
-        """The coefficient of the next batch, and where it started."""
+        """Return the coefficient for the next batch, and its configured start value."""
         return {"kl_coef": self.kl_coef, "started_at": self._config.kl_ctrl.kl_coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over `state_dict`; a fixed coefficient, and a changed start, are the configuration's word."""
+        """Restore the coefficient if it is adaptive and its configured start value is unchanged."""
         control = self._config.kl_ctrl
         if control.type == "adaptive" and control.kl_coef == state["started_at"]:
             self.kl_coef = state["kl_coef"]
 
 
 def scores_on_last_tokens(scores: Tensor, mask: Tensor) -> Tensor:
-    """[N, R] float32: the `scores` [N] on the last token that the policy wrote in each response, zero elsewhere and
-    where it wrote none."""
+    """Return token rewards, [N, R] float32: each score on the last token that the policy wrote in the response.
+
+    All other tokens are zero. A response without a token of the policy gets no reward.
+
+    Args:
+        scores: [N].
+        mask: [N, R], 1 on the tokens that the policy wrote.
+    """
     written = mask.long()  # sums of floats along rows have no deterministic kernel on CUDA
     last = (written == 1) & (written.cumsum(1) == written.sum(1, keepdim=True))
     return torch.where(last, scores[:, None], 0.0)
 
 
 def _without_truncated(credit: Credit, truncated: Tensor) -> tuple[Credit, dict[str, float]]:
-    """The credit without the responses that are `truncated`, [N] bool; the share of them over all ranks.
+    """Return the credit without the responses that are `truncated`, [N] bool, and their share over all ranks.
 
     Source: DAPO (arXiv 2503.14476) section 3.4, overlong filtering; TRL's `mask_truncated_completions`.
     """
@@ -119,12 +125,14 @@ def _without_truncated(credit: Credit, truncated: Tensor) -> tuple[Credit, dict[
 
 
 def _advantage_figures(advantages: Tensor, mask: Tensor) -> dict[str, float]:
-    """Mean, spread and extremes of the advantages [N, R] per response token of all ranks; no extremes where no rank
-    has a token."""
+    """Return mean, standard deviation, minimum and maximum of the advantages over the response tokens of all ranks.
+
+    Without any token there is no minimum and no maximum.
+    """
     sums = [loss_sum(values, mask, "token-mean").double() for values in (advantages, advantages.square())]
     shares = all_sum(torch.stack([*sums, mask.sum().double()]))
     extremes = all_max(torch.stack([_highest(advantages, mask), _highest(-advantages, mask)]))
-    # Read together: one wait for the device.
+    # One transfer for all five, so that the host waits for the device once.
     total, square, tokens, high, low = torch.cat([shares, extremes]).tolist()
     mean = total / max(tokens, 1.0)
     figures = {"advantages/mean": mean, "advantages/std": max(square / max(tokens, 1.0) - mean**2, 0.0) ** 0.5}
@@ -132,6 +140,6 @@ def _advantage_figures(advantages: Tensor, mask: Tensor) -> dict[str, float]:
 
 
 def _highest(values: Tensor, mask: Tensor) -> Tensor:
-    """The largest of the masked values, float64; minus infinity if there is none."""
+    """Return the largest value inside the mask, float64; minus infinity if the mask is empty."""
     inside = torch.where(mask.bool(), values.double(), -torch.inf)
     return inside.max() if inside.numel() else inside.new_tensor(-torch.inf)

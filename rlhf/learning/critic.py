@@ -1,4 +1,4 @@
-"""Critic: the value function in training."""
+"""Critic: the value function with its loss and optimizer steps."""
 
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,11 +19,11 @@ from rlhf.learning.walk import per_token
 from rlhf.learning.work_sharing import Shuffle
 
 CONSTANT = 1e-12
-"""Variance of returns over their mean square, up to which they count as constant."""
+"""Returns count as constant if their variance, divided by their mean square, is at most this."""
 
 
 class Critic:
-    """A model with a value head: the return expected from each response token on, before that token is there.
+    """A model with a value head: estimates the return from each response token on, from the tokens before it.
 
     Args:
         scale: the length that the loss mode `seq-mean-token-sum-norm` divides by.
@@ -43,23 +43,24 @@ class Critic:
 
     @torch.no_grad()
     def all_values(self, batch: Batch, spread: Spread) -> Tensor:
-        """Values at every response token of `batch`, [N, R] float32, zero on padding. Collective.
+        """Return the values at every response token of `batch`, [N, R] float32, zero on padding. Collective.
 
         Args:
-            spread: of the step, of which `batch` is this rank's part.
+            batch: this rank's samples.
+            spread: how the samples of all ranks are split over mini-batches.
         """
         model = self.backend.module
         return per_token(batch, spread, self._forward_budget, model, partial(response_values, model))
 
     def update(self, batch: CriticBatch, spread: Spread, guards: Guards, shuffle: Shuffle | None = None) -> Figures:
-        """The optimizer steps on a step's samples, of which `batch` is this rank's part; returns
-        `critic/...` figures. Collective."""
+        """Take the optimizer steps of a training step on this rank's `batch`; return `critic/...` metrics.
+        Collective."""
         figures = update(self.backend, batch, spread, self._passes, self._share_of, guards, "critic", shuffle)
         if figures:
             square, error_square = figures.pop("return_square"), figures.pop("error_square")
             variance = square - figures["return_mean"] ** 2
             unexplained = error_square - figures.pop("error_mean") ** 2
-            # Of returns that are equal up to their float32 rounding there is nothing to explain.
+            # If all returns are equal up to float32 rounding, there is no variance to explain.
             figures["explained_variance"] = 1 - unexplained / variance if variance > CONSTANT * square else 0.0
         return {f"critic/{name}": value for name, value in figures.items()}
 
@@ -68,7 +69,7 @@ class Critic:
         values = response_values(self.backend.module, micro)
         losses, clipped = value_loss(values, micro.values, returns, config.cliprange_value)
         loss = loss_sum(losses, mask, config.loss_agg_mode, self._scale) / counts.loss
-        # In float64, since the variance is the difference of two of them.
+        # In float64, because the variance is a difference of two of these sums.
         targets = returns.double()
         figures = {
             "vf_clipfrac": clipped,
@@ -83,9 +84,9 @@ class Critic:
 
 
 def response_values(model: nn.Module, batch: Batch) -> Tensor:
-    """Values of `model`, whose logits are [N, L, 1], before each response token, [N, R] float32; zero on padding.
+    """Return the values of `model` before each response token, [N, R] float32; zero on padding. Collective.
 
-    Column t is read where token t is predicted, at sequence position prompt + t - 1.
+    The logits of `model` are [N, L, 1]. Column t is read where token t is predicted: at position prompt + t - 1.
     """
     tokens = PredictedTokens.of(model, batch)
     every = model(**tokens.inputs).logits[..., 0].flatten().float()

@@ -1,4 +1,4 @@
-"""Log-probs of responses under a causal LM, the actor's and the reference's alike."""
+"""Log-probs of responses under a causal LM, for the actor and the reference."""
 
 from contextlib import AbstractContextManager
 
@@ -14,11 +14,11 @@ from rlhf.models.log_prob_head import Targets
 
 
 class Policy:
-    """Distribution of `model` over responses.
+    """Computes log-probs of responses under `model`.
 
     Args:
         temperature: of the rollouts.
-        budget: tokens of a forward pass on one rank, where no gradients are wanted.
+        budget: most tokens of a forward pass without gradients on one rank.
     """
 
     def __init__(self, model: Model, temperature: float, budget: int) -> None:
@@ -29,15 +29,19 @@ class Policy:
         return self._model.on_device()
 
     def log_probs(self, batch: Batch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (and entropies) of the response tokens, [N, R] float32, with gradients when enabled. Collective."""
+        """Return log-probs and, if asked for, entropies of the response tokens, [N, R] float32 each. Collective.
+
+        They have gradients where autograd is enabled.
+        """
         return response_log_probs(self._model.module, batch, self._temperature, with_entropy=with_entropy)
 
     @torch.no_grad()
     def all_log_probs(self, batch: Batch, spread: Spread) -> Tensor:
-        """Log-probs of every response token of `batch`, [N, R] float32, micro-batch by micro-batch. Collective.
+        """Return log-probs of every response token of `batch`, [N, R] float32, without gradients. Collective.
 
         Args:
-            spread: of the step, of which `batch` is this rank's part.
+            batch: this rank's samples.
+            spread: how the samples of all ranks are split over mini-batches.
         """
 
         def log_probs(micro: Batch) -> Tensor:
@@ -49,11 +53,12 @@ class Policy:
 def response_log_probs(
     model: nn.Module, batch: Batch, temperature: float, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of the response tokens under `model`, and the entropies they were drawn at, [N, R] float32; zero on
-    padding.
+    """Return log-probs of the response tokens under `model`, and entropies before each, [N, R] float32 each.
+
+    Both are zero on padding. The entropies are None unless asked for.
 
     Args:
-        model: as `with_log_probs` leaves it, or an engine around it.
+        model: as `with_log_probs` returns it, or a training engine around such a model.
     """
     tokens = PredictedTokens.of(model, batch)
     targets = Targets(tokens.positions, tokens.labels, temperature, with_entropy)

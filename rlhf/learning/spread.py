@@ -1,7 +1,8 @@
-"""Spread of a step's samples over the ranks and over micro-batches, so that no rank waits for another.
+"""Sequence-length balancing: splits a step's samples over ranks and micro-batches so that the ranks finish together.
 
-Pure integers: the same plan on every rank and after a resume. Under FSDP the ranks go in lockstep, micro-batch by
-micro-batch: all need equally many, and the k-th takes as long as its largest one over the ranks.
+The result follows from integers alone, so it is the same on every rank and after a resume. Under FSDP the ranks compute
+their micro-batches in lockstep. So all need the same number, and the k-th micro-batch takes as long as the slowest
+rank's.
 """
 
 import heapq
@@ -12,38 +13,41 @@ from dataclasses import dataclass
 
 LINEAR = 24576
 EXTRA = 2
-"""Micro-batches beyond the fewest that are tried, since they may be more alike."""
+"""How many more micro-batches than the fewest are tried, because their costs may be more equal."""
 
 Placed = tuple[int, int]
 """Length of a sample in tokens, and its row."""
 
 
 def cost(length: int) -> int:
-    """Relative time of a sample of `length` tokens through a model: linear, and quadratic in attention.
+    """Return the relative time of a model pass over a sample of `length` tokens: a linear and a quadratic term.
 
-    The weights are verl's (`seqlen_balancing.py`), about those of a 7B model.
+    The weights are verl's (`seqlen_balancing.py`), about right for a 7B model. The quadratic term is attention.
     """
     return length * (LINEAR + length)
 
 
 def spread(lengths: Sequence[int], mini_batches: int, ranks: int) -> list[int]:
-    """Rank of each sample of a step, such that the ranks' costs are alike in each mini-batch and over all of them.
+    """Return the rank that each sample is sent to, so that ranks have nearly equal costs.
+
+    Costs are balanced within each mini-batch, and over the whole step.
 
     Args:
-        lengths: tokens of prompt and response of each sample, by uid and number of the sample.
-        mini_batches: consecutive parts of equal size, one optimizer step each.
+        lengths: tokens of prompt and response of each sample, in the order of uid and sample number.
+        mini_batches: number of consecutive parts of equal size, one optimizer step each.
+        ranks: number of ranks.
     """
     owners = [0] * len(lengths)
     so_far = [0] * ranks
     for part in _parts(len(lengths), mini_batches):
-        # The costliest first, each to the share that has least (Graham 1969).
+        # Costliest sample first, each to the share with the least cost so far (Graham 1969).
         shares: list[list[int]] = [[] for _ in range(ranks)]
         totals = [(0, share) for share in range(ranks)]
         for row in sorted(part, key=lambda row: -lengths[row]):
             total, share = totals[0]
             shares[share].append(row)
             heapq.heapreplace(totals, (total + cost(lengths[row]), share))
-        # The largest share to the rank that has had least.
+        # The costliest share goes to the rank with the least cost in earlier mini-batches.
         by_need = sorted(range(ranks), key=lambda rank: so_far[rank])
         for rank, (total, share) in zip(by_need, sorted(totals, reverse=True), strict=True):
             so_far[rank] += total
@@ -54,14 +58,17 @@ def spread(lengths: Sequence[int], mini_batches: int, ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Spread:
-    """Lengths of a step's samples on all ranks, and with them every rank's micro-batches."""
+    """Split of a step's samples over mini-batches and ranks, from which each rank's micro-batches follow."""
 
     lengths: list[list[list[int]]]
     """Tokens of the samples by [mini-batch][rank], in the order of the rank's rows."""
 
     @classmethod
     def owned(cls, lengths: Sequence[int], owners: Sequence[int], mini_batches: int, ranks: int) -> "Spread":
-        """Of samples that are dealt to their `owners` (see `spread`); a rank's rows keep their order."""
+        """Return the split in which each sample is on its rank in `owners`, as `spread` returns them.
+
+        The rows of a rank keep the order of the samples.
+        """
         found: list[list[list[int]]] = []
         for part in _parts(len(lengths), mini_batches):
             of_ranks: list[list[int]] = [[] for _ in range(ranks)]
@@ -72,25 +79,25 @@ class Spread:
 
     @property
     def mini_batches(self) -> int:
-        """Optimizer steps in a walk over the step's samples."""
+        """Number of mini-batches: the optimizer steps of one epoch over the step's samples."""
         return len(self.lengths)
 
     def rows(self, mini_batch: int, rank: int) -> range:
-        """Rows of a rank that belong to a mini-batch."""
+        """Return the rows of a rank's batch that belong to a mini-batch."""
         start = sum(len(of_ranks[rank]) for of_ranks in self.lengths[:mini_batch])
         return range(start, start + len(self.lengths[mini_batch][rank]))
 
     def micro_batches(
         self, budget: int, *, padded: bool = False, mini_batch: int | None = None
     ) -> list[list[list[int]]]:
-        """Rows by [rank][micro-batch] of a mini-batch, or of the whole step; equally many micro-batches on every rank,
-        empty ones where it has fewer.
+        """Return rows by [rank][micro-batch]. Every rank has the same number of micro-batches, some perhaps empty.
 
-        Each sample is in one of them. Their tokens are at most `budget`, except that a sample of more is alone. The
-        k-th ones of all ranks cost about the same.
+        Each sample is in exactly one micro-batch. The k-th micro-batches of all ranks have about the same cost.
 
         Args:
-            padded: count rows times the longest, as a padded micro-batch has them; else the tokens themselves.
+            budget: most tokens of a micro-batch. A longer sample is a micro-batch of its own.
+            padded: whether micro-batches are padded: then rows times the longest row count as tokens.
+            mini_batch: number of a mini-batch; None for the whole step.
         """
         parts = range(self.mini_batches) if mini_batch is None else (mini_batch,)
         ranks = [
@@ -108,7 +115,7 @@ def _parts(size: int, count: int) -> list[range]:
 
 
 def _padded(ranks: list[list[Placed]], budget: int) -> list[list[list[Placed]]]:
-    """Like lengths together, so that little is padding, the longest first on every rank."""
+    """Put similar lengths into one micro-batch, so that there is little padding, longest first on every rank."""
     plan: list[list[list[Placed]]] = []
     for samples in ranks:
         micros: list[list[Placed]] = []
@@ -128,7 +135,7 @@ def _packed(ranks: list[list[Placed]], budget: int) -> list[list[list[Placed]]]:
     found: list[tuple[int, list[list[list[Placed]]]]] = []
     for count in range(fewest, most + 1):
         plan = _in_lockstep(ranks, fewest_of_each, budget, count)
-        # One more micro-batch, with its gathering of weights, has to gain about a hundredth.
+        # One more micro-batch gathers the weights once more, so it must save about one percent of the time.
         found.append((lockstep_cost([[_cost(m) for m in micros] for micros in plan]) * (100 + count), plan))
         if found[-1][0] <= bound * (101 + count):
             break
@@ -136,15 +143,22 @@ def _packed(ranks: list[list[Placed]], budget: int) -> list[list[list[Placed]]]:
 
 
 def lockstep_cost(costs: Sequence[Sequence[int]]) -> int:
-    """Time of micro-batches whose costs are by [rank][micro-batch]: of each the largest over the ranks."""
+    """Return the time of all micro-batches: the sum over micro-batches of the largest cost over ranks.
+
+    Args:
+        costs: by [rank][micro-batch].
+    """
     return sum(map(max, zip(*costs, strict=True)))
 
 
 def _in_lockstep(
     ranks: list[list[Placed]], fewest_of_each: list[list[list[Placed]]], budget: int, count: int
 ) -> list[list[list[Placed]]]:
-    """`count` micro-batches for each rank: of the first every rank takes as much as the costliest sample left, or as an
-    equal part of what is left, and so on."""
+    """Return `count` micro-batches for each rank whose k-th costs are about equal over the ranks.
+
+    In turn, each micro-batch takes samples of up to a target cost: that of the longest sample left on any rank, or, if
+    larger, an equal part of the most cost left on a rank.
+    """
     waiting = [_Waiting(samples, budget) for samples in ranks]
     plan: list[list[list[Placed]]] = [[] for _ in ranks]
     for to_come in range(count, 0, -1):
@@ -152,7 +166,7 @@ def _in_lockstep(
         target = max(cost(longest), -(-max(rank.cost for rank in waiting) // to_come))
         for rank, micros in zip(waiting, plan, strict=True):
             micros.append(rank.take(target))
-    # A rank that has samples left goes by size alone, the costliest micro-batch first as on the others.
+    # A rank with samples left over uses its fewest micro-batches instead, costliest first as on the others.
     plan = [
         sorted(fewest, key=_cost, reverse=True) if rank.samples else micros
         for rank, micros, fewest in zip(waiting, plan, fewest_of_each, strict=True)
@@ -161,7 +175,7 @@ def _in_lockstep(
 
 
 class _Waiting:
-    """Samples of a rank that are in no micro-batch yet, the shortest first."""
+    """Samples of a rank that are in no micro-batch yet, shortest first."""
 
     def __init__(self, samples: list[Placed], budget: int) -> None:
         self.samples, self._budget = list(samples), budget
@@ -172,8 +186,10 @@ class _Waiting:
         return self.samples[-1][0] if self.samples else 0
 
     def take(self, target: int) -> list[Placed]:
-        """A micro-batch of up to `target` cost: always the longest that fits, so that the short ones are there to fill
-        the later ones."""
+        """Return a micro-batch of up to `target` cost.
+
+        It always takes the longest sample that fits, so that short ones are left to fill later micro-batches.
+        """
         taken: list[Placed] = []
         spent, room = 0, max(self._budget, self.longest)
         while at := bisect_left(self.samples, (min(room, _length(target - spent)) + 1,)):
@@ -185,7 +201,7 @@ class _Waiting:
 
 
 def _fewest(samples: list[Placed], budget: int) -> list[list[Placed]]:
-    """About the fewest micro-batches that hold the samples: the longest first, each where least room remains."""
+    """Return about the fewest micro-batches for the samples: longest first, each into the fullest one with room."""
     micros: list[list[Placed]] = []
     rooms: list[tuple[int, int]] = []
     for sample in reversed(samples):
@@ -209,5 +225,5 @@ def _cost(samples: list[Placed]) -> int:
 
 
 def _length(most: int) -> int:
-    """The longest sample that costs at most so much; negative if none does."""
+    """Return the length of the longest sample whose cost is at most `most`; -1 if `most` is negative."""
     return math.isqrt((LINEAR // 2) ** 2 + most) - LINEAR // 2 if most >= 0 else -1

@@ -1,4 +1,4 @@
-"""Choice of the tokens of a mini-batch that a policy loss treats otherwise than the rest, over all ranks."""
+"""Chooses the tokens of a mini-batch, over all ranks, that a policy loss treats specially (`clip_cov`, `kl_cov`)."""
 
 import torch
 from torch import Tensor
@@ -11,16 +11,16 @@ from rlhf.config.algorithm_table import POLICY_LOSSES, PolicyLossNeeds
 from rlhf.ranks.collectives import all_gather, all_sum
 from rlhf.rollout.sampling import fold, row_keys
 
-# Apart from the noise that drew the tokens, which has the same coordinates.
+# Separates this noise from the noise of sampling, which has the same key.
 PURPOSE = 0x636C6970
 RANKS = OverRanks(all_sum, all_gather)
 
 
 class TokenChoice:
-    """Chooses tokens by the covariance of their log-probs and advantages, as the run's policy loss asks for.
+    """Chooses tokens by the covariance of their log-probs and advantages, as the run's policy loss needs them.
 
-    Of equally good tokens, and of all candidates where the choice is random, a hash of (seed, step, uid, sample,
-    position) decides: nothing depends on ranks, on the split into micro-batches or on a generator's state.
+    Ties and random choices are decided by a hash of (seed, step, uid, sample, position). So the choice does not depend
+    on the number of ranks, the micro-batches, or the state of a random generator.
 
     Args:
         seed: of the run.
@@ -31,13 +31,14 @@ class TokenChoice:
         self.kind = POLICY_LOSSES.get(config.policy_loss.loss_mode, PolicyLossNeeds()).chosen
 
     def choose(self, batch: ActorBatch, mask: Tensor, log_probs: Tensor, step: int) -> Tensor:
-        """[N, R] float32, 1 on the tokens that are chosen, at least one of all ranks' if there is a candidate.
-        Collective.
+        """Return [N, R] float32, 1 on the chosen tokens. Collective.
+
+        At least one token over all ranks is chosen if there is a candidate.
 
         Args:
-            batch: this rank's.
+            batch: this rank's samples.
             mask: [N, R], 1 on the tokens of the mini-batch that the loss counts.
-            log_probs: [N, R] of the policy now.
+            log_probs: [N, R], by the present policy.
         """
         config = self._config.policy_loss
         values, tokens = covariances(log_probs, batch.advantages, mask, RANKS)
@@ -53,7 +54,7 @@ class TokenChoice:
         return first(order, self._keys(batch, step), candidates, count, RANKS).float()
 
     def _keys(self, batch: ActorBatch, step: int) -> Tensor:
-        """int64 [N, R] noise of each token."""
+        """Return the noise of each token, [N, R] int64."""
         rows = fold(row_keys(self._seed, step, batch.uids, batch.numbers), torch.full_like(batch.uids, PURPOSE))
         positions = torch.arange(batch.response_mask.shape[1], device=rows.device)
         return fold(rows[:, None].expand(-1, len(positions)), positions.expand(len(rows), -1))

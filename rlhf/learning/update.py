@@ -1,4 +1,4 @@
-"""Optimizer steps on one batch: epochs, mini-batches, micro-batches, denominators over all ranks, guards."""
+"""Takes the optimizer steps on one batch: epochs, mini-batches, micro-batches, denominators over all ranks, guards."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,8 +34,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class Share:
-    """A micro-batch's part: its share of the loss with gradients, shares of figures that add up to the mini-batch's
-    (`loss` is one, as is every key that a guard looks at), and figures whose largest value counts."""
+    """Contribution of a micro-batch to the loss and metrics of its mini-batch.
+
+    `loss` has gradients. The `sums` of all micro-batches and ranks add up to the mini-batch's metrics; they include
+    `loss` and all metrics that guards check. Of each entry of `largest` the mini-batch's metric is the maximum.
+    """
 
     loss: Tensor
     sums: dict[str, Tensor]
@@ -44,8 +47,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Passes:
-    """The walk over a batch: `epochs` times over its mini-batches, one optimizer step each, in micro-batches of at most
-    `budget` tokens."""
+    """Passes of an update over a batch: `epochs` times, in micro-batches of at most `budget` tokens.
+
+    Each mini-batch of an epoch is one optimizer step.
+    """
 
     epochs: int
     budget: int
@@ -54,13 +59,13 @@ class Passes:
 
 @dataclass(frozen=True)
 class Around(Generic[B]):
-    """Calls of an update's owner around each optimizer step, the same on every rank."""
+    """Functions that `update` calls before and after each optimizer step, in the same order on every rank."""
 
     begins: Callable[[B, list[list[int]]], B]
-    """Given the batch and a mini-batch's rows by micro-batch, returns the batch to take them from."""
+    """Takes the batch and a mini-batch's rows by micro-batch. Returns the batch from which the rows are selected."""
     made: Callable[[Figures], Figures]
-    """Given the figures of an optimizer step that was made, returns further ones of it. Not called where no rank had a
-    token: means are 0 then."""
+    """Takes the metrics of an optimizer step and returns further ones. Not called if no rank had a token: all means are
+    0 then."""
 
 
 def update(
@@ -80,11 +85,14 @@ def update(
     The loss of a mini-batch is its aggregate over all ranks: the same number and gradient whatever the split into
     micro-batches and ranks (up to rounding). One without a token that counts has a gradient of 0 and is an optimizer
     step all the same, in which weights decay and momentum goes on: the schedule counts it, and verl and TRL take it.
-    `empty_mini_batches` is the share of such steps. A mini-batch that `guards` refuse ends the update: its gradient is
-    thrown away, the steps before it stay. Of a batch that they have refused already nothing is done.
+    `empty_mini_batches` is the share of such steps. If `guards` reject a mini-batch, the update ends: its gradient is
+    dropped, and the optimizer steps before it stay. If they have rejected the batch already, nothing is done.
 
     Args:
-        spread: the samples of all ranks, by mini-batch; `batch` has this rank's.
+        batch: this rank's samples.
+        spread: how the samples of all ranks are split over mini-batches.
+        share_of: computes loss and metrics of a micro-batch, divided by the denominators of its mini-batch.
+        who: the role, `actor` or `critic`, for guards and progress.
         shuffle: draws other mini-batches for each epoch after the first; None keeps them.
     """
     if guards.refused is not None:
@@ -119,7 +127,7 @@ def update(
 
 
 def _ended(backend: TrainingBackend, steps: list[Figures]) -> Figures:
-    """Means over the optimizer steps of an update that is over, which the learning rate's schedule may go by."""
+    """End the update in the backend, whose learning-rate schedule may count updates. Return the steps' mean metrics."""
     backend.end_update()
     return _means(steps)
 
@@ -132,8 +140,10 @@ def _accumulate(
     share_of: Callable[[B, Counts], Share],
     tell: Callable[[], None],
 ) -> tuple[Figures, int]:
-    """The gradient of one mini-batch, whose micro-batches have the rows of `plan`; its figures over all ranks, and the
-    number of their tokens. `tell` is called after each micro-batch."""
+    """Accumulate the gradient of one mini-batch. Return its metrics and its response tokens, both over all ranks.
+
+    `plan` has the rows of each micro-batch. `tell` is called after each micro-batch.
+    """
     mine = [row for rows in plan for row in rows]
     shares = [loss_count(batch.counted[mine], passes.loss_agg_mode), batch.response_mask[mine].sum()]
     found = all_sum(torch.stack(shares).double())

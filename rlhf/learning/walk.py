@@ -1,4 +1,4 @@
-"""Walk over this rank's micro-batches of a step, in lockstep with the other ranks'."""
+"""Runs a function over this rank's micro-batches of a step, in lockstep with the other ranks."""
 
 from collections.abc import Callable
 
@@ -14,11 +14,13 @@ from rlhf.ranks import dims
 def per_token(
     batch: Batch, spread: Spread, budget: int, model: nn.Module, compute: Callable[[Batch], Tensor]
 ) -> Tensor:
-    """Values per response token of all of `batch`, [N, R] float32, zero on padding, from passes over micro-batches.
+    """Return the values that `compute` returns for every response token of `batch`, [N, R] float32, zero on padding.
 
-    `compute` makes [n, R] of each micro-batch of n samples.
-    Every rank makes as many passes, of at most `budget` tokens each; one that has no more samples gets no rows, and a
-    batch that adds nothing (`Batch.micro_batch`).
+    Every rank makes the same number of passes. A rank without samples left passes the filler of `Batch.micro_batch`.
+
+    Args:
+        budget: most tokens of a micro-batch.
+        compute: returns [n, R'] for a micro-batch of n samples.
     """
     result = torch.zeros_like(batch.rollout_log_probs)
     for rows in spread.micro_batches(budget, padded=not is_packed(model))[dims.data().rank]:
@@ -29,7 +31,10 @@ def per_token(
 
 
 def mini_batch_plans(spread: Spread, budget: int, *, padded: bool) -> list[list[list[int]]]:
-    """This rank's rows by [mini-batch][micro-batch], at most `budget` tokens each; every rank has as many."""
+    """Return this rank's rows by [mini-batch][micro-batch], of at most `budget` tokens per micro-batch.
+
+    Every rank has the same number of micro-batches.
+    """
     rank = dims.data().rank
     return [
         spread.micro_batches(budget, padded=padded, mini_batch=mini_batch)[rank]

@@ -1,4 +1,8 @@
-"""Work of a step: its samples on the ranks that train on them, and the way of figures between there and home."""
+"""Sends a step's samples to the ranks that train on them, and per-token values between those ranks and home.
+
+A sample's *home* is the rank that generated and scored it, with its group. Its *work* is on the rank that computes the
+model passes and updates. The two differ so that all ranks have about equal work in each mini-batch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,19 +20,19 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.dims import RankGroup
 
 WORKED_ON = [field.name for field in fields(Batch)]
-"""Fields of a home batch that go to the rank that trains on a sample."""
+"""Fields of a home batch that are sent to the rank that trains on a sample."""
 B = TypeVar("B", bound=Batch)
 Place = tuple[int, int]
-"""A rank, and a row of its batch."""
+"""Rank, and row of that rank's batch."""
 
 
 class SampleRoute:
-    """Way of a step's samples from the places that they have in one batch over all ranks to those of another.
+    """Moves tensors of a step's samples from one distribution over the ranks to another.
 
     Args:
-        sources, targets: the places of each sample, known on every rank.
-        lengths: of the responses, in tokens.
-        ranks: those that hold different samples.
+        sources, targets: place of each sample before and after, the same lists on every rank.
+        lengths: [samples] int64, tokens of the responses.
+        ranks: the data-parallel group.
     """
 
     def __init__(self, sources: Sequence[Place], targets: Sequence[Place], lengths: Tensor, ranks: RankGroup):
@@ -36,26 +40,28 @@ class SampleRoute:
         self._still = sources == targets
         rank, self._ranks = ranks.rank, ranks.size
         every = range(len(sources))
-        # By rank at the other end, and in the order of the samples for each: the same order on both sides.
+        # Sorted by the other rank, then in the order of samples, so that sender and receiver agree.
         self._sent = sorted((i for i in every if sources[i][0] == rank), key=lambda i: targets[i][0])
         self._came = sorted((i for i in every if targets[i][0] == rank), key=lambda i: sources[i][0])
 
     def of_samples(self, values: Tensor) -> Tensor:
-        """[N] of the samples here as [M] of those that come, bit for bit. Collective."""
+        """Move one value per sample: [N] of this rank's source samples to [M] of its target samples. Collective."""
         return self._moved(values[:, None], torch.ones_like(self._lengths))[:, 0]
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """[N, R] of the response tokens here as [M, R'] of those that come, bit for bit, zero on padding.
-        Collective."""
+        """Move values of response tokens, [N, R] to [M, R'], zero on padding. No bit changes. Collective."""
         return self._moved(values, self._lengths)
 
     def of_sequences(self, ids: Tensor, prompts: Tensor) -> Tensor:
-        """Token ids of whole sequences, [N, L] as [M, L']; `prompts` are the lengths of the prompts of all samples.
-        Collective."""
+        """Move token ids of whole sequences, [N, L] to [M, L']. Collective.
+
+        Args:
+            prompts: [samples] int64, tokens of the prompts of all samples.
+        """
         return self._moved(ids, prompts + self._lengths)
 
     def _moved(self, values: Tensor, lengths: Tensor) -> Tensor:
-        """Rows of `values`, of which the first `lengths` count, at their targets."""
+        """Move rows of `values` to their targets. The first `lengths` columns of a row count."""
         if self._still:
             return values
         device = values.device
@@ -72,16 +78,17 @@ class SampleRoute:
         return result[places.argsort().to(device)]
 
     def _totals(self, lengths: Tensor, ranks: list[int]) -> list[int]:
-        """Entries to or from each rank."""
+        """Return the number of entries for each rank."""
         index = torch.tensor(ranks, dtype=torch.int64)
         return torch.zeros(self._ranks, dtype=torch.int64).index_add(0, index, lengths).tolist()
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """Mini-batches of a step that are drawn anew for each epoch, sample by sample: a pure function of (seed, step,
-    epoch) and the samples' lengths, however many ranks there are. Each draw is spread over the ranks as evenly as any
-    other."""
+    """Draws the mini-batches of a step anew for each epoch, sample by sample, and balances each over the ranks.
+
+    Which samples are in a mini-batch follows from (seed, step, epoch), whatever the number of ranks.
+    """
 
     seed: int
     step: int
@@ -89,68 +96,66 @@ class Shuffle:
     ranks: RankGroup
     _prompts: list[int]
     _responses: list[int]
-    """Tokens of every rank's samples in the order of uids."""
+    """Tokens of the prompts and responses of all ranks' samples, in the order of uids."""
 
     def deal(self, epoch: int) -> tuple[list[Place], Spread]:
-        """The place of every sample in an epoch, and how many each rank has of each mini-batch."""
+        """Return the place of every sample in an epoch, and how the mini-batches are split over the ranks."""
         return _deal(self._prompts, self._responses, self._order(epoch), self.mini_batches, self.ranks.size)
 
     def moved(self, batch: B, epoch: int) -> B:
-        """This rank's samples of an epoch from the `batch` of epoch 0, with everything that it has. Collective."""
+        """Return this rank's samples of an epoch, from the `batch` of epoch 0 with all its fields. Collective."""
         places = [self.deal(number)[0] for number in (0, epoch)]
         route = SampleRoute(places[0], places[1], torch.tensor(self._responses), self.ranks)
         return replace(batch, **_moved(batch.present(), route, torch.tensor(self._prompts)))
 
     def _order(self, epoch: int) -> list[int]:
-        # As the order of the prompts is drawn, by other counters than those.
+        # The same generator as for the order of prompts, with counters that the latter does not use.
         bits = np.random.Philox(key=[self.seed, self.step], counter=[0, 0, 0, 1 + epoch])
         return np.argsort(bits.random_raw(len(self._prompts)), kind="stable").tolist()
 
 
 @dataclass(frozen=True)
 class SharedWork:
-    """A step's samples as the ranks train on them.
-
-    A sample's home is the rank that has its group, where it is scored and compared with the group's others. Its work
-    may be on another: the samples of each mini-batch are spread so that all ranks have about the same to do.
-    """
+    """A step's samples on the ranks that train on them, and the way back to their homes."""
 
     batch: Batch
-    """This rank's samples, mini-batch after mini-batch; of each in the order of uids unless it is shuffled."""
+    """This rank's samples, one mini-batch after the other; within each in the order of uids unless shuffled."""
     spread: Spread
-    """How many every rank has of each mini-batch, and their lengths."""
+    """How the samples of each mini-batch are split over the ranks."""
     shuffle: Shuffle | None
-    """Draws the mini-batches of each epoch; `batch` is that of epoch 0."""
+    """Draws the mini-batches of each epoch; None keeps them. `batch` is that of epoch 0."""
     _there: SampleRoute
     _back: SampleRoute
 
     def bring_home(self, values: Tensor) -> Tensor:
-        """Values of the response tokens of `batch`, [N, R], as [M, R'] of the home batch. Collective."""
+        """Send values of the response tokens of `batch`, [N, R], home: as [M, R'] of the home batch. Collective."""
         return self._back.of_tokens(values)
 
     def take_along(self, values: Tensor) -> Tensor:
-        """Values of the response tokens of the home batch, [M, R'], as [N, R] of `batch`. Collective."""
+        """Send values of the home batch's response tokens, [M, R'], to work: as [N, R] of `batch`. Collective."""
         return self._there.of_tokens(values)
 
 
 @dataclass(frozen=True)
 class WorkSharing:
-    """Spreads each step's samples over the ranks."""
+    """Balances each step's samples over the ranks."""
 
     mini_batches: int
-    """Parts of a step with equally many samples, one optimizer step each: consecutive groups in the order of uids, or
-    shuffled."""
+    """Number of parts of a step with equally many samples, one optimizer step each: consecutive groups in the order of
+    uids, or shuffled samples."""
     coordinator: Coordinator
     shuffle_seed: int | None = None
-    """Draws the mini-batches of each epoch; None leaves them in order."""
+    """Seed with which the mini-batches of each epoch are drawn; None leaves the samples in order."""
 
     def share(self, home: Batch, uids: Sequence[int], step: int) -> SharedWork:
-        """The work of a step whose samples lie in the `home` batches. Collective.
+        """Send the samples of the `home` batches to the ranks that train on them. Collective.
 
-        Which rank works on a sample follows from the lengths of all, whatever their homes.
+        The rank follows from the lengths of all samples, and does not depend on their homes.
 
         Args:
-            uids: of the prompt of each row, ascending; each is on one rank.
+            home: this rank's samples.
+            uids: uid of the prompt of each row, ascending. All samples of a prompt are on one rank.
+            step: number of the training step, for the shuffle.
         """
         facts = list(zip(uids, home.prompt_lengths.tolist(), home.response_lengths.tolist(), strict=True))
         ranks = dims.data()
@@ -174,8 +179,12 @@ class WorkSharing:
 def _deal(
     prompts: Sequence[int], responses: Sequence[int], order: Sequence[int], mini_batches: int, ranks: int
 ) -> tuple[list[Place], Spread]:
-    """The place of each sample, when they come in that `order`, and the spread of them; `prompts` and `responses` are
-    their tokens."""
+    """Return the place of each sample, and how the mini-batches are split over the ranks.
+
+    Args:
+        prompts, responses: tokens of each sample.
+        order: the samples in the order in which mini-batches are cut from them.
+    """
     lengths = [prompts[sample] + responses[sample] for sample in order]
     owners = spread(lengths, mini_batches, ranks)
     counts, places = [0] * ranks, [(0, 0)] * len(order)
@@ -186,12 +195,12 @@ def _deal(
 
 
 def _moved(tensors: dict[str, Tensor], route: SampleRoute, prompts: Tensor) -> dict[str, Tensor]:
-    """The tensors of a batch for the samples that come here; `prompts` are the lengths of all samples' prompts."""
+    """Move the `tensors` of a batch by `route`. `prompts` are the tokens of all samples' prompts. Collective."""
     ids = route.of_sequences(tensors.pop("input_ids"), prompts)
     moved = {name: route.of_tokens(v) if v.dim() == 2 else route.of_samples(v) for name, v in tensors.items()}
     return moved | {"input_ids": ids}
 
 
 def _inside(lengths: Tensor, width: int) -> Tensor:
-    """[N, width] bool: the first `lengths` columns of each row."""
+    """Return a mask, [N, width] bool, of the first `lengths` columns of each row."""
     return torch.arange(width) < lengths[:, None]

@@ -1,4 +1,4 @@
-"""Work of ranks that may take longer than a call between them: they meet while it goes on. Imports no torch."""
+"""Runs long work on all ranks, with a keep-alive collective so that no timeout fires. Imports no torch."""
 
 import threading
 from collections.abc import Callable
@@ -10,18 +10,21 @@ from rlhf.ranks.coordinator import Coordinator
 
 T = TypeVar("T")
 BEAT_S = 1.0
-"""Between two meetings."""
+"""Seconds between two keep-alive calls."""
 WORKING, FAILED = 1, 2
 
 
 def patiently(
     action: Callable[[], T], failed: Callable[[T], bool], stop: Callable[[], None], coordinator: Coordinator
 ) -> T:
-    """Run `action` on every rank; its result on this one, once it has ended on all, whatever the deadline of a call
-    is. Collective.
+    """Run `action` on every rank, and return this rank's result when all have ended. Collective.
 
-    Once it has `failed` on a rank, `stop` is called on the others, which should end theirs. It has deadlines of its own
-    and raises nothing.
+    `action` may take longer than the timeout of a collective call.
+
+    Args:
+        action: runs in a thread. It has deadlines of its own and raises nothing.
+        failed: returns whether a result is a failure.
+        stop: called when the action of another rank has failed; it should make this rank's `action` end.
     """
     ended: SimpleQueue[T] = SimpleQueue()
     threading.Thread(target=lambda: ended.put(action()), name="long work", daemon=True).start()

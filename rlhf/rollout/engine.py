@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Weights = Callable[[], Iterable[tuple[str, "Tensor"]]]
-"""The policy's weights, whole and one by one, each time it is called; every rank walks them to their end."""
+"""Function that yields the policy's weights, unsharded, one by one. Every rank must iterate to the end."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of sampling; the fields mean what they mean in the `rollout` settings."""
+    """Parameters of sampling. The fields are as in the `rollout` settings."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -33,8 +33,8 @@ class SamplingParams:
 class Request:
     """Asks for response number `sample` to the prompt `uid`, whose tokens are `token_ids`.
 
-    Noise is keyed by `uid` and `sample`. Consecutive requests for consecutive responses to one prompt are siblings: an
-    engine may prefill their prompt once.
+    Noise is keyed by `uid` and `sample`. Successive requests for successive samples of one prompt are siblings. An
+    engine may prefill the prompt of siblings once.
     """
 
     uid: int
@@ -43,19 +43,19 @@ class Request:
     sample: int = 0
 
     def continued_by(self, other: "Request") -> bool:
-        """Whether `other` asks for the next response to the same prompt."""
+        """Return whether `other` asks for the next sample of the same prompt."""
         same = (self.uid, self.sample + 1, self.params) == (other.uid, other.sample, other.params)
         return same and self.token_ids == other.token_ids
 
 
 def siblings(requests: Sequence[Request]) -> list[range]:
-    """The places of the requests, those of siblings together."""
+    """Return the indices of the requests, one range for each group of siblings."""
     starts = [i for i in range(len(requests)) if i == 0 or not requests[i - 1].continued_by(requests[i])]
     return [range(start, end) for start, end in pairwise([*starts, len(requests)])]
 
 
 def places_by_params(requests: Sequence[Request]) -> dict[SamplingParams, list[int]]:
-    """The places of the requests with the same parameters, for engines that decode only such ones together."""
+    """Group the indices of the requests by parameters, for engines that decode only equal parameters together."""
     places: dict[SamplingParams, list[int]] = {}
     for place, request in enumerate(requests):
         places.setdefault(request.params, []).append(place)
@@ -63,50 +63,49 @@ def places_by_params(requests: Sequence[Request]) -> dict[SamplingParams, list[i
 
 
 class RolloutEngine(Protocol):
-    """Turns prompts into samples with the weights it was last given. All calls are collective."""
+    """Turns prompts into samples with the weights of the last sync. All calls are collective."""
 
     @property
     def dtype(self) -> "torch.dtype":
-        """Precision of the weights that it takes, on every rank alike; wider ones would be cast."""
+        """Precision of the engine's weights, the same on every rank. The engine casts weights of another precision."""
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Take over the policy's weights; `version` is the step they belong to.
+        """Receive the policy's weights. `version` is the number of steps that the policy has done.
 
-        An engine may ask for them again until the next update.
+        An engine may call `weights` again until the next update.
         """
 
     def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
-        """The sample that each of this rank's requests asks for, in their order."""
+        """Return the samples of this rank's requests, in the order of the requests."""
 
     def sleep(self) -> bool:
-        """Give back what memory of the device it can until it is next called. Whether the weights went with it."""
+        """Release device memory until the next call. Return whether the weights were released, too."""
 
     def metrics(self) -> dict[str, float]:
-        """Figures since the last call, on the leader; of engines that can fail, what happened to them."""
+        """Return metrics since the last call, on the leader, such as the failures of rollout servers."""
 
     def close(self) -> None:
-        """End whatever the engine has started."""
+        """End all processes and threads that the engine has started."""
 
 
 class BackgroundEngine(RolloutEngine, Protocol):
     """An engine with devices of its own, which can generate while the rank trains. All calls are collective."""
 
     def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:
-        """Start to generate, with the weights as they are now; no other call but `finish` may follow."""
+        """Start to generate with the present weights. Only `finish` may be called next."""
 
     def finish(self, version: int) -> list[Sample]:
-        """Wait for what `begin` started: the sample of each request.
+        """Wait for the generation of `begin`, and return the sample of each request.
 
-        What could not be generated then (an engine died) is generated now, by the policy as it is by now, after
-        `version` steps.
+        Requests that failed because an engine died are generated now, by the present policy, after `version` steps.
         """
 
 
 class AdapterEngine(RolloutEngine, Protocol):
-    """An engine that keeps a frozen base and applies adapters beside it. All calls are collective."""
+    """An engine that keeps the frozen base weights and applies adapters to them. All calls are collective."""
 
     def update_adapters(self, base: Weights, adapters: Weights, version: int) -> None:
-        """Take over adapters, by their names in a checkpoint, and at the first call the base that they are for.
+        """Receive adapters, by their names in a checkpoint, and at the first call the base weights.
 
-        `version` is the step that the adapters belong to.
+        `version` is the number of steps that the policy has done.
         """

@@ -1,4 +1,4 @@
-"""Requests and samples on their way between ranks: as tensors without loss, each only to the rank that needs it."""
+"""Sends requests and samples between ranks as tensors, without loss, each only to the rank that needs it."""
 
 import json
 from collections.abc import Sequence
@@ -18,12 +18,16 @@ from rlhf.rollout.sample_codec import from_arrays, to_arrays
 def gather_requests(
     mine: Sequence[Request], sources: Sequence[int], takers: Sequence[int], coordinator: Coordinator
 ) -> list[list[Request]]:
-    """The requests of each of the ranks `sources`, in their order, on the ranks `takers`; nothing on the others.
+    """Send the requests of the ranks `sources` to the ranks `takers`. Collective over sources and takers.
 
-    For all of both to call; other ranks take no part.
+    Args:
+        mine: this rank's requests.
+
+    Returns:
+        On a taker the requests of each source, in the order of `sources`; on other ranks an empty list.
     """
     rank, gathered = coordinator.rank, []
-    for source in sources:  # one order on all ranks, so that nobody waits in vain
+    for source in sources:  # the same order on all ranks, so that there is no deadlock
         if rank == source:
             for taker in takers:
                 if taker != rank:
@@ -35,7 +39,11 @@ def gather_requests(
 
 
 def hand_out_samples(parts: Sequence[Sequence[Sample]], coordinator: Coordinator) -> list[Sample]:
-    """This rank's of the leader's `parts`, one for each rank; those of other ranks don't count. Collective."""
+    """Send each rank its part of the samples on the leader, and return this rank's part. Collective.
+
+    Args:
+        parts: on the leader one part for each rank; ignored on other ranks.
+    """
     if not coordinator.is_leader:
         return from_arrays({name: tensor.numpy() for name, tensor in receive_tensors(coordinator, 0).items()})
     for rank in range(1, coordinator.world_size):
@@ -45,8 +53,12 @@ def hand_out_samples(parts: Sequence[Sequence[Sample]], coordinator: Coordinator
 
 
 def requests_to_tensors(requests: Sequence[Request]) -> dict[str, Tensor]:
-    """`requests` without loss: token ids flat, once for siblings; uid, number of the first sample, number of siblings,
-    length and place of the parameters as rows; the parameters as JSON bytes."""
+    """Return `requests` as tensors, without loss.
+
+    `token_ids` (int32) are the concatenated prompts, one for each group of siblings. `rows` (int64, [groups, 5]) are
+    uid, number of the first sample, number of siblings, length of the prompt, and index of the parameters. `params`
+    (uint8) are the bytes of a JSON list of parameters.
+    """
     places = {params: place for place, params in enumerate(dict.fromkeys(request.params for request in requests))}
     prompts = [(requests[group[0]], len(group)) for group in siblings(requests)]
     rows = [(first.uid, first.sample, count, len(first.token_ids), places[first.params]) for first, count in prompts]
@@ -58,7 +70,7 @@ def requests_to_tensors(requests: Sequence[Request]) -> dict[str, Tensor]:
 
 
 def requests_from_tensors(tensors: dict[str, Tensor]) -> list[Request]:
-    """The requests that `requests_to_tensors` was given."""
+    """Return the requests that `requests_to_tensors` was given."""
     entries = json.loads(tensors["params"].numpy().tobytes())
     every = [SamplingParams(**entry | {"stop": tuple(entry["stop"])}) for entry in entries]
     token_ids = iter(tensors["token_ids"].tolist())

@@ -1,4 +1,4 @@
-"""Files of the policy for an engine that builds the model by itself."""
+"""Files of the policy for an engine that builds the model itself (vLLM)."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,19 @@ from rlhf.storage.files import write_folder
 
 @dataclass(frozen=True)
 class PolicyFiles:
-    """The policy as vLLM is told of it; its weights come with the first update."""
+    """The policy as a Hugging Face folder without weights, from which vLLM builds the model.
+
+    The first weight sync brings the weights.
+    """
 
     files: Mapping[str, bytes]
-    """The small files of its Hugging Face folder, by name."""
+    """The small files of the Hugging Face folder, by name."""
     folder: Path
-    """Where they are written; the same at every start, since vLLM's compile cache depends on its name."""
+    """Path of the folder. It is the same at every start, because vLLM's compile cache depends on it."""
     eos: Sequence[int]
     """The tokens that end a response."""
     max_model_len: int
-    """Tokens of the longest prompt with its response."""
+    """Most tokens of a prompt with its response."""
 
     def write(self) -> None:
         """Write the files."""
@@ -27,6 +30,6 @@ class PolicyFiles:
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary size that config.json says."""
+        """The vocabulary size in config.json."""
         config = json.loads(self.files["config.json"])
         return config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"]

@@ -1,4 +1,4 @@
-"""A sample: one response with what the engine knows of each of its tokens, as arrays from the engine to the batch."""
+"""A sample: one response with its tokens and log-probs, as NumPy arrays from the engine to the batch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,29 +12,29 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Response number `sample` to the prompt `uid`: T tokens.
+    """Response number `sample` to the prompt `uid`, of T tokens.
 
-    The arrays are NumPy's and not torch's: slices of them are cheap views, files and hashes take them as the bytes that
-    they are, and engines outside the trainer read them without torch. Nobody writes to them.
+    The arrays are NumPy's and not torch's: slices are cheap views, files and hashes use their bytes directly, and
+    engines outside the trainer need no torch. Nobody writes to the arrays.
 
-    Log-probs are float32, as every engine computes them and as the batch has them. A server's decimal numbers are
-    rounded to float32 once, where its answer is read; from there to the batch no bit of a sample changes.
+    Log-probs are float32, as every engine computes them. A server's decimals are rounded once, when its answer is
+    read. From there to the batch no bit of a sample changes.
     """
 
     uid: int
     sample: int
     token_ids: np.ndarray
-    """[T] int32, the EOS token included if one was produced."""
+    """[T] int32, with the EOS token if one was drawn."""
     log_probs: np.ndarray
-    """[T] float32: natural logarithms, under the distribution that each token was drawn from. What they say of
-    observations is never read."""
+    """[T] float32: natural logarithms of probabilities under the distribution that each token was drawn from. Values at
+    observations are never read."""
     finish_reason: FinishReason
     """`stop` for EOS and stop strings, otherwise `length`."""
     versions: Spans
-    """Runs (version, end) in order: the tokens up to `end`, from the end of the run before, are by the policy after
-    `version` steps. The last run ends with the response."""
+    """Runs (version, end) in order. The policy after `version` steps drew the tokens from the end of the run before to
+    `end`. The last run ends with the response."""
     observations: Spans = ()
-    """Spans [start, end) of tokens that a tool or an environment wrote, in order; all others the policy wrote."""
+    """Spans [start, end) in order: tokens that a tool or an environment wrote. The policy wrote all other tokens."""
 
     def __post_init__(self) -> None:
         types = self.token_ids.dtype, self.log_probs.dtype
@@ -58,7 +58,7 @@ class Sample:
         version: int = 0,
         observations: Iterable[Sequence[int]] = (),
     ) -> "Sample":
-        """A sample from any numbers, all of it by the policy after `version` steps."""
+        """Return a sample from sequences of numbers, with all tokens by the policy after `version` steps."""
         arrays = np.asarray(token_ids, np.int32), np.asarray(log_probs, np.float32)
         return cls(uid, sample, *arrays, finish_reason, ((version, len(token_ids)),), as_spans(observations))
 
@@ -66,14 +66,14 @@ class Sample:
         return len(self.token_ids)
 
     def __eq__(self, other: object) -> bool:
-        """Equal to the bit: -0.0 is not 0.0, and a NaN is itself."""
+        """Return whether all bits are equal: -0.0 differs from 0.0, and a NaN equals itself."""
         return isinstance(other, Sample) and self._facts() == other._facts()
 
     __hash__ = None  # type: ignore[assignment]
 
     @property
     def version(self) -> int:
-        """Steps that the policy had done when it drew the oldest of the tokens."""
+        """Number of steps that the policy had done when it drew the oldest of the tokens."""
         return min(version for version, _ in self.versions)
 
     @property
@@ -82,7 +82,7 @@ class Sample:
         return len(self) - sum(end - start for start, end in self.observations)
 
     def mask(self) -> np.ndarray:
-        """[T] float32, 1 on the tokens that the policy wrote."""
+        """Return [T] float32, 1 on the tokens that the policy wrote and 0 on observations."""
         mask = np.ones(len(self), np.float32)
         for start, end in self.observations:
             mask[start:end] = 0.0
@@ -94,5 +94,5 @@ class Sample:
 
 
 def as_spans(pairs: Iterable[Sequence[int]]) -> Spans:
-    """Pairs of integers as `Sample` has them, from lists or rows of an array."""
+    """Return pairs of integers, such as rows of an array, as tuples of int."""
     return tuple((int(first), int(second)) for first, second in pairs)

@@ -1,6 +1,6 @@
-"""The one stored form of samples: named flat arrays, and the bytes of arrays with a layout that JSON can hold.
+"""Encodes samples as named 1-D arrays, and arrays as bytes with a layout that JSON can express.
 
-Ranks exchange samples as these arrays, checkpoints store them, the journal writes their bytes and hashes them.
+Ranks exchange samples as these arrays, checkpoints store the arrays, and the journal writes and hashes their bytes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,15 +13,18 @@ from rlhf.rollout.sample import FinishReason, Sample, as_spans
 
 REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 FIELDS = 6
-"""Numbers of a row: uid, sample, tokens, place of the finish reason in REASONS, runs of versions, observations."""
+"""Numbers per row: uid, sample, tokens, index of the finish reason in REASONS, runs of versions, observations."""
 Arrays = dict[str, np.ndarray]
 Layout = dict[str, tuple[str, int]]
-"""Of each array its type, as NumPy writes it, and its length; in the order in which their bytes follow each other."""
+"""Array name -> type in NumPy's notation, and length. The order is that of the arrays' bytes."""
 
 
 def to_arrays(samples: Sequence[Sample]) -> Arrays:
-    """`samples` without loss, little-endian: token ids (int32) and log-probs (float32) one sample after the other, and
-    rows, runs of versions and observations flat (int64)."""
+    """Return `samples` as little-endian 1-D arrays, without loss.
+
+    `token_ids` (int32) and `log_probs` (float32) are concatenated over the samples. `rows` (FIELDS numbers per sample),
+    `versions` and `observations` (pairs) are flattened int64.
+    """
     rows = [
         (s.uid, s.sample, len(s), REASONS.index(s.finish_reason), len(s.versions), len(s.observations)) for s in samples
     ]
@@ -35,7 +38,7 @@ def to_arrays(samples: Sequence[Sample]) -> Arrays:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[Sample]:
-    """The samples that `to_arrays` was given; their token ids and log-probs are views of `arrays`."""
+    """Return the samples that `to_arrays` was given. Their token ids and log-probs are views of `arrays`."""
     runs, spans = (iter(arrays[name].reshape(-1, 2).tolist()) for name in ("versions", "observations"))
     rows = arrays["rows"].reshape(-1, FIELDS).tolist()
     token_ids, log_probs = (split(arrays[name], [row[2] for row in rows]) for name in ("token_ids", "log_probs"))
@@ -47,12 +50,12 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[Sample]:
 
 
 def joined(parts: Sequence[np.ndarray], dtype: str) -> np.ndarray:
-    """One array of all `parts`, which may be none."""
+    """Return all `parts` concatenated to one array of `dtype`. `parts` may be empty."""
     return np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype)
 
 
 def split(values: np.ndarray, lengths: Sequence[int]) -> Iterator[np.ndarray]:
-    """Views of the consecutive parts of `values` with these lengths."""
+    """Yield views of consecutive parts of `values` with these lengths."""
     start = 0
     for length in lengths:
         yield values[start : start + length]
@@ -60,17 +63,17 @@ def split(values: np.ndarray, lengths: Sequence[int]) -> Iterator[np.ndarray]:
 
 
 def layout_of(arrays: Arrays) -> Layout:
-    """Types and lengths of the arrays, as `from_bytes` needs them."""
+    """Return the types and lengths of the arrays, as `from_bytes` needs them."""
     return {name: (array.dtype.str, len(array)) for name, array in arrays.items()}
 
 
 def to_bytes(arrays: Arrays) -> list[memoryview]:
-    """The memory of each array, one after the other."""
+    """Return the memory of each array, without a copy."""
     return [array.data.cast("B") if len(array) else memoryview(b"") for array in arrays.values()]
 
 
 def from_bytes(content: bytes | memoryview, layout: Mapping[str, Sequence[Any]]) -> Arrays:
-    """The arrays as views of `content`."""
+    """Return the arrays as views of `content`, the concatenated bytes of `to_bytes`."""
     arrays, offset = {}, 0
     for name, (dtype, length) in layout.items():
         arrays[name] = np.frombuffer(content, dtype, length, offset)

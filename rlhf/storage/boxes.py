@@ -1,9 +1,10 @@
-"""Boxes: parts of tensors, cut along their dimensions or out of their flattened elements. Imports no torch.
+"""Boxes: parts of tensors, given by offsets and sizes. Imports no torch.
 
-A part of a tensor has one form, offsets and sizes. With one entry per dimension it is a box of the tensor, as a cut by
-rows, by columns or by both leaves it. With a single entry it is a box of the flattened tensor: a range of its elements
-in row-major order. ZeRO's partitions are such ranges. As boxes of the tensor itself they would be up to 2 * ndim - 1
-each, every shard would be a list, and FSDP's rows, which are both, would take more room in an index.
+With one offset and size per dimension, a part is a box of the tensor: a cut by rows, by columns, or by both. With a
+single offset and size it is a range of the flattened tensor, in row-major order.
+
+ZeRO's partitions are ranges. Written as boxes, a range would be a list of up to 2 * ndim - 1 boxes. FSDP's rows are
+boxes and ranges at once; as ranges they take less room in an index.
 """
 
 import math
@@ -16,25 +17,27 @@ from numpy.typing import NDArray
 
 
 class Box(NamedTuple):
-    """Elements [offset, offset + size) of a tensor in each dimension, or of the flattened tensor if there is only one
-    entry. Parts that are contiguous in the flattened tensor are written as ranges of it: see `normal`."""
+    """Elements [offset, offset + size) of a tensor in each dimension, or of the flattened tensor if there is one entry.
+
+    A part that is contiguous in the flattened tensor is always written as a range: see `normal`.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     @property
     def is_range(self) -> bool:
-        """Whether this is a range of the flattened tensor; every box of a tensor of one dimension is."""
+        """Whether this is a range of the flattened tensor. Every box of a 1-D tensor is a range."""
         return len(self.sizes) == 1
 
 
 class Strided(NamedTuple):
-    """Elements of memory that is one-dimensional: the first one, and sizes and steps of the dimensions over it."""
+    """A strided view of 1-D memory: the offset of its first element, and its sizes and strides, all in elements."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -42,27 +45,27 @@ class Strided(NamedTuple):
 
     @property
     def span(self) -> int:
-        """The number of elements from the first to the last one, and those in between."""
+        """Number of elements from the first to the last one, gaps included."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
 
     @property
     def contiguous(self) -> bool:
-        """Whether nothing lies in between."""
+        """Whether the view has no gaps."""
         return self.span == math.prod(self.sizes)
 
 
 def range_box(start: int, stop: int) -> Box:
-    """Return the elements [start, stop) of a flattened tensor."""
+    """Return the range of the elements [start, stop) of a flattened tensor."""
     return Box((start,), (stop - start,))
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """Return all elements of a tensor."""
+    """Return the range of all elements of a tensor."""
     return range_box(0, math.prod(shape))
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the steps of a row-major tensor, in elements."""
+    """Return the strides of a row-major tensor, in elements."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
@@ -70,7 +73,7 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def normal(box: Box, shape: Sequence[int]) -> Box:
-    """Return `box` as a range of the flattened tensor of `shape`, if it is contiguous there or empty; else itself."""
+    """Return `box` as a range of the flattened tensor of `shape` if it is contiguous there or empty, else `box`."""
     if box.is_range:
         return box
     start = sum(offset * stride for offset, stride in zip(box.offsets, strides_of(shape), strict=True))
@@ -83,7 +86,10 @@ def normal(box: Box, shape: Sequence[int]) -> Box:
 
 
 def bounds(box: Box, shape: Sequence[int]) -> tuple[int, int]:
-    """Return the first element of a part that is not empty, and the one after its last, in the flattened tensor."""
+    """Return the first element of a part in the flattened tensor, and the one after its last.
+
+    The part must not be empty.
+    """
     if box.is_range:
         return box.offsets[0], box.offsets[0] + box.sizes[0]
     layout = layout_of(box, whole_box(shape), shape)
@@ -91,14 +97,13 @@ def bounds(box: Box, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def boxes_of(part: Box, shape: Sequence[int]) -> list[Box]:
-    """Return the at most 2 * ndim - 1 boxes of a tensor of `shape` that a part is, in row-major order; none if it is
-    empty."""
+    """Return a part of a tensor of `shape` as boxes, at most 2 * ndim - 1, in row-major order; none if it is empty."""
     if not part.numel:
         return []
     if len(part.sizes) == len(shape) or not shape:
         return [part]
     start, stop, row = part.offsets[0], part.offsets[0] + part.sizes[0], math.prod(shape[1:])
-    # The rows that are whole, and what is left of the rows before and after them.
+    # Cut the range before its first and after its last whole row.
     edges = sorted({start, min(-(-start // row) * row, stop), max(stop // row * row, start), stop})
     found = []
     for low, high in pairwise(edges):
@@ -113,7 +118,7 @@ def boxes_of(part: Box, shape: Sequence[int]) -> list[Box]:
 
 
 def overlaps(one: Box, other: Box, shape: Sequence[int]) -> Iterator[Box]:
-    """Yield what two parts of a tensor have in common, in row-major order: of two ranges a range, else boxes."""
+    """Yield the intersection of two parts of a tensor, in row-major order: a range of two ranges, otherwise boxes."""
     pairs = [(one, other)] if one.is_range and other.is_range else _pairs(one, other, shape)
     for a, b in pairs:
         low = tuple(map(max, a.offsets, b.offsets))
@@ -128,7 +133,10 @@ def _pairs(one: Box, other: Box, shape: Sequence[int]) -> list[tuple[Box, Box]]:
 
 
 def layout_of(inner: Box, outer: Box, shape: Sequence[int]) -> Strided:
-    """Return where `inner`, a part of `outer` as `overlaps` yields it, lies in memory that holds `outer` row-major."""
+    """Return where `inner` lies in memory that contains the part `outer`, row-major.
+
+    `inner` is a part of `outer`, as `overlaps` yields it.
+    """
     if outer.is_range and not inner.is_range:
         strides = strides_of(shape)
         first = sum(offset * stride for offset, stride in zip(inner.offsets, strides, strict=True))
@@ -139,8 +147,11 @@ def layout_of(inner: Box, outer: Box, shape: Sequence[int]) -> Strided:
 
 
 def runs(*layouts: Strided) -> tuple[int, list[NDArray[np.int64]]]:
-    """Return the runs of elements that are contiguous in each of `layouts`, which have the same sizes: the length of
-    all, and of each layout where they begin."""
+    """Split layouts of the same sizes into runs that are contiguous in all of them.
+
+    Returns:
+        The length of a run, and for each layout the offsets at which the runs begin, in elements.
+    """
     length = min(map(_run_length, layouts))
     begins = []
     for layout in layouts:
@@ -164,7 +175,7 @@ def _run_length(layout: Strided) -> int:
 
 
 def halves(box: Box) -> tuple[Box, Box]:
-    """Return a box of more than one element as two, cut along its first dimension that can be cut."""
+    """Cut a box of more than one element in two, along its first dimension of more than one element."""
     cut = next(i for i, size in enumerate(box.sizes) if size > 1)
     size = box.sizes[cut] // 2
     offsets = (*box.offsets[:cut], box.offsets[cut] + size, *box.offsets[cut + 1 :])

@@ -1,8 +1,8 @@
-"""Rows of an index of shards: which part of which tensor each shard is, and whether shards cover the tensors.
+"""Encodes the shards of tensors as the rows of an index, and checks that shards cover the tensors. Imports no torch.
 
-A row has three int64. (tensor, start, stop) is a range of the flattened tensor, which most shards are: rows of FSDP,
-parts of ZeRO, whole tensors. A box has a row (-1 - tensor, start, stop) for each dimension, one after the other.
-Tensors are counted in the order of their names. Imports no torch.
+A row is three int64. (tensor, start, stop) is a range of the flattened tensor. Most shards are ranges: FSDP's rows,
+ZeRO's partitions, whole tensors. A box has consecutive rows (-1 - tensor, start, stop), one for each dimension. The
+number `tensor` is the position of the tensor's name among all names, sorted.
 """
 
 import math
@@ -18,15 +18,15 @@ from rlhf.storage.boxes import Box, boxes_of, range_box, strides_of
 ROW_BYTES = 24
 _ROW = np.dtype("<i8")
 _AT_A_TIME = 256
-"""Boxes that are compared with all others in one operation."""
+"""Number of boxes that are compared with all others in one NumPy operation."""
 Rows = NDArray[np.int64]
-"""[n, 3] of an index."""
+"""[n, 3] rows of an index."""
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 """Tensor name -> type and shape."""
 
 
 def rows_of(numbered: Iterable[tuple[int, Box]]) -> bytes:
-    """Return the rows of parts of tensors, as `boxes.normal` writes them, in the form of an index."""
+    """Return the bytes of the rows of parts, each a tensor's number and a box as `boxes.normal` returns it."""
     rows: list[tuple[int, int, int]] = []
     for tensor, box in numbered:
         number = tensor if box.is_range else -1 - tensor
@@ -35,12 +35,12 @@ def rows_of(numbered: Iterable[tuple[int, Box]]) -> bytes:
 
 
 def as_rows(content: bytes | bytearray) -> Rows:
-    """Return rows in the form of an index as numbers."""
+    """Return the rows in the bytes of an index, as a view."""
     return np.frombuffer(content, dtype=_ROW).reshape(-1, 3)
 
 
 class Table:
-    """Shapes of the tensors in the order of their names, as arrays."""
+    """Names, shapes, sizes and strides of the tensors as arrays, in the order of their names."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.names = sorted(tensors)
@@ -55,8 +55,11 @@ class Table:
 
 
 class Parts(NamedTuple):
-    """The shards that rows say: of each the tensor, the first element and the one after its last in the flattened
-    tensor, the number of elements, and its row or first row."""
+    """Shards parsed from rows. All arrays but `rows` have one entry per shard.
+
+    `tensor` is the number of the tensor. `first` is the shard's first element in the flattened tensor, and `stop` the
+    one after its last. `numel` is the number of elements, and `row` the index of the shard's first row.
+    """
 
     rows: Rows
     tensor: NDArray[np.int64]
@@ -67,11 +70,11 @@ class Parts(NamedTuple):
 
     @property
     def boxed(self) -> NDArray[np.bool_]:
-        """[shards] whether each shard is a box instead of a range."""
+        """[shards] bool: whether the shard is a box instead of a range."""
         return self.rows[self.row, 0] < 0
 
     def box(self, i: int, table: Table) -> Box:
-        """Return the part that a shard is of its tensor."""
+        """Return the part of its tensor that shard `i` is."""
         if not self.rows[self.row[i], 0] < 0:
             return range_box(int(self.first[i]), int(self.stop[i]))
         begin = self.row[i]
@@ -80,7 +83,11 @@ class Parts(NamedTuple):
 
 
 def parse_rows(rows: Rows, table: Table) -> Parts:
-    """Return the shards of `rows`. Raises ValueError for rows that no index has."""
+    """Parse `rows` to shards.
+
+    Raises:
+        ValueError: a row is of no tensor or outside its tensor, or a box lacks a dimension.
+    """
     number, start, stop = rows.T
     boxed = number < 0
     tensor = np.where(boxed, -1 - number, number) if boxed.any() else number
@@ -92,7 +99,7 @@ def parse_rows(rows: Rows, table: Table) -> Parts:
     dimension = _dimensions(number, np.where(boxed, table.ndim[tensor], 1))
     _check_inside(rows, tensor, np.where(boxed, table.dims[tensor, dimension], table.sizes[tensor]), table)
     first_rows = np.flatnonzero(dimension == 0)
-    # Of a box the first and the last element: the sums over its rows of their steps in the flattened tensor.
+    # The first and the last element of a box in the flattened tensor: sums over its rows of index times stride.
     step = np.where(boxed, table.strides[tensor, dimension], 1)
     firsts, lasts = (np.add.reduceat(value * step, first_rows) for value in (start, stop - 1))
     return Parts(
@@ -108,7 +115,12 @@ def _check_inside(rows: Rows, tensor: NDArray[np.int64], limit: NDArray[np.int64
 
 
 def _dimensions(number: NDArray[np.int64], ndim: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The dimension that each row speaks of, from the numbers of the rows and the rows that their shards have."""
+    """Return the dimension of each row within its shard.
+
+    Args:
+        number: first column of the rows.
+        ndim: number of rows of the row's shard: the dimensions of a box, 1 for a range.
+    """
     at = np.arange(len(number))
     begins = np.diff(number, prepend=number[0] - 1) != 0
     dimension = (at - np.maximum.accumulate(np.where(begins, at, 0))) % np.maximum(ndim, 1)
@@ -119,8 +131,8 @@ def _dimensions(number: NDArray[np.int64], ndim: NDArray[np.int64]) -> NDArray[n
 
 
 def not_covered(parts: Parts, table: Table) -> int | None:
-    """Return a tensor of which the parts do not cover all elements, each once; None if they cover all."""
-    if len(parts.row) == len(parts.rows):  # no box has only one
+    """Return the number of a tensor whose elements the parts do not cover exactly once; None if there is none."""
+    if len(parts.row) == len(parts.rows):  # one row per shard: there are no boxes
         return ranges_not_covering(parts.rows, table.sizes)
     with_boxes = np.zeros(len(table.shapes), dtype=bool)
     with_boxes[parts.tensor[parts.boxed]] = True
@@ -138,14 +150,19 @@ def not_covered(parts: Parts, table: Table) -> int | None:
 
 
 def _by_tensor(tensor: NDArray[np.int64], which: NDArray[np.intp]) -> Iterator[tuple[int, list[int]]]:
-    """The shards among `which` of each tensor that has some."""
+    """Group the shards `which` by tensor: return pairs of a tensor's number and the indices of its shards."""
     found = which[np.argsort(tensor[which], kind="stable")].tolist()
     return ((int(number), list(members)) for number, members in groupby(found, key=lambda i: tensor[i]))
 
 
 def ranges_not_covering(ranges: Rows, sizes: NDArray[np.int64], first: NDArray[np.int64] | None = None) -> int | None:
-    """Return a tensor of which `ranges` (tensor, start, stop) do not cover the elements from `first` (0) on, `sizes`
-    many, each once; None if they cover all."""
+    """Return the number of a tensor of which the ranges do not cover all wanted elements exactly once; None if none.
+
+    Args:
+        ranges: [n, 3], (tensor, start, stop).
+        sizes: [tensors], number of wanted elements.
+        first: [tensors], first wanted element; None for 0.
+    """
     first = np.zeros_like(sizes) if first is None else first
     ranges = ranges[np.lexsort((ranges[:, 1], ranges[:, 0]))]
     number, start, stop = ranges.T
@@ -159,7 +176,7 @@ def ranges_not_covering(ranges: Rows, sizes: NDArray[np.int64], first: NDArray[n
 
 
 def covers(parts: Sequence[Box], shape: Sequence[int], numel: int | None = None) -> bool:
-    """Return whether parts have `numel` elements together, by default all, each once."""
+    """Return whether parts of a tensor have `numel` elements together (None: all of `shape`) and do not overlap."""
     if sum(part.numel for part in parts) != (math.prod(shape) if numel is None else numel):
         return False
     boxes = [box for part in parts for box in boxes_of(part, shape)]
@@ -168,6 +185,6 @@ def covers(parts: Sequence[Box], shape: Sequence[int], numel: int | None = None)
     for begin in range(0, len(boxes), _AT_A_TIME):
         some = slice(begin, begin + _AT_A_TIME)
         common = np.minimum(high[some, None], high) > np.maximum(low[some, None], low)
-        if int(common.all(axis=-1).sum()) > len(low[some]):  # more than each with itself
+        if int(common.all(axis=-1).sum()) > len(low[some]):  # more overlaps than each box with itself
             return False
     return True

@@ -1,9 +1,9 @@
-"""Index of sharded tensors: which part of which tensor lies where in which file. Imports no torch.
+"""Index of sharded tensors: says which part of which tensor lies where in which file. Imports no torch.
 
-`index.safetensors` has one int64 tensor, `shards`: rows as in `index_rows`, in the order in which the shards lie in the
-files. The rows of one file are next to each other, so that a reader takes those of few files. Its metadata are JSON:
-`tensors` (name -> type and shape; rows count them in the order of their names) and `files` (name, first byte of its
-first shard, number of its rows). Up to format 7 every row was a range.
+`index.safetensors` has one int64 tensor, `shards`: rows as in `index_rows`, in the order of the shards in the files.
+The rows of one file are consecutive, so that a reader needs the rows of few files. The metadata are JSON: `tensors`
+(name -> type and shape) and `files` (name, first byte of the first shard, number of rows). Up to format 7 all shards
+are ranges.
 """
 
 import json
@@ -33,7 +33,7 @@ from rlhf.storage.layout import INDEX
 from rlhf.storage.reading import CheckedFiles
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-"""Bytes of an element, by the names of the safetensors specification."""
+"""safetensors' name of a type -> bytes of an element."""
 TORCH_NAMES = {
     "F64": "float64",
     "F32": "float32",
@@ -46,7 +46,7 @@ TORCH_NAMES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""The same types as torch names them."""
+"""safetensors' name of a type -> torch's name."""
 FLOATS = {kind for kind, name in TORCH_NAMES.items() if "float" in name}
 _MOST_BYTES = 1 << 60
 """More than any checkpoint has, and few enough for sums in int64."""
@@ -54,8 +54,11 @@ _MOST_BYTES = 1 << 60
 
 @dataclass(frozen=True)
 class FileShards:
-    """One rank's share of an index: the shards in its file, as `rows` in their order there, and a hash of the table of
-    all tensors, which the ranks have in common. `rows` may be empty; then there is no such file."""
+    """One rank's share of an index: the shards in its file.
+
+    `rows` are the shards' rows in the order of the file; if there are none, there is no file. `table` is a hash of the
+    names, types and shapes of all tensors, which must be the same on all ranks.
+    """
 
     file: str
     first_byte: int
@@ -64,8 +67,10 @@ class FileShards:
 
 
 class Piece(NamedTuple):
-    """Elements `box` of a tensor, as they are wanted, in the shard that lies at a byte `position` of a file and holds
-    the part `shard`."""
+    """A wanted part `box` of a tensor, and where to find it.
+
+    It lies in a shard that contains the part `shard`, row-major, from the byte `position` of `file` on.
+    """
 
     name: str
     box: Box
@@ -75,19 +80,20 @@ class Piece(NamedTuple):
 
 
 def nbytes_of(kind: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of a type and shape."""
+    """Return the bytes of a tensor; `kind` is safetensors' name of its type."""
     return ITEM_BYTES[kind] * math.prod(shape)
 
 
 def hash_of_table(tensors: Tensors) -> str:
-    """The same on all ranks that have the same tensors."""
+    """Return a hash of the names, types and shapes of all tensors."""
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(tensors.items())).encode())
 
 
 def parts_of_ranks(tensors: Tensors, shares: Sequence[FileShards]) -> Iterator[list[tuple[str, Box]]]:
-    """Yield the parts of tensors in each rank's share, which together cover all tensors, each element once.
+    """Yield the parts of tensors in each rank's share.
 
-    Raises ValueError when ranks disagree about the tensors, when shards overlap, or when they leave a gap.
+    Raises:
+        ValueError: ranks disagree about the tensors, or the shards do not cover each element exactly once.
     """
     table = Table(tensors)
     _check(tensors, shares, table)
@@ -97,7 +103,7 @@ def parts_of_ranks(tensors: Tensors, shares: Sequence[FileShards]) -> Iterator[l
 
 
 def _check(tensors: Tensors, shares: Sequence[FileShards], table: Table) -> bytes:
-    """The rows of all ranks. Raises as `parts_of_ranks`."""
+    """Return the bytes of all ranks' rows. Raises ValueError as `parts_of_ranks`."""
     expected = hash_of_table(tensors)
     for rank, share in enumerate(shares):
         if share.table != expected:
@@ -117,7 +123,7 @@ def _shown(box: Box) -> str:
 
 
 def merge_shares(tensors: Tensors, shares: Sequence[FileShards]) -> bytes:
-    """The index file, from the shares of all ranks. Raises ValueError as `parts_of_ranks`."""
+    """Return the bytes of the index file. Raises ValueError as `parts_of_ranks`."""
     rows = _check(tensors, shares, Table(tensors))
     files = [(share.file, share.first_byte, len(share.rows) // ROW_BYTES) for share in shares if share.rows]
     metadata = {"tensors": json.dumps({name: tensors[name] for name in sorted(tensors)}), "files": json.dumps(files)}
@@ -128,9 +134,9 @@ def merge_shares(tensors: Tensors, shares: Sequence[FileShards]) -> bytes:
 
 
 class ShardIndex:
-    """Index of the folder `folder` of a checkpoint, of which only what is asked for is read.
+    """Index of the folder `folder` of a checkpoint. Reads only the rows that a call needs.
 
-    Raises DamagedCheckpoint for what is not as it was written, or could not have been written.
+    The constructor and every method raise DamagedCheckpoint if the index is damaged or inconsistent.
     """
 
     def __init__(self, files: CheckedFiles, folder: str) -> None:
@@ -165,16 +171,19 @@ class ShardIndex:
         self._count = np.array([count for _, _, count in listed], dtype=np.int64)
 
     def counts(self) -> dict[str, int]:
-        """The number of shards of each tensor."""
+        """Return the number of shards of each tensor, by name."""
         parts, _, _ = self._read(np.arange(len(self._file_names)))
         found = np.bincount(parts.tensor, minlength=len(self._names))
         return dict(zip(self._names, found.tolist(), strict=True))
 
     def find(self, wanted: Mapping[str, Box], rank: int, world_size: int) -> list[Piece]:
-        """Pieces of which parts of tensors consist, one part of each that is not empty.
+        """Return the pieces of which the wanted parts consist.
 
-        The rows of files are read in which a rank of this number probably finds its own, all others only if that was
-        not enough.
+        It first reads the rows of the files in which this rank probably finds its parts, and the rows of all files only
+        if these do not suffice.
+
+        Args:
+            wanted: tensor name -> one part, which is not empty.
         """
         for files in (self._probable(rank, world_size), np.arange(len(self._file_names))):
             pieces, missing = self._find(wanted, *self._read(files))
@@ -186,7 +195,7 @@ class ShardIndex:
     def _find(
         self, wanted: Mapping[str, Box], parts: Parts, places: NDArray[np.intp], positions: NDArray[np.int64]
     ) -> tuple[list[Piece], str | None]:
-        """The pieces in some shards, and a tensor of which they are not all that is wanted."""
+        """Return the wanted pieces in some shards and None; if they do not suffice, also a tensor with a gap."""
         number = {name: i for i, name in enumerate(self._names)}
         first, size = np.zeros_like(self._table.sizes), np.zeros_like(self._table.sizes)
         with_boxes = np.zeros(len(self._names), dtype=bool)
@@ -222,13 +231,17 @@ class ShardIndex:
         return pieces, None
 
     def _probable(self, rank: int, world_size: int) -> NDArray[np.intp]:
-        """Files of the same part of all ranks, of this rank, and of the first one, which has what is not sharded."""
+        """Return the files in which this rank probably finds its parts.
+
+        These are the files at the same relative position among all files, the file of this rank's number, and the
+        first file, which has the tensors that are not sharded.
+        """
         count = len(self._file_names)
         low, high = count * rank // world_size - 1, -(-count * (rank + 1) // world_size) + 1
         return np.array(sorted({n for n in (0, rank, *range(low, high)) if 0 <= n < count}), dtype=np.intp)
 
     def _read(self, files: NDArray[np.intp]) -> tuple[Parts, NDArray[np.intp], NDArray[np.int64]]:
-        """The shards of these files, the file of each, and the byte in it at which the shard begins."""
+        """Read the shards of some files. Return them, and for each its file and the byte at which it begins."""
         counts = self._count[files]
         begins = (np.cumsum(self._count) - self._count)[files]
         memory = bytearray(int(counts.sum()) * ROW_BYTES)
@@ -245,7 +258,7 @@ class ShardIndex:
         before = np.cumsum(length) - length
         of_row = np.repeat(files, counts)
         places = of_row[parts.row]
-        # The first shard of each file, before which none of its bytes lie.
+        # Mark the first shard of each file, from which the bytes are counted.
         opens = np.diff(places, prepend=-1) != 0
         if not np.array_equal(parts.row[opens], (np.cumsum(counts) - counts)[counts > 0]):
             raise DamagedCheckpoint(f"{self.path}: has boxes that begin in one file and end in another")

@@ -1,9 +1,8 @@
 """Tensors on disk as shards, each a box of a tensor or a range of its flattened elements.
 
-A shard has the tensor's name, its global shape and the part; elements are counted in row-major order.
-FSDP2's rows, cuts by columns, ZeRO's flat partitions and an unsharded tensor are all such parts (`boxes`), so what one
-backend wrote at one world size any other reads at any other. Shards lie in safetensors files, one per rank, as 1-D
-tensors; an index beside them says which part is where, down to the byte of the file.
+FSDP2's rows, cuts by columns, ZeRO's flat partitions and unsharded tensors are all such parts (`boxes`). So any backend
+reads at any world size what another wrote at another. Each rank writes its shards as 1-D tensors into one safetensors
+file. An index beside the files says which part begins at which byte.
 """
 
 import math
@@ -24,10 +23,10 @@ from rlhf.storage.safetensors_header import make_safetensors_header
 from rlhf.storage.shard_index import FLOATS, TORCH_NAMES, FileShards, Piece, ShardIndex, hash_of_table
 from rlhf.storage.whole_tensors import WholeTensors
 
-# Page-locked memory through which tensors reach another device.
+# Size of the page-locked buffer through which tensors are copied to a GPU.
 LANDING_BYTES = 16 * BLOCK
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in TORCH_NAMES.items()}
-"""Types by the names of the safetensors specification."""
+"""safetensors' name of a type -> torch's type."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -35,10 +34,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Shard:
     """One rank's part of a named tensor of `shape`.
 
-    With an entry of `offsets` per dimension it is a box, which begins there and has the sizes of `local`. With a
-    single entry it is a range of the flattened tensor: elements [offset, offset + local.numel()), in a `local` of any
-    shape. `local` is row-major. `owner` says whether this rank saves it (a replicated tensor has one owner); every rank
-    loads what its `local` covers.
+    With one offset per dimension the part is a box, which begins at `offsets` and has the sizes of `local`. With a
+    single offset it is the range [offset, offset + local.numel()) of the flattened tensor, and `local` has any shape.
+    `local` is row-major. `owner` says whether this rank saves the part; a replicated part has one owner. A load fills
+    `local` on every rank.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +47,7 @@ class Shard:
 
     @property
     def box(self) -> Box:
-        """The part, as a range of the flattened tensor if it is contiguous there."""
+        """The part of the tensor; a range of the flattened tensor if the part is contiguous there."""
         if len(self.offsets) == len(self.shape) != 1:
             return normal(Box(self.offsets, tuple(self.local.shape)), self.shape)
         return range_box(self.offsets[0], self.offsets[0] + self.local.numel())
@@ -59,7 +58,7 @@ class Shard:
         return laid_out(whole.reshape(-1), layout).reshape(self.local.shape)
 
     def at(self, inner: Box) -> Tensor:
-        """Return a view of what `local` has of a part of it, as `overlaps` yields it, in its sizes."""
+        """Return a view of `local` on a part of it, in the sizes of `inner`, which `overlaps` yields."""
         own = self.box
         if own.is_range:
             return laid_out(self.local.detach().view(-1), layout_of(inner, own, self.shape))
@@ -68,7 +67,7 @@ class Shard:
 
 
 def laid_out(elements: Tensor, layout: Strided) -> Tensor:
-    """Return a view of 1-D `elements`."""
+    """Return the view `layout` of 1-D `elements`."""
     return elements.as_strided(layout.sizes, layout.strides, elements.storage_offset() + layout.offset)
 
 
@@ -77,15 +76,14 @@ Shards = Mapping[str, Shard]
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor; writing to the view writes to the tensor."""
+    """Return the memory of a contiguous CPU tensor as bytes. Writing to the view writes to the tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def safetensors_chunks(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, tensor by tensor, without a copy of CPU tensors: ready to be hashed and
-    written."""
+    """Yield the bytes of a safetensors file: the header, then each tensor. Contiguous CPU tensors are not copied."""
     yield _header(tensors, metadata)
     for tensor in tensors.values():
         if tensor.numel():
@@ -93,25 +91,24 @@ def safetensors_chunks(
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """What a safetensors file begins with; the tensors follow in their order."""
+    """Return the header of a safetensors file in which the tensors follow in this order."""
     table = {name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     return make_safetensors_header(table, metadata)
 
 
 def tensor_table(shards: Shards) -> Tensors:
-    """Types and shapes of all tensors, which the ranks have in common."""
+    """Return the types and shapes of all tensors, by name: the same on every rank."""
     return {name: (DTYPE_NAMES[shard.local.dtype], tuple(shard.shape)) for name, shard in shards.items()}
 
 
 def lay_out(file_name: str, shards: Shards) -> tuple[dict[str, Tensor], FileShards]:
-    """The shards that this rank owns, flattened, in the order in which they lie in its file, and its share of the
-    index.
+    """Return the shards that this rank owns, flattened and in the order of its file, and its share of the index.
 
-    The share has a hash of every tensor's name, owned or not, so that the merge sees a tensor that no rank owns.
+    The share has a hash of all tensors, owned or not, so that the merge notices a tensor that no rank owns.
     """
     flat = {name: p.local.detach().reshape(-1) for name, p in shards.items() if p.owner and p.local.numel()}
-    # Step counts, which one rank writes and all read, next to each other: scattered, they would make all ranks read all
-    # of its file.
+    # Step counts are written by one rank and read by all. They lie next to each other: if they were scattered, all
+    # ranks would read all of that rank's file.
     flat = dict(sorted(flat.items(), key=lambda item: item[1].numel() > 1))
     number = {name: i for i, name in enumerate(sorted(shards))}
     rows = rows_of((number[name], shards[name].box) for name in flat)
@@ -119,8 +116,7 @@ def lay_out(file_name: str, shards: Shards) -> tuple[dict[str, Tensor], FileShar
 
 
 def write_shards(root: Path, folder: str, file_name: str, shards: Shards) -> tuple[list[WrittenFile], FileShards]:
-    """Write the shards that this rank owns to `folder/file_name`; returns the file and this rank's share of the
-    index."""
+    """Write the shards that this rank owns to `folder/file_name`. Return the file, if any, and the index's share."""
     flat, share = lay_out(file_name, shards)
     if not flat:
         return [], share
@@ -128,9 +124,9 @@ def write_shards(root: Path, folder: str, file_name: str, shards: Shards) -> tup
 
 
 class TensorReader:
-    """Reads ranges of the tensors in one folder of a checkpoint, whatever world size or backend wrote them.
+    """Reads parts of the tensors in one folder of a checkpoint, whatever world size or backend wrote them.
 
-    `rank` and `world_size` say where a rank's own shards probably are; every rank may read all.
+    `rank` and `world_size` only help to guess the files that contain this rank's parts. Every rank may read all.
     """
 
     def __init__(
@@ -141,22 +137,24 @@ class TensorReader:
 
     @classmethod
     def of_component(cls, files: CheckedFiles, folder: str, rank: int = 0, world_size: int = 1) -> "TensorReader":
-        """A reader of what `write_shards` wrote."""
+        """Return a reader of a folder that `write_shards` wrote."""
         return cls(files, folder, ShardIndex(files, folder), rank, world_size)
 
     @classmethod
     def of_whole_tensors(cls, files: CheckedFiles, folder: str, file_names: Iterable[str]) -> "TensorReader":
-        """A reader of plain safetensors files of `folder`, such as a Hugging Face folder's."""
+        """Return a reader of plain safetensors files in `folder`, such as a Hugging Face folder's."""
         return cls(files, folder, WholeTensors(files, folder, file_names))
 
     @property
     def tensors(self) -> Tensors:
-        """Types and shapes of what is there."""
+        """Types and shapes of the stored tensors, by name."""
         return self._index.tensors
 
     def rounded(self, shards: Shards) -> dict[str, str]:
-        """The weights of a Hugging Face folder that are stored in another floating-point type than `shards` have, with
-        that type."""
+        """Return the tensors that are stored in another floating-point type than in `shards`, with the stored type.
+
+        Only weights of Hugging Face folders may differ; for a component of ours the result is empty.
+        """
         if not isinstance(self._index, WholeTensors):
             return {}
         stored, wanted = self.tensors, tensor_table(shards)
@@ -164,8 +162,10 @@ class TensorReader:
         return {name: dtype for name, dtype, other in both if dtype != other and {dtype, other} <= FLOATS}
 
     def mismatches(self, shards: Shards) -> list[str]:
-        """Differences of the stored names, shapes and types from those of `shards`; none when they are the same
-        architecture. Weights that are `rounded` are the same."""
+        """Return the differences of the stored names, shapes and types from those of `shards`, a line each.
+
+        A type that `rounded` returns is no difference.
+        """
         stored, wanted = dict(self.tensors), tensor_table(shards)
         stored |= {name: (wanted[name][0], stored[name][1]) for name in self.rounded(shards)}
         lines = [f"{name} is not in the checkpoint" for name in wanted.keys() - stored.keys()]
@@ -179,7 +179,7 @@ class TensorReader:
         return sorted(lines)
 
     def blocks(self, shards: Shards) -> dict[str, set[int]]:
-        """The blocks of each file that `read_into` reads, by path in the checkpoint. Call `mismatches` first."""
+        """Return the blocks that `read_into` reads, by path in the checkpoint. Call `mismatches` first."""
         flat = {name: shard.local.detach().reshape(-1) for name, shard in shards.items()}
         return {
             file_name: {block for read in reads for block in range(read.start // BLOCK, -(-read.stop // BLOCK))}
@@ -189,8 +189,10 @@ class TensorReader:
     @torch.no_grad()
     # Promise 15.
     def read_into(self, shards: Shards) -> None:
-        """Fill every shard's `local` with its range of the stored tensor, one of another type after the other. Call
-        `mismatches` first."""
+        """Fill every shard's `local` with its part of the stored tensor. Call `mismatches` first.
+
+        Tensors that `rounded` returns are read and converted one at a time.
+        """
         rounded = self.rounded(shards)
         for name, dtype in rounded.items():
             stored = torch.empty(shards[name].local.shape, dtype=DTYPES[dtype])
@@ -205,7 +207,7 @@ class TensorReader:
                 shard.local.copy_(flat[name].view(shard.local.shape))
 
     def _locate(self, shards: Shards, flat: Mapping[str, Tensor]) -> dict[str, list["_Read"]]:
-        """What is read of each file into `flat`, the elements of `shards`."""
+        """Return the reads of each file into `flat`, the flattened `local` of each shard."""
         wanted = {name: box for name, shard in shards.items() if (box := shard.box).numel}
         found: dict[str, list[_Read]] = {}
         for piece in self._index.find(wanted, self._rank, self._world_size):
@@ -215,7 +217,7 @@ class TensorReader:
         return found
 
     def _read(self, name: str, reads: list["_Read"]) -> None:
-        """Read what is wanted of a file."""
+        """Read the wanted bytes of one file."""
         direct = [(read.start, read.into.view(torch.uint8)) for read in reads if read.layout is None]
         self._files.read(name, [(start, as_bytes(part)) for start, part in direct if part.device.type == "cpu"])
         elsewhere = [(start, part) for start, part in direct if part.device.type != "cpu"]
@@ -231,7 +233,7 @@ class TensorReader:
 
 
 class _Read(NamedTuple):
-    """Bytes [start, stop) of a file, and the elements that they become: all of them, or those of a `layout`."""
+    """Bytes [start, stop) of a file that are read into `into`: all of their elements, or the view `layout` of them."""
 
     start: int
     stop: int
@@ -240,8 +242,10 @@ class _Read(NamedTuple):
 
 
 def _reads(piece: Piece, wanted: Box, elements: Tensor, shape: Sequence[int]) -> Iterator[_Read]:
-    """What is read of a piece into the `elements` of the part `wanted`, at most LANDING_BYTES at a time unless they go
-    there directly."""
+    """Yield the reads of a piece into `elements`, the flattened memory of the part `wanted`.
+
+    A read with gaps goes through memory of at most LANDING_BYTES. A contiguous one goes to `elements` directly.
+    """
     source, target = (layout_of(piece.box, part, shape) for part in (piece.shard, wanted))
     width = elements.element_size()
     start, length = piece.position + source.offset * width, source.span * width
@@ -257,7 +261,7 @@ def _reads(piece: Piece, wanted: Box, elements: Tensor, shape: Sequence[int]) ->
 
 
 def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
-    """`reads`, together as far as LANDING_BYTES go: a block of a file is read once for all that need it."""
+    """Yield `reads` in batches of at most LANDING_BYTES. A block of a file is read once for all reads of a batch."""
     batch: list[_Read] = []
     size = 0
     for read in reads:
@@ -271,10 +275,12 @@ def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
 
 
 def read_through(landing: Tensor, files: CheckedFiles, name: str, wanted: list[tuple[int, Tensor]]) -> None:
-    """Fill the bytes of `wanted` from their positions in a file, a window of the file at a time, by way of the CPU
-    tensor `landing`.
+    """Fill tensors with bytes of a file, a window of the file at a time, by way of a CPU tensor.
 
-    Its size is a multiple of BLOCK, so that no block is read twice.
+    Args:
+        landing: uint8 memory of a window. Its size is a multiple of BLOCK, so that no block is read twice.
+        name: of the file in the checkpoint.
+        wanted: pairs of a byte position in the file and the uint8 tensor to fill.
     """
     windows: dict[int, list[tuple[int, Tensor]]] = {}
     for start, part in wanted:
