@@ -4,15 +4,27 @@ A rank starts the watchdog (`rlhf.ranks.guardian`). In a hang it logs the eviden
 restarts nothing: restarts are up to the launcher.
 """
 
+import signal
+
+from rlhf.ranks.stop import STOP_SIGNALS
+
+if __name__ == "__main__":
+    # Before the slow imports. SLURM asks all processes of a job to leave: the ranks save then, and are watched.
+    for asked in STOP_SIGNALS:
+        signal.signal(asked, signal.SIG_IGN)
+
 import json
 import logging
 import os
 import select
 import sys
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from rlhf.config.redaction import Redaction
@@ -30,7 +42,7 @@ if TYPE_CHECKING:
 TELL_EVERY_S = 2.0
 SILENCE_S = 10.0
 """After so long without a report from another node, no rank there counts as within its deadline."""
-_STORE_PATIENCE = timedelta(seconds=5)
+STORE_PATIENCE_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +60,7 @@ class OtherNodes:
         self._others = [other for other in range(nodes) if other != node]
         self._told: dict[bool, float] = {}
         self._heard: dict[bool, tuple[list[int], float]] = {}
+        self._asking: threading.Thread | None = None
 
     def tell(self, *, save: bool) -> None:
         """See `OtherRanks`."""
@@ -66,9 +79,22 @@ class OtherNodes:
         return now - since >= SILENCE_S
 
     def _count(self, node: int, save: bool, more: int) -> int:
+        """The counter of a node with `more` added; -1 without an answer within STORE_PATIENCE_S."""
+        if self._asking is not None and self._asking.is_alive():
+            return -1
+        answers: SimpleQueue[int] = SimpleQueue()
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                answers.put(self._store.add(f"rlhf/watchdog/{node}/{'save' if save else 'loop'}", more))
+
+        # `add` itself waits for ever where the process of the store is stopped, whatever timeout the store has.
+        self._asking = threading.Thread(target=ask, name="store", daemon=True)
+        self._asking.start()
+        self._asking.join(STORE_PATIENCE_S)
         try:
-            return self._store.add(f"rlhf/watchdog/{node}/{'save' if save else 'loop'}", more)
-        except RuntimeError:
+            return answers.get_nowait()
+        except Empty:
             return -1
 
 
@@ -77,7 +103,7 @@ def _other_nodes(node: int, nodes: int) -> OtherNodes | None:
         return None
     from rlhf.ranks.collectives import connect_to_store
 
-    return OtherNodes(connect_to_store(_STORE_PATIENCE), node, nodes)
+    return OtherNodes(connect_to_store(timedelta(seconds=STORE_PATIENCE_S)), node, nodes)
 
 
 def watch(run_dir: Path, pids: Mapping[int, int], others: OtherNodes | None) -> None:

@@ -1,19 +1,30 @@
 """Ranks that hang under torchrun: their node's watchdog finds them and kills all, and torchrun restarts the run."""
 
+import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from rlhf.config import Config, ModelConfig
+from rlhf.config.resolved import to_yaml
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import EXIT_DONE
 from rlhf.launch import node_watchdog
 from rlhf.launch.hangs import HangDetector
 from rlhf.launch.interface import Stacks
 from rlhf.launch.node_watchdog import OtherNodes
+from rlhf.ranks.guardian import MODULE
 from rlhf.ranks.status import RankStatus
-from rlhf.storage.layout import RUN_LOG
+from rlhf.ranks.stop import STOP_SIGNALS
+from rlhf.storage.layout import RESOLVED, RUN_LOG
 from tests.support.compare_runs import differences
 from tests.support.hanger import hangs
 from tests.support.launching import small, train
@@ -105,3 +116,61 @@ def test_a_store_that_does_not_answer_says_nothing(monkeypatch):
     while not others.are_silent(save=False):
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+STORE = """
+import time
+import torch.distributed as dist
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_store_whose_process_is_stopped_says_nothing(monkeypatch):
+    """Where no torchrun has it, the store is in rank 0, which may be the one that is stopped."""
+    monkeypatch.setattr(node_watchdog, "SILENCE_S", 0.2)
+    monkeypatch.setattr(node_watchdog, "STORE_PATIENCE_S", 0.2)
+    with subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE) as rank_0:
+        assert rank_0.stdout is not None
+        port = int(rank_0.stdout.readline())
+        others = OtherNodes(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 1, 2)
+        assert not others.are_silent(save=False)
+        os.kill(rank_0.pid, signal.SIGSTOP)
+        end = threading.Timer(60, rank_0.kill)  # an answer of a kind, for who would wait for one
+        end.start()
+        while not others.are_silent(save=False):
+            time.sleep(0.1)
+        assert rank_0.poll() is None
+        end.cancel()
+        rank_0.kill()
+
+
+def ignores(pid: int, number: int) -> bool:
+    masks = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(masks["SigIgn"], 16) >> (number - 1) & 1)
+
+
+def test_a_request_to_leave_is_for_the_ranks_and_not_for_their_watchdog(tmp_path):
+    """SLURM sends it to all processes; the ranks are watched until they have saved."""
+    (tmp_path / RESOLVED).write_text(to_yaml(Config(model=ModelConfig(path="policy"))))
+    rank = subprocess.Popen(["sleep", "600"])
+    command = [sys.executable, "-m", MODULE, str(tmp_path), json.dumps({0: rank.pid}), "0", "1"]
+    watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        end = time.monotonic() + 60
+        while not all(ignores(watchdog.pid, number) for number in STOP_SIGNALS):
+            assert watchdog.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        for number in STOP_SIGNALS:
+            watchdog.send_signal(number)
+        time.sleep(0.2)
+        assert watchdog.poll() is None
+        rank.kill()
+        rank.wait()
+        assert watchdog.wait(60) == 0
+    finally:
+        rank.kill()
+        watchdog.kill()
