@@ -54,6 +54,8 @@ def plain_actor(
     policy, frozen = copy.deepcopy(model).double(), copy.deepcopy(reference).double()
     with torch.no_grad():
         old = [log_softmax_of(policy, batch, s)[0] for s in range(len(batch))]
+        if config.actor.policy_loss.loss_mode == "kl_cov":
+            old = list(map(on_grid, old))
         ref = [log_softmax_of(frozen, batch, s)[0] for s in range(len(batch))]
 
     bonus = PlainBonus(config.actor)
@@ -134,6 +136,14 @@ def log_softmax_of(model: nn.Module, batch: EveryBatch, sample: int) -> tuple[Te
     return torch.stack([every[i, ids[prompt + i]] for i in range(response)]), -(every.exp() * every).sum(dim=-1)
 
 
+def on_grid(log_probs: Tensor) -> Tensor:
+    """Round to 1/1024, so that whoever computes log-probs to within rounding gets the same bits.
+
+    As log-probs before the update, they keep KL-Cov's |log ratio| off 0, where rounding decides the sign of its slope.
+    """
+    return log_probs.mul(1024).round() / 1024
+
+
 def values_of(model: nn.Module, batch: EveryBatch, sample: int) -> Tensor:
     """Values before each response token of one sample."""
     return output_of(model, batch, sample)[0][:, 0]
@@ -162,6 +172,34 @@ def actor_loss(
     bonus: "PlainBonus",
 ) -> Tensor:
     """The policy's loss of one mini-batch; its figures are added to `metrics`."""
+    actor, tokens = config.actor, actor_tokens(policy, batch, mini, old, ref, config)
+    pg_loss = aggregate(tokens.rows["pg"], actor.loss_agg_mode, config)
+    coefficient = bonus.coefficient(tokens.mean("entropy"))
+    loss = pg_loss - coefficient * aggregate(tokens.rows["bonus"], actor.loss_agg_mode, config)
+    if actor.entropy_ctrl.type == "adaptive":
+        metrics["entropy_coeff"] += coefficient
+    metrics["pg_loss"] += float(pg_loss.detach())
+    if actor.use_kl_loss:
+        kl_loss = aggregate(tokens.rows["kl_loss"], actor.loss_agg_mode, config)
+        loss = loss + actor.kl_loss_coef * kl_loss
+        metrics["kl_loss"] += float(kl_loss.detach())
+        metrics["ref_kl"] += tokens.mean("ref_kl")
+    if actor.policy_loss.loss_mode in ("clip_cov", "kl_cov"):
+        metrics[f"{actor.policy_loss.loss_mode}_frac"] += tokens.mean("chosen")
+    for name in ("entropy", "kl"):
+        metrics[name] += tokens.mean(name)
+    metrics["rollout/logprob_diff_mean"] += tokens.mean("difference")
+    metrics["rollout/kl"] += tokens.mean("engine_kl")
+    if any(tokens.rows["weight"]):
+        metrics["rollout/is_mean"] += tokens.mean("weight")
+        metrics["rollout/is_truncated"] += tokens.mean("truncated")
+    return loss
+
+
+def actor_tokens(
+    policy: nn.Module, batch: EveryBatch, mini: Sequence[int], old: list[Tensor], ref: list[Tensor], config: Config
+) -> Tokens:
+    """Compute each term of the policy's loss and of its figures for every token of a mini-batch."""
     actor, correction = config.actor, config.algorithm.rollout_correction
     weighs = correction.rollout_is is not None or batch.staleness is not None
     tokens = Tokens()
@@ -195,27 +233,7 @@ def actor_loss(
                 tokens.add(pg=loss, kl_loss=to_ref, bonus=entropies[t])
             tokens.add(kl=kl(old[s][t] - log_prob, "k3"), ref_kl=kl(log_prob - ref[s][t], "k3"))
             tokens.add(difference=abs(engine[t]), engine_kl=kl(torch.tensor(-engine[t], dtype=torch.float64), "k3"))
-    pg_loss = aggregate(tokens.rows["pg"], actor.loss_agg_mode, config)
-    coefficient = bonus.coefficient(tokens.mean("entropy"))
-    loss = pg_loss - coefficient * aggregate(tokens.rows["bonus"], actor.loss_agg_mode, config)
-    if actor.entropy_ctrl.type == "adaptive":
-        metrics["entropy_coeff"] += coefficient
-    metrics["pg_loss"] += float(pg_loss.detach())
-    if actor.use_kl_loss:
-        kl_loss = aggregate(tokens.rows["kl_loss"], actor.loss_agg_mode, config)
-        loss = loss + actor.kl_loss_coef * kl_loss
-        metrics["kl_loss"] += float(kl_loss.detach())
-        metrics["ref_kl"] += tokens.mean("ref_kl")
-    if actor.policy_loss.loss_mode in ("clip_cov", "kl_cov"):
-        metrics[f"{actor.policy_loss.loss_mode}_frac"] += tokens.mean("chosen")
-    for name in ("entropy", "kl"):
-        metrics[name] += tokens.mean(name)
-    metrics["rollout/logprob_diff_mean"] += tokens.mean("difference")
-    metrics["rollout/kl"] += tokens.mean("engine_kl")
-    if weighs:
-        metrics["rollout/is_mean"] += tokens.mean("weight")
-        metrics["rollout/is_truncated"] += tokens.mean("truncated")
-    return loss
+    return tokens
 
 
 def engine_weight(engine: dict[int, float], token: int, correction: RolloutCorrectionConfig) -> tuple[float, bool]:
@@ -378,7 +396,8 @@ def adamw_step(
     and biases of the models here are vectors."""
     (beta1, beta2), optim = config.optim.betas, config.optim
     norm = math.sqrt(sum(float((p.grad**2).sum()) for p in parameters.values()))
-    scale = min(1.0, config.grad_clip / norm)
+    # As torch clips: never by 0.
+    scale = min(1.0, config.grad_clip / (norm + 1e-6))
     with torch.no_grad():
         for name, p in parameters.items():
             first, second = moments[name]

@@ -38,7 +38,8 @@ from rlhf.models.log_prob_probe import check_log_probs
 from rlhf.models.packing import pack
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from tests.support.plain_update import SEED, STEP, log_softmax_of
+from tests.support.in_float64 import batch_in, in_float64
+from tests.support.plain_update import SEED, STEP, log_softmax_of, on_grid
 from tests.support.tiny_updates import (
     EveryBatch,
     random_batch,
@@ -223,14 +224,17 @@ def with_optim(case: str, config: Config, **settings: Any) -> Config:
 
 
 @functools.cache
+@in_float64()
 def whole_batch() -> EveryBatch:
-    """Random samples, as if drawn by an engine whose log-probs are near the policy's."""
+    """Random samples, as if drawn by an engine whose log-probs are near the policy's; the same in every process."""
     batch, policy = random_batch(seed=11, samples=PROMPTS * GROUP), tiny_qwen2()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for sample, length in enumerate(batch.response_lengths.tolist()):
             noise = 0.5 * torch.randn(length, generator=generator)
-            batch.rollout_log_probs[sample, :length] = log_softmax_of(policy, batch, sample)[0].float() + noise
+            batch.rollout_log_probs[sample, :length] = (log_softmax_of(policy, batch, sample)[0] + noise).mul(
+                1024
+            ).round() / 1024
     return batch
 
 
@@ -305,53 +309,73 @@ def engine(model: Any, config: ActorConfig | CriticConfig, backend: BackendConfi
     )
 
 
+def prepared_actor(
+    case: str, config: Config, backend: BackendConfig, batch: EveryBatch, held: Spread, *, packed: bool
+) -> Actor:
+    """The actor of a case; the log-probs that its update needs are added to `batch`. Collective."""
+    mini_batches, budget = CASES[case][0], config.actor.ppo_max_token_len_per_gpu
+    policy, frozen = (model.to(batch.advantages.dtype) for model in start_policies(case))
+    actor = Actor(
+        engine(policy, config.actor, backend),
+        config.actor,
+        config.algorithm.rollout_correction,
+        temperature=config.rollout.temperature,
+        scale=config.actor.loss_scale_factor or config.data.max_response_length,
+        log_prob_budget=budget,
+        seed=SEED,
+    )
+    check_log_probs(actor.backend.module, CPU)  # as at the start of a run
+    assert [m.whole_logits for m in actor.backend.module.modules() if isinstance(m, LogProbModel)] == [None]
+    if packed:
+        pack(actor.backend.module)
+    if config.actor.use_kl_loss:
+        reference = Fsdp2Model(frozen.requires_grad_(False), BackendConfig(), CPU)
+        if packed:
+            pack(reference.module)
+        batch.ref_log_probs = Policy(reference, 1.0, budget).all_log_probs(batch, held)
+    if needs_old_log_probs(config.actor, config.algorithm, mini_batches):
+        batch.old_log_probs = actor.all_log_probs(batch, held)
+        if config.actor.policy_loss.loss_mode == "kl_cov":
+            batch.old_log_probs = on_grid(batch.old_log_probs)
+    return actor
+
+
+def prepared_critic(config: Config, backend: BackendConfig, batch: EveryBatch, held: Spread, *, packed: bool) -> Critic:
+    """The critic of a case; its values are added to `batch`. Collective."""
+    model = engine(tiny_value_model().to(batch.returns.dtype), config.critic, backend)
+    if packed:
+        pack(model.module)
+    scale = config.actor.loss_scale_factor or config.data.max_response_length
+    budget = config.critic.ppo_max_token_len_per_gpu
+    critic = Critic(model, config.critic, scale=scale, budget=budget, forward_budget=budget)
+    batch.values = critic.all_values(batch, held)
+    return critic
+
+
 def run_update(
-    case: str, budget: int, extra_columns: int, way: str = "plan", backend: BackendConfig | None = None
+    case: str,
+    budget: int,
+    extra_columns: int,
+    way: str = "plan",
+    backend: BackendConfig | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """Weights, gradients of every optimizer step (FSDP2's only), metrics and reported micro-batches (done, of how many)
     of one update on this process group. Sequences are packed, with extra columns padded."""
-    backend = backend or BackendConfig()
+    backend, packed = backend or BackendConfig(), not extra_columns
     mini_batches, config = CASES[case]
     config = with_optim(case, config, ppo_max_token_len_per_gpu=budget)
-    shuffle: Shuffle | None = None
+    whole_step, shuffle = batch_in(dtype, batch_of(case)), None
     if config.actor.shuffle:
-        mine, held, shuffle = shuffled(batch_of(case), mini_batches)
+        mine, held, shuffle = shuffled(whole_step, mini_batches)
     else:
-        mine, held = share(batch_of(case), mini_batches, way)
+        mine, held = share(whole_step, mini_batches, way)
     batch = padded(mine, extra_columns)
-    guards = Guards(GuardsConfig())
-    guards.begin(1, 0.0)
-    scale = config.actor.loss_scale_factor or config.data.max_response_length
     role: Actor | Critic
     if case in ACTOR_CASES:
-        policy, frozen = start_policies(case)
-        role = Actor(
-            engine(policy, config.actor, backend),
-            config.actor,
-            config.algorithm.rollout_correction,
-            temperature=config.rollout.temperature,
-            scale=scale,
-            log_prob_budget=budget,
-            seed=SEED,
-        )
-        check_log_probs(role.backend.module, CPU)  # as at the start of a run
-        assert [m.whole_logits for m in role.backend.module.modules() if isinstance(m, LogProbModel)] == [None]
-        if not extra_columns:
-            pack(role.backend.module)
-        if config.actor.use_kl_loss:
-            start = Fsdp2Model(frozen.requires_grad_(False), BackendConfig(), CPU)
-            if not extra_columns:
-                pack(start.module)
-            reference = Policy(start, 1.0, budget)
-            batch.ref_log_probs = reference.all_log_probs(batch, held)
-        if needs_old_log_probs(config.actor, config.algorithm, mini_batches):
-            batch.old_log_probs = role.all_log_probs(batch, held)
+        role = prepared_actor(case, config, backend, batch, held, packed=packed)
     else:
-        model = engine(tiny_value_model(), config.critic, backend)
-        if not extra_columns:
-            pack(model.module)
-        role = Critic(model, config.critic, scale=scale, budget=budget, forward_budget=budget)
-        batch.values = role.all_values(batch, held)
+        role = prepared_critic(config, backend, batch, held, packed=packed)
     gradients: list[dict[str, Tensor]] = []
 
     def keep_gradients(event: str) -> None:
@@ -362,6 +386,8 @@ def run_update(
     micro_batches: list[tuple[int, int]] = []
     events._listeners[:] = [keep_gradients]
     events._followers[:] = [lambda phase, done, total: micro_batches.append((done, total))]
+    guards = Guards(GuardsConfig())
+    guards.begin(1, 0.0)
     metrics = {
         name.removeprefix("actor/").removeprefix("critic/"): v
         for name, v in role.update(batch, held, guards, shuffle).items()
