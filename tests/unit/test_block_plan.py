@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.checkpoint.save import block_plan
-from rlhf.checkpoint.save.block_plan import MixedBlock, plan_blocks
+from rlhf.models.hf import block_plan
+from rlhf.models.hf.block_plan import MixedBlock, plan_blocks
 
 BLOCK = 10
 

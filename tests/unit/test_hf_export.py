@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from rlhf.checkpoint.save import block_plan, hf_export
-from rlhf.checkpoint.save.hf_export import HfExport, write_exports
 from rlhf.checkpoint.state.run_state import RunState
 from rlhf.errors import UserError
+from rlhf.models.hf import block_plan, hf_writer
+from rlhf.models.hf.hf_writer import HfExport, write_exports
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage import files, hf_layout
 from rlhf.storage.files import SharedFile
@@ -40,7 +40,7 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 @pytest.fixture
 def small(monkeypatch):
     """Blocks and files of few bytes."""
-    for module in (files, block_plan, hf_export):
+    for module in (files, block_plan, hf_writer):
         monkeypatch.setattr(module, "BLOCK", BLOCK)
     monkeypatch.setattr(hf_layout, "SHARD_BYTES", 700)
 
@@ -75,7 +75,7 @@ def export(rank: int, root: Path, shapes, cuts, domains: list[int], dtype: str |
     coordinator = Coordinator(make_coordinator()._transport, domains)
     own = root / f"disk{domains[rank]}"
     tensors = whole(shapes)
-    done = write_exports(own, {FOLDER: HfExport.of(held_by(rank, tensors, cuts), dtype, {})}, coordinator)
+    done = write_exports(own, {FOLDER: HfExport.of(held_by(rank, tensors, cuts), dtype, {}, {})}, coordinator)
     return None if done is None else done.files
 
 
@@ -98,7 +98,7 @@ def test_any_split_over_ranks_and_disks_is_one_folder(tmp_path_factory, case):
     shapes, cuts, domains, dtype = case
     root = tmp_path_factory.mktemp("export")
     with pytest.MonkeyPatch.context() as patch:
-        for module in (files, block_plan, hf_export):
+        for module in (files, block_plan, hf_writer):
             patch.setattr(module, "BLOCK", BLOCK)
         patch.setattr(hf_layout, "SHARD_BYTES", 700)
         found = run_thread_ranks(len(domains), export, root, shapes, cuts, domains, dtype)
@@ -131,9 +131,9 @@ def failing(rank: int, root: Path, action: str) -> str:
     try:
         if rank == 1:
             with replaced(SharedFile, action, refuse):
-                write_exports(root, {FOLDER: HfExport.of(shards, None, {})}, coordinator)
+                write_exports(root, {FOLDER: HfExport.of(shards, None, {}, {})}, coordinator)
         else:
-            write_exports(root, {FOLDER: HfExport.of(shards, None, {})}, coordinator)
+            write_exports(root, {FOLDER: HfExport.of(shards, None, {}, {})}, coordinator)
     except OSError as error:
         return f"{error} {len(writes)}"
     return "nothing"
@@ -149,7 +149,7 @@ def test_rank_that_cannot_write_stops_all_and_lets_none_wait(tmp_path, small, ac
 def test_tensor_without_an_owner_is_told(tmp_path, small):
     shards = {"weight": Shard((10,), (0,), torch.zeros(6))}
     with pytest.raises(ValueError, match="weight do not cover its 10 elements"):
-        write_exports(tmp_path, {FOLDER: HfExport.of(shards, None, {})}, make_coordinator())
+        write_exports(tmp_path, {FOLDER: HfExport.of(shards, None, {}, {})}, make_coordinator())
 
 
 def test_values_that_float16_does_not_have_end_the_run_with_what_to_do(tmp_path):
@@ -173,7 +173,7 @@ def test_copy_of_the_weights_is_shared_with_the_export_and_counted_once(tmp_path
     config.checkpoint.async_save, config.checkpoint.contents = True, ["model", "hf_model"]
     checkpointer = make_checkpointer(config, role, 1)
     before = role.weight.clone()
-    with replaced(hf_export._Work, "write", slowly := Slowly(hf_export._Work.write)):
+    with replaced(hf_writer._Work, "write", slowly := Slowly(hf_writer._Work.write)):
         checkpointer.save(1)
         role.weight.zero_()  # training goes on
         slowly.go.set()
@@ -201,10 +201,10 @@ def peak(rank: int, root: Path, nbytes: int) -> tuple[int, int]:
     tensors = {f"t{i}": torch.ones(rows // 8) for i in range(8)}
     shards = {name: Shard((2 * len(t),), (rank * len(t),), t) for name, t in tensors.items()}
     # The first time everything is imported, and threads have their stacks.
-    write_exports(root / "warm", {FOLDER: HfExport.of({"a": replace(shards["t0"])}, "bfloat16", {})}, coordinator)
+    write_exports(root / "warm", {FOLDER: HfExport.of({"a": replace(shards["t0"])}, "bfloat16", {}, {})}, coordinator)
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
-    write_exports(root, {FOLDER: HfExport.of(shards, "bfloat16", {})}, coordinator)
+    write_exports(root, {FOLDER: HfExport.of(shards, "bfloat16", {}, {})}, coordinator)
     return status("VmHWM") - before, rows * 4
 
 

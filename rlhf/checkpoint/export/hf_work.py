@@ -58,7 +58,7 @@ class Computed:
 
     def write(self, folder: Path, progress: Progress = lambda count: None) -> None:
         """See `HfWork.write`."""
-        from rlhf.models.hf.hf_folder import write_hf_folder
+        from rlhf.models.hf.hf_writer import write_hf_folder
 
         prove(folder, write_hf_folder(self._source, self.plan, folder, progress))
 
@@ -71,7 +71,7 @@ class Copied:
 
     def write(self, folder: Path, progress: Progress = lambda count: None) -> None:
         """See `HfWork.write`."""
-        files = iter(self.plan.weights())
+        files = iter(self.plan.weights)
         while some := list(islice(files, FILES_AT_A_TIME)):
             headers = {file.name: file.header for file in some}
             with closing(CheckedCopy(self._source.files, self._ranges(some), folder, headers)) as copy:

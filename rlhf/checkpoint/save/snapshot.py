@@ -10,10 +10,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rlhf.checkpoint.save.hf_export import HfExport
 from rlhf.checkpoint.state.run_state import RunState
+from rlhf.models.hf.hf_writer import HfExport
 from rlhf.ranks.rng import rng_state
-from rlhf.storage.hf_layout import ADAPTER_CONFIG, GENERATION_CONFIG, MODEL_CONFIG
+from rlhf.storage.hf_layout import ADAPTER_CONFIG
 from rlhf.storage.layout import CARRIED, CONFIG, DRIVER_STATE, HF_FOLDER, REFERENCE, SCHEDULE, rank_file
 from rlhf.storage.shards import Shards
 from rlhf.storage.state import TrainState
@@ -73,9 +73,9 @@ def take_snapshot(
             if "model" in contents:
                 snapshot.components[f"{name}/model"] = weights
             if "hf_model" in contents:
-                export, files = _export(role, weights, hf_dtype, hf_adapter)
+                export = _export(role, weights, hf_dtype, hf_adapter)
                 snapshot.exports[f"{name}/{HF_FOLDER}"] = export
-                small = export.small_files(files, hf_dtype) if rank == 0 else {}
+                small = export.plan.others() if rank == 0 else {}
                 snapshot.files |= {f"{name}/{HF_FOLDER}/{file}": content for file, content in small.items()}
         if "optimizer" in contents:
             snapshot.components[f"{name}/optimizer"] = role.optimizer_shards()
@@ -98,16 +98,15 @@ def take_snapshot(
     return snapshot
 
 
-def _export(role: TrainState, weights: Shards, dtype: str | None, adapter: str) -> tuple[HfExport, Mapping[str, bytes]]:
-    """The export of a role, and the small files that go with it. Collective."""
-    files = role.hf_files()
+def _export(role: TrainState, weights: Shards, dtype: str | None, adapter: str) -> HfExport:
+    """The export of a role. Collective."""
+    files = dict(role.hf_files())
     if ADAPTER_CONFIG not in files:
-        return HfExport.of(weights, dtype, role.hf_parts()), files
-    leave_out = (MODEL_CONFIG, GENERATION_CONFIG) if adapter == "keep" else (ADAPTER_CONFIG,)
-    files = {name: content for name, content in files.items() if name not in leave_out}
+        return HfExport.of(weights, dtype, role.hf_parts(), files)
     if adapter == "keep":
-        return HfExport.of_adapter(weights, dtype), files
-    return replace(HfExport.of(role.merged_shards(), dtype, role.hf_parts()), made=True), files
+        return HfExport.of_adapter(weights, dtype, files)
+    del files[ADAPTER_CONFIG]
+    return replace(HfExport.of(role.merged_shards(), dtype, role.hf_parts(), files), made=True)
 
 
 def _own(tensor: Tensor) -> Tensor:

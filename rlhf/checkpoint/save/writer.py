@@ -20,10 +20,10 @@ from rlhf.checkpoint.commit.manifest import Manifest, describe
 from rlhf.checkpoint.commit.publication import give_up, publish
 from rlhf.checkpoint.save.disk_space import make_room
 from rlhf.checkpoint.save.draft import Draft, Entries, begin_checkpoint, over_domains
-from rlhf.checkpoint.save.hf_export import Exported, write_exports
 from rlhf.checkpoint.save.snapshot import Snapshot
 from rlhf.checkpoint.state.throughput import Throughput, throughput_figures
 from rlhf.config.schema.checkpoint import CheckpointConfig
+from rlhf.models.hf.hf_writer import Exported, write_exports
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.files import WrittenFile, described, write_file
 from rlhf.storage.index_rows import ROW_BYTES
@@ -104,7 +104,7 @@ def write_checkpoint(
 def _needed(snapshot: Snapshot, linked: Collection[str], coordinator: Coordinator) -> int:
     """Bytes that the save takes on the disk of the storage domain that this rank leads; 0 on other ranks.
     Collective."""
-    exported = sum(export.nbytes for export in snapshot.exports.values()) if coordinator.is_leader else 0
+    exported = sum(export.plan.weights_bytes for export in snapshot.exports.values()) if coordinator.is_leader else 0
     sizes = coordinator.collect(lambda: (snapshot.nbytes(linked) + exported, snapshot.index_rows(linked))) or []
 
     def by_domain() -> Counter[int]:

@@ -15,8 +15,9 @@ from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.convert.native.named_as_trained import TrainedTensor, named_as_trained
 from rlhf.convert.native.native_component import Part, part_of, write_component, zeros
 from rlhf.convert.open_roles import CRITIC
-from rlhf.models.hf.hf_folder import plan_hf_folder, write_hf_folder
+from rlhf.models.hf.hf_folder import plan_hf_folder
 from rlhf.models.hf.hf_plan import HfOptions, HfPlan
+from rlhf.models.hf.hf_writer import write_hf_folder
 from rlhf.models.hf.regrouped import as_in_files, as_trained
 from rlhf.models.hf.source import TensorInfo, TensorSource
 from rlhf.storage.files import WrittenFile, write_json

@@ -1,4 +1,4 @@
-"""Writer of Hugging Face folders from any open checkpoint; no more than a few ranges of tensors are in memory."""
+"""Plans the Hugging Face folder of any open checkpoint, and reads and converts its tensors in ranges."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from rlhf.errors import UserError
 from rlhf.models.hf.adapters import choose, is_adapted
-from rlhf.models.hf.hf_plan import HfOptions, HfPlan, Progress, as_json, in_dtype, planned
+from rlhf.models.hf.hf_plan import HfOptions, HfPlan, as_json, in_dtype, planned
 from rlhf.models.hf.small_files import parse_model_config, read_small_files
 from rlhf.models.hf.source import TensorInfo, TensorSource
-from rlhf.storage.files import WrittenFile, write_file
-from rlhf.storage.hf_layout import ADAPTER_CONFIG, ADAPTER_STEM, GENERATION_CONFIG, MODEL_CONFIG, ONE_FILE, WeightsFile
+from rlhf.storage.hf_layout import ADAPTER_CONFIG
 from rlhf.storage.index_rows import Tensors
-from rlhf.storage.shards import DTYPE_NAMES, DTYPES, as_bytes
+from rlhf.storage.shards import DTYPE_NAMES
 
 T = TypeVar("T")
 RANGE_BYTES = 8 << 20
@@ -40,9 +39,8 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
     if contents.adapter is None and is_adapted(tensors):
         choose(None, where)
     if contents.adapter is not None:
-        small = {name: text for name, text in small.items() if name not in (MODEL_CONFIG, GENERATION_CONFIG)}
         small[ADAPTER_CONFIG] = as_json(contents.adapter)
-        return HfPlan(in_dtype(_table(tensors), options.dtype), small, ONE_FILE, ADAPTER_STEM)
+        return HfPlan.of_adapter(in_dtype(_table(tensors), options.dtype), small)
     config = parse_model_config(small, contents.model_files)
     changes: dict[str, Any] = {}
     if options.need_architecture(config):
@@ -65,14 +63,6 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> HfP
     return planned(in_dtype(_table(tensors), options.dtype), small, config, changes, options)
 
 
-def write_hf_folder(
-    source: TensorSource, plan: HfPlan, folder: Path, progress: Progress = lambda count: None
-) -> list[WrittenFile]:
-    """Write a planned folder into the empty `folder`; returns what was written, with hashes of the memory that was."""
-    written = [write_file(folder, file.name, _chunks(source, plan, file, progress)) for file in plan.weights()]
-    return written + [write_file(folder, name, [content]) for name, content in plan.others().items()]
-
-
 def ranges_of(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int, int]]:
     """Ranges of RANGE_BYTES that cover every tensor: name, first element, end."""
     for name, info in tensors.items():
@@ -91,14 +81,22 @@ def same_tensor(source: TensorSource, name: str, other: str) -> bool:
 
 
 def converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor`, of the weight `name`, in another type; raises UserError for numbers that float16 does not have."""
+    """`tensor`, of the weight `name`, in another type; raises UserError as `check_range` does."""
     result = tensor.to(dtype)
-    if dtype == torch.float16 and result is not tensor and bool((result.isinf() & tensor.isfinite()).any()):
-        raise UserError(
-            f"{name} has values beyond 65504, which float16 does not have. Take bfloat16 (--dtype, or "
-            "checkpoint.hf_dtype of a run)."
-        )
+    check_range(name, tensor, result)
     return result
+
+
+def check_range(name: str, tensor: Tensor, result: Tensor) -> None:
+    """Raise UserError if `tensor`, of the weight `name`, has numbers that the type of its conversion `result` does not
+    have."""
+    if result.dtype != torch.float16 or tensor.dtype == torch.float16:
+        return
+    if bool((result.isinf() & tensor.isfinite().to(result.device)).any()):
+        raise UserError(
+            f"float16: {name} has values beyond 65504, which float16 does not have. Take bfloat16 (--dtype), and for a "
+            "run set checkpoint.hf_dtype=bfloat16."
+        )
 
 
 def one_ahead(items: Iterator[T]) -> Iterator[T]:
@@ -109,19 +107,6 @@ def one_ahead(items: Iterator[T]) -> Iterator[T]:
         while (item := following.result()) is not end:
             following = beside.submit(next, items, end)
             yield item
-
-
-def _chunks(source: TensorSource, plan: HfPlan, file: WeightsFile, progress: Progress) -> Iterator[bytes | memoryview]:
-    yield file.header
-    stored = {name: source.contents.tensors[name] for name in file.first_byte}
-
-    def read() -> Iterator[Tensor]:
-        for name, start, stop in ranges_of(stored):
-            yield converted(name, source.read(name, start, stop), DTYPES[plan.tensors[name][0]])
-
-    for tensor in one_ahead(read()):
-        yield as_bytes(tensor)
-        progress(tensor.nbytes)
 
 
 def _table(tensors: Mapping[str, TensorInfo]) -> Tensors:

@@ -3,13 +3,17 @@
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rlhf.models.hf.small_files import parse_model_config, read_small_files
 from rlhf.storage.hf_layout import (
+    ADAPTER_STEM,
     FLOAT_TYPES,
+    GENERATION_CONFIG,
     MODEL_CONFIG,
+    ONE_FILE,
     STEM,
     WeightsFile,
     index_of_weights,
@@ -54,13 +58,25 @@ class HfPlan:
     shard_bytes: int | None = None
     stem: str = STEM
 
+    @classmethod
+    def of_adapter(cls, tensors: Tensors, small_files: Mapping[str, bytes]) -> "HfPlan":
+        """An adapter's folder as peft reads it: one file, and no configuration of the model."""
+        small = {n: content for n, content in small_files.items() if n not in (MODEL_CONFIG, GENERATION_CONFIG)}
+        return cls(tensors, small, ONE_FILE, ADAPTER_STEM)
+
+    @cached_property
     def weights(self) -> list[WeightsFile]:
         """The files of weights."""
         return lay_out_weights(self.tensors, self.shard_bytes, self.stem)
 
     def others(self) -> dict[str, bytes]:
         """All other files, by name."""
-        return self.small_files | index_of_weights(self.weights())
+        return self.small_files | index_of_weights(self.weights)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the files of weights."""
+        return sum(file.size for file in self.weights)
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,6 @@
-"""Export of a role's weights into a Hugging Face folder, by the ranks that hold them.
+"""Writes planned Hugging Face folders: of an open checkpoint by one process, of live weights by the ranks.
 
-No rank ever holds more than its shards and a few blocks of 4 MiB.
+One process has a few ranges of tensors in memory. No rank ever holds more than its shards and a few blocks of 4 MiB.
 """
 
 import time
@@ -15,75 +15,48 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf.checkpoint.save.block_plan import BlockPlan, Extent, HeldBytes, MixedBlock, plan_blocks
-from rlhf.errors import UserError
 from rlhf.models.adapter_config import PREFIX
+from rlhf.models.hf.block_plan import BlockPlan, Extent, HeldBytes, MixedBlock, plan_blocks
+from rlhf.models.hf.hf_folder import check_range, converted, one_ahead, ranges_of
+from rlhf.models.hf.hf_plan import HfPlan, Progress, in_dtype
+from rlhf.models.hf.source import TensorSource
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.boxes import Strided, bounds, layout_of, overlaps, range_box, runs, whole_box
 from rlhf.storage.file_parts import FileParts, shards_in_files
-from rlhf.storage.files import SharedFile, WrittenFile
+from rlhf.storage.files import SharedFile, WrittenFile, write_file
 from rlhf.storage.hashing import BLOCK
-from rlhf.storage.hf_layout import (
-    ADAPTER_STEM,
-    FLOAT_TYPES,
-    ONE_FILE,
-    WeightsFile,
-    index_of_weights,
-    lay_out_weights,
-    saying_dtype,
-)
-from rlhf.storage.index_rows import Tensors
+from rlhf.storage.hf_layout import WeightsFile, saying_dtype
 from rlhf.storage.shard_index import ITEM_BYTES, FileShards, parts_of_ranks
 from rlhf.storage.shards import DTYPES, Shards, as_bytes, laid_out, lay_out, tensor_table
 
 
 @dataclass(frozen=True)
 class HfExport:
-    """This rank's part of an export: its shards of the weights as they are trained, what the files have of each
-    (`parts`), and the files, whose tensors have the types `tensors`; whether the shards were `made` for it, and are
-    nobody's live state."""
+    """This rank's part of a planned folder: its shards of the weights as they are trained, and what the files have of
+    each (`parts`); whether the shards were `made` for it, and are nobody's live state."""
 
     shards: Shards
     parts: FileParts
-    tensors: Tensors
-    files: list[WeightsFile]
+    plan: HfPlan
     made: bool = False
 
     @classmethod
-    def of(cls, shards: Shards, dtype: str | None, parts: FileParts) -> "HfExport":
-        """The export of `shards`, floating-point weights in `dtype` (as in `checkpoint.hf_dtype`)."""
-        tensors = _in_dtype(shards_in_files(shards, parts), dtype)
-        return cls(shards, parts, tensors, lay_out_weights(tensors))
+    def of(cls, shards: Shards, dtype: str | None, parts: FileParts, files: Mapping[str, bytes]) -> "HfExport":
+        """The export of `shards`, floating-point weights in `dtype` (as in `checkpoint.hf_dtype`), with the small
+        `files` of the model."""
+        tensors = in_dtype(tensor_table(shards_in_files(shards, parts)), dtype)
+        return cls(shards, parts, HfPlan(tensors, saying_dtype(files, dtype)))
+
+    @classmethod
+    def of_adapter(cls, shards: Shards, dtype: str | None, files: Mapping[str, bytes]) -> "HfExport":
+        """The export of an adapter's `shards`, by their names in a checkpoint, as peft reads them."""
+        named = {PREFIX + name: shard for name, shard in shards.items()}
+        return cls(named, {}, HfPlan.of_adapter(in_dtype(tensor_table(named), dtype), files))
 
     @cached_property
     def in_files(self) -> Shards:
         """Views of the shards, as those of the tensors of the files."""
         return shards_in_files(self.shards, self.parts)
-
-    @classmethod
-    def of_adapter(cls, shards: Shards, dtype: str | None) -> "HfExport":
-        """The export of an adapter's `shards`, by their names in a checkpoint, as peft reads them."""
-        named = {PREFIX + name: shard for name, shard in shards.items()}
-        tensors = _in_dtype(named, dtype)
-        return cls(named, {}, tensors, lay_out_weights(tensors, ONE_FILE, ADAPTER_STEM))
-
-    def small_files(self, files: Mapping[str, bytes], dtype: str | None) -> dict[str, bytes]:
-        """All files of the folder but the weights: `files`, whose configuration says `dtype`, and the index if there is
-        one."""
-        return saying_dtype(files, dtype) | index_of_weights(self.files)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files, whoever writes them."""
-        return sum(file.size for file in self.files)
-
-
-def _in_dtype(shards: Shards, dtype: str | None) -> Tensors:
-    wanted = None if dtype is None else FLOAT_TYPES[dtype]
-    return {
-        name: (wanted if wanted and shards[name].local.is_floating_point() else kind, shape)
-        for name, (kind, shape) in tensor_table(shards).items()
-    }
 
 
 @dataclass
@@ -103,6 +76,27 @@ class Exported:
     seconds: list[dict[str, float]]
 
 
+def write_hf_folder(
+    source: TensorSource, plan: HfPlan, folder: Path, progress: Progress = lambda count: None
+) -> list[WrittenFile]:
+    """Write a planned folder into the empty `folder`; returns what was written, with hashes of the memory that was."""
+    written = [write_file(folder, file.name, _chunks(source, plan, file, progress)) for file in plan.weights]
+    return written + [write_file(folder, name, [content]) for name, content in plan.others().items()]
+
+
+def _chunks(source: TensorSource, plan: HfPlan, file: WeightsFile, progress: Progress) -> Iterator[bytes | memoryview]:
+    yield file.header
+    stored = {name: source.contents.tensors[name] for name in file.first_byte}
+
+    def read() -> Iterator[Tensor]:
+        for name, start, stop in ranges_of(stored):
+            yield converted(name, source.read(name, start, stop), DTYPES[plan.tensors[name][0]])
+
+    for tensor in one_ahead(read()):
+        yield as_bytes(tensor)
+        progress(tensor.nbytes)
+
+
 def write_exports(root: Path, exports: Mapping[str, HfExport], coordinator: Coordinator) -> Exported | None:
     """Write `exports` (folder below `root` -> export) on the driver's disk; every file is fsynced. Collective.
 
@@ -119,7 +113,7 @@ def write_exports(root: Path, exports: Mapping[str, HfExport], coordinator: Coor
         return None
     files = []
     for folder, export in exports.items():
-        for file in export.files:
+        for file in export.plan.weights:
             path = f"{folder}/{file.name}"
             hashes = {number: text for rank in done for number, text in rank.hashes.get(path, {}).items()}
             files.append(WrittenFile(path, file.size, "".join(hashes[number] for number in range(len(hashes)))))
@@ -138,7 +132,7 @@ def _plan(
     plans: list[RankPlan] = [{} for _ in shares]
     for folder, export in exports.items():
         held = _held(export, [share[folder] for share in shares])
-        for file in export.files:
+        for file in export.plan.weights:
             by_rank = plan_blocks(held[file.name], file.size, writers)
             for rank, plan in enumerate(plans):
                 plan.setdefault(folder, []).append(by_rank[rank])
@@ -147,11 +141,11 @@ def _plan(
 
 def _held(export: HfExport, shares: Sequence[FileShards]) -> dict[str, list[HeldBytes]]:
     """Who has which bytes of each file."""
-    places = {name: (file.name, first) for file in export.files for name, first in file.first_byte.items()}
-    held: dict[str, list[HeldBytes]] = {file.name: [] for file in export.files}
+    places = {name: (file.name, first) for file in export.plan.weights for name, first in file.first_byte.items()}
+    held: dict[str, list[HeldBytes]] = {file.name: [] for file in export.plan.weights}
     for rank, parts in enumerate(parts_of_ranks(tensor_table(export.in_files), shares)):
         for name, box in parts:
-            (file, first), (kind, shape) = places[name], export.tensors[name]
+            (file, first), (kind, shape) = places[name], export.plan.tensors[name]
             held[file] += ((*extent, rank) for extent in _extents(layout_of(box, whole_box(shape), shape), kind, first))
     return held
 
@@ -169,7 +163,7 @@ def _write(root: Path, exports: Mapping[str, HfExport], plans: RankPlan, coordin
     written, work = ExportedBlocks(), _Work(coordinator)
     for folder, export in exports.items():
         since = time.monotonic()
-        for file, plan in zip(export.files, plans[folder], strict=True):
+        for file, plan in zip(export.plan.weights, plans[folder], strict=True):
             written.hashes[f"{folder}/{file.name}"] = work.write(root, folder, _HeldFile(export, file), plan)
         written.seconds[folder] = time.monotonic() - since
     if work.problem is not None:
@@ -181,7 +175,7 @@ class _HeldFile:
     """The bytes that this rank has of one file: the header, as every rank, and its shards."""
 
     def __init__(self, export: HfExport, file: WeightsFile) -> None:
-        self._tensors, self.file = export.tensors, file
+        self._tensors, self.file = export.plan.tensors, file
         held = ((name, export.in_files[name]) for name in file.first_byte)
         # In the order in which they lie in the file, as in the plan.
         self._shards = [(name, shard) for name, shard in held if shard.owner and shard.local.numel()]
@@ -209,11 +203,7 @@ class _HeldFile:
             dtype = DTYPES[self._tensors[name][0]]
             target = laid_out(block[begin : begin + place.span * dtype.itemsize].view(dtype), place)
             target.copy_(source)
-            if dtype == torch.float16 and bool((target.isinf() & source.isfinite().to(target.device)).any()):
-                raise UserError(
-                    f"checkpoint.hf_dtype=float16: {name} has values beyond 65504, which float16 does not have; set "
-                    "checkpoint.hf_dtype=bfloat16."
-                )
+            check_range(name, source, target)
 
     def _parts(self, number: int) -> Iterator[tuple[str, Tensor, int, Strided]]:
         """The elements of this rank's shards that a block has, and where: the first byte, and their layout from there
