@@ -6,6 +6,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config import Config
@@ -60,6 +61,7 @@ def from_stored(text: str, release: str | None) -> tuple[Config, list[Lost]]:
 
     Raises:
         OmegaConfBaseException: the text has a key that neither the schema nor a migration has.
+        yaml.YAMLError: the text is not one that `to_yaml` can make.
     """
     config, lost = _migrated(text, release)
     return deepcopy(config), lost
@@ -67,10 +69,21 @@ def from_stored(text: str, release: str | None) -> tuple[Config, list[Lost]]:
 
 @lru_cache(_KEPT)
 def _migrated(text: str, release: str | None) -> tuple[Config, list[Lost]]:
-    tree = OmegaConf.to_container(OmegaConf.create(text))
-    assert isinstance(tree, dict)
-    migrated = migrate(cast(dict[str, Any], tree), release)
+    migrated = migrate(_sections(text), release)
     return _typed(OmegaConf.create(migrated.tree)), migrated.lost
+
+
+def _sections(text: str) -> dict[str, Any]:
+    # A text of a few bytes can make endless values of aliases, and `to_yaml` writes none.
+    if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+        raise yaml.YAMLError("its settings have an alias")
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text))
+    except (AssertionError, RecursionError):  # OmegaConf's, of a number and of brackets without end
+        tree = None
+    if not isinstance(tree, dict):
+        raise yaml.YAMLError("its settings are no sections")
+    return cast(dict[str, Any], tree)
 
 
 def _typed(tree: Any) -> Config:

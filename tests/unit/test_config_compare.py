@@ -2,12 +2,13 @@ import logging
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from rlhf.assemble.course import user_files
 from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.load.stored_config import changes_since
 from rlhf.config import Config
-from rlhf.config.compare import Change, ResolvedConfig, compare, log_changes, refuse_changes
+from rlhf.config.compare import Change, ResolvedConfig, compare, compare_text, log_changes, refuse_changes
 from rlhf.config.resolved import to_yaml
 from rlhf.config.same_files import same_value
 from rlhf.errors import UserError
@@ -166,3 +167,15 @@ def test_a_respelled_path_is_no_change(places):
     stored.data.train_files, present.data.train_files = "data/*.jsonl", ["./data/*.jsonl"]
     diff = compare(stored, present)
     assert (diff.harmless, diff.trajectory) == ([], [])
+
+
+ENDLESS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+"""A billion values in half a kilobyte."""
+
+
+@pytest.mark.parametrize("text", ["- 1\n- 2\n", "5\n", "[" * 2000, ENDLESS], ids=["list", "number", "deep", "endless"])
+def test_a_stored_text_that_no_run_has_written_is_told_from_another_version(text):
+    with pytest.raises(yaml.YAMLError):
+        compare_text(text, Config(), "0.1.0")
