@@ -85,6 +85,9 @@ def from_tensors(tensors: Mapping[str, Tensor], prefix: str = "") -> list[Group]
     """Return the groups that `to_tensors` was given with the same `prefix`. Ignores tensors with other names.
 
     Reads the form of format 7 as well.
+
+    Raises:
+        ValueError: the tensors are not as `to_tensors` makes them.
     """
     if f"{prefix}records" not in tensors:
         return []
@@ -93,8 +96,11 @@ def from_tensors(tensors: Mapping[str, Tensor], prefix: str = "") -> list[Group]
     if is_format_7(arrays):
         arrays = from_format_7(arrays)
     records = json.loads(arrays["records"].tobytes())
-    samples, groups = iter(from_arrays(arrays)), []
-    prompts = split(arrays["prompt_ids"], [record["prompt_length"] for record in records])
+    every, groups = from_arrays(arrays), []
+    lengths = [record["prompt_length"] for record in records]
+    if (sum(lengths), sum(len(record["results"]) for record in records)) != (len(arrays["prompt_ids"]), len(every)):
+        raise ValueError(f"groups have {len(arrays['prompt_ids'])} tokens of prompts and {len(every)} samples")
+    samples, prompts = iter(every), split(arrays["prompt_ids"], lengths)
     for record, prompt_ids in zip(records, prompts, strict=True):
         results = [RewardResult(**result) for result in record["results"]]
         of_prompt = list(islice(samples, len(results)))

@@ -38,7 +38,12 @@ def to_arrays(samples: Sequence[Sample]) -> Arrays:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[Sample]:
-    """Return the samples that `to_arrays` was given. Their token ids and log-probs are views of `arrays`."""
+    """Return the samples that `to_arrays` was given. Their token ids and log-probs are views of `arrays`.
+
+    Raises:
+        ValueError: the arrays do not have the lengths that their rows say.
+    """
+    _check_lengths(arrays)
     runs, spans = (iter(arrays[name].reshape(-1, 2).tolist()) for name in ("versions", "observations"))
     rows = arrays["rows"].reshape(-1, FIELDS).tolist()
     token_ids, log_probs = (split(arrays[name], [row[2] for row in rows]) for name in ("token_ids", "log_probs"))
@@ -47,6 +52,15 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[Sample]:
         versions, observations = as_spans(islice(runs, of_runs)), as_spans(islice(spans, of_spans))
         samples.append(Sample(uid, number, ids, own, REASONS[reason], versions, observations))
     return samples
+
+
+def _check_lengths(arrays: Mapping[str, np.ndarray]) -> None:
+    counts = arrays["rows"].reshape(-1, FIELDS)[:, [2, 4, 5]]
+    tokens, runs, spans = counts.sum(axis=0).tolist()
+    expected = {"token_ids": tokens, "log_probs": tokens, "versions": 2 * runs, "observations": 2 * spans}
+    found = {name: arrays[name].size for name in expected}
+    if found != expected or counts.min(initial=0) < 0:
+        raise ValueError(f"arrays of samples have {found} numbers, their rows say {expected}")
 
 
 def joined(parts: Sequence[np.ndarray], dtype: str) -> np.ndarray:

@@ -48,6 +48,16 @@ def test_the_round_trip_is_exact():
     assert all(tensor.dtype in DTYPE_NAMES and tensor.dim() == 1 for tensor in tensors.values())
 
 
+@pytest.mark.parametrize("name", ["token_ids", "log_probs", "rows", "versions", "observations", "prompt_ids"])
+@pytest.mark.parametrize("change", [-6, -2, -1, 1, 2, 6])
+def test_arrays_of_other_lengths_are_no_groups(name, change):
+    tensors = to_tensors([group(7, [3, 1, 0, 4])])
+    values = tensors[name]
+    tensors[name] = values[:change] if change < 0 else torch.cat([values, values.new_zeros(change)])
+    with pytest.raises(ValueError, match=r"numbers|shape|samples|versions"):
+        from_tensors(tensors)
+
+
 def test_groups_of_format_7_are_read():
     """The form of 0.1.0: prompts among the token ids, float64, all else of a sample in JSON."""
     records = [
