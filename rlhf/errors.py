@@ -14,7 +14,7 @@ NEAR = 0.7
 
 
 class UserError(Exception):
-    """A mistake in the settings, the data or the files that only a person can mend.
+    """A mistake in the settings, the data or the files that only a user can fix.
 
     The message names the setting, its value and the remedy. It ends the run with `EXIT_USER_ERROR`; it is never
     retried.
@@ -25,7 +25,7 @@ class RunEnded(Exception):
     """A run that was started from Python ended before its time; what happened was logged.
 
     `exit_code` is the command's: `EXIT_REQUEUE` if it was asked to stop, and the same call goes on; `EXIT_CRASHED` or
-    `EXIT_USER_ERROR` if something has to be mended first.
+    `EXIT_USER_ERROR` if something must be fixed first.
     """
 
     def __init__(self, exit_code: int, run_dir: Path) -> None:

@@ -177,7 +177,7 @@ def _guarded(work: Callable[[_Evidence], None]) -> int:
         return EXIT_USER_ERROR
     except Exception as error:
         if is_unfixable(error):
-            evidence.end("user", f"{error}. Mend it and run the same command again.")
+            evidence.end("user", f"{error}. Fix it and run the same command again.")
             return EXIT_USER_ERROR
         evidence.crash(error)
         return EXIT_CRASHED

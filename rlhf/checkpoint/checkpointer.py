@@ -310,7 +310,7 @@ class Checkpointer:
                 log.error("%s Training goes on (checkpoint.on_save_error=continue).", error)
             return
         if error.unfixable:
-            raise UserError(f"{error} Mend it and run the same command again.") from error
+            raise UserError(f"{error} Fix it and run the same command again.") from error
         raise error
 
     def _take_result(self) -> SaveResult | None:

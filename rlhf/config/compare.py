@@ -138,12 +138,12 @@ def refuse_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> No
         ways = "" if begins else f"; or {NEW_RUN}"
         there = [change.key for change in diff.trajectory if change.removed is None]
         by_device = [key for key in there if SETTINGS[key].metadata["by_device"]]
-        unless = f" What is null suits the device, which may be another now: {', '.join(by_device)}." * bool(by_device)
+        unless = f" Defaults depend on the device, which may have changed: {', '.join(by_device)}." * bool(by_device)
         gone = [change.key for change in diff.trajectory if change.removed is not None]
         older = f" with the release that saved it, which has {', '.join(gone)}" * bool(gone)
         others = sorted(OTHER_TENSORS & {change.key for change in diff.trajectory})
         change_it = ", or set trainer.allow_config_change=true to continue it with the new ones" * (not others)
-        never = f" With other {' and '.join(others)} it has not the tensors that the run needs." * bool(others)
+        never = f" With other {' and '.join(others)} the checkpoint lacks tensors that the run needs." * bool(others)
         raise UserError(
             f"the checkpoint was written with settings that give another run:\n{as_lines(diff.trajectory)}\n"
             f"Restore these values to continue that run{older}{change_it}{ways}.{never}{unless}"

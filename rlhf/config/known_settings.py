@@ -26,17 +26,17 @@ class Setting:
 
     @property
     def default(self) -> Any:
-        """The value that the schema gives it."""
+        """Default value in the schema."""
         return self.value(_DEFAULTS)
 
     def takes_for_true(self, value: Any) -> bool:
-        """Whether the setting is true or false and `value` another number, which OmegaConf takes for true."""
+        """Return whether the setting is a boolean and `value` a number but 0 or 1, which OmegaConf reads as true."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number and value not in (0, 1) and self.expects in ("true or false", "true or false or null")
 
     @property
     def expects(self) -> str:
-        """The type in words, for messages."""
+        """Type of the setting in words, for messages."""
         return _in_words(self.type)
 
 
@@ -71,7 +71,7 @@ SECTIONS = frozenset(key for key, leaf in _NODES.items() if leaf is None)
 
 
 def setting_of(key: str) -> Setting | None:
-    """The setting that `key` names, or the free mapping (`data.reasoning_gym.config`) that it lies in."""
+    """Return the setting `key`, or the free mapping (`data.reasoning_gym.config`) of which `key` is an entry."""
     if key in SETTINGS:
         return SETTINGS[key]
     parents = (SETTINGS.get(key[:i]) for i, c in enumerate(key) if c == ".")

@@ -103,9 +103,9 @@ class DynamicSampling:
         self._warned = True
         log.warning(
             "%.0f %% of the batch of step %d was carried over from earlier steps, and is by an older policy than the "
-            "one in training; truncated importance sampling weighs the difference. For newer samples lower "
-            "data.gen_batch_size=%d, or set algorithm.filter_groups.max_staleness=0, which throws away what a step "
-            "has left over. Said once; sampling/carried_share has the figure of each step.",
+            "one in training; truncated importance sampling corrects for the difference. For newer samples lower "
+            "data.gen_batch_size=%d, or set algorithm.filter_groups.max_staleness=0, which drops the groups that a "
+            "step leaves over. This is logged once; sampling/carried_share is the share in each step.",
             100 * share_carried,
             step,
             self.gen_batch_size,
@@ -121,11 +121,11 @@ class DynamicSampling:
         )
         if config.on_limit == "stop":
             raise UserError(
-                f"{facts}. Raise max_num_gen_batches, take prompts that the policy neither always nor never solves, "
+                f"{facts}. Raise max_num_gen_batches, use prompts that the policy solves sometimes but not always, "
                 "or set algorithm.filter_groups.on_limit=fill to train on prompts without signal, too."
             )
         if with_signal + without < wanted:
             raise UserError(
-                f"{facts}; with the {without} others they are still too few to fill the batch. Raise "
+                f"{facts}. Together with the {without} prompts without signal these are too few for the batch. Raise "
                 f"max_num_gen_batches or data.gen_batch_size: their product must be at least {wanted}."
             )

@@ -98,7 +98,7 @@ class Journal:
             self._unread = [file for file in files if not self._is_mine(file)]
         except OSError as error:
             self._known, self._writable = {}, False
-            log.warning("The rollout journal does without step %d, for its files can't be used: %s", step, error)
+            log.warning("The rollout journal is not used in step %d, because of an error in its files: %s", step, error)
 
     def samples(self, uids: Sequence[int]) -> list[list[Sample]] | None:
         """Return the samples of each prompt as they were added, or None if some are unknown."""
@@ -130,7 +130,7 @@ class Journal:
             newest = max((step_of(path) or 0 for path in scan(self._run_dir)), default=0)
             self._drop([file for file in self._files() if file.step <= min(newest, up_to)])
         except OSError as error:
-            log.warning("A needless file of the rollout journal can't be removed: %s", error)
+            log.warning("An old file of the rollout journal cannot be removed: %s", error)
 
     def _drop(self, files: Iterable[_File]) -> None:
         for file in filter(self._is_mine, files):
@@ -153,7 +153,7 @@ class Journal:
         content = file.path.read_bytes()
         payloads, whole = records.payloads(content)
         if None in payloads or whole < len(content):
-            log.warning("%s has a damaged or torn record; what it held is generated again.", file.path)
+            log.warning("%s has a damaged or torn record. The samples in it are generated again.", file.path)
         if self._is_mine(file) and whole < len(content):
             truncate(file.path, whole)  # records after a torn one cannot be read
         first = payloads[0] if payloads else None
@@ -163,7 +163,7 @@ class Journal:
         if not self._fits(records.from_payload(first)[0]):
             if self._is_mine(file):
                 log.info(
-                    "%s belongs to another course of the run, and is dropped with those of later steps.", file.path
+                    "%s does not fit the run's present state. It is dropped with the files of later steps.", file.path
                 )
             self._drop(other for other in self._files() if other.rank == file.rank and other.step >= file.step)
             return {}

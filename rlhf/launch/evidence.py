@@ -92,7 +92,7 @@ def user_error(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
         status = statuses.get(rank)
         if end.code == EXIT_USER_ERROR and status and status.error:
             return status.error.message
-    return f"A rank ended with exit code {EXIT_USER_ERROR}, which a restart can't mend, and left no message; see above."
+    return f"A rank ended with exit code {EXIT_USER_ERROR}, which a restart cannot fix, and left no message; see above."
 
 
 def unsaved(statuses: dict[int, RankStatus]) -> str | None:

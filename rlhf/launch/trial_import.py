@@ -68,7 +68,7 @@ def trial_import(functions: Sequence[tuple[str, str]]) -> Iterator[None]:
 
 
 class _Words:
-    """Reads a pipe in a thread and keeps the end of the output.
+    """Reads a pipe in a thread and keeps the last 64 reads of it.
 
     A process that the imported file started may hold the pipe open forever, so nobody waits for the end of the pipe.
     """

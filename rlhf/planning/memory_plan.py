@@ -1,4 +1,4 @@
-"""Plan of a run's memory: bytes on a rank's device in each phase of a step, on its host, and on disk."""
+"""Plans the memory of a run: bytes on a rank's device in each phase of a step, on its host, and on disk."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -19,18 +19,18 @@ CUDA_BASE = 3 << 29
 HOST_BASE = 390 << 20
 """A rank with its imports and no model, on a CPU (measured: Python 3.11, torch 2.13, transformers 5.23)."""
 DEEPSPEED_BASE = 60 << 20
-"""What a rank imports for an engine of DeepSpeed (measured: 0.19)."""
+"""Host memory of DeepSpeed's imports (measured with 0.19)."""
 CUDA_HOST_BASE = 3 << 30
-"""The same of a rank with a GPU, whose driver and kernels lie in its memory, too: an allowance."""
+"""Host memory of a rank with a GPU and no model, with the driver and kernels: an allowance."""
 PLAIN = TokenCost()
-"""Of a model without adapters."""
+"""Cost of a token in a model without adapters."""
 TOKEN_RECORD = 16
-"""Bytes of a token of a response: int32 and float32 in its sample, and the same in a copy to be sent or journaled."""
+"""Bytes per token of a response: int32 and float32 in its sample, and as much in a copy that is sent or journaled."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """Shapes of the models that a run loads; None for those that it does not need."""
+    """Shapes of the models that a run loads; None for a model that it does not need."""
 
     policy: ModelShapes
     critic: ModelShapes | None = None
@@ -44,12 +44,12 @@ class Target:
     cuda: bool
     ranks: int
     memory: int | None = None
-    """Bytes that one rank may have: of its GPU, or its part of a CPU's machine. None where that is not known."""
+    """Bytes for one rank: its GPU's memory, or its part of the host's memory on a CPU. None if unknown."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a step: its bytes on a rank's device by what they are for."""
+    """A phase of a step, with the bytes on a rank's device by use."""
 
     name: str
     items: Mapping[str, int]
@@ -61,39 +61,39 @@ class Phase:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes of one rank."""
+    """Memory plan of one rank, in bytes."""
 
     target: Target
     backend: str
     phases: list[Phase]
     host: Mapping[str, int]
-    """On a GPU's host; on a CPU it is in the phases."""
+    """Bytes of host memory by use. Empty on a CPU, where the phases include them."""
     checkpoint: CheckpointSize
     tokens_per_step: int
     tokens_per_micro_batch: int
     cached_tokens: int | None
-    """Tokens that the engine's cache holds, where its size is set and not asked for."""
+    """Tokens that fit into the engine's KV cache, if a setting gives the cache's size; otherwise None."""
     sample_tokens: int
     """Tokens of the longest sample."""
 
     @property
     def peak(self) -> Phase:
-        """The phase that takes most."""
+        """The phase that takes the most memory."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
     def fits(self) -> bool:
-        """Whether no phase takes more than there is, and the engine starts, as far as that is known."""
+        """Whether every phase fits into the memory and the engine starts. True if the memory is unknown."""
         return self.target.memory is None or (self.peak.total <= self.target.memory and self.engine_starts)
 
     @property
     def engine_starts(self) -> bool:
-        """Whether the cache holds the longest sample: vLLM does not start with a smaller one."""
+        """Whether the longest sample fits into the engine's cache; otherwise vLLM does not start."""
         return self.cached_tokens is None or self.cached_tokens >= self.sample_tokens
 
 
 def memory_plan(config: Config, models: Models, target: Target) -> Plan:
-    """The plan of a run with these settings on `target`; samples are as long as the settings allow."""
+    """Return the memory plan of a run with these settings on `target`, with samples as long as the settings allow."""
     ranks = target.ranks
     step = StepSize.of(config.data, config.rollout, config.actor, config.algorithm, ranks)
     policy = adapted(models.policy, config.model.lora, config.backend) if config.model.lora.enabled else None
@@ -133,7 +133,7 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
 
 
 def _loaded(config: Config, models: Models, policy: Adapted | None, target: Target) -> dict[str, ModelPasses]:
-    """The models that a rank loads, by their roles."""
+    """Return the models that a rank loads, by role."""
     backend, ranks, device = config.backend, target.ranks, "cuda" if target.cuda else "cpu"
     actor, critic, reward = config.actor, config.critic, config.reward_model
 
@@ -144,7 +144,7 @@ def _loaded(config: Config, models: Models, policy: Adapted | None, target: Targ
 
     def frozen(role: str, model: ModelShapes, kept: FrozenFsdpConfig, packed: bool | None) -> ModelPasses:
         state = frozen_state(model, backend, kept, ranks)
-        # On a CPU what leaves the device stays in the same memory.
+        # On a CPU, offloading keeps the tensors in the same memory.
         return ModelPasses(role, model, state, cost(model, packed), device, target.cuda and kept.param_offload)
 
     def trained(role: str, model: ModelShapes, section: ActorConfig | CriticConfig) -> ModelPasses:
@@ -167,7 +167,7 @@ def _loaded(config: Config, models: Models, policy: Adapted | None, target: Targ
     if needs_reference(actor, config.algorithm):
         reference = frozen("reference", models.policy, config.ref.fsdp_config, actor.use_remove_padding)
         if policy is not None:
-            # The actor's own base, without its adapters.
+            # The reference is the actor's base without its adapters, and needs no weights of its own.
             reference = replace(reference, state=TrainingState(0, gathered=loaded[0].state.gathered))
         loaded.append(reference)
     if models.reward_model is not None:
@@ -178,7 +178,7 @@ def _loaded(config: Config, models: Models, policy: Adapted | None, target: Targ
 def _phases(
     config: Config, loaded: dict[str, ModelPasses], engine: EngineMemory, step: StepSize, asks_old_log_probs: bool
 ) -> list[tuple[str, dict[str, int]]]:
-    """The phases of a step in their order, each with what it takes beside what is resident."""
+    """Return the phases of a step in order, each with its bytes in addition to the resident ones."""
     actor, resident, budgets = loaded["actor"], engine.resident, config.token_budgets
     phases: list[tuple[str, dict[str, int]]] = []
     if actor.state.loaded:
@@ -200,7 +200,7 @@ def _phases(
 
 
 def _batch(step: StepSize, loaded: Collection[str], asks_old_log_probs: bool) -> dict[str, int]:
-    """Bytes of a rank's samples, which are on the device in every phase."""
+    """Return the bytes of a rank's batches, which are on the device in every phase."""
     per_token = 4 * (4 + 2 * ("critic" in loaded) + ("reference" in loaded) + asks_old_log_probs)
     return {"batch": step.scored * (8 * step.longest + per_token * step.response)}
 

@@ -1,4 +1,4 @@
-"""Memory of one model of a run: what stays on a rank's device, and what its passes take there."""
+"""Memory of one model of a run on a rank's device: resident bytes, and bytes of its passes."""
 
 from dataclasses import dataclass
 
@@ -15,12 +15,12 @@ PHASES = {
     "reference": ("reference",),
     "reward model": ("rewards",),
 }
-"""Phases with passes of a role's model."""
+"""Role -> phases with passes of its model."""
 
 
 @dataclass(frozen=True)
 class ModelPasses:
-    """A model with the engine that it is spread in, for the phases that go through it."""
+    """A model in its training engine, as one rank has it."""
 
     role: str
     model: ModelShapes
@@ -30,12 +30,12 @@ class ModelPasses:
     param_offload: bool = False
     optimizer_offload: bool = False
     checkpointing: bool = False
-    """Whether the update computes activations again (`model.enable_gradient_checkpointing`)."""
+    """Whether the update recomputes activations (`model.enable_gradient_checkpointing`)."""
     adapted: Adapted | None = None
-    """The policy with its adapters, where `model` is its frozen base."""
+    """The policy with its adapters, if `model` is the frozen base; otherwise None."""
 
     def resident(self, phase: str) -> dict[str, int]:
-        """Bytes on the device throughout a phase; what is offloaded is still there in that in which it is loaded."""
+        """Return the bytes on the device throughout a phase. Offloaded tensors are on the device while they load."""
         items = {"weights": self.state.weights, "optimizer": self.state.optimizer, "buffers": self.state.standing}
         # The reference is the actor's base.
         phases = PHASES[self.role] if self.adapted is None else (*PHASES[self.role], *PHASES["reference"])
@@ -47,13 +47,13 @@ class ModelPasses:
 
     @property
     def host(self) -> int:
-        """Bytes on the host in the device's place."""
+        """Bytes of offloaded tensors on the host."""
         state = self.state
         weights = self.param_offload * (state.weights + state.standing)
         return state.host + weights + self.optimizer_offload * state.optimizer
 
     def forward(self, work: PassSize) -> dict[str, int]:
-        """Bytes of a pass without gradients."""
+        """Return the bytes of a pass without gradients, by use."""
         return {
             f"{self.role} gathered weights": self.state.gathered,
             "activations": self.cost.forward(work.tokens, work.longest),
@@ -61,9 +61,11 @@ class ModelPasses:
         }
 
     def update(self, work: PassSize) -> dict[str, int]:
-        """The largest of the moments of an optimizer step: the head's gradient is there and all activations are, the
-        last layer is in its backward pass, the first one is, the embedding's gradient is reduced, the optimizer
-        steps."""
+        """Return the bytes of an optimizer step, by use, at the point at which it takes the most.
+
+        The points are: the head's gradient with all activations, the backward pass of the last layer, that of the first
+        layer, the reduction of the embedding's gradient, the optimizer's step.
+        """
         cost, state = self.cost, self.state
         kept = cost.kept(work.tokens, work.longest, len(self.model.layers), checkpointing=self.checkpointing)
         layer = cost.layer(work.tokens, work.longest)

@@ -1,4 +1,4 @@
-"""Samples of a step on one rank and tokens of a micro-batch, from the lengths that the settings allow."""
+"""Computes the samples of a step on one rank and the tokens of a micro-batch, from the longest lengths allowed."""
 
 import math
 from dataclasses import dataclass
@@ -12,20 +12,21 @@ class PassSize:
     """Tokens that one rank passes through a model at a time."""
 
     tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     predicted: int
-    """Tokens of it whose log-probs are wanted."""
+    """Tokens of a micro-batch whose log-probs are computed."""
     longest: int
-    """Of a sequence."""
+    """Tokens of the longest sequence."""
     micro_batches: int
-    """Of a mini-batch, or of the step where nothing is learned."""
+    """Micro-batches of a mini-batch in an update, of a step in a forward pass."""
 
 
 def passes(samples: int, longest: int, response: int, budget: int) -> PassSize:
-    """The walk over `samples` of full length on one rank, in micro-batches of at most `budget` tokens.
+    """Return the size of the passes over `samples` samples on one rank, in micro-batches of at most `budget` tokens.
 
     Args:
-        longest: tokens of a sample, of which the last `response` are predicted. One longer than the budget goes alone.
+        longest: tokens of a sample. A sample longer than the budget is a micro-batch of its own.
+        response: tokens of a sample whose log-probs are computed.
     """
     tokens = min(max(budget, longest), max(samples, 1) * longest)
     return PassSize(tokens, tokens * response // longest, longest, max(1, math.ceil(samples * longest / tokens)))
@@ -40,13 +41,13 @@ class StepSize:
     response: int
     """Tokens of a response."""
     together: int
-    """Samples that the rank asks the engine for at once."""
+    """Samples that the rank requests from the engine at once."""
     scored: int
-    """Samples that stay where they were generated, for the rewards and the advantages."""
+    """Samples whose home is the rank, where they are scored."""
     trained: int
     """Samples that the rank trains on."""
     mini_batch: int
-    """Samples of them in one mini-batch."""
+    """Samples of one mini-batch that the rank trains on."""
     tokens: int
     """Tokens of all samples of all ranks."""
 
@@ -54,7 +55,7 @@ class StepSize:
     def of(
         cls, data: DataConfig, rollout: RolloutConfig, actor: ActorConfig, algorithm: AlgorithmConfig, ranks: int
     ) -> "StepSize":
-        """The sizes of a step that is shared by so many `ranks`."""
+        """Return the sizes of a step on `ranks` ranks."""
         at_once = prompts_per_generation(data, algorithm.filter_groups)
         return cls(
             longest_sample(data),
@@ -67,9 +68,9 @@ class StepSize:
         )
 
     def whole(self, budget: int) -> PassSize:
-        """The walk over all samples that the rank trains on."""
+        """Return the passes over all samples that the rank trains on."""
         return passes(self.trained, self.longest, self.response, budget)
 
     def update(self, budget: int) -> PassSize:
-        """The walk over a mini-batch."""
+        """Return the passes over a mini-batch."""
         return passes(self.mini_batch, self.longest, self.response, budget)

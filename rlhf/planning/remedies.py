@@ -1,4 +1,4 @@
-"""Settings that lower the peak of a plan, each with the bytes that it would save: the plan is made again with each."""
+"""Finds settings that lower the peak of a memory plan, and the bytes that each saves, by planning again with each."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,7 @@ class Remedy:
 
     def __str__(self) -> str:
         value = str(self.value)
-        # An engine is a group's entry.
+        # The engine is chosen by a configuration group, whose name is `rollout`.
         setting = "rollout" if self.setting == "rollout.name" else self.setting
         return f"{setting}={value.lower() if isinstance(self.value, bool) else value}"
 
@@ -41,11 +41,11 @@ class Candidate:
 
     setting: str
     values: Values
-    """Values to try, the present one among them or not."""
+    """Returns the values to try. They may include the present value."""
     of: Any = None
-    """The present value that they are an alternative to; None for any."""
+    """The present value to which the values are an alternative; None for any present value."""
     on: Literal["cuda", "cpu"] | None = None
-    """The kind of device on which the setting counts; None for both."""
+    """The type of device on which the setting matters; None for both."""
 
 
 def _to(value: Any) -> Values:
@@ -57,7 +57,7 @@ def _half(setting: str) -> Values:
 
 
 def _smaller_budgets(role: str) -> Values:
-    """Half the tokens of a pass, and no more than the longest sample has."""
+    """Try half the tokens of a pass, and the tokens of the longest sample."""
 
     def values(config: Config, plan: Plan) -> Iterable[int]:
         longest, budget = longest_sample(config.data), getattr(config.token_budgets, role)
@@ -67,7 +67,7 @@ def _smaller_budgets(role: str) -> Values:
 
 
 def _smaller_share(config: Config, plan: Plan) -> Iterable[float]:
-    """The share of a GPU that the peak leaves to the engine, where its weights fit into that."""
+    """Try the share of a GPU that the peak leaves to the engine, if the engine's weights fit into it."""
     weights, memory = plan.peak.items.get("engine weights", 0), plan.target.memory
     engine = weights + plan.peak.items.get("engine cache", 0)
     if memory is None or not engine:
@@ -110,11 +110,11 @@ TABLE = (
     Candidate("trainer.nproc", lambda config, plan: (2 * plan.target.ranks,), on="cuda"),
     Candidate("data.max_response_length", _half("data.max_response_length")),
 )
-"""What may help; of these, `remedies` shows what a plan made with it says does."""
+"""Settings to try. `remedies` returns those with which a new plan has a lower peak."""
 
 
 def remedies(config: Config, models: Models, plan: Plan) -> list[Remedy]:
-    """Changes that lower the peak by at least a hundredth, the one that saves most first."""
+    """Return the changes that lower the peak by at least one percent, the one that saves most first."""
     found = []
     for setting, value in _candidates(config, plan):
         changed = _with(config, setting, value)

@@ -1,9 +1,9 @@
 """Launcher: a process that imports once what ranks need, and forks the ranks of every attempt.
 
 The supervisor starts it as `python -m rlhf.ranks.launcher FD MODULE ...` and talks to it over the socket FD. A fork
-keeps one thread, no CUDA context and no connection to other ranks, so the launcher must have none of them; it looks
-before each fork. A forked rank goes on as `python *command` would: as `__main__`, with its own session, signals and
-environment.
+copies one thread only, and breaks CUDA contexts and connections. So the launcher checks before each fork that it has
+neither other threads nor CUDA. A forked rank runs as `python *command` would: as `__main__`, with its own session,
+signals and environment.
 """
 
 import gc
@@ -61,10 +61,10 @@ def _has_cuda_open() -> bool:
 
 
 class Launcher:
-    """Answers the supervisor at `connection`, and tells it of each rank that ends.
+    """Answers the supervisor's requests at `connection`, and reports each rank that ends.
 
-    Ranks that have ended stay zombies up to the next fork, so that the supervisor can signal a process id without fear
-    that it belongs to another process by now.
+    Ranks that have ended stay zombies until the next fork, so that the supervisor never signals a process id that
+    belongs to another process by now.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -74,8 +74,8 @@ class Launcher:
         self._ended: list[int] = []
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
-        # Whoever signals all processes of a job means the supervisor and the ranks. What was ignored stays ignored, in
-        # the ranks as well.
+        # A signal to all processes of a job is for the supervisor and the ranks, not for this process. Ignored signals
+        # stay ignored, in the ranks as well.
         self._handlers = {
             number: signal.signal(number, lambda *_: None)
             for number in _HANDLED
@@ -84,18 +84,18 @@ class Launcher:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
 
     def load(self, modules: Sequence[str]) -> None:
-        """Import `modules`, for the ranks to find them imported."""
+        """Import `modules`, so that forked ranks have them."""
         try:
             for module in modules:
                 importlib.import_module(module)
-        except Exception as error:  # a rank that is started plainly meets it too, and tells it with all the evidence
+        except Exception as error:  # a rank that is started plainly fails likewise, and reports it with all evidence
             self._problem = f"it cannot import {module} ({type(error).__name__}: {error})"
-        # Kept out of the garbage collector, whose marks would copy every page that a rank shares with this process.
+        # Freeze the objects: the garbage collector's marks would copy every page that ranks share with this process.
         gc.collect()
         gc.freeze()
 
     def serve(self) -> tuple[str, ...]:
-        """Answer until the supervisor is gone, which ends this process. Returns in a forked rank, with its command."""
+        """Answer requests; exit when the supervisor is gone. Returns only in a forked rank, with the rank's command."""
         while True:
             ready = wait([self._connection, self._woken])
             if self._woken in ready:
@@ -135,7 +135,7 @@ class Launcher:
         if problem is not None:
             self._connection.send(Forked({}, problem))
             return False
-        # A signal that comes between the fork and the return of the handlers is to act as in any other young process.
+        # Block signals until a forked rank has its own handlers, so that signals act there as in any new process.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         try:
             with listening_socket() as listener:
@@ -170,7 +170,7 @@ class Launcher:
         if problem is not None:
             return Devices(0, problem)
         pid = os.fork()
-        if pid == 0:  # a process of its own, because asking starts CUDA
+        if pid == 0:  # in a process of its own, because counting initialises CUDA
             _exit_with_device_count()
         count = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         return (
@@ -189,10 +189,10 @@ def _exit_with_device_count() -> NoReturn:
 
 
 def run(command: Sequence[str]) -> None:
-    """Go on as `python *command`, either `-m MODULE` or a file, with its arguments."""
+    """Run `python *command` in this process: `-m MODULE` or a file, with its arguments."""
     if command[0] == "-m":
         sys.argv = list(command[1:])
-        # Imported for what it imports; as __main__ it is another module.
+        # The launcher imported the module for its imports. It now runs again, as __main__.
         sys.modules.pop(command[1], None)
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
@@ -201,7 +201,7 @@ def run(command: Sequence[str]) -> None:
 
 
 def main(fd: int, modules: Sequence[str]) -> None:
-    """The life of the launcher, and of every rank that it forks."""
+    """Run the launcher, and, in each forked process, the rank."""
     die_with_parent()
     launcher = Launcher(Connection(fd))
     launcher.load(modules)

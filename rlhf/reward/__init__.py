@@ -35,8 +35,8 @@ def _term(function: str, weight: float, config: RewardConfig, reward_model: Scor
     elif function == "exact_match":
         scorer = ExactMatch()
     elif function in ("math_verify", "reasoning_gym"):
-        # A user's function is to be mended. In a named verifier it is the policy's text that does it (memory,
-        # recursion, eval), and ending the run would end it again at this very sample after every restart.
+        # If a user's function kills its process, the user must fix the function. A named verifier dies of the policy's
+        # text (memory, recursion, eval). If that ended the run, the same sample would end it after every restart.
         pool = ProcessPool(function, config, policy, forgive_deaths=True)
         scorer = pool if function == "math_verify" else ReasoningGym(pool)
     else:

@@ -1,4 +1,4 @@
-"""Decoding of one call of the embedded engine: rows are prefilled, decoded token by token, replaced at their end."""
+"""Decodes one call of the embedded engine: prefills rows, decodes them token by token, and refills finished rows."""
 
 import inspect
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.sample import FinishReason, Sample
 from rlhf.rollout.sampling import fold, row_keys, sample
 
-# Waiting samples are let in when one row in this many is free: ending one by one, they would cost an admission each.
+# Waiting samples are admitted when one row in this many is free. Admitting them one by one would cost more passes.
 REFILL_SHARE = 16
 
-# What each sample in the batch carries along: the place of its request, the first column of its prompt in the cache,
-# the time at which its first token was drawn, the key of its noise, and its newest token.
+# State of each row: index of its request, first column of its prompt in the cache, time of its first token, key of its
+# noise, and its newest token.
 SAMPLE, START, BIRTH, KEY, TOKEN = range(5)
 
 
 class Decoding:
-    """State of one `generate` call over requests that share their `params`. Siblings share their prompt's prefill.
+    """State of one `generate` call over requests with equal `params`. Siblings share the prefill of their prompt.
 
-    The host keeps a copy of what it decides on: one synchronisation per token, with top-k two.
+    The host has a copy of the state on which it decides. So there is one synchronisation per token, or two with top-k.
     """
 
     def __init__(self, model: Any, tokenizer: Any, eos: Tensor, requests: Sequence[Request], max_rows: int) -> None:
@@ -38,14 +38,14 @@ class Decoding:
         self.prompts = [requests[group[0]].token_ids for group in groups]
         self.lengths = np.array([len(token_ids) for token_ids in self.prompts])
         self.ends = np.array([group.stop for group in groups])
-        """The number of requests up to the last one for each prompt."""
+        """For each prompt, the number of requests up to its last one."""
         self.prompt_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         self.device = model.device
         self.accepts = inspect.signature(model.forward).parameters
         self.cache = RowCache(model.config)
         self.cache.span.start = self.cache.span.end = int(self.lengths.max())
         self.columns = 0
-        # A model that takes prepared masks and has one kind of attention is handed a view; others build their own.
+        # A model that accepts prepared masks, with one kind of attention, gets a view of ours. Others build their own.
         self.prepared_mask = (
             model._supports_attention_backend
             and model.config._attn_implementation in ("sdpa", "eager")
@@ -58,13 +58,13 @@ class Decoding:
         self.admitted = self.prefilled = self.prefilled_from = 0
         self.tokens = torch.zeros(self.total, params.max_tokens, dtype=torch.int64, device=self.device)
         self.log_probs = torch.zeros(self.total, params.max_tokens, dtype=torch.float32, device=self.device)
-        # Tokens of each row's prompt and response so far, [rows, vocab] bool; without a repetition penalty nobody asks.
+        # [rows, vocab] bool: tokens in each row's prompt and response so far. None without a repetition penalty.
         self.seen: Tensor | None = None
         self.counts = np.zeros(self.total, dtype=np.int64)
         self.stopped = np.zeros(self.total, dtype=bool)
 
     def run(self, seed: int, step: int, version: int) -> list[Sample]:
-        """The sample of each request, by weights of that `version`."""
+        """Return the sample of each request. `version` is recorded as that of the weights."""
         uids, numbers = torch.tensor([(r.uid, r.sample) for r in self.requests], device=self.device).T
         self.keys = row_keys(seed, step, uids, numbers)
         while self.cache.span.rows or self.admitted < self.total:
@@ -78,7 +78,7 @@ class Decoding:
         counts, stopped = self.counts.tolist(), self.stopped.tolist()
 
         def sample_of(row: int, request: Request) -> Sample:
-            # Copies: a view would keep the padding of all rows alive.
+            # Copy: a view would keep the padding of all rows in memory.
             ids = tokens[row, : counts[row]].astype(np.int32)
             own_log_probs = log_probs[row, : counts[row]].copy()
             reason: FinishReason = "stop" if stopped[row] else "length"
@@ -87,14 +87,14 @@ class Decoding:
         return [sample_of(row, request) for row, request in enumerate(self.requests)]
 
     def _forward(self, cache: RowCache, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
-        """Logits [rows, vocab] after the last of `ids` [rows, length]."""
+        """Return the logits, [rows, vocab], after the last token of `ids`, [rows, length]."""
         optional = {"position_ids": positions, "logits_to_keep": 1}
         kwargs = {name: value for name, value in optional.items() if name in self.accepts}
         output = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs)
         return output.logits[:, -1]
 
     def _prefill(self) -> None:
-        """Run the next prompts, left-padded; keys, values and logits stay until all their samples are admitted."""
+        """Prefill the next prompts, left-padded. Keep keys, values and logits until all their samples are admitted."""
         first = self.prefilled
         last, before = first + 1, self.ends[first - 1] if first else 0
         longest = self.lengths[first]
@@ -117,7 +117,7 @@ class Decoding:
         self.prefilled_from, self.prefilled = first, last
 
     def _admit(self, free: int) -> Tensor:
-        """Fill free rows with samples of prefilled prompts; returns the logits [rows, vocab] of their first token."""
+        """Fill free rows with samples of prefilled prompts. Return the logits, [rows, vocab], of their first token."""
         if not self.prefilled or self.admitted == self.ends[self.prefilled - 1]:
             self._prefill()
         if not self.columns:
@@ -142,7 +142,7 @@ class Decoding:
         return logits
 
     def _see_prompts(self, rows: slice, prompts: np.ndarray, vocab: int) -> None:
-        """Note for each of the `rows` the tokens of its prompt, whose place is in `prompts`."""
+        """Mark the tokens of each row's prompt as seen. `prompts` are the indices of the rows' prompts."""
         if self.seen is None:
             self.seen = torch.zeros(self.max_rows, vocab, dtype=torch.bool, device=self.device)
         self.seen[rows] = False
@@ -152,7 +152,7 @@ class Decoding:
         self.seen[tuple(torch.as_tensor(places, device=self.device))] = True
 
     def _decode(self) -> Tensor:
-        """Feed every row its last token; returns the logits [rows, vocab] of the next one."""
+        """Pass each row's last token through the model. Return the logits, [rows, vocab], of the next token."""
         span = self.cache.span
         if span.end == self.columns:
             self._reserve(self.cache)
@@ -164,7 +164,7 @@ class Decoding:
         return logits
 
     def _emit(self, first: int, logits: Tensor) -> None:
-        """Draw and record the next token of the rows from `first` on; finished ones leave."""
+        """Draw and record the next token of the rows from `first` on, and remove finished rows."""
         state = self.state[:, first : self.cache.span.rows]
         position = self.time - state[BIRTH]
         seen = None if self.seen is None else self.seen[first : self.cache.span.rows]
@@ -187,7 +187,7 @@ class Decoding:
             report(GENERATING, self.admitted - self.cache.span.rows, self.total)
 
     def _stop_strings(self, first: int, position: Tensor) -> np.ndarray:
-        """Which rows from `first` on have a stop string in the text of their response, special tokens included."""
+        """Return which rows from `first` on have a stop string in their response's text, special tokens included."""
         # A token is at least one byte of text, so a string that the newest one completes lies within this many.
         window = max(len(s.encode()) for s in self.params.stop) + 1
         columns = position[:, None] + torch.arange(1 - window, 1, device=self.device)
@@ -196,7 +196,7 @@ class Decoding:
         counts = (self.time - birth + 1).tolist()
         hits = np.zeros(len(samples), dtype=bool)
         for row, (tail, count) in enumerate(zip(tails, counts, strict=True)):
-            # A tail may decode otherwise than the whole (a cut character, a dropped space), so the whole decides.
+            # A tail may decode differently from the whole (a cut character, a dropped space), so check the whole, too.
             if self._has_stop(tail[-count:]) and (
                 count <= window or self._has_stop(self.tokens[samples[row], :count].tolist())
             ):
@@ -208,7 +208,7 @@ class Decoding:
         return any(s in text for s in self.params.stop)
 
     def _remove(self, finished: np.ndarray) -> None:
-        """Rows of the tail take the places of finished ones."""
+        """Remove finished rows: move the last rows into their places."""
         rows = self.cache.span.rows
         keep = rows - len(finished)
         target = finished[finished < keep]
@@ -222,9 +222,9 @@ class Decoding:
         self._rows_changed()
 
     def _reserve(self, like: RowCache) -> None:
-        """Room for more columns.
+        """Make room for more columns in the cache.
 
-        Empty columns on the left go, and so do rows that no waiting sample will fill.
+        Drop empty columns on the left, and rows that no waiting sample will fill.
         """
         span = self.cache.span
         end = max(int(self.lengths.max()), span.end - span.start)
@@ -237,7 +237,7 @@ class Decoding:
         self._rows_changed()
 
     def _rows_changed(self) -> None:
-        """Narrow the columns to the longest row and mask what lies before the others; equal rows need no mask."""
+        """Narrow the columns to the longest row, and mask the columns before shorter rows. Equal rows need no mask."""
         span = self.cache.span
         if not span.rows:
             span.start, self.mask = span.end, None

@@ -118,7 +118,7 @@ def test_a_write_that_fails_in_the_middle_of_a_file_is_told_on_every_rank(config
         assert kind is UserError  # a restart would meet the same limit
         assert f"The checkpoint of step 4 in {config.run_dir} was not saved; earlier checkpoints are intact." in message
         assert os.strerror(errno.EFBIG) in message
-        assert message.endswith("Mend it and run the same command again.")
+        assert message.endswith("Fix it and run the same command again.")
         assert seconds < PROMPT_S
     assert leftovers(config) == []
     assert_whole(config, 2)

@@ -81,7 +81,7 @@ def test_what_a_restart_meets_again_needs_a_person(config, way):
     for kind, message, _ in run_thread_ranks(2, end, config, way, errno.ENOSPC, []):
         assert kind is UserError
         assert "The checkpoint of step 3" in message
-        assert message.endswith("Mend it and run the same command again.")
+        assert message.endswith("Fix it and run the same command again.")
 
 
 def save_and_leave(rank: int, config: Config) -> str:

@@ -64,5 +64,5 @@ def test_a_run_that_would_train_says_what_is_wrong(disk, tmp_path):
     end = ranks(tmp_path / "log", command(disk))
     assert end.code == EXIT_USER_ERROR
     assert "Read-only file system" in end.output
-    assert "Mend it and run the same command again." in end.output
+    assert "Fix it and run the same command again." in end.output
     assert "Traceback" not in end.output

@@ -78,7 +78,7 @@ def test_what_no_setting_allows_is_not_offered():
         refuse_changes(compare(stored, present), allow=False)
     message = str(caught.value)
     assert "model.lora.rank: 32 in the checkpoint, 4 now" in message
-    assert message.endswith("With other model.lora.rank it has not the tensors that the run needs.")
+    assert message.endswith("With other model.lora.rank the checkpoint lacks tensors that the run needs.")
     assert "allow_config_change" not in message
 
 

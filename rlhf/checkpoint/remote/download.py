@@ -136,7 +136,7 @@ def unreadable(url: str, text: str) -> str:
 
 
 def _refused(url: str, text: str) -> str:
-    return f"A checkpoint from {url} cannot be written: {text}. Mend it and start again."
+    return f"A checkpoint from {url} cannot be written: {text}. Fix it and start again."
 
 
 def _fault(error: BaseException) -> Fault:

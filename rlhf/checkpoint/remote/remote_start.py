@@ -23,10 +23,13 @@ MENDED_BY_A_PERSON = (ImportError, ValueError, PermissionError, FileNotFoundErro
 
 
 def open_remote(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> RemoteStore | None:
-    """The remote folder, after a small object was written and removed there; None without `checkpoint.remote`.
+    """Return the remote folder after a test write; None without `checkpoint.remote`.
 
-    Raises UserError when a person must mend something. A remote that does not answer is one only for a run directory
-    without checkpoints, since what it may hold decides where the run begins; else it is logged, and None is returned.
+    If the remote does not answer, log that and return None, provided the run directory has checkpoints.
+
+    Raises:
+        UserError: the user must fix something; or the remote does not answer and the run directory has no checkpoints,
+            so that the remote's decide where the run begins.
     """
     remote = settings.remote
     if remote is None:

@@ -175,11 +175,10 @@ class RemoteStore:
         return Copy(step, manifest, hash_of(raw), run_id, files)
 
     def is_partial(self, step: int) -> bool:
-        """Whether `step` is what a killed copy or removal left: without a manifest, or with less of one than
-        remote.json says.
+        """Return whether a killed copy or removal left `step`: its manifest is missing or shorter than in remote.json.
 
-        A manifest that is not valid for another reason, such as one of another version's format or with a damaged byte,
-        is no such thing: beside it may lie all that is needed to mend the copy.
+        A manifest that is invalid for another reason (another version's format, a damaged byte) does not count: the
+        files beside it may suffice to repair the copy.
         """
         raw = self.read(object_name(step, MANIFEST))
         try:

@@ -97,7 +97,7 @@ class FleetLoop:
     ) -> None:
         self.closing = False
         self.error: BaseException | None = None
-        """What nothing of the fleet can mend."""
+        """An error that no restart of a server fixes."""
         self._settings, self._processes, self._ask, self._capacity = settings, processes, ask, capacity
         self._secret, self._admission = secret, Admission(secret)
         self._budget = Budget(settings.max_failures)
