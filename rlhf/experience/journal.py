@@ -106,6 +106,8 @@ class Journal:
             file = self._unread.pop()
             try:
                 self._known = self._read(file) | self._known
+            except FileNotFoundError:
+                pass  # its rank has dropped it meanwhile, as after an upgrade
             except OSError as error:
                 log.warning("%s can't be read, its samples are generated again: %s", file.path, error)
         return [self._known[uid].samples for uid in uids] if self._knows(uids) else None

@@ -308,6 +308,14 @@ def test_another_rank_s_damage_is_not_mended_but_passed_over(runs, caplog):
     assert "damaged or torn" in caplog.text
 
 
+def test_a_file_that_its_rank_has_dropped_is_no_trouble(runs, caplog):
+    fill(runs.at(3, rank=0, ranks=2))
+    other = runs.at(3, rank=1, ranks=2)
+    runs.file(3).unlink()
+    assert other.samples(UIDS) is None
+    assert caplog.text == ""
+
+
 def test_a_journal_that_cannot_be_written_is_a_warning(runs, caplog):
     (runs.run_dir / FOLDER).write_text("in the way")
     journal = runs.at(3)
