@@ -87,14 +87,16 @@ class StatusWriter:
         """
         thread, now = threading.get_ident(), time.time()
         with self._lock:
+            # A clock that is set back must not silence a rank until it has caught up: the watchdog would see a hang.
+            repeats = 0 <= now - self._status.time < _REPEAT_S
             if thread == self._status.thread:
-                if (step, event) == (self._status.step, self._status.event) and now - self._status.time < _REPEAT_S:
+                if (step, event) == (self._status.step, self._status.event) and repeats:
                     return
                 self._status = replace(self._status, step=step, event=event, time=now)
             elif event == SAVE_BEGINS or (self._status.save and self._status.save.thread == thread):
                 save = None if event == SAVE_ENDS else SaveStatus(event, now, thread)
                 self._status = replace(self._status, save=save)
-            elif event in (SCORED, WAITS_FOR_SCORE) and now - self._status.time >= _REPEAT_S:
+            elif event in (SCORED, WAITS_FOR_SCORE) and not repeats:
                 self._status = replace(self._status, time=now)
             else:
                 return

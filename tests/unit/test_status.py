@@ -72,3 +72,18 @@ def test_samples_that_another_thread_scores_show_that_the_loop_moves(tmp_path):
         after = read_statuses(tmp_path)[0]
         assert (after.event, after.time > before.time) == ("rollout.after", moves)
         before = after
+
+
+def test_a_clock_that_is_set_back_does_not_silence_a_rank(tmp_path, monkeypatch):
+    writer = StatusWriter(tmp_path, 0)
+    writer.event(3, "rollout.wait")
+    before, back = read_statuses(tmp_path)[0], time.time() - 3600
+    monkeypatch.setattr("rlhf.ranks.status.time.time", lambda: back)
+    writer.event(3, "rollout.wait")
+    after = read_statuses(tmp_path)[0]
+    assert after.time == back != before.time
+    back -= 3600
+    thread = threading.Thread(target=writer.event, args=[3, SCORED])
+    thread.start()
+    thread.join()
+    assert read_statuses(tmp_path)[0].time == back
