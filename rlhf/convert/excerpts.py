@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlhf.models.hf.source import Contents, TensorInfo, TensorSource
+from rlhf.models.hf.source import Contents, TensorInfo, cut
 
 ROWS_BYTES = 16 << 20
 """Bytes of whole rows that are read at a time where only some of their columns are wanted."""
@@ -33,23 +33,6 @@ class Excerpt(NamedTuple):
     tensor: Readable
     start: int
     stop: int
-
-
-@dataclass(frozen=True)
-class OfSource:
-    """Tensor of an open checkpoint."""
-
-    source: TensorSource
-    name: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `Readable`."""
-        return self.source.contents.tensors[self.name].dtype
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """See `Readable`."""
-        return self.source.read(self.name, start, stop)
 
 
 @dataclass(frozen=True)
@@ -128,12 +111,7 @@ class ExcerptSource:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """See `TensorSource.read`."""
-        found, at = [], 0
-        for tensor, first, last in self._excerpts[name]:
-            begin, end = max(start, at), min(stop, at + last - first)
-            if begin < end:
-                found.append(tensor.read(first + begin - at, first + end - at))
-            at += last - first
+        found = [tensor.read(first, last) for tensor, first, last in cut(self._excerpts[name], start, stop)]
         if len(found) == 1:
             return found[0]
         return torch.cat([torch.empty(0, dtype=self.contents.tensors[name].dtype), *found])

@@ -1,34 +1,16 @@
 """Open checkpoint as a table of tensors, each read in its own way."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlhf.convert.stored_tensor import StoredTensor
-from rlhf.models.hf.source import Contents, ReadableTensor, TensorInfo
+from rlhf.models.hf.source import Contents, ReadableTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Unmapped(Exception):
     """The state of an optimizer cannot be told apart by parameter; the message says why."""
-
-
-@dataclass(frozen=True)
-class InFile:
-    """Tensor that is whole in one file."""
-
-    stored: StoredTensor
-
-    @property
-    def info(self) -> TensorInfo:
-        """See `ReadableTensor.info`."""
-        return TensorInfo(self.stored.shape, self.stored.dtype)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """See `ReadableTensor.read`."""
-        return self.stored.read(start, stop)
 
 
 class NamedTensors:

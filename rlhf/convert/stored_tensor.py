@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhf.convert.pickles import Allowed, StandIn, TensorStandIn, open_archive, refusing
 from rlhf.convert.record_sum import RecordSum
+from rlhf.models.hf.source import TensorInfo
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.shards import as_bytes
 
@@ -30,6 +31,11 @@ class StoredTensor:
     """`None` when it lies row by row."""
     record: RecordSum | None = field(default=None, compare=False)
     """The record that it lies in, of an archive."""
+
+    @property
+    def info(self) -> TensorInfo:
+        """See `ReadableTensor.info`."""
+        return TensorInfo(self.shape, self.dtype)
 
     @property
     def numel(self) -> int:
@@ -81,17 +87,6 @@ def whole(tensor: StoredTensor) -> list[Piece]:
 def size_of(pieces: Sequence[Piece]) -> int:
     """Elements of all `pieces`."""
     return sum(stop - start for _, start, stop in pieces)
-
-
-def cut(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
-    """Elements [start, stop) of what `pieces` are one after the other."""
-    found, at = [], 0
-    for tensor, first, last in pieces:
-        begin, end = max(start, at), min(stop, at + last - first)
-        if begin < end:
-            found.append((tensor, first + begin - at, first + end - at))
-        at += last - first
-    return found
 
 
 def joined(pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,6 @@
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 from rlhf.checkpoint.commit.output_folder import prove
 from rlhf.checkpoint.export.layout_native import NativeCheckpoint
@@ -20,18 +19,7 @@ FILES_AT_A_TIME = 32
 """Files of weights that are open together."""
 
 
-class HfWork(Protocol):
-    """Folder that was planned and can be written."""
-
-    plan: HfPlan
-
-    def write(self, folder: Path, progress: Progress = lambda count: None) -> None:
-        """Write the folder and read it back; raises DamagedCheckpoint, naming the file, for what is not as it was
-        written, in the checkpoint or in the folder."""
-        ...
-
-
-def hf_work(source: TensorSource, where: Path, options: HfOptions) -> HfWork:
+def hf_work(source: TensorSource, where: Path, options: HfOptions) -> "Computed | Copied":
     """The folder that becomes of an open checkpoint, which the user knows as `where`; raises as `plan_hf_folder`.
 
     Weights of our own checkpoints that stay as they are stored are copied, without torch, which takes longer to import
@@ -57,7 +45,8 @@ class Computed:
         self.plan, self._source = plan_hf_folder(source, where, options), source
 
     def write(self, folder: Path, progress: Progress = lambda count: None) -> None:
-        """See `HfWork.write`."""
+        """Write the folder and read it back; raises DamagedCheckpoint, naming the file, for what is not as it was
+        written, in the checkpoint or in the folder."""
         from rlhf.models.hf.hf_writer import write_hf_folder
 
         prove(folder, write_hf_folder(self._source, self.plan, folder, progress))
@@ -70,7 +59,7 @@ class Copied:
         self._source, self.plan = source, plan
 
     def write(self, folder: Path, progress: Progress = lambda count: None) -> None:
-        """See `HfWork.write`."""
+        """See `Computed.write`."""
         files = iter(self.plan.weights)
         while some := list(islice(files, FILES_AT_A_TIME)):
             headers = {file.name: file.header for file in some}

@@ -1,7 +1,7 @@
 """Resume of a run: the newest intact checkpoint that fits the configuration is found, and everything brought to it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -11,7 +11,6 @@ from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.commit.removal import set_aside
 from rlhf.checkpoint.load.compatibility import check_compatible
-from rlhf.checkpoint.load.imported_start import refuse_an_end, start_told
 from rlhf.checkpoint.load.locations import FileLocations, locate_files, published
 from rlhf.checkpoint.load.restoring import LoadResult, load_state
 from rlhf.checkpoint.state.run_state import RunState
@@ -21,7 +20,7 @@ from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
-from rlhf.storage.layout import CONFIG, set_aside_dirs
+from rlhf.storage.layout import CONFIG, INDEX, SCHEDULE, set_aside_dirs
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,7 +54,7 @@ def restore(
         begins = source is not None and located.path.parent.resolve() / located.path.name == source
         wanted = _wanted(located.manifest, settings, begins=begins)
         if located.manifest.imported:
-            refuse_an_end(located, state)
+            _refuse_an_end(located, state)
         check = partial(
             check_compatible,
             located.path,
@@ -69,7 +68,7 @@ def restore(
         changed = coordinator.on_rank(located.holder(CONFIG), check)
         left_out = [part for part in ("optimizer", "extra") if part not in wanted]
         if located.manifest.imported and coordinator.is_leader:
-            log.warning("%s", start_told(located, state, wanted))
+            log.warning("%s", _start_told(located, state, wanted))
         elif left_out and coordinator.is_leader:
             why = "as checkpoint.load_contents says" if begins else "which were not saved: a crash changes this run"
             log.warning("%s: the run goes on without its %s, %s.", located.path, " and ".join(left_out), why)
@@ -168,3 +167,34 @@ def _set_aside(path: Path, damage: DamagedCheckpoint | None = None) -> bool:
         return False
     log.error("%s. It was set aside as %s; falling back to the checkpoint before it.", what, kept.name)
     return True
+
+
+def _refuse_an_end(located: FileLocations, state: RunState) -> None:
+    """Raise UserError for a checkpoint that is at the run's last step or beyond, which only the ranks know."""
+    step = located.manifest.step
+    if state.driver.ends_with(step, 0.0):
+        raise UserError(
+            f"trainer.resume_from_path={located.path} is at step {step}, and nothing is left to train from there: the "
+            f"run has {state.driver.total_steps} steps in all. Raise trainer.total_training_steps (or "
+            "trainer.total_epochs), or import it as global_step_0."
+        )
+
+
+def _start_told(located: FileLocations, state: RunState, load_contents: Collection[str]) -> str:
+    """One line about the new run: where its checkpoint is from, and which parts of `state` it does not have."""
+    manifest = located.manifest
+    taken: list[str] = []
+    anew: list[str] = []
+    for role in state.roles:
+        there = role in manifest.roles
+        moments = "optimizer" in load_contents and f"{role}/optimizer/{INDEX}" in manifest.files
+        schedule = "extra" in load_contents and f"{role}/{SCHEDULE}" in manifest.files
+        for part, comes in (("weights", there), ("moments", moments), ("schedule", schedule)):
+            (taken if comes else anew).append(f"{role}'s {part}")
+    anew += ["reference"] if state.reference is not None else []
+    anew += ["generators", *state.stateful]
+    origin = f"{manifest.imported['path']} ({manifest.imported['layout']})"
+    return (
+        f"{located.path} was imported from {origin}. A new run begins there, after step {manifest.step}, with "
+        f"{', '.join(taken)}. It is not that run continued to the bit: {', '.join(anew)} begin anew."
+    )

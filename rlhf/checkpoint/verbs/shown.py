@@ -1,9 +1,16 @@
-"""Sizes as texts. Imports no torch."""
+"""Shows sizes as texts, documents as JSON, and the progress of a long verb. Imports no torch."""
 
 import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
 from rlhf.checkpoint.commit.manifest import Manifest
+from rlhf.printable import printable
 
 
 def sizes_of(manifest: Manifest) -> str:
@@ -21,3 +28,15 @@ def as_json(document: Any) -> str:
     """`document` for a script: only printable ASCII, whatever a name or text in it says, and null for what is no number
     in JSON."""
     return json.dumps(json.loads(json.dumps(document), parse_constant=lambda constant: None), indent=1)
+
+
+@contextmanager
+def work_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that counts bytes done of `total_bytes`: in a bar on stderr where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(printable(what), total=total_bytes)
+        yield lambda count: bar.advance(task, count)

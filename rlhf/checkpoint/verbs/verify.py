@@ -10,8 +10,7 @@ from rlhf.checkpoint.commit.manifest import Manifest, damage_in
 from rlhf.checkpoint.verbs.addresses import add_address, find_runs
 from rlhf.checkpoint.verbs.places import Unreadable, looked_at
 from rlhf.checkpoint.verbs.runs import FoundCheckpoint
-from rlhf.checkpoint.verbs.shown import as_json, sizes_of
-from rlhf.checkpoint.verbs.work_bar import work_bar
+from rlhf.checkpoint.verbs.shown import as_json, sizes_of, work_bar
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE
 from rlhf.printable import printable
 from rlhf.storage.disk_errors import DamagedCheckpoint

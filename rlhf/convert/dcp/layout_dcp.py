@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlhf.convert.dcp.dcp_files import METADATA, DcpFolder
@@ -18,7 +17,7 @@ from rlhf.convert.dcp.dcp_safetensors import DcpSafetensors, is_sharded
 from rlhf.convert.dcp.torchtitan_names import EMBEDDING, rotated_rows, to_transformers
 from rlhf.convert.huggingface.layout_trainer import progress_of
 from rlhf.errors import UserError, did_you_mean, nearest
-from rlhf.models.hf.hf_folder import ranges_of
+from rlhf.models.hf.hf_folder import same_tensor
 from rlhf.models.hf.small_files import parse_model_config, read_small_files
 from rlhf.models.hf.source import Contents, Origin, TensorInfo, TrainedSoFar
 from rlhf.storage.hf_layout import MODEL_CONFIG
@@ -148,10 +147,8 @@ class DcpSource:
         copy, original = "lm_head.weight", "model.embed_tokens.weight"
         if files is None or copy not in tensors or tensors[copy] != tensors.get(original):
             return
-        if parse_model_config(read_small_files(files), files).get("tie_word_embeddings") and all(
-            torch.equal(self.read(copy, start, stop), self.read(original, start, stop))
-            for _, start, stop in ranges_of({copy: tensors[copy]})
-        ):
+        config = parse_model_config(read_small_files(files), files)
+        if config.get("tie_word_embeddings") and same_tensor(self, copy, original):
             del tensors[copy]
             for name in [name for name in self.contents.moments if name.startswith(f"{copy}.")]:
                 del self.contents.moments[name]

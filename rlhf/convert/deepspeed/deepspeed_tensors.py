@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rlhf.convert.deepspeed.deepspeed_files import MODEL_STATES, OPTIM_STATES, open_all, open_first
-from rlhf.convert.stored_tensor import Piece, StoredTensor, cut, size_of, whole
-from rlhf.models.hf.source import TensorInfo
+from rlhf.convert.stored_tensor import Piece, StoredTensor, size_of, whole
+from rlhf.models.hf.source import TensorInfo, cut
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

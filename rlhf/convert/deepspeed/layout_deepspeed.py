@@ -15,9 +15,9 @@ from torch import Tensor
 from rlhf.convert.deepspeed.deepspeed_files import MODEL_STATES, check_kind, find_save, open_first
 from rlhf.convert.deepspeed.deepspeed_tensors import assemble
 from rlhf.convert.huggingface.layout_trainer import progress_of
-from rlhf.convert.stored_tensor import cut, joined
+from rlhf.convert.stored_tensor import joined
 from rlhf.errors import UserError
-from rlhf.models.hf.source import Contents, Origin, TensorInfo, TrainedSoFar
+from rlhf.models.hf.source import Contents, Origin, TensorInfo, TrainedSoFar, cut
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 NAME = "deepspeed"

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from rlhf.convert.fsdp.fsdp_files import OPTIMIZER, missing_among, open_mapping, paths_of
 from rlhf.convert.fsdp.fsdp_tensors import put_together
-from rlhf.convert.named_tensors import MOMENTS, InFile, Unmapped
-from rlhf.convert.stored_tensor import Piece, StoredWrapper, cut, joined, size_of, whole
-from rlhf.models.hf.source import ReadableTensor, TensorInfo
+from rlhf.convert.named_tensors import MOMENTS, Unmapped
+from rlhf.convert.stored_tensor import Piece, StoredWrapper, joined, size_of, whole
+from rlhf.models.hf.source import ReadableTensor, TensorInfo, cut
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
@@ -98,7 +98,7 @@ def _of_shards(named: Named, entries: Sequence[dict[int, dict[str, Any]]]) -> di
             if tensor.info.shape != shape:
                 raise Unmapped(f"entry {index} of the optimizer is {tensor.info.shape}, {name} is {shape}")
             found[f"{name}.{moment}"] = tensor
-        found[f"{name}.step"] = InFile(entries[0][index]["step"])
+        found[f"{name}.step"] = entries[0][index]["step"]
     return found
 
 
@@ -135,5 +135,5 @@ def _of_units(
                 found[f"{name}.{moment}"] = FlatTensor(info, cut(pieces, at, at + info.numel))
                 at += info.numel
         for name, _ in unit:
-            found[f"{name}.step"] = InFile(there[0]["step"])
+            found[f"{name}.step"] = there[0]["step"]
     return found

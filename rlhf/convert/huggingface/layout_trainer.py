@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.convert.huggingface import layout_huggingface
-from rlhf.convert.named_tensors import MOMENTS, InFile, NamedTensors, Unmapped
+from rlhf.convert.named_tensors import MOMENTS, NamedTensors, Unmapped
 from rlhf.convert.stored_tensor import StoredTensor, open_torch_file
 from rlhf.errors import UserError
 from rlhf.models.hf import adapters
@@ -142,7 +142,7 @@ def _named(optimizer: Any, shapes: Shapes) -> dict[str, ReadableTensor]:
         if not whole:
             raise Unmapped(f"the optimizer keeps {', '.join(map(str, entry))} of a parameter, and is no plain Adam")
     names = _order(groups, state, shapes)
-    return {f"{names[i]}.{key}": InFile(entry[key]) for i, entry in state.items() for key in (*MOMENTS, "step")}
+    return {f"{names[i]}.{key}": entry[key] for i, entry in state.items() for key in (*MOMENTS, "step")}
 
 
 def _order(groups: list[list[int]], state: Mapping[int, Any], shapes: Shapes) -> dict[int, str]:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from rlhf.convert.dcp.dcp_files import LARGEST, METADATA, DcpFolder
-from rlhf.convert.excerpts import Excerpt, ExcerptSource, OfSource
+from rlhf.convert.excerpts import Excerpt, ExcerptSource
 from rlhf.convert.megatron.megatron_model import LAYERS
 from rlhf.convert.megatron.megatron_names import Held, as_transformers, find_model, holds_values
 from rlhf.convert.megatron.megatron_places import find_folder
 from rlhf.errors import UserError
-from rlhf.models.hf.source import Origin
+from rlhf.models.hf.source import Origin, SourceTensor
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.reading import read_regular
 
@@ -105,4 +105,4 @@ def _join_halves(held: dict[str, list[Held]], name: str) -> None:
     excerpts = [Excerpt(half.tensor, 0, torch.Size(half.shape).numel()) for half in halves]
     shape = (sum(half.shape[0] for half in halves), *halves[0].shape[1:])
     both = ExcerptSource(NAME, {name: shape}, {name: excerpts})
-    held[name] = [Held(OfSource(both, name), shape)]
+    held[name] = [Held(SourceTensor(both, name), shape)]

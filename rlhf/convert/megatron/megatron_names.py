@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.convert.excerpts import Beside, Excerpt, ExcerptSource, OfSource, Readable, SomeColumns, Zeros
+from rlhf.convert.excerpts import Beside, Excerpt, ExcerptSource, Readable, SomeColumns, Zeros
 from rlhf.convert.megatron.megatron_model import (
     LAYERS,
     OUTPUT,
@@ -18,7 +18,7 @@ from rlhf.convert.megatron.megatron_model import (
 )
 from rlhf.convert.megatron.megatron_places import step_of
 from rlhf.errors import UserError
-from rlhf.models.hf.source import Origin, TensorSource, TrainedSoFar
+from rlhf.models.hf.source import Origin, SourceTensor, TensorSource, TrainedSoFar
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.hf_layout import MODEL_CONFIG
 
@@ -155,7 +155,7 @@ def _rank_excerpts(
 ) -> tuple[tuple[int, ...], list[Excerpt]]:
     if part.split == "columns":
         columns = part.width // ranks
-        whole = OfSource(source, member_name(layer, part, part.members[0][0]))
+        whole = SourceTensor(source, member_name(layer, part, part.members[0][0]))
         chosen = SomeColumns(whole, part.width, rank * columns, columns)
         return part.shape(part.rows, ranks), [Excerpt(chosen, 0, part.rows * columns)]
     rows, runs = part.rows // (ranks if part.split == "rows" else 1), list(part.runs(rank, ranks))
@@ -164,7 +164,7 @@ def _rank_excerpts(
         runs = [part.vocabulary_run(rank, rows)]
     found = []
     for run in runs:
-        tensor = OfSource(source, member_name(layer, part, run.name))
+        tensor = SourceTensor(source, member_name(layer, part, run.name))
         found.append(Excerpt(tensor, run.row * part.width, (run.row + run.rows) * part.width))
     filled = sum(run.rows for run in runs)
     if filled < rows:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.places import local_folder
-from rlhf.checkpoint.verbs.work_bar import work_bar
+from rlhf.checkpoint.verbs.shown import work_bar
 from rlhf.convert.layouts import AUTO, backends
 from rlhf.convert.verbs.options import add_model_files_option, check_places
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError

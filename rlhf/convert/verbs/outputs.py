@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from rlhf.checkpoint.commit.output_folder import output_folder, prove, step_named
-from rlhf.checkpoint.verbs.shown import size_text
-from rlhf.checkpoint.verbs.work_bar import work_bar
+from rlhf.checkpoint.verbs.shown import size_text, work_bar
 from rlhf.errors import EXIT_DONE
 from rlhf.printable import printable
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.places import local_folder
-from rlhf.checkpoint.verbs.work_bar import work_bar
+from rlhf.checkpoint.verbs.shown import work_bar
 from rlhf.convert.verbs.options import add_origin_options, check_places
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
 from rlhf.printable import printable

@@ -1,16 +1,14 @@
 """Open checkpoint under other names: experts as the files of Hugging Face have them, or as the trainer does."""
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from rlhf.models.fused_experts import fuse_experts, parts_in_files
-from rlhf.models.hf.source import TensorInfo, TensorSource
+from rlhf.models.hf.source import TensorInfo, TensorSource, cut
 from rlhf.models.model_files import FileTensor
 from rlhf.storage.file_parts import parts_of
 from rlhf.storage.shards import DTYPE_NAMES
@@ -94,15 +92,7 @@ class Regrouped:
         pieces = self._pieces.get(name)
         if pieces is None:
             return self._source.read(name, start, stop)
-        begins = [0, *accumulate(end - begin for _, begin, end in pieces)]
-        found, at = [], start
-        for i in range(bisect_right(begins, start) - 1, len(pieces)):
-            if at >= stop:
-                break
-            own, begin, _ = pieces[i]
-            until = min(stop, begins[i + 1])
-            found.append(self._source.read(own, begin + at - begins[i], begin + until - begins[i]))
-            at = until
+        found = [self._source.read(*piece) for piece in cut(pieces, start, stop)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def close(self) -> None:

@@ -1,14 +1,16 @@
 """Interface of a layout: a checkpoint of any tool as named tensors, of which ranges are read. Imports no torch."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,22 @@ class SourceTensor:
         """See `ReadableTensor.info`."""
         return self.source.contents.tensors.get(self.name) or self.source.contents.moments[self.name]
 
+    @property
+    def dtype(self) -> "torch.dtype":
+        """Type of the elements."""
+        return self.info.dtype
+
     def read(self, start: int, stop: int) -> "Tensor":
         """See `ReadableTensor.read`."""
         return self.source.read(self.name, start, stop)
+
+
+def cut(pieces: Sequence[tuple[T, int, int]], start: int, stop: int) -> list[tuple[T, int, int]]:
+    """Elements [start, stop) of what `pieces` (something, first element, end) are one after the other."""
+    found, at = [], 0
+    for tensor, first, last in pieces:
+        begin, end = max(start, at), min(stop, at + last - first)
+        if begin < end:
+            found.append((tensor, first + begin - at, first + end - at))
+        at += last - first
+    return found
