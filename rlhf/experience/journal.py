@@ -98,7 +98,7 @@ class Journal:
             self._unread = [file for file in files if not self._is_mine(file)]
         except OSError as error:
             self._known, self._writable = {}, False
-            log.warning("The rollout journal is not used in step %d, because of an error in its files: %s", step, error)
+            log.warning("The rollout journal is not used in step %d, because its files can't be used: %s", step, error)
 
     def samples(self, uids: Sequence[int]) -> list[list[Sample]] | None:
         """Return the samples of each prompt as they were added, or None if some are unknown."""
@@ -132,7 +132,7 @@ class Journal:
             newest = max((step_of(path) or 0 for path in scan(self._run_dir)), default=0)
             self._drop([file for file in self._files() if file.step <= min(newest, up_to)])
         except OSError as error:
-            log.warning("An old file of the rollout journal cannot be removed: %s", error)
+            log.warning("An old file of the rollout journal can't be removed: %s", error)
 
     def _drop(self, files: Iterable[_File]) -> None:
         for file in filter(self._is_mine, files):
