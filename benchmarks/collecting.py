@@ -6,8 +6,8 @@ to their rank, journaled, scored, hashed and collated into the batch; then the g
 tensors. Texts are decoded for the rewards by the bundled tokenizer, which has a row of its own.
 """
 
+import json
 import logging
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -36,6 +37,7 @@ from rlhf.experience.groups import from_tensors, to_tensors
 from rlhf.experience.journal import Journal
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.experience.prompt_share import PromptShare
+from rlhf.ranks import dims
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import Reward, RewardItem, Score
@@ -150,7 +152,7 @@ def collector_of(engine: StandIn, prompts: int, length: int, folder: Path) -> Co
         coordinator,
         Journal(folder, "run", "scores", coordinator),
     )
-    share = PromptShare(PromptStream(every, seed=0, shuffle=True), prompts, coordinator.rank, RANKS)
+    share = PromptShare(PromptStream(every, seed=0, shuffle=True), prompts, dims.data())
     fixed = (data, FilterGroupsConfig(), reward, 0)
     return Collector(*fixed, share, generation, coordinator, torch.device("cpu"), ends_with=lambda *_: True)
 
@@ -185,30 +187,19 @@ def collect(rank: int, samples: int, length: int, folder: Path) -> Figures:
     return watch.seconds | memories | {"checkpoint": memory("VmHWM") - before}
 
 
-def _rank(rank: int, samples: int, length: int, folder: Path, results: Any) -> None:
+def _rank(rank: int, samples: int, length: int, folder: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    results.put((rank, dict(collect(rank, samples, length, folder))))
+    (folder / f"figures-{rank}").write_text(json.dumps(collect(rank, samples, length, folder)))
 
 
 def measure(samples: int, length: int) -> list[Figures]:
-    """The figures of each rank."""
-    context = multiprocessing.get_context("spawn")
+    """The figures of each rank. An error of one ends all."""
     with tempfile.TemporaryDirectory(prefix="rlhf-growth-") as folder:
-        results = context.Queue()
-        arguments = (samples, length, Path(folder), results)
-        ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        try:
-            found = dict(results.get(timeout=1800) for _ in ranks)
-        finally:
-            for process in ranks:
-                process.join(60)
-                process.kill()
-    return [found[rank] for rank in range(RANKS)]
+        torch.multiprocessing.spawn(_rank, (samples, length, Path(folder)), RANKS)
+        return [json.loads(Path(folder, f"figures-{rank}").read_text()) for rank in range(RANKS)]
 
 
 def table(samples: int, length: int, repeats: int) -> str:
