@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,14 @@ class Journal:
 
     def add_samples(self, samples: Mapping[int, Sequence[Sample]]) -> None:
         """Write the samples of prompts, by uid, durably."""
-        self._append([records.samples_payload(uid, of_prompt) for uid, of_prompt in samples.items()])
+        # One prompt at a time: as bytes, the samples of a step would take their memory again.
+        if samples:
+            self._append(records.samples_payload(uid, of_prompt) for uid, of_prompt in samples.items())
 
     def add_results(self, results: Mapping[int, Sequence[RewardResult]]) -> None:
         """Write the rewards of prompts, by uid, durably. Their samples must be in the journal already."""
-        self._append([records.results_payload(uid, self._scored_by, rewards) for uid, rewards in results.items()])
+        if results:
+            self._append([records.results_payload(uid, self._scored_by, rewards) for uid, rewards in results.items()])
 
     def drop_published(self, up_to: int) -> None:
         """Remove the files of steps up to the newest published checkpoint's, but of no step after `up_to`."""
@@ -186,18 +190,16 @@ class Journal:
         # A process that has just resumed does not know the previous batch: the checkpoint has its effect. Accept any.
         return header == ours | ({"after": header.get("after")} if ours["after"] is None else {})
 
-    def _append(self, payloads: list[bytes]) -> None:
-        if not payloads or not self._writable:
+    def _append(self, payloads: Iterable[bytes]) -> None:
+        if not self._writable:
             return
         path = self._folder / f"step_{self._header['step']}.rank_{self._rank:05d}"
         try:
             if not path.exists():
                 self._make_folder()
-                payloads = [records.to_payload(self._header), *payloads]
-            content = b"".join(map(records.frame, payloads))
+                payloads = chain([records.to_payload(self._header)], payloads)
             announce("journal.append")
-            append_durably(path, content, event="journal.fsync")
-            self.written += len(content)
+            self.written += append_durably(path, map(records.frame, payloads), event="journal.fsync")
         except OSError as error:
             self._writable = False
             log.warning("%s can't be written; a crash would generate its samples again: %s", path, error)

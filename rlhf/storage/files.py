@@ -90,20 +90,21 @@ def replace_durably(path: Path, content: str | bytes) -> None:
     fsync_dir(path.parent)
 
 
-def append_durably(path: Path, content: bytes, event: str | None = None) -> None:
-    """Add `content` to the end of a file, made if it is not there.
+def append_durably(path: Path, chunks: Iterable[bytes], event: str | None = None) -> int:
+    """Add `chunks`, one after the other, to the end of a file, made if it is not there; returns their bytes.
 
-    `event` is announced when it is written and not synced yet.
+    `event` is announced when they are written and not synced yet.
     """
     fresh = not path.exists()
     with path.open("ab") as file:
-        file.write(content)
+        written = sum(map(file.write, chunks))
         file.flush()
         if event is not None:
             announce(event)
         os.fsync(file.fileno())
     if fresh:
         fsync_dir(path.parent)
+    return written
 
 
 def open_to_append(path: Path) -> int:

@@ -36,7 +36,7 @@ class History:
             TypeError: a value that JSON lacks (a tensor, say); nothing is written.
             OSError: the disk is full, or the file can't be written.
         """
-        append_durably(self.path, _line(record))
+        append_durably(self.path, [_line(record)])
 
     def mark(self) -> HistoryMark:
         """The present end, for a checkpoint."""

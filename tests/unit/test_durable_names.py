@@ -90,7 +90,7 @@ def test_a_start_sets_right_the_pointer_that_a_kill_has_left(tmp_path):
 def test_a_journal_that_is_read_after_a_kill_stays(tmp_path):
     def work() -> None:
         (tmp_path / FOLDER).mkdir()
-        append_durably(tmp_path / FOLDER / "step_1.rank_00000", b"x")
+        append_durably(tmp_path / FOLDER / "step_1.rank_00000", [b"x"])
 
     ops = record_of(tmp_path, work)
     killed = ops[:-1]  # before the sync of the folder

@@ -1,6 +1,7 @@
 """The rollout journal: what it gives back, to whom, and what it drops."""
 
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -191,6 +192,23 @@ def test_a_file_of_another_format_is_dropped(runs):
     runs.file(3).write_bytes(frame(to_payload(header)) + samples)
     assert runs.at(3).samples(UIDS) is None
     assert not runs.file(3).exists()
+
+
+def test_of_a_step_one_prompt_at_a_time_is_copied(runs):
+    """As bytes; the samples themselves are there before."""
+    length, prompts = 10_000, 40
+    samples = {uid: [Sample.of(uid, 0, [uid] * length, [-0.5] * length, "stop")] for uid in range(prompts)}
+    journal = runs.at(3)
+    tracemalloc.start()
+    try:
+        journal.add_samples(samples)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    of_prompt = 8 * length
+    assert journal.written > prompts * of_prompt
+    assert peak < 10 * of_prompt
+    assert runs.at(3).samples(list(samples)) == list(samples.values())
 
 
 def test_batches_are_told_apart_to_the_last_bit():

@@ -174,7 +174,7 @@ def _move_to_driver(path: Path, domain: int, size: int, coordinator: Coordinator
                 return file.read(min(PART, size - start))
 
         content = coordinator.on_rank(domain, read)
-        coordinator.on_leader(partial(append_durably, fresh, content))
+        coordinator.on_leader(partial(append_durably, fresh, [content]))
     coordinator.on_leader(lambda: rename_durably(fresh, path))
     if coordinator.is_leader:
         log.info("The metric history was on another node's disk and is on the driver's now.")
