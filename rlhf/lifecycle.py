@@ -146,7 +146,10 @@ def _finish(config: Config, output: RunOutput, finished: int | None) -> list[int
             output.progress.phase(0, 0, "writing the report")
         else:
             output.end_bar()
-            left = _catch_up(config, finished)
+            # First: a disk that takes no export must not keep copies of what it has from being made, or from being
+            # missed.
+            left = _copy(config, finished)
+            _catch_up(config, finished)
         text = write_report(config.run_dir)
     except OSError as error:
         newest = next(iter(scan(config.run_dir)), None)
@@ -159,30 +162,35 @@ def _finish(config: Config, output: RunOutput, finished: int | None) -> list[int
     return left
 
 
-def _catch_up(config: Config, step: int) -> list[int]:
+def _copy(config: Config, step: int) -> list[int]:
+    """Log that the run is finished at `step`, and make the remote copies that it lacks. Return the steps that
+    `checkpoint.remote` still lacks."""
+    from rlhf.checkpoint.remote.copies import copy_pending
+
+    log.info(
+        "The run in %s is finished at step %d. To continue it, raise trainer.total_training_steps "
+        "(or trainer.total_epochs).",
+        config.run_dir,
+        step,
+    )
+    return copy_pending(config.run_dir, config.trainer, config.checkpoint)
+
+
+def _catch_up(config: Config, step: int) -> None:
     """Do what an earlier launch did not: it was killed after the last save, or had other settings.
 
-    The trackers get their last steps, and the exports and remote copies that the settings ask for are made. Return the
-    steps that `checkpoint.remote` lacks.
+    The trackers get their last steps, and the exports that the settings ask for are made.
     """
     from rlhf.checkpoint.export.finished_export import export_finished
-    from rlhf.checkpoint.remote.copies import copy_pending
     from rlhf.checkpoint.state.run_file import read_run_file
     from rlhf.tracking import Tracker
 
     run_dir = config.run_dir
-    log.info(
-        "The run in %s is finished at step %d. To continue it, raise trainer.total_training_steps "
-        "(or trainer.total_epochs).",
-        run_dir,
-        step,
-    )
     # If a kill came between the last commit and the end of the trackers, the trackers lack the last steps.
     tracker = Tracker(config.trainer, config.tracking, asdict(config), run_dir, read_run_file(run_dir)["run_id"])
     tracker.start(step)
     tracker.finish()
     export_finished(run_dir, config.checkpoint, step)
-    return copy_pending(run_dir, config.trainer, config.checkpoint)
 
 
 def _log_unwritten(config: Config, step: int | None, problem: OSError) -> None:

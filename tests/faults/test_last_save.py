@@ -6,13 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.checkpoint.export import finished_export
+from rlhf.compose import compose_config
 from rlhf.config import Config
-from rlhf.errors import EXIT_REQUEUE, EXIT_USER_ERROR, Preempted, Unsaved, UserError
+from rlhf.config.library import Library
+from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, Preempted, Unsaved, UserError
+from rlhf.launch.supervisor import supervise
 from rlhf.storage.disk_errors import SaveFailed
+from tests.support.checkpoints import PlainRole, save_steps
 from tests.support.forked_start import train_forked
 from tests.support.interrupter import at
 from tests.support.launching import small, write_sums
 from tests.support.saving_behind import Run, published, saving_behind
+from tests.support.sections import prepare
 from tests.support.small_disks import small_disk
 from tests.support.thread_ranks import messages, run_thread_ranks, subscribe
 
@@ -130,3 +136,22 @@ def test_a_finished_run_without_its_copies_is_to_be_started_again(tmp_path):
     assert lacking in first.output
     assert lacking in again.output
     assert "is finished at step 2" in again.output
+
+
+def test_a_disk_that_takes_no_export_does_not_keep_a_finished_run_from_its_copies(tmp_path, monkeypatch):
+    """The export came first: it was 0, and no copy had been tried."""
+    remote = tmp_path / "remote"
+    settings = [f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu", "trainer.total_training_steps=2"]
+    finished = [*settings, "checkpoint.async_save=false"]
+    config = compose_config(finished, Library.find(None))
+    save_steps(config, PlainRole(), 2)
+    prepare(config)
+    (config.run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(finished_export, "export_finished", refuse)
+    asked = [f"checkpoint.remote=file://{remote}", "checkpoint.timeout_s=5", "trainer.warm_start=false"]
+    assert supervise(compose_config([*settings, *asked], Library.find(None)), lambda: None) == EXIT_DONE
+    assert list(remote.rglob("global_step_2"))
