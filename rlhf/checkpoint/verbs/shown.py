@@ -1,6 +1,7 @@
 """Shows sizes as texts, documents as JSON, and the progress of a long verb. Imports no torch."""
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,13 @@ def as_json(document: Any) -> str:
     """`document` for a script: only printable ASCII, whatever a name or text in it says, and null for what is no number
     in JSON."""
     return json.dumps(json.loads(json.dumps(document), parse_constant=lambda constant: None), indent=1)
+
+
+def spelled(value: Any) -> Any:
+    """`value` with each number that JSON does not have, such as NaN, as a text."""
+    if isinstance(value, dict):
+        return {name: spelled(item) for name, item in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from rlhf.convert.dcp.dcp_files import METADATA, DcpFolder
 from rlhf.convert.dcp.dcp_safetensors import DcpSafetensors, is_sharded
 from rlhf.convert.dcp.torchtitan_names import EMBEDDING, rotated_rows, to_transformers
 from rlhf.convert.huggingface.layout_trainer import progress_of
+from rlhf.convert.named_tensors import NamedTensors
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.models.hf.hf_folder import same_tensor
 from rlhf.models.hf.small_files import parse_model_config, read_small_files
@@ -104,10 +105,8 @@ class _Held:
         return heads.transpose(1, 2).reshape(-1)[start - first * block : stop - first * block]
 
 
-class DcpSource:
+class DcpSource(NamedTensors):
     """One open folder, or accelerate's two; nothing is open between reads."""
-
-    layout = NAME
 
     def __init__(self, origin: Origin, model: Path, optimizer: Path | None) -> None:
         folders = [DcpSafetensors(model) if not _is_save(model) else DcpFolder(model)]
@@ -123,23 +122,10 @@ class DcpSource:
         if EMBEDDING in weights:
             weights, moments = _of_torchtitan(model, files, weights, moments)
         moments = {name: held for name, held in moments.items() if name.rpartition(".")[0] in weights}
-        self._held = weights | moments
         absent = [] if moments else ["The moments: there are none of this optimizer's under the parameters' names."]
-        self.contents = Contents(
-            tensors={name: held.info for name, held in weights.items()},
-            moments={name: held.info for name, held in moments.items()},
-            model_files=files,
-            absent=absent,
-        )
+        super().__init__(NAME, weights, moments, Contents({}, model_files=files, absent=absent))
         self._drop_tied()
         self.contents.progress = _progress(folders[0], model.parent, self._updates())
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """See `TensorSource.read`."""
-        return self._held[name].read(start, stop)
-
-    def close(self) -> None:
-        """See `TensorSource.close`."""
 
     def _drop_tied(self) -> None:
         """Have a tied output embedding once, as the configuration says and the numbers agree."""

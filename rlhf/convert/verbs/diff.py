@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.places import local_folder
-from rlhf.checkpoint.verbs.shown import work_bar
+from rlhf.checkpoint.verbs.shown import spelled, work_bar
 from rlhf.convert.layouts import AUTO, backends
 from rlhf.convert.verbs.options import add_model_files_option, check_places
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
@@ -136,16 +136,11 @@ def _line(difference: "TensorDifference") -> str:
 
 
 def _as_json(equal: bool, values: "dict[str, list[ValueDifference]]", tensors: "dict[str, Compared]") -> dict[str, Any]:
-    def spelled(difference: "TensorDifference") -> dict[str, Any]:
-        # JSON has no NaN and no infinity.
-        said = asdict(difference).items()
-        return {name: str(x) if isinstance(x, float) and not math.isfinite(x) else x for name, x in said}
-
     return {
         "equal": equal,
         "values": {kind: [asdict(d) for d in differences] for kind, differences in values.items()},
         "tensors": {
-            kind: {"tensors": compared.tensors, "different": [spelled(d) for d in compared.different]}
+            kind: {"tensors": compared.tensors, "different": [spelled(asdict(d)) for d in compared.different]}
             for kind, compared in tensors.items()
         },
     }

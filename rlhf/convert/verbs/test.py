@@ -5,12 +5,12 @@ import json
 import math
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from rlhf.checkpoint.verbs.places import local_folder
-from rlhf.checkpoint.verbs.shown import work_bar
+from rlhf.checkpoint.verbs.shown import spelled, work_bar
 from rlhf.convert.verbs.options import add_origin_options, check_places
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, UserError
 from rlhf.printable import printable
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         with closing(open_source(origin, arguments.backend)) as source:
             verdict = _verdict(arguments, source, known)
     if arguments.json:
-        console.print_json(json.dumps(_as_json(verdict)))
+        console.print_json(json.dumps(spelled(asdict(verdict))))
     else:
         for line in _lines(verdict, arguments.atol):
             console.print(printable(line))
@@ -153,13 +153,3 @@ def _lines(verdict: Verdict, atol: float) -> list[str]:
     judged = "equal" if verdict.equal else "NOT equal"
     lines.append(f"{verdict.tensors} tensors, largest difference {verdict.largest:.6g}; logits: {logits}")
     return [*lines, f"{judged} within {atol:g}"]
-
-
-def _as_json(verdict: Verdict) -> dict[str, Any]:
-    def spelled(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: spelled(item) for name, item in value.items()}
-        # JSON has no NaN and no infinity.
-        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-    return spelled(asdict(verdict))
