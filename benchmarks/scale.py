@@ -36,7 +36,7 @@ from rlhf.checkpoint.save.draft import Draft
 from rlhf.checkpoint.save.snapshot import Snapshot
 from rlhf.checkpoint.save.writer import RankFiles, complete
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.transport import LoneTransport
+from rlhf.ranks.transport import Transport
 from rlhf.storage.boxes import Box
 from rlhf.storage.files import WrittenFile
 from rlhf.storage.hashing import BLOCK
@@ -124,7 +124,7 @@ def save_figures(shapes: dict[str, tuple[int, ...]], world_size: int, folder: Pa
     _, own_seconds = timed(lambda: pickle.dumps(written_by(shards_of(shapes, middle, world_size), middle)))
     messages = [pickle.dumps(written_by(shards_of(shapes, rank, world_size), rank)) for rank in range(world_size)]
     snapshot = Snapshot(1, ["model", "optimizer"], ["actor"], components=shards_of(shapes, 0, world_size))
-    coordinator = Coordinator(LoneTransport())
+    coordinator = Coordinator(Transport())
     coordinator.domains = [0] * world_size
     identity = Identity("fsdp2", "", {}, {}, [1])
 

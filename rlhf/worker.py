@@ -34,7 +34,7 @@ from rlhf.ranks.gloo import GlooTransport
 from rlhf.ranks.guardian import watched
 from rlhf.ranks.lock import hold_rank_lock
 from rlhf.ranks.logs import configure_logging, write_whole_lines
-from rlhf.ranks.progress_pipe import NoProgress, ProgressPipe, ShowsProgress
+from rlhf.ranks.progress_pipe import ProgressPipe, ShowsProgress
 from rlhf.ranks.status import STACKS_SIGNAL, StatusWriter, clear_statuses
 from rlhf.storage.disk_errors import is_unfixable
 from rlhf.storage.layout import RESOLVED
@@ -137,7 +137,7 @@ def main_under_torchrun(config: Config, banner: str = "") -> int:
             status = evidence.begin(agreed.run_dir)
             with watched(agreed.run_dir, agreed.trainer, coordinator):
                 output.begin_bar()
-                run(agreed, device, coordinator, status, NoProgress() if rank() else output.progress)
+                run(agreed, device, coordinator, status, ShowsProgress() if rank() else output.progress)
             return EXIT_DONE
 
         live(agreed, coordinator, output, attempt)

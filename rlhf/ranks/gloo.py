@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf.ranks.transport import LostPeer
+from rlhf.ranks.transport import LostPeer, Transport
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def _collective() -> Iterator[None]:
         raise LostPeer(f"a rank is gone, or did not answer in time: {error}") from error
 
 
-class GlooTransport:
+class GlooTransport(Transport):
     """Transport between the ranks of a run, over a gloo group of its own; a world of one where torch.distributed is not
     initialised.
 

@@ -5,7 +5,7 @@ import json
 import os
 import select
 from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from typing import Any
 
 from rlhf.printable import printable
 
@@ -16,8 +16,8 @@ _TOO_MANY = 1 << 63
 """Nothing that is counted comes to it, and greater integers have no place among floats."""
 
 
-class ShowsProgress(Protocol):
-    """Interface of what shows the progress of a run to people."""
+class ShowsProgress:
+    """Interface of what shows the progress of a run to people; by itself it shows it to nobody."""
 
     def start(self, step: int, total: int) -> None:
         """The run begins at `step` finished steps, of `total`: 0, the resume step, or one that it goes back to."""
@@ -30,20 +30,7 @@ class ShowsProgress(Protocol):
         counted."""
 
 
-class NoProgress:
-    """`ShowsProgress` to nobody."""
-
-    def start(self, step: int, total: int) -> None:
-        """Nothing."""
-
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def phase(self, rank: int, step: int, name: str, done: int, total: int) -> None:
-        """Nothing."""
-
-
-class ProgressPipe:
+class ProgressPipe(ShowsProgress):
     """`ShowsProgress` in the process at the other end of `fd`. It never waits: what the pipe has no room for is lost,
     and so is everything once nobody reads."""
 
@@ -52,10 +39,10 @@ class ProgressPipe:
         os.set_blocking(fd, False)
 
     @classmethod
-    def of_environment(cls) -> Self | NoProgress:
+    def of_environment(cls) -> ShowsProgress:
         """The one that PROGRESS_FD names."""
         fd = os.environ.get(PROGRESS_FD)
-        return NoProgress() if fd is None else cls(int(fd))
+        return ShowsProgress() if fd is None else cls(int(fd))
 
     def start(self, step: int, total: int) -> None:
         """See `ShowsProgress`."""

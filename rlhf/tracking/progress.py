@@ -9,6 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 
+from rlhf.ranks.progress_pipe import ShowsProgress
 from rlhf.tracking.headline import ACCURACY, REWARD
 
 LINE_INTERVAL_S = 5.0
@@ -28,7 +29,7 @@ LONGEST_BAR, SHORTEST_BAR = 30, 10
 _NOTHING_AT = -math.inf
 
 
-class Progress:
+class Progress(ShowsProgress):
     """State of a run as its ranks report it (`ShowsProgress`): `say` is given lines, and rich renders it as a bar.
 
     Lines come at most every LINE_INTERVAL_S, except for the first and the last step and for evaluations; of phases each

@@ -17,7 +17,7 @@ from rlhf.checkpoint.commit.manifest import verify
 from rlhf.checkpoint.save.disk_space import bytes_freed_by, make_room
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.transport import LoneTransport
+from rlhf.ranks.transport import Transport
 from rlhf.storage.files import remove
 from rlhf.storage.layout import PIN, POINTER, TRASH, step_dir
 from tests.support.checkpoints import flip_bit, listening
@@ -26,7 +26,7 @@ from tests.support.small_disks import small_disk
 
 MIB = 1 << 20
 DEADLINE_S = 30.0
-ALONE = Coordinator(LoneTransport())
+ALONE = Coordinator(Transport())
 
 
 @pytest.fixture
@@ -222,10 +222,10 @@ KILLED_WHILE_IT_REAPS = """
     from rlhf.checkpoint.commit.retention import retire
     from rlhf.config.schema.checkpoint import CheckpointConfig
     from rlhf.ranks.coordinator import Coordinator
-    from rlhf.ranks.transport import LoneTransport
+    from rlhf.ranks.transport import Transport
 
     run_dir = Path(sys.argv[1])
-    retire(run_dir, CheckpointConfig(max_to_keep=1), 4, Deleter(), Coordinator(LoneTransport()))
+    retire(run_dir, CheckpointConfig(max_to_keep=1), 4, Deleter(), Coordinator(Transport()))
     [trash] = run_dir.glob(f"{TRASH}*")
     while len(os.listdir(trash / "many")) == int(sys.argv[2]):
         time.sleep(0)

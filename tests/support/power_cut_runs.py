@@ -21,7 +21,7 @@ from rlhf.config.compare import ResolvedConfig, compare_text
 from rlhf.config.resolved import to_yaml
 from rlhf.experience.journal import Journal
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.progress_pipe import NoProgress
+from rlhf.ranks.progress_pipe import ShowsProgress
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
 from rlhf.storage.layout import HISTORY, SAMPLES, step_of
@@ -181,7 +181,7 @@ class TinyRun:
         self.role, self.reference = PlainRole(SIZE, rank, world), PlainReference(SIZE, rank, world)
         self.carried = PlainCarried({"x": torch.zeros(3)})
         tracker = Tracker(config.trainer, config.tracking, {}, config.run_dir, self.run_id) if rank == 0 else None
-        self.run_log = RunLog(tracker, NoProgress(), 10)
+        self.run_log = RunLog(tracker, ShowsProgress(), 10)
         parts = {"part": self.part, "reference": self.reference, "history": self.run_log}
         state = RunState({"actor": self.role}, self.driver, parts, self.reference, self.carried)
         self.checkpointer = Checkpointer(

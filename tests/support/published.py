@@ -9,7 +9,7 @@ from typing import Any
 from rlhf.checkpoint.commit import publication
 from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, describe
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.transport import LoneTransport
+from rlhf.ranks.transport import Transport
 from rlhf.storage.files import write_file
 from rlhf.storage.layout import CONFIG, scan, step_of
 
@@ -23,7 +23,7 @@ def publish(
     written = [write_file(temporary, "actor/model/weights", [os.urandom(nbytes)])]
     written.append(write_file(temporary, CONFIG, [config.encode()]))
     manifest = make_manifest(step, describe(written), metrics or {})
-    return publication.publish(run_dir, temporary, step, manifest, Coordinator(LoneTransport()))
+    return publication.publish(run_dir, temporary, step, manifest, Coordinator(Transport()))
 
 
 def publish_part(run_dir: Path, step: int, coordinator: Coordinator, nbytes: int = 100) -> Path:

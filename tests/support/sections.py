@@ -10,19 +10,19 @@ from rlhf.checkpoint.start import preparation
 from rlhf.config import Config
 from rlhf.config.compare import ResolvedConfig
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.transport import LoneTransport
+from rlhf.ranks.transport import Transport
 
 
 def prepare(config: Config, coordinator: Coordinator | None = None) -> None:
     """What precedes the ranks; without a coordinator in this process alone."""
-    alone = Coordinator(LoneTransport())
+    alone = Coordinator(Transport())
     preparation.prepare(
         config.run_dir, config.trainer, config.checkpoint, ResolvedConfig.of(config), coordinator or alone
     )
 
 
 def finished_step(config: Config, coordinator: Coordinator | None = None) -> int | None:
-    alone = Coordinator(LoneTransport())
+    alone = Coordinator(Transport())
     return preparation.finished_step(config.run_dir, config.trainer, ResolvedConfig.of(config), coordinator or alone)
 
 
@@ -41,7 +41,7 @@ def open_remote(config: Config) -> RemoteStore | None:
 def restore(
     store: RemoteStore | None, config: Config, source: Path | None, coordinator: Coordinator | None = None
 ) -> int | None:
-    alone = Coordinator(LoneTransport())
+    alone = Coordinator(Transport())
     return remote_start.restore(store, config.run_dir, config.trainer, source, coordinator or alone)
 
 

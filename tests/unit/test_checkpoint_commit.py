@@ -15,7 +15,7 @@ from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from rlhf.ranks.transport import LoneTransport
+from rlhf.ranks.transport import Transport
 from rlhf.storage import files
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.files import write_file
@@ -193,7 +193,7 @@ def test_the_pointer_never_names_what_is_not_there(tmp_path):
         patch.setattr(Path, "rename", watched)
         save(tmp_path, 8, max_to_keep=2)
         set_aside(step_dir(tmp_path, 8), "damaged")
-        retire(tmp_path, CheckpointConfig(max_to_keep=1), 99, deleter, Coordinator(LoneTransport()))
+        retire(tmp_path, CheckpointConfig(max_to_keep=1), 99, deleter, Coordinator(Transport()))
         set_aside(step_dir(tmp_path, 6), "damaged")
     assert deleter.wait(30.0)
 

@@ -15,14 +15,14 @@ from rlhf.checkpoint.commit.removal import clean_leftovers, set_aside
 from rlhf.checkpoint.commit.retention import NO_FIGURE, reasons, retire, victims
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.transport import LoneTransport
+from rlhf.ranks.transport import Transport
 from rlhf.storage.layout import MANIFEST, POINTER, TRASH, step_dir
 from tests.support.checkpoints import flip_bit, listening
 from tests.support.published import publish, steps
 
 DEADLINE_S = 30.0
 ACCURACY = "val/accuracy"
-ALONE = Coordinator(LoneTransport())
+ALONE = Coordinator(Transport())
 
 
 def rules(max_to_keep: int | None = 1, keep_every: int | None = None, keep_best: int = 0) -> CheckpointConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf.checkpoint.commit.removal import set_aside
 from rlhf.experience.journal import FOLDER, Journal
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.transport import LoneTransport
+from rlhf.ranks.transport import Transport
 from rlhf.storage.files import append_durably, make_dir_durably
 from rlhf.storage.layout import POINTER, step_dir
 from rlhf.tracking.report import write_report
@@ -95,5 +95,5 @@ def test_a_journal_that_is_read_after_a_kill_stays(tmp_path):
     ops = record_of(tmp_path, work)
     killed = ops[:-1]  # before the sync of the folder
     assert f"{FOLDER}/step_1.rank_00000" not in least([*killed, Op("sync_dir", "")])
-    again = record_of(tmp_path, lambda: Journal(tmp_path, "course", "scores", Coordinator(LoneTransport())))
+    again = record_of(tmp_path, lambda: Journal(tmp_path, "course", "scores", Coordinator(Transport())))
     assert f"{FOLDER}/step_1.rank_00000" in least([*killed, *again, Op("sync_dir", "")])

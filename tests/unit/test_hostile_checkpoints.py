@@ -16,7 +16,7 @@ from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.transport import LoneTransport
+from rlhf.ranks.transport import Transport
 from rlhf.storage.layout import DRIVER_STATE, POINTER, RESOLVED, RUN_FILE, step_dir
 from tests.support.checkpoints import PlainRole, make_config, resume, save_steps
 from tests.support.hostile import (
@@ -75,7 +75,7 @@ def test_a_manifest_that_is_none(run_dir, harm, capsys):
     assert look("list", run_dir, capsys)[1].count(" committed") == 1 + (harm[0] in ("nothing", "a dangling link"))
     assert look("verify", run_dir, capsys)[1].count(": intact") == 1
     assert "the newest whole one is 2" in prune_to_one(run_dir, capsys)
-    alone = Coordinator(LoneTransport())
+    alone = Coordinator(Transport())
     assert newest_usable(run_dir, alone) == step_dir(run_dir, 2)
     assert driver_state_of(newest) is None
     assert newest_run_id(run_dir) == "r"
@@ -92,7 +92,7 @@ def test_a_file_that_is_none(run_dir, harm, capsys):
     assert f"{newest} is damaged: " in said
     assert look("list", newest, capsys)[0] == 0
     assert look("inspect", newest, capsys)[0] == (1 if DRIVER_STATE in said else 0)
-    assert newest_usable(run_dir, Coordinator(LoneTransport())) == step_dir(run_dir, 2)
+    assert newest_usable(run_dir, Coordinator(Transport())) == step_dir(run_dir, 2)
     assert "keeps steps 2, 4; the newest whole one is 2" in prune_to_one(run_dir, capsys)
 
 

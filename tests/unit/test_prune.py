@@ -19,7 +19,7 @@ from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.lock import RANKS_LOCK, RUN_LOCK, hold_rank_lock, run_lock
-from rlhf.ranks.transport import LoneTransport
+from rlhf.ranks.transport import Transport
 from rlhf.storage.layout import POINTER, step_dir
 from rlhf.storage.scratch import lock_folder
 from tests.support.checkpoints import PlainReference, PlainRole, flip_bit, listening, make_checkpointer, make_config
@@ -59,7 +59,7 @@ def test_it_removes_what_the_trainers_retention_would(run_dir, tmp_path, command
     settings = CheckpointConfig(max_to_keep=2, keep_every=4, keep_best=1)
     other = shutil.copytree(run_dir, tmp_path / "other")
     deleter = Deleter()
-    retire(other, settings, 8, deleter, Coordinator(LoneTransport()))
+    retire(other, settings, 8, deleter, Coordinator(Transport()))
     assert deleter.wait(10)
     code, out, err = command("prune", run_dir, "--yes")
     assert (code, err) == (0, "")

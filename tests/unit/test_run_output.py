@@ -13,7 +13,7 @@ import pytest
 from rlhf.config.redaction import Redaction
 from rlhf.errors import UserError
 from rlhf.launch.local.rank_output import RankOutput
-from rlhf.ranks.progress_pipe import PROGRESS_FD, NoProgress, ProgressPipe
+from rlhf.ranks.progress_pipe import PROGRESS_FD, ProgressPipe, ShowsProgress
 from rlhf.storage.log_file import LogFile
 from rlhf.tracking import unread_output
 from rlhf.tracking.run_output import OutputHandler, RunOutput
@@ -183,7 +183,7 @@ def test_progress_comes_through_and_nonsense_stops_nothing(output, monkeypatch):
         assert output.progress.phase_text == "generating 5/8"
     sent.phase(0, 3, "generating", 6, 8)  # nobody is there any more
     monkeypatch.delenv(PROGRESS_FD)
-    assert isinstance(ProgressPipe.of_environment(), NoProgress)
+    assert type(ProgressPipe.of_environment()) is ShowsProgress
 
 
 def test_a_rank_does_not_wait_for_a_supervisor_that_sleeps(tmp_path):

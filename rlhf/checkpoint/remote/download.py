@@ -20,7 +20,7 @@ from rlhf.checkpoint.remote.retries import Retries, Stopped, in_threads, one_lin
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.patience import patiently
-from rlhf.ranks.transport import LoneTransport
+from rlhf.ranks.transport import Transport
 from rlhf.storage.disk_errors import DamagedCheckpoint, SaveFailed
 from rlhf.storage.files import make_dir, remove_dir, remove_file, rename_durably, write_file
 from rlhf.storage.layout import MANIFEST, RUN_FILE, TEMPORARY, fresh_name
@@ -191,7 +191,7 @@ def _publish(copy: Copy, run_dir: Path, temporary: Path, beside: Path, fetched: 
         for name in fetched:
             if name != RUN_FILE or not (run_dir / RUN_FILE).exists():
                 rename_durably(beside / RUN_FILES[name], run_dir / name)
-        publish(run_dir, temporary, copy.step, copy.manifest, Coordinator(LoneTransport()))
+        publish(run_dir, temporary, copy.step, copy.manifest, Coordinator(Transport()))
     except (OSError, SaveFailed) as error:
         return DISK, str(error.__cause__ or error)
     return None

@@ -19,7 +19,7 @@ from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.lock import run_lock, wait_for_ranks
-from rlhf.ranks.transport import LoneTransport
+from rlhf.ranks.transport import Transport
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import MANIFEST, PIN, TEMPORARY, TRASH, scan, set_aside_dirs, step_of
 from rlhf.storage.scratch import lock_folder
@@ -64,7 +64,7 @@ def plan_pruning(
     newest = next((step_of(path) for path in scan(run_dir) if _is_whole(path, prove)), None)
     if newest is None:
         return PruningPlan(run_dir, rules, None)  # promise 10
-    alone = Coordinator(LoneTransport())
+    alone = Coordinator(Transport())
     aside = [path for reason in ASIDE for path in set_aside_dirs(run_dir, reason)] if set_aside else []
     # Promise 9.
     return PruningPlan(run_dir, rules, newest, victims(run_dir, rules, newest, alone), aside, leftovers)
