@@ -6,7 +6,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from rlhf.backends.gather import shared_out, shared_out_bytes, whole_tensors
+from rlhf.models.adapter_layers import Adapters
+from rlhf.models.fused_experts import parts_in_files
+from rlhf.ranks.dims import RankGroup
+from rlhf.storage.file_parts import FileParts
 from rlhf.storage.shards import Shards
 from rlhf.storage.state import TrainState
 
@@ -26,7 +32,16 @@ class Model(Protocol):
 
 
 class TrainingBackend(Model, TrainState, Protocol):
-    """A model in training, with its optimizer and schedule."""
+    """A model in training, with its optimizer and schedule.
+
+    What follows from shards alone is the same in every engine, and is here.
+    """
+
+    _adapters: Adapters | None
+    _holders: RankGroup
+    """The ranks of one copy of the model."""
+    _device: torch.device
+    _hf_config: PretrainedConfig
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`, the sum over all ranks of their losses, to the accumulated one. Collective."""
@@ -54,9 +69,29 @@ class TrainingBackend(Model, TrainState, Protocol):
 
     def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of `base_shards`, whole, on this rank's device, as they are held. Collective."""
+        return whole_tensors(self.base_shards().items(), self._holders, device=self._device)
 
     def adapter_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """The tensors of adapters, whole, on this rank's device, in `dtype` if it is given. Collective."""
+        return whole_tensors(self.model_shards().items(), self._holders, dtype=dtype, device=self._device)
+
+    def merged_tensors(self, adapters: Adapters, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Base and `adapters` in one, whole, in `dtype` or float32. Collective."""
+        shards = adapters.in_order(self.base_shards(), self.model_shards())
+        return adapters.merged(whole_tensors(shards, self._holders, device=self._device), dtype)
+
+    def merged_shards(self) -> Shards:
+        """See `TrainState.merged_shards`."""
+        return shared_out(self.full_tensors())
+
+    def merged_bytes(self) -> int:
+        """See `TrainState.merged_bytes`."""
+        return shared_out_bytes(shard.shape for shard in self.base_shards().values())
+
+    def hf_parts(self) -> FileParts:
+        """See `TrainState.hf_parts`."""
+        weights = self.base_shards() or self.model_shards()
+        return parts_in_files({name: shard.shape for name, shard in weights.items()}, self._hf_config)
 
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every weight and persistent buffer, whole, on this rank's device. Collective; `on_device` or not.

@@ -15,24 +15,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.backends.gather import shared_out, shared_out_bytes, whole_tensors
+from rlhf.backends.base import TrainingBackend
+from rlhf.backends.gather import whole_tensors
 from rlhf.backends.training import Scheduled, Training, adamw_options, parameter_groups
 from rlhf.backends.zero import ZeroState, partition
 from rlhf.config import BackendConfig
 from rlhf.config.buffer_sizes import REDUCE_BUCKET
 from rlhf.errors import UserError
 from rlhf.models.adapter_layers import Adapters
-from rlhf.models.fused_experts import parts_in_files
 from rlhf.models.log_prob_head import with_log_probs
 from rlhf.ranks import dims
-from rlhf.storage.file_parts import FileParts
 from rlhf.storage.shards import Shard, Shards
 
 LARGEST_PERSISTENT = 100_000
 """Elements of a weight that ZeRO 3 does not release between uses."""
 
 
-class DeepSpeedBackend(Scheduled):
+class DeepSpeedBackend(Scheduled, TrainingBackend):
     """A model in training: float32 master weights, AdamW in float32 and a learning-rate schedule.
 
     With `autocast=bfloat16` the module is bfloat16 and its gradients are summed over micro-batches and ranks in
@@ -68,7 +67,7 @@ class DeepSpeedBackend(Scheduled):
         if config.zero_stage < 3:
             self._whole = torch.bfloat16 if config.autocast == "bfloat16" else torch.float32
         self._adapters = Adapters.of(self._engine.module)
-        self._holders = dims.model(device)
+        self._holders, self._device = dims.model(device), self._engine.device
         self._state = ZeroState(self._engine, optimizer, training.offload)
         if exact:
             for name, shard in self._state.weights():
@@ -116,27 +115,6 @@ class DeepSpeedBackend(Scheduled):
             return {}
         return dict(self._adapters.base([*self._state.frozen(), *self._buffer_shards().items()]))
 
-    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainingBackend.base_tensors`."""
-        return whole_tensors(self.base_shards().items(), self._holders, device=self._engine.device)
-
-    def hf_parts(self) -> FileParts:
-        """See `TrainState.hf_parts`."""
-        weights = self.base_shards() or self.model_shards()
-        return parts_in_files({name: shard.shape for name, shard in weights.items()}, self._hf_config)
-
-    def adapter_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainingBackend.adapter_tensors`."""
-        return whole_tensors(self.model_shards().items(), self._holders, dtype=dtype, device=self._engine.device)
-
-    def merged_shards(self) -> Shards:
-        """See `TrainState.merged_shards`."""
-        return shared_out(self.full_tensors())
-
-    def merged_bytes(self) -> int:
-        """See `TrainState.merged_bytes`."""
-        return shared_out_bytes(shard.shape for shard in self.base_shards().values())
-
     def optimizer_shards(self) -> Shards:
         """See `TrainState.optimizer_shards`."""
         moments = self._state.moments()
@@ -152,10 +130,9 @@ class DeepSpeedBackend(Scheduled):
         """See `TrainingBackend.full_tensors`. The float32 master weights, or, where that is `dtype`, what the module
         has of them."""
         if self._adapters is not None:
-            shards = self._adapters.in_order(self.base_shards(), self.model_shards())
-            yield from self._adapters.merged(whole_tensors(shards, self._holders, device=self._engine.device), dtype)
+            yield from self.merged_tensors(self._adapters, dtype)
             return
-        dtype, device = dtype or torch.float32, self._engine.device
+        dtype, device = dtype or torch.float32, self._device
         if self._whole in (torch.float32, dtype):
             yield from ((name, weight.to(device).to(dtype)) for name, weight in self._state.module_weights())
         else:

@@ -13,16 +13,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Cut
 from transformers import PreTrainedModel
 
-from rlhf.backends.gather import shared_out, shared_out_bytes, whole_tensors
+from rlhf.backends.base import TrainingBackend
+from rlhf.backends.gather import whole_tensors
 from rlhf.backends.offload import Offload
 from rlhf.backends.training import MOMENTS, Scheduled, Training, adamw_options, empty_moments, parameter_groups
 from rlhf.config import BackendConfig
 from rlhf.models.adapter_layers import Adapters
-from rlhf.models.fused_experts import parts_in_files
 from rlhf.models.log_prob_head import with_log_probs
 from rlhf.ranks import dims
 from rlhf.storage.boxes import Box
-from rlhf.storage.file_parts import FileParts
 from rlhf.storage.shards import Shard, Shards
 
 # The hint is about outputs that are changed in place, which nothing here does; a head with a bias returns a view by its
@@ -83,7 +82,7 @@ class Fsdp2Model:
         return self._weights.shards(shards_of(self.named_state()))
 
 
-class Fsdp2Backend(Fsdp2Model, Scheduled):
+class Fsdp2Backend(Fsdp2Model, Scheduled, TrainingBackend):
     """A model in training: AdamW in float32 and a learning-rate schedule. What needs no gradient
     stays as it is."""
 
@@ -142,35 +141,12 @@ class Fsdp2Backend(Fsdp2Model, Scheduled):
             return {}
         return self._weights.shards(shards_of(self._adapters.base(self.named_state())))
 
-    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainingBackend.base_tensors`."""
-        return whole_tensors(self.base_shards().items(), self._holders, device=self._device)
-
-    def adapter_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainingBackend.adapter_tensors`."""
-        shards = self.model_shards().items()
-        return whole_tensors(shards, self._holders, dtype=dtype, device=self._device)
-
-    def merged_shards(self) -> Shards:
-        """See `TrainState.merged_shards`."""
-        return shared_out(self.full_tensors())
-
-    def merged_bytes(self) -> int:
-        """See `TrainState.merged_bytes`."""
-        return shared_out_bytes(shard.shape for shard in self.base_shards().values())
-
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `TrainingBackend.full_tensors`."""
         if self._adapters is None:
             yield from super().full_tensors(dtype)
             return
-        shards = self._adapters.in_order(self.base_shards(), self.model_shards())
-        yield from self._adapters.merged(whole_tensors(shards, self._holders, device=self._device), dtype)
-
-    def hf_parts(self) -> FileParts:
-        """See `TrainState.hf_parts`."""
-        weights = self.base_shards() or self.model_shards()
-        return parts_in_files({name: shard.shape for name, shard in weights.items()}, self._hf_config)
+        yield from self.merged_tensors(self._adapters, dtype)
 
     def optimizer_shards(self) -> Shards:
         """See `TrainState.optimizer_shards`."""
