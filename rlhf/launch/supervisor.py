@@ -18,7 +18,7 @@ from rlhf.launch.callbacks import Callbacks
 from rlhf.launch.hangs import HangDetector
 from rlhf.launch.interface import RankStarter
 from rlhf.launch.local.rank_output import RankOutput
-from rlhf.launch.local.starter import LocalStarter
+from rlhf.launch.local.starter import LocalStarter, RankNeeds
 from rlhf.launch.restart_policy import GiveUp, RestartPolicy
 from rlhf.launch.stop_request import StopRequest
 from rlhf.lifecycle import live, refuse_another_run
@@ -27,7 +27,7 @@ from rlhf.ranks.lock import wait_for_ranks
 from rlhf.ranks.logs import configure_logging
 from rlhf.ranks.status import RankStatus
 from rlhf.ranks.stop import IDLE
-from rlhf.ranks.transport import LoneTransport
+from rlhf.ranks.transport import Transport
 from rlhf.storage.disk_errors import is_unfixable
 from rlhf.storage.layout import HISTORY, scan, step_of
 from rlhf.tracking.run_output import OutputHandler, RunOutput
@@ -59,8 +59,12 @@ def supervise(config: Config, check: Callable[[], None], banner: str = "", callb
 
 
 def _supervise(config: Config, check: Callable[[], None], output: RunOutput, callbacks: Callbacks) -> int:
-    expected, alone = not _seems_finished(config), Coordinator(LoneTransport())
-    with RankOutput(output) as of_ranks, LocalStarter(config, output=of_ranks, expected=expected) as starter:
+    expected, alone = not _seems_finished(config), Coordinator(Transport())
+    needs = RankNeeds.of(config.trainer, config.data, config.backend, config.rollout)
+    with (
+        RankOutput(output) as of_ranks,
+        LocalStarter(config.trainer, config.run_dir, needs, of_ranks, expected=expected) as starter,
+    ):
         with _usable(config.run_dir):
             refuse_another_run(config, alone)
         check()

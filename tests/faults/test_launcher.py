@@ -16,14 +16,13 @@ import torch
 from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, UserError
-from rlhf.launch.local import starter as local_starter
-from rlhf.launch.local.starter import LocalStarter, modules_of, why_plain
+from rlhf.launch.local import starter as of_this_machine
 from rlhf.ranks.launcher import why_not_fork
 from tests.support import rank_scripts
 from tests.support.compare_runs import differences
 from tests.support.interrupter import at
 from tests.support.launching import ROOT, small, train
-from tests.support.rank_scripts import RANK, SUPERVISOR, alive, starts, wait_until
+from tests.support.rank_scripts import RANK, SUPERVISOR, alive, local_starter, needs_of, starts, wait_until
 from tests.support.undisturbed import EXPORT
 
 UNSAFE = {
@@ -83,7 +82,7 @@ def test_what_ranks_import_starts_no_threads(config, supervised, monkeypatch):
     """Not even numpy's OpenBLAS, where a rank has several threads: it starts its own when it is imported."""
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     config.trainer.threads_per_rank = 2
-    assert supervised("assert os.getppid() != supervisor", *modules_of(config)) == EXIT_DONE
+    assert supervised("assert os.getppid() != supervisor", *needs_of(config).modules) == EXIT_DONE
 
 
 def test_a_thread_is_seen_at_the_fork_and_not_only_at_the_import(supervised, tmp_path, caplog):
@@ -301,10 +300,10 @@ def test_imports_that_hang_are_left_to_the_ranks(config, supervised, tmp_path, c
 def test_counting_the_devices_has_a_deadline(config, tmp_path, monkeypatch, count, message):
     """Where the imports of the launcher hang, and where CUDA itself does."""
     (tmp_path / "hanging.py").write_text("import time\ntime.sleep(600)")
-    monkeypatch.setattr(local_starter, "_COUNT", count)
+    monkeypatch.setattr(of_this_machine, "_COUNT", count)
     t = config.trainer
     t.device, t.nproc, t.watchdog_first_timeout_s = "cuda", 4, 2.0
-    with LocalStarter(config, ["hanging"]) as starter, pytest.raises(UserError, match=message):
+    with local_starter(config, ["hanging"]) as starter, pytest.raises(UserError, match=message):
         starter.check_devices()
 
 
@@ -314,28 +313,28 @@ def test_devices_are_counted_by_a_process_of_their_own(config):
     config.trainer.nproc = count + 1
     for warm in (True, False):
         config.trainer.warm_start = warm
-        with LocalStarter(config, []) as starter, pytest.raises(UserError, match=r"CUDA devices? (is|are) visible"):
+        with local_starter(config, []) as starter, pytest.raises(UserError, match=r"CUDA devices? (is|are) visible"):
             starter.check_devices()
 
 
 def test_gpus_of_the_driver_that_torch_does_not_find_are_told(config, monkeypatch):
-    monkeypatch.setattr(local_starter, "_COUNT", "print(0)")
+    monkeypatch.setattr(of_this_machine, "_COUNT", "print(0)")
     config.trainer.device, config.trainer.warm_start = "auto", False
-    with LocalStarter(config, []) as starter:
+    with local_starter(config, []) as starter:
         starter.check_devices()
-        monkeypatch.setattr(local_starter, "count_gpus", lambda: 1)
+        monkeypatch.setattr(of_this_machine, "count_gpus", lambda: 1)
         with pytest.raises(UserError, match=r"trainer\.device=auto, but no CUDA device is visible"):
             starter.check_devices()
 
 
 def test_which_runs_are_forked_and_what_they_import_before():
     config = Config()
-    assert why_plain(config) is None
-    assert modules_of(config) == ["rlhf.worker", "reasoning_gym"]
+    assert needs_of(config).why_plain is None
+    assert needs_of(config).modules == ["rlhf.worker", "reasoning_gym"]
     config.data.train_files, config.backend.name, config.trainer.device = "sums.jsonl", "deepspeed", "cpu"
-    assert modules_of(config) == ["rlhf.worker", "torch._inductor.compile_fx", "deepspeed"]
+    assert needs_of(config).modules == ["rlhf.worker", "torch._inductor.compile_fx", "deepspeed"]
     config.rollout.name = "vllm"
-    assert "rollout.name=vllm" in why_plain(config)
+    assert "rollout.name=vllm" in needs_of(config).why_plain
 
 
 def test_no_rank_imports_of_the_parents_side_and_the_parent_no_torch():

@@ -27,18 +27,18 @@ from pathlib import Path
 from rlhf.config.redaction import Redaction
 from rlhf.config.resolved import load
 from rlhf.launch.local.rank_output import RankOutput
-from rlhf.launch.local.starter import LocalStarter
 from rlhf.launch.stop_request import StopRequest
 from rlhf.launch.supervisor import run_attempts
 from rlhf.ranks.lock import run_lock, wait_for_ranks
 from rlhf.ranks.logs import configure_logging
 from rlhf.storage.layout import RUN_LOG
 from rlhf.tracking.run_output import OutputHandler, RunOutput
+from tests.support.rank_scripts import local_starter
 config = load(Path(sys.argv[1]))
 with RunOutput("auto", Redaction(os.environ)) as output:
     configure_logging(handler=OutputHandler(output))
     output.begin_bar()
-    with RankOutput(output) as pipes, LocalStarter(config, [], pipes) as starter, run_lock(config.run_dir):
+    with RankOutput(output) as pipes, local_starter(config, [], pipes) as starter, run_lock(config.run_dir):
         output.keep(config.run_dir / RUN_LOG)
         with StopRequest() as stop:
             code = run_attempts(config, [sys.argv[2], str(config.run_dir)], starter, stop)

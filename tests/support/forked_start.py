@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from rlhf.launch.local import launcher_process
 from rlhf.launch.local.rank_output import RankOutput
 from rlhf.ranks import launcher
+from rlhf.ranks.parent import PARENT_PID
 from rlhf.ranks.stop import STOP_SIGNALS, leave_while_idle
 from tests.support.launching import DEADLINE_S, ROOT, Ended
 from tests.support.preload import forkserver
@@ -93,7 +94,7 @@ def _launcher(fd: int, modules: Sequence[str], variables: Mapping[str, str], out
     code = 1
     try:
         os.setsid()
-        os.environ.update(variables)
+        os.environ.update(variables, **{PARENT_PID: str(os.getppid())})
         if output is not None:
             os.environ.update(output.variables)
             _redirect(1, output.stdout)

@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlhf.config import Config
-from rlhf.launch.local.starter import LocalStarter
+from rlhf.launch.local.rank_output import RankOutput
+from rlhf.launch.local.starter import LocalStarter, RankNeeds
 from rlhf.launch.stop_request import StopRequest
 from rlhf.launch.supervisor import run_attempts
 
@@ -62,15 +64,24 @@ from pathlib import Path
 from rlhf.config.resolved import load
 from rlhf.ranks.lock import run_lock, wait_for_ranks
 from rlhf.ranks.logs import configure_logging
-from rlhf.launch.local.starter import LocalStarter
 from rlhf.launch.stop_request import StopRequest
 from rlhf.launch.supervisor import run_attempts
+from tests.support.rank_scripts import local_starter
 configure_logging()
 config = load(Path(sys.argv[1]))
-with run_lock(config.run_dir), StopRequest() as stop, LocalStarter(config, modules=[]) as starter:
+with run_lock(config.run_dir), StopRequest() as stop, local_starter(config, []) as starter:
     wait_for_ranks(config.run_dir)
     sys.exit(run_attempts(config, [sys.argv[2], str(config.run_dir)], starter, stop))
 """
+
+
+def needs_of(config: Config) -> RankNeeds:
+    return RankNeeds.of(config.trainer, config.data, config.backend, config.rollout)
+
+
+def local_starter(config: Config, modules: Sequence[str], output: RankOutput | None = None) -> LocalStarter:
+    """Starter of ranks that import `modules`."""
+    return LocalStarter(config.trainer, config.run_dir, replace(needs_of(config), modules=modules), output)
 
 
 def supervised(config: Config, path: Path, text: str, modules: Sequence[str] = ()) -> int:
@@ -79,7 +90,7 @@ def supervised(config: Config, path: Path, text: str, modules: Sequence[str] = (
     Unless `config` says otherwise, the ranks are forked from a launcher that has imported `modules`.
     """
     path.write_text(text)
-    with StopRequest() as stop, LocalStarter(config, modules) as starter:
+    with StopRequest() as stop, local_starter(config, modules) as starter:
         return run_attempts(config, [str(path), str(config.run_dir)], starter, stop)
 
 

@@ -52,7 +52,6 @@ MAY_SEE_THE_WHOLE_CONFIG = {
     "rlhf.cli.sweep",
     "rlhf.compose",
     "rlhf.launch.banner",
-    "rlhf.launch.local.starter",
     "rlhf.launch.supervisor",
     "rlhf.lifecycle",
     "rlhf.planning.check",

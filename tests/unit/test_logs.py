@@ -12,14 +12,15 @@ import pytest
 from rlhf import worker
 from rlhf.config import Config
 from rlhf.errors import EXIT_CRASHED, UserError
-from rlhf.launch.local.starter import LocalStarter
 from rlhf.ranks.logs import configure_logging, logging_put_back
+from tests.support.rank_scripts import local_starter
 
 SCRIPT = """
 import sys
 from transformers.utils import logging
 from huggingface_hub.utils import are_progress_bars_disabled
 from rlhf.ranks.logs import configure_logging
+from tests.support.rank_scripts import local_starter
 configure_logging(int(sys.argv[1]))
 print(logging.get_verbosity() == logging.ERROR, logging.is_progress_bar_enabled(), are_progress_bars_disabled())
 """
@@ -58,12 +59,12 @@ def test_a_thread_of_a_process_that_ignores_its_children_is_told():
     code = f"""
 import signal, threading
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-from {LocalStarter.__module__} import LocalStarter
+from {local_starter.__module__} import local_starter
 from {Config.__module__} import Config
 from {UserError.__module__} import UserError
 def start():
     try:
-        with LocalStarter(Config()):
+        with local_starter(Config(), []):
             print("started")
     except UserError as error:
         print(error)

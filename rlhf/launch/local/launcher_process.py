@@ -1,19 +1,16 @@
 """The supervisor's side of the launcher, and of the ranks that the launcher forks."""
 
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 
 from rlhf.launch.interface import RankExit
-from rlhf.launch.local.processes import RankProcesses
+from rlhf.launch.local.processes import RankProcesses, start_process
 from rlhf.launch.local.rank_output import RankOutput
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked, RankEnded
-from rlhf.ranks.parent import PARENT_PID
 
 # An exiting interpreter closes its connections some milliseconds before its process ends.
 _LAST_MOMENTS_S = 2.0
@@ -24,19 +21,8 @@ Message = Forked | Devices | RankEnded
 def start_launcher(
     fd: int, modules: Sequence[str], variables: Mapping[str, str], output: RankOutput | None
 ) -> "subprocess.Popen[bytes]":
-    """Start `rlhf.ranks.launcher` in a new process, with `variables` in its environment.
-
-    What the launcher and its ranks print goes to `output`, or, if that is None, to this process's stdout and stderr.
-    """
-    # A session of its own, like a rank's: the terminal must send Ctrl-C to the supervisor alone.
-    return subprocess.Popen(
-        [sys.executable, "-m", "rlhf.ranks.launcher", str(fd), *modules],
-        env=os.environ | variables | (output.variables if output else {}),
-        pass_fds=(fd, output.progress_fd) if output else (fd,),
-        stdout=output.stdout if output else None,
-        stderr=output.stderr if output else None,
-        start_new_session=True,
-    )
+    """Start `rlhf.ranks.launcher` in a new process; see `start_process`."""
+    return start_process(["-m", "rlhf.ranks.launcher", str(fd), *modules], [fd], variables, output)
 
 
 class LauncherProcess:
@@ -45,8 +31,7 @@ class LauncherProcess:
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str], output: RankOutput | None = None) -> None:
         self._connection, theirs = Pipe()
         with theirs:
-            own = {**variables, PARENT_PID: str(os.getpid())}
-            self._popen = start_launcher(theirs.fileno(), modules, own, output)
+            self._popen = start_launcher(theirs.fileno(), modules, variables, output)
         self.pid = self._popen.pid
         self.exit: int | None = None
         """The launcher's exit code, negative for a signal; None while it runs. The kernel kills its ranks with it."""

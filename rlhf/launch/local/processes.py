@@ -20,6 +20,22 @@ PATIENCE_S = 3.0
 _SETTLED_S = 0.2
 
 
+def start_process(
+    command: Sequence[str], fds: Sequence[int], variables: Mapping[str, str], output: RankOutput | None
+) -> "subprocess.Popen[bytes]":
+    """Start `python *command`, which inherits `fds`, with `variables` in its environment; what it and its children
+    print goes to `output`, or where this process's goes."""
+    # A session of its own: Ctrl-C is the supervisor's to handle.
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=os.environ | variables | (output.variables if output else {}) | {PARENT_PID: str(os.getpid())},
+        pass_fds=[*fds, output.progress_fd] if output else fds,
+        stdout=output.stdout if output else None,
+        stderr=output.stderr if output else None,
+        start_new_session=True,
+    )
+
+
 class RankProcesses:
     """The methods of `Ranks` that need only the process ids (`pids`, by rank) and the status files in `run_dir`."""
 
@@ -71,16 +87,8 @@ class PlainRanks(RankProcesses):
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         with listening_socket() as listener:
             for rank in range(nproc):
-                own = rank_variables(rank, nproc, listener) | {PARENT_PID: str(os.getpid())}
-                fds = [listener.fileno()] if rank == 0 else []
-                self._running[rank] = subprocess.Popen(
-                    [sys.executable, *command],
-                    env={**os.environ, **variables, **(output.variables if output else {}), **own},
-                    pass_fds=[*fds, output.progress_fd] if output else fds,
-                    stdout=output.stdout if output else None,
-                    stderr=output.stderr if output else None,
-                    start_new_session=True,
-                )
+                own = {**variables, **rank_variables(rank, nproc, listener)}
+                self._running[rank] = start_process(command, [listener.fileno()] * (rank == 0), own, output)
         super().__init__({rank: process.pid for rank, process in self._running.items()}, run_dir)
 
     def ended(self, wait_s: float) -> dict[int, RankExit]:

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeVar
 
-from rlhf.config import Config
+from rlhf.config import BackendConfig, DataConfig, RolloutConfig, TrainerConfig
 from rlhf.errors import UserError
 from rlhf.launch.interface import Ranks
 from rlhf.launch.local.launcher_process import ForkedRanks, LauncherProcess
@@ -28,7 +30,27 @@ from rlhf.ranks.status import clear_statuses
 _LOOK_S = 0.1
 _COUNT = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 
+A = TypeVar("A", Forked, Devices)
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankNeeds:
+    """What the processes of a run's ranks need."""
+
+    modules: Sequence[str]
+    """Modules that the launcher imports, for the ranks that it forks."""
+    variables: Mapping[str, str]
+    """Variables for their environment."""
+    why_plain: str | None
+    """The reason why they cannot be forked; None if they can."""
+
+    @classmethod
+    def of(
+        cls, trainer: TrainerConfig, data: DataConfig, backend: BackendConfig, rollout: RolloutConfig
+    ) -> "RankNeeds":
+        """From the run's settings."""
+        return cls(_modules(trainer, data, backend), _variables(trainer, backend), _why_plain(trainer, rollout))
 
 
 class LocalStarter:
@@ -37,24 +59,22 @@ class LocalStarter:
     If a launcher ends, its ranks die with it, and the next start makes a new launcher.
 
     Args:
-        modules: what the launcher imports; None for what ranks of `config` import.
         output: receives what the ranks print. None leaves them this process's stdout and stderr.
         expected: whether ranks will probably start. If not, the launcher starts with the first attempt.
     """
 
     def __init__(
         self,
-        config: Config,
-        modules: Sequence[str] | None = None,
+        trainer: TrainerConfig,
+        run_dir: Path,
+        needs: RankNeeds,
         output: RankOutput | None = None,
         *,
         expected: bool = True,
     ) -> None:
-        self._trainer, self._run_dir, self._output, self._expected = config.trainer, config.run_dir, output, expected
-        self._modules = modules_of(config) if modules is None else modules
-        self._variables = _variables(config)
+        self._trainer, self._run_dir, self._output, self._expected = trainer, run_dir, output, expected
+        self._modules, self._variables, self._why_plain = needs.modules, needs.variables, needs.why_plain
         self._launcher: LauncherProcess | None = None
-        self._why_plain = why_plain(config)
         self._ignored_ends = False
 
     def __enter__(self) -> Self:
@@ -107,21 +127,31 @@ class LocalStarter:
 
     def _fork(self, launcher: LauncherProcess, command: Sequence[str], stop: StopRequest) -> ForkedRanks | None:
         nproc = self._trainer.ranks
-        launcher.ask(Fork(tuple(command), nproc, self._variables))
-        end = time.monotonic() + self._trainer.watchdog_first_timeout_s
-        while launcher.exit is None and stop.signal_name is None:
-            answer = launcher.receive(_LOOK_S)
-            if isinstance(answer, Forked) and answer.problem is None:
-                return ForkedRanks(launcher, nproc, answer.pids, self._run_dir)
-            if isinstance(answer, Forked) or time.monotonic() > end:
-                self._give_up(launcher, answer.problem if isinstance(answer, Forked) else None)
-                return None
-        return ForkedRanks(launcher, nproc, {}, self._run_dir) if stop.signal_name is None else None
+        request = Fork(tuple(command), nproc, dict(self._variables))
+        answer = self._answer(launcher, request, Forked, lambda: stop.signal_name is not None)
+        if answer is not None and answer.problem is not None:
+            self._give_up(launcher, answer.problem)
+        if self._launcher is None or (answer is None and stop.signal_name is not None):
+            return None
+        return ForkedRanks(launcher, nproc, {} if answer is None else answer.pids, self._run_dir)
 
-    def _give_up(self, launcher: LauncherProcess, problem: str | None = None) -> None:
-        """Use no launcher from now on, because of its `problem`, or if that is None because it does not answer."""
-        why = problem or f"its imports take more than {self._trainer.watchdog_first_timeout_s:g} s"
-        self._why_plain = f"the launcher must not fork them, because {why}"
+    def _answer(
+        self, launcher: LauncherProcess, request: Fork | CountDevices, kind: type[A], stopped: Callable[[], bool]
+    ) -> A | None:
+        """Return the launcher's answer; None if it ends or is `stopped` before. One that does not answer is given up."""
+        launcher.ask(request)
+        patience_s = self._trainer.watchdog_first_timeout_s
+        end = time.monotonic() + patience_s
+        while launcher.exit is None and not stopped():
+            if isinstance(answer := launcher.receive(_LOOK_S), kind):
+                return answer
+            if time.monotonic() > end:
+                self._give_up(launcher, f"its imports take more than {patience_s:g} s")
+        return None
+
+    def _give_up(self, launcher: LauncherProcess, problem: str) -> None:
+        """Use no launcher from now on, because of its `problem`."""
+        self._why_plain = f"the launcher must not fork them, because {problem}"
         launcher.close()
         self._launcher = None
 
@@ -147,17 +177,9 @@ class LocalStarter:
     def _device_count(self) -> int:
         patience_s = self._trainer.watchdog_first_timeout_s
         if (launcher := self._launcher) is not None:
-            launcher.ask(CountDevices())
-            end = time.monotonic() + patience_s
-            while launcher.exit is None:
-                answer = launcher.receive(_LOOK_S)
-                if isinstance(answer, Devices) and answer.problem is None:
-                    return answer.count
-                if isinstance(answer, Devices):
-                    break
-                if time.monotonic() > end:
-                    self._give_up(launcher)
-                    break
+            answer = self._answer(launcher, CountDevices(), Devices, lambda: False)
+            if answer is not None and answer.problem is None:
+                return answer.count
         try:
             done = subprocess.run(
                 [sys.executable, "-c", _COUNT], stdout=subprocess.PIPE, check=True, timeout=patience_s
@@ -170,31 +192,30 @@ class LocalStarter:
         return int(done.stdout)
 
 
-def why_plain(config: Config) -> str | None:
-    """Return the reason why ranks of this configuration cannot be forked; None if they can."""
-    if not config.trainer.warm_start:
+def _why_plain(trainer: TrainerConfig, rollout: RolloutConfig) -> str | None:
+    """Return the reason why ranks of these settings cannot be forked; None if they can."""
+    if not trainer.warm_start:
         return "trainer.warm_start=false"
     if sys.platform != "linux":
         return "forking a process that has PyTorch loaded is safe on Linux only"
-    if config.rollout.name == "vllm":
+    if rollout.name == "vllm":
         return "rollout.name=vllm, and vLLM in the ranks starts threads and CUDA by itself"
     return None
 
 
-def modules_of(config: Config) -> list[str]:
-    """Return the modules that ranks of this configuration import and that are slow to import but start no threads."""
+def _modules(trainer: TrainerConfig, data: DataConfig, backend: BackendConfig) -> list[str]:
+    """Return the modules that ranks of these settings import and that are slow to import but start no threads."""
     modules = ["rlhf.worker"]
-    if config.data.train_files is None:
+    if data.train_files is None:
         modules.append("reasoning_gym")
-    if config.backend.name == "deepspeed":
+    if backend.name == "deepspeed":
         modules.append("torch._inductor.compile_fx")  # imported by its optimizers
-        if config.trainer.device != "auto":  # DeepSpeed reads the device from DS_ACCELERATOR when it is imported
+        if trainer.device != "auto":  # DeepSpeed reads the device from DS_ACCELERATOR when it is imported
             modules.append("deepspeed")
     return modules
 
 
-def _variables(config: Config) -> dict[str, str]:
-    t = config.trainer
+def _variables(t: TrainerConfig, backend: BackendConfig) -> dict[str, str]:
     variables = {
         SUPERVISOR_PID: str(os.getpid()),
         "OMP_NUM_THREADS": str(t.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or max(1, _cores() // t.ranks)),
@@ -206,7 +227,7 @@ def _variables(config: Config) -> dict[str, str]:
         # Some reasoning-gym tasks draw different problems with different hash seeds.
         "PYTHONHASHSEED": "0",
     }
-    if config.backend.name == "deepspeed" and t.device != "auto":
+    if backend.name == "deepspeed" and t.device != "auto":
         variables["DS_ACCELERATOR"] = t.device
     return variables
 
