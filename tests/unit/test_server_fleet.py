@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from rlhf.rollout import Request, SamplingParams
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet import Fleet
-from rlhf.rollout.servers.fleet_loop import ServerHandle, ServersFailed
+from rlhf.rollout.servers.fleet_loop import FleetLoop, ServersFailed
 from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.server_engine import server_gpus
 from tests.support.tcp_proxy import Proxy
@@ -29,8 +30,8 @@ SECRET = Secret("of-this-run-alone", "RUN/secret")
 
 
 @contextmanager
-def fleet(settings: ServersConfig, processes: dict[Path, ServerHandle]) -> Iterator[Fleet]:
-    made = Fleet(settings, processes, Ask([1], {}, 10), SECRET, capacity=4)
+def fleet(settings: ServersConfig, processes: dict[Path, Any]) -> Iterator[Fleet]:
+    made = Fleet(FleetLoop(settings, processes, Ask([1], {}, 10), SECRET, capacity=4))
     try:
         yield made
     finally:
@@ -78,8 +79,8 @@ def test_urls_at_which_nobody_answers_are_waited_for_and_then_given_up():
     with fleet(limits(start_timeout_s=0.1, urls=["http://127.0.0.1:9/"]), {}) as it:
         with pytest.raises(ServersFailed) as caught:
             it.wait(DEADLINE_S, generating=False)
-        assert it.want("w1", 1) == []
-        assert it.metrics()["perf/servers_serving"] == 0
+        assert it.do(lambda loop: loop.want("w1", 1)) == []
+        assert it.do(FleetLoop.metrics)["perf/servers_serving"] == 0
     assert "http://127.0.0.1:9: dead; did not get ready in time" in str(caught.value)
     assert "ClientConnectorError" in str(caught.value)
     assert "given by rollout.servers.urls" in str(caught.value)
@@ -91,7 +92,7 @@ def test_while_nobody_waits_nothing_is_given_up():
         end = time.monotonic() + DEADLINE_S
         while len(one.started) < 5 and time.monotonic() < end:
             time.sleep(0.01)
-        assert it.metrics()["perf/server_restarts"] >= 4
+        assert it.do(FleetLoop.metrics)["perf/server_restarts"] >= 4
 
 
 def test_an_unsupported_release_is_the_users_mistake():
@@ -178,14 +179,15 @@ def test_a_busy_server_is_waited_for_and_one_that_hangs_is_not(hangs):
     settings = ServersConfig(max_failures=0, answer_timeout_s=limit_s, urls=[proxy.url])
     with fleet(settings, {}) as it:
         assert it.wait(DEADLINE_S, generating=False) == "ready"
-        it.pushed("w1", dict.fromkeys(it.want("w1", 1)))
+        urls = it.do(lambda loop: loop.want("w1", 1))
+        it.do(lambda loop: loop.pushed("w1", dict.fromkeys(urls)))
         began = time.monotonic()
-        it.begin([Request(7, [1, 2], SamplingParams(max_tokens=4))], seed=1, step=1)
+        it.do(lambda loop: loop.begin([Request(7, [1, 2], SamplingParams(max_tokens=4))], seed=1, step=1))
         if alive:
             assert it.wait(DEADLINE_S) == "done"
             assert time.monotonic() - began > limit_s
-            assert [sample.token_ids.tolist() for sample in it.take()] == [[4]]
-            assert it.metrics()["perf/server_failures"] == 0
+            assert [sample.token_ids.tolist() for sample in it.do(FleetLoop.take)] == [[4]]
+            assert it.do(FleetLoop.metrics)["perf/server_failures"] == 0
         else:
             with pytest.raises(ServersFailed, match="hung: 1 requests, and for 3 s no answer and no token"):
                 it.wait(DEADLINE_S)

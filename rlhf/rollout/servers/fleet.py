@@ -4,17 +4,11 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf.config.schema.rollout import ServersConfig
-from rlhf.rollout.engine import Request
-from rlhf.rollout.sample import Sample
-from rlhf.rollout.servers.client import Ask
-from rlhf.rollout.servers.fleet_loop import FleetLoop, FleetState, ServerHandle
-from rlhf.rollout.servers.secret import Secret
+from rlhf.rollout.servers.fleet_loop import FleetLoop, FleetState
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -24,24 +18,10 @@ LOOK_S = 5.0
 
 
 class Fleet:
-    """The leader's handle on the servers; a `FleetLoop` in a thread of its own looks after them.
+    """The leader's handle on the servers; a `FleetLoop` in a thread of its own looks after them."""
 
-    `processes`: the servers that we start, by their log files; with none, the servers are `settings.urls`. `secret`:
-    shown to each with every request. `capacity`: samples that a server decodes together. A `label` names weights: only
-    servers with the one that is wanted are asked, and answers by others are refused.
-    """
-
-    def __init__(
-        self,
-        settings: ServersConfig,
-        processes: Mapping[Path, ServerHandle],
-        ask: Ask,
-        secret: Secret,
-        *,
-        capacity: int,
-    ) -> None:
-        self._processes = processes
-        self._fleet_loop = FleetLoop(settings, processes, ask, secret, capacity=capacity)
+    def __init__(self, fleet_loop: FleetLoop) -> None:
+        self._fleet_loop = fleet_loop
         self._began = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="rollout servers", daemon=True)
@@ -59,28 +39,13 @@ class Fleet:
         """
         return self._call(self._fleet_loop.until(generating, seconds))
 
-    def want(self, label: str, version: int) -> list[str]:
-        """The servers to push the weights `label` to, those after `version` steps: from now on no others will do.
+    def do(self, action: Callable[[FleetLoop], T]) -> T:
+        """The result of `action` in the fleet's thread."""
 
-        These servers are left alone until `pushed`.
-        """
-        return self._do(lambda: self._fleet_loop.want(label, version))
+        async def run() -> T:
+            return action(self._fleet_loop)
 
-    def pushed(self, label: str, errors: dict[str, str | None]) -> None:
-        """Take note of the end of the push to the servers of `want`: by URL None, or what went wrong."""
-        self._do(lambda: self._fleet_loop.pushed(label, errors))
-
-    def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:
-        """Start to generate; `wait` tells how it goes, `take` ends it."""
-        self._do(lambda: self._fleet_loop.begin(requests, seed, step))
-
-    def take(self) -> list[Sample]:
-        """The sample of each request, in their order, once `wait` has said `done`."""
-        return self._do(self._fleet_loop.take)
-
-    def metrics(self) -> dict[str, float]:
-        """Figures since the last call."""
-        return self._do(self._fleet_loop.metrics)
+        return self._call(run())
 
     def close(self) -> None:
         """End the thread, and the servers that it has started."""
@@ -88,12 +53,6 @@ class Fleet:
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             log.error("The thread of the rollout servers did not end within %g s.", CLOSE_S)
-
-    def _do(self, action: Callable[[], T]) -> T:
-        async def run() -> T:
-            return action()
-
-        return self._call(run())
 
     def _call(self, call: Coroutine[Any, Any, T]) -> T:
         """The result of `call` in the fleet's thread."""
@@ -121,5 +80,5 @@ class Fleet:
         finally:
             self._began.set()
             with ExitStack() as stack:
-                for process in self._processes.values():
+                for process in self._fleet_loop.processes.values():
                     stack.callback(process.kill)

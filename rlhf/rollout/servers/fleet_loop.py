@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import aiohttp
 
@@ -20,6 +20,7 @@ from rlhf.rollout.servers.admission import Admission
 from rlhf.rollout.servers.client import Ask, ServerClient, ServerFailure, StaleAnswer
 from rlhf.rollout.servers.health import Budget, ServerHealth
 from rlhf.rollout.servers.secret import Secret
+from rlhf.rollout.servers.server_process import ServerProcess
 from rlhf.rollout.vllm.requests import request_seed
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,6 @@ FleetState = Literal["ready", "weights", "done"]
 
 TICK_S = 0.25
 """Between two looks at the servers when nothing happens."""
-
-
 NOTHING_HEARD = "nothing was heard of it"
 
 
@@ -36,25 +35,12 @@ class ServersFailed(RuntimeError):
     """The rollout servers failed more often than rollout.servers.max_failures allows."""
 
 
-class ServerHandle(Protocol):
-    """A server that we start ourselves."""
-
-    @property
-    def url(self) -> str: ...
-
-    def start(self) -> None: ...
-
-    def poll(self) -> int | None: ...
-
-    def kill(self) -> None: ...
-
-
 @dataclass
 class _Member:
     health: ServerHealth
     client: ServerClient
     url: str
-    process: ServerHandle | None = None
+    process: ServerProcess | None = None
     log: Path | None = None
     starts: int = 0
     pushing: bool = False
@@ -84,12 +70,17 @@ class _Generation:
 
 
 class FleetLoop:
-    """State of the fleet, which only its event loop touches. `Fleet` explains the arguments and the methods."""
+    """State of the fleet, which only its event loop touches.
+
+    `processes`: the servers that we start, by their log files; with none, the servers are `settings.urls`. `secret`:
+    shown to each with every request. `capacity`: samples that a server decodes together. A `label` names weights: only
+    servers with the one that is wanted are asked, and answers by others are refused.
+    """
 
     def __init__(
         self,
         settings: ServersConfig,
-        processes: Mapping[Path, ServerHandle],
+        processes: Mapping[Path, ServerProcess],
         ask: Ask,
         secret: Secret,
         *,
@@ -98,7 +89,7 @@ class FleetLoop:
         self.closing = False
         self.error: BaseException | None = None
         """An error that no restart of a server fixes."""
-        self._settings, self._processes, self._ask, self._capacity = settings, processes, ask, capacity
+        self._settings, self.processes, self._ask, self._capacity = settings, processes, ask, capacity
         self._secret, self._admission = secret, Admission(secret)
         self._budget = Budget(settings.max_failures)
         self._members: list[_Member] = []
@@ -113,8 +104,8 @@ class FleetLoop:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector) as self._session:
             now = time.monotonic()
-            if self._processes:
-                self._members = [self._member("", now, process, log) for log, process in self._processes.items()]
+            if self.processes:
+                self._members = [self._member("", now, process, log) for log, process in self.processes.items()]
             else:
                 self._members = [self._member(url.rstrip("/"), now) for url in self._settings.urls]
             began()
@@ -128,7 +119,7 @@ class FleetLoop:
                     await asyncio.wait_for(self._wake.wait(), TICK_S)
                 self._wake.clear()
 
-    def _member(self, url: str, now: float, process: ServerHandle | None = None, log: Path | None = None) -> _Member:
+    def _member(self, url: str, now: float, process: ServerProcess | None = None, log: Path | None = None) -> _Member:
         health = ServerHealth(self._settings, self._budget, ours=process is not None, now=now)
         return _Member(health, self._client(url), url, process, log)
 
@@ -149,6 +140,10 @@ class FleetLoop:
         return outcome
 
     def want(self, label: str, version: int) -> list[str]:
+        """The servers to push the weights `label` to, those after `version` steps: from now on no others will do.
+
+        These servers are left alone until `pushed`.
+        """
         self._label, self._version = label, version
         for member in self._members:
             member.health.want(label)
@@ -159,6 +154,7 @@ class FleetLoop:
         return [member.url for member in stale]
 
     def pushed(self, label: str, errors: dict[str, str | None]) -> None:
+        """Take note of the end of the push to the servers of `want`: by URL None, or what went wrong."""
         for member in self._members:
             if member.pushing:
                 member.pushing = False
@@ -168,17 +164,20 @@ class FleetLoop:
                     self._tell_failure(member, f"the push of the weights failed: {error}")
 
     def begin(self, requests: Sequence[Request], seed: int, step: int) -> None:
+        """Start to generate; `until` tells how it goes, `take` ends it."""
         groups = [[requests[place] for place in places] for places in siblings(requests)]
         self._generation = _Generation(groups, seed, step, deque(range(len(groups))))
         self._budget.needed = True
         self._wake.set()
 
     def take(self) -> list[Sample]:
+        """The sample of each request, in their order, once `until` has said `done`."""
         generation, self._generation = self._generation, None
         assert generation is not None
         return [sample for i in range(len(generation.groups)) for sample in generation.samples[i]]
 
     def metrics(self) -> dict[str, float]:
+        """Figures since the last call."""
         counts, self._counts = self._counts, Counter()
         names = ("server_failures", "server_restarts", "requests_repeated", "stale_answers")
         serving = sum(member.health.state == "serving" for member in self._members)

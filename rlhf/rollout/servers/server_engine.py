@@ -21,7 +21,7 @@ from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.sample import Sample
 from rlhf.rollout.servers.client import Ask
 from rlhf.rollout.servers.fleet import Fleet
-from rlhf.rollout.servers.fleet_loop import FleetState
+from rlhf.rollout.servers.fleet_loop import FleetLoop, FleetState
 from rlhf.rollout.servers.secret import run_secret
 from rlhf.rollout.servers.server_process import ServerProcess
 from rlhf.rollout.servers.weights.push import WeightPush
@@ -80,7 +80,7 @@ class ServerEngine:
         of_ranks = gather_requests(requests, range(self._coordinator.world_size), [0], self._coordinator)
         self._sizes = [len(of_rank) for of_rank in of_ranks]
         every = [request for of_rank in of_ranks for request in of_rank]
-        self._lead(lambda fleet: fleet.begin(every, seed=seed, step=step))
+        self._lead(lambda fleet: fleet.do(lambda loop: loop.begin(every, seed, step)))
 
     def finish(self, version: int) -> list[Sample]:
         """The sample of each of this rank's requests of `begin`.
@@ -94,7 +94,7 @@ class ServerEngine:
             self._new_label(version)
             self._push(version)
         parts: list[list[Sample]] = []
-        self._lead(lambda fleet: parts.extend(self._parted(fleet.take())))
+        self._lead(lambda fleet: parts.extend(self._parted(fleet.do(FleetLoop.take))))
         return hand_out_samples(parts, self._coordinator)
 
     def sleep(self) -> bool:
@@ -103,7 +103,7 @@ class ServerEngine:
 
     def metrics(self) -> dict[str, float]:
         """On the leader: what happened to the servers since the last call."""
-        return self._fleet.metrics() if self._fleet is not None else {}
+        return self._fleet.do(FleetLoop.metrics) if self._fleet is not None else {}
 
     def close(self) -> None:
         """End the servers that we have started; not collective."""
@@ -139,7 +139,7 @@ class ServerEngine:
         """Bring all servers that live to the present weights. Collective."""
         weights, label = self._weights, self._label
         assert weights is not None, "generation needs weights"
-        urls = self._lead(lambda fleet: fleet.want(label, version))
+        urls = self._lead(lambda fleet: fleet.do(lambda loop: loop.want(label, version)))
         if not urls:
             return
         announce("rollout.push")
@@ -152,7 +152,7 @@ class ServerEngine:
             return {}
 
         errors = self._coordinator.everywhere(walk)[0]
-        self._lead(lambda fleet: fleet.pushed(label, errors))
+        self._lead(lambda fleet: fleet.do(lambda loop: loop.pushed(label, errors)))
 
     def _parted(self, samples: list[Sample]) -> list[list[Sample]]:
         """The samples of all requests, by rank."""
@@ -199,7 +199,7 @@ def build_server_engine(
             weight_push = WeightPush(config, device, secret)
             resources.callback(weight_push.close)
             ask = Ask(policy.eos, config.structured_outputs, policy.vocab_size)
-            fleet = Fleet(config.servers, processes, ask, secret, capacity=config.max_num_seqs)
+            fleet = Fleet(FleetLoop(config.servers, processes, ask, secret, capacity=config.max_num_seqs))
             resources.callback(fleet.close)
             log.info("Waiting for the first of %d rollout servers.", len(processes) or len(config.servers.urls))
             of_leader.append((fleet, weight_push))
