@@ -154,7 +154,7 @@ def collector_of(engine: StandIn, prompts: int, length: int, folder: Path) -> Co
     )
     share = PromptShare(PromptStream(every, seed=0, shuffle=True), prompts, dims.data())
     fixed = (data, FilterGroupsConfig(), reward, 0)
-    return Collector(*fixed, share, generation, coordinator, torch.device("cpu"), ends_with=lambda *_: True)
+    return Collector(*fixed, share, generation, torch.device("cpu"), ends_with=lambda *_: True)
 
 
 def collect(rank: int, samples: int, length: int, folder: Path) -> Figures:

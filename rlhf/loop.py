@@ -33,7 +33,7 @@ from rlhf.learning.guards import Guards
 from rlhf.learning.reference import Reference
 from rlhf.learning.utilization import Utilization
 from rlhf.learning.work_sharing import SharedWork, WorkSharing
-from rlhf.ranks.phase_clock import PhaseClock
+from rlhf.ranks.figures import PhaseClock
 from rlhf.reward import Reward
 from rlhf.rollout import RolloutEngine
 from rlhf.tracking.run_log import RunLog

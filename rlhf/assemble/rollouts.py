@@ -1,6 +1,7 @@
 """Builds what a run's rollouts need: the reward, the rollout engine, the collector and the evaluator."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from rlhf.assemble.course import course_of
 from rlhf.assemble.found_models import Found, FoundModels
 from rlhf.assemble.inputs import RunInputs
 from rlhf.assemble.learners import frozen
-from rlhf.config import Config, DataConfig, RolloutConfig
+from rlhf.config import Config, DataConfig, RolloutConfig, ValKwargsConfig
 from rlhf.config.compare import trajectory
 from rlhf.config.derived import longest_sample, needs_greedy_baseline, sends_adapters
 from rlhf.config.user_functions import hash_of_files
@@ -33,12 +34,21 @@ from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.tracking.sample_files import ShownSample
 
 
-def build_reward(config: Config, models: FoundModels, coordinator: Coordinator, device: torch.device) -> Reward:
+@dataclass(frozen=True)
+class Setup:
+    """What every component of a rank is made with."""
+
+    config: Config
+    device: torch.device
+    coordinator: Coordinator
+
+
+def build_reward(setup: Setup, models: FoundModels) -> Reward:
     """Build the reward functions. A reward model among them is sharded over the ranks. Collective."""
-    found = models.reward_model
+    config, device, found = setup.config, setup.device, models.reward_model
     if found is None:
         return reward_of(config.reward)
-    loaded = found.load(loading.load_reward_model, coordinator, device)
+    loaded = found.load(loading.load_reward_model, setup.coordinator, device)
     model = frozen(loaded, config.backend, config.reward_model.fsdp_config, device)
     with model.on_device():
         choose_packing(model.module, config.reward_model.use_remove_padding, "reward_model.use_remove_padding")
@@ -47,10 +57,9 @@ def build_reward(config: Config, models: FoundModels, coordinator: Coordinator, 
     return reward_of(config.reward, scorer)
 
 
-def build_engine(
-    config: Config, policy: Found, model: PreTrainedModel, coordinator: Coordinator, device: torch.device
-) -> RolloutEngine:
+def build_engine(setup: Setup, policy: Found, model: PreTrainedModel) -> RolloutEngine:
     """Build the rollout engine `rollout.name`, for a policy with the architecture of `model`. Collective."""
+    config, coordinator, device = setup.config, setup.coordinator, setup.device
     if config.rollout.name == "embedded":
         return build_embedded_engine(model, policy.tokenizer, config.rollout, device)
     # The engine builds the model from these files. The first weight sync brings the weights.
@@ -76,30 +85,23 @@ def build_engine(
     return build_server_engine(config.rollout, files, coordinator, device, logs=logs, parts=parts)
 
 
-def build_collector(
-    config: Config,
-    inputs: RunInputs,
-    sampler: PolicySampler,
-    reward: Reward,
-    coordinator: Coordinator,
-    device: torch.device,
-) -> Collector:
+def build_collector(setup: Setup, inputs: RunInputs, sampler: PolicySampler, reward: Reward) -> Collector:
     """Build the collector of each step's batch, with a journal if `checkpoint.journal` is set."""
-    driver = inputs.driver
+    config, driver = setup.config, inputs.driver
     prompts = PromptShare(inputs.stream, config.data.train_batch_size, dims.data())
     journal = None
     if config.checkpoint.journal:
         course = course_of(trajectory(config), config.checkpoint, config.model.lora, driver.run_id, inputs.fingerprints)
-        journal = Journal(config.run_dir, course, hash_of_files(config.reward.functions), coordinator)
+        journal = Journal(config.run_dir, course, hash_of_files(config.reward.functions), setup.coordinator)
     generation = Generation(
         sampler,
-        training_params(config.rollout, config.data),
+        sampling_params(config.rollout, config.rollout, config.data, ignore_eos=config.rollout.ignore_eos),
         config.rollout.n,
         needs_greedy_baseline(config.algorithm),
         reward,
         config.reward.overlong_buffer,
         inputs.models.policy.tokenizer,
-        coordinator,
+        setup.coordinator,
         journal,
     )
     return Collector(
@@ -109,58 +111,41 @@ def build_collector(
         config.rollout.async_steps,
         prompts,
         generation,
-        coordinator,
-        device,
+        setup.device,
         ends_with=driver.ends_with,
     )
 
 
 def build_evaluator(
-    config: Config,
-    inputs: RunInputs,
-    sampler: PolicySampler,
-    reward: Reward,
-    coordinator: Coordinator,
-    show: Callable[[list[ShownSample]], None],
+    setup: Setup, inputs: RunInputs, sampler: PolicySampler, reward: Reward, show: Callable[[list[ShownSample]], None]
 ) -> Evaluator:
     """Build the evaluator on the held-out prompts. It passes its samples to `show`."""
+    config = setup.config
     return Evaluator(
         inputs.val_set,
         sampler,
-        evaluation_params(config.rollout, config.data),
+        sampling_params(config.rollout.val_kwargs, config.rollout, config.data),
         config.rollout.val_kwargs.n,
         reward,
         answer_reader(config.reward),
         inputs.models.policy.tokenizer,
-        coordinator,
+        setup.coordinator,
         config.trainer,
         show,
     )
 
 
-def training_params(rollout: RolloutConfig, data: DataConfig) -> SamplingParams:
-    """Return the sampling parameters of training samples."""
+def sampling_params(
+    section: RolloutConfig | ValKwargsConfig, rollout: RolloutConfig, data: DataConfig, *, ignore_eos: bool = False
+) -> SamplingParams:
+    """Return the sampling parameters of training samples or of responses to held-out prompts, whose `section` it is."""
     return SamplingParams(
-        rollout.temperature,
-        rollout.top_p,
-        rollout.top_k,
+        section.temperature,
+        section.top_p,
+        section.top_k,
         data.max_response_length,
         tuple(rollout.stop),
-        rollout.ignore_eos,
-        rollout.min_p,
-        rollout.repetition_penalty,
-    )
-
-
-def evaluation_params(rollout: RolloutConfig, data: DataConfig) -> SamplingParams:
-    """Return the sampling parameters of responses to held-out prompts."""
-    val = rollout.val_kwargs
-    return SamplingParams(
-        val.temperature,
-        val.top_p,
-        val.top_k,
-        data.max_response_length,
-        tuple(rollout.stop),
-        min_p=val.min_p,
-        repetition_penalty=val.repetition_penalty,
+        ignore_eos,
+        section.min_p,
+        section.repetition_penalty,
     )

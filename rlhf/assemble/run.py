@@ -13,7 +13,7 @@ from rlhf.assemble.course import user_files
 from rlhf.assemble.found_models import FoundModels, find_models
 from rlhf.assemble.inputs import RunInputs, read_prompts
 from rlhf.assemble.learners import Engines, Learners, read_adapters
-from rlhf.assemble.rollouts import build_collector, build_engine, build_evaluator, build_reward
+from rlhf.assemble.rollouts import Setup, build_collector, build_engine, build_evaluator, build_reward
 from rlhf.backends import check_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.checkpoint.checkpointer import Checkpointer
@@ -60,7 +60,7 @@ from rlhf.models.parameter_count import in_words
 from rlhf.models.weights import Loaded
 from rlhf.ranks import collectives
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.phase_clock import PhaseClock
+from rlhf.ranks.figures import PhaseClock
 from rlhf.ranks.progress_pipe import ShowsProgress
 from rlhf.ranks.rng import seed_everything
 from rlhf.ranks.status import StatusWriter
@@ -82,21 +82,23 @@ def build(
 ) -> Components:
     """Build all components of this rank and load the newest checkpoint. `shown` shows the progress to users.
     Collective."""
+    setup = Setup(config, device, coordinator)
     preemption, phases = PreemptionFlag(), Phases(shown, coordinator.rank)
     follow(phases.report)
     with Scratch() as scratch:
         # Find the user's mistakes before weights are loaded.
-        inputs = _inputs(config, device, coordinator, scratch.folder)
+        inputs = _inputs(setup, scratch.folder)
         _follow_events(inputs.driver, status, phases)
-        return _build(config, inputs, device, coordinator, shown, preemption)
+        return _build(setup, inputs, shown, preemption)
 
 
-def _inputs(config: Config, device: torch.device, coordinator: Coordinator, scratch: Path) -> RunInputs:
+def _inputs(setup: Setup, scratch: Path) -> RunInputs:
     """Find the models and read the prompts; copies of small files go below `scratch`. Collective.
 
     Raises:
         UserError: the backend, a model or the data does not fit the run.
     """
+    config, coordinator, device = setup.config, setup.coordinator, setup.device
     report("finding the models")
     check_backend(config.backend, device)
     seed_everything(config.trainer.seed, coordinator.rank)
@@ -137,34 +139,28 @@ def _follow_events(driver: DriverState, status: StatusWriter, phases: Phases) ->
     subscribe(lambda event: phases.event(step_of(event), event))
 
 
-def _build(
-    config: Config,
-    inputs: RunInputs,
-    device: torch.device,
-    coordinator: Coordinator,
-    shown: ShowsProgress,
-    preemption: PreemptionFlag,
-) -> Components:
+def _build(setup: Setup, inputs: RunInputs, shown: ShowsProgress, preemption: PreemptionFlag) -> Components:
+    config, coordinator, device = setup.config, setup.coordinator, setup.device
     models, driver = inputs.models, inputs.driver
     report("loading the weights")
-    reward = build_reward(config, models, coordinator, device)
+    reward = build_reward(setup, models)
     loaded = models.policy.load(loading.load_model, coordinator, device)
-    engine = build_engine(config, models.policy, loaded.model, coordinator, device)
-    learners = _learners(config, models, loaded, driver.total_steps, coordinator, device)
+    engine = build_engine(setup, models.policy, loaded.model)
+    learners = _learners(setup, models, loaded, driver.total_steps)
     native = sends_adapters(config.model.lora, config.rollout)
     sampler = PolicySampler(engine, learners.actor.backend, config.trainer.seed, native)
-    collector = build_collector(config, inputs, sampler, reward, coordinator, device)
+    collector = build_collector(setup, inputs, sampler, reward)
     run_log = _run_log(config, driver, shown, leads=coordinator.is_leader)
     advantages = Advantages(config.algorithm, config.rollout.n)
     guards = Guards(config.guards, quiet=not coordinator.is_leader)
     parts = _stateful(inputs.stream, advantages, guards, run_log, learners)
-    checkpointer = _checkpointer(config, inputs, learners, parts, collector, coordinator)
+    checkpointer = _checkpointer(setup, inputs, learners, parts, collector)
     report("looking for a checkpoint")
     resumed = checkpointer.resume()
     if not resumed:
         read_adapters(learners.actor.backend, config.model.lora, coordinator)
     if coordinator.is_leader:
-        log.info("%s", _facts(learners.actor.backend, inputs, coordinator, device))
+        log.info("%s", _facts(setup, learners.actor.backend, inputs))
     run_log.start(driver.step, resumed=resumed)
     per_pass = mini_batches(config.data, config.actor)
     return Components(
@@ -177,7 +173,7 @@ def _build(
         reference=learners.reference,
         advantages=advantages,
         guards=guards,
-        evaluator=build_evaluator(config, inputs, sampler, reward, coordinator, run_log.show),
+        evaluator=build_evaluator(setup, inputs, sampler, reward, run_log.show),
         viewer=RolloutViewer(collector.prompts, models.policy.tokenizer, config.trainer.log_rollouts, coordinator),
         checkpointer=checkpointer,
         run_log=run_log,
@@ -193,20 +189,14 @@ def _build(
     )
 
 
-def _learners(
-    config: Config,
-    models: FoundModels,
-    policy: Loaded,
-    total_steps: int,
-    coordinator: Coordinator,
-    device: torch.device,
-) -> Learners:
+def _learners(setup: Setup, models: FoundModels, policy: Loaded, total_steps: int) -> Learners:
     """Load the models and shard them over the ranks. Collective.
 
     Args:
         policy: the actor's model; its weights are still in their files.
         total_steps: of the run, for the learning-rate schedules.
     """
+    config, coordinator, device = setup.config, setup.coordinator, setup.device
     per_pass = mini_batches(config.data, config.actor)
     engines = Engines(config.model, config.backend, per_pass, config.trainer.seed, device)
     temperature, budgets = config.rollout.temperature, config.token_budgets
@@ -268,13 +258,9 @@ def _stateful(
 
 
 def _checkpointer(
-    config: Config,
-    inputs: RunInputs,
-    learners: Learners,
-    parts: Mapping[str, Stateful],
-    collector: Collector,
-    coordinator: Coordinator,
+    setup: Setup, inputs: RunInputs, learners: Learners, parts: Mapping[str, Stateful], collector: Collector
 ) -> Checkpointer:
+    config, coordinator = setup.config, setup.coordinator
     resolved = ResolvedConfig.of(config)
     files = inputs.models.fingerprints | user_files(config.reward, config.algorithm, config.actor, config.model)
     return Checkpointer(
@@ -295,7 +281,7 @@ def _run_log(config: Config, driver: DriverState, shown: ShowsProgress, *, leads
     return RunLog(tracker, shown, driver.total_steps, log_samples=config.trainer.log_samples)
 
 
-def _facts(policy: TrainingBackend, inputs: RunInputs, coordinator: Coordinator, device: torch.device) -> str:
+def _facts(setup: Setup, policy: TrainingBackend, inputs: RunInputs) -> str:
     """Return a line of facts about the run that are known only when its models and data are loaded."""
     # Count by the shards, which have the global shapes in every training engine.
     trained, base = (
@@ -305,11 +291,11 @@ def _facts(policy: TrainingBackend, inputs: RunInputs, coordinator: Coordinator,
     parameters = f"{in_words(base or trained)} parameters"
     if base:
         parameters += f", frozen, and {in_words(trained)} in adapters"
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    where = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else str(setup.device)
     held_out = "" if inputs.val_set is None else f" and {inputs.val_set.counted} held-out"
     driver = inputs.driver
     return (
         f"Policy: {inputs.models.policy.hf_config.model_type} with {parameters} on {where}, "
-        f"ranks: {coordinator.world_size}; {inputs.train_set.counted} training{held_out} prompts; "
+        f"ranks: {setup.coordinator.world_size}; {inputs.train_set.counted} training{held_out} prompts; "
         f"step {driver.step} of {driver.total_steps} done."
     )

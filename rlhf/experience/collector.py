@@ -19,9 +19,8 @@ from rlhf.experience.metrics import RolloutStats, generation_metrics, slowest, s
 from rlhf.experience.plain_sampling import PlainSampling
 from rlhf.experience.prefetch import Prefetch
 from rlhf.experience.prompt_share import PromptShare
-from rlhf.experience.timeouts import tell_timeouts
-from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.memory_use import largest, memory_use
+from rlhf.experience.responses import tell_timeouts
+from rlhf.ranks.figures import largest, memory_use
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,6 @@ class Collector:
     async_steps: int
     prompts: PromptShare
     generation: Generation
-    coordinator: Coordinator
     device: torch.device
     ends_with: Callable[[int, float], bool]
     """Returns whether the run ends with this step, given the epochs so far. Then no generation begins ahead."""
@@ -70,12 +68,12 @@ class Collector:
 
     def __post_init__(self, data: DataConfig) -> None:
         self._prefetch = Prefetch(self.prompts, self.generation)
-        parts = (self.prompts, self.generation, self._prefetch, self.coordinator)
+        self.coordinator = self.generation.coordinator
         if self.filter_groups.enable:
             prompts = prompts_per_generation(data, self.filter_groups)
-            self._sampling = DynamicSampling(self.filter_groups, prompts, *parts)
+            self._sampling = DynamicSampling(self.filter_groups, prompts, self._prefetch)
         else:
-            self._sampling = PlainSampling(*parts)
+            self._sampling = PlainSampling(self._prefetch)
 
     def collect(self, step: int) -> Collected:
         """Return the batch of `step`. Collective.

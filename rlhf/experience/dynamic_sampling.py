@@ -6,12 +6,9 @@ from dataclasses import dataclass, field
 
 from rlhf.config import FilterGroupsConfig
 from rlhf.errors import UserError
-from rlhf.experience.generation import Generation
 from rlhf.experience.groups import Group, uids_everywhere
 from rlhf.experience.metrics import RolloutStats
 from rlhf.experience.prefetch import Prefetch
-from rlhf.experience.prompt_share import PromptShare
-from rlhf.ranks.coordinator import Coordinator
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +28,14 @@ class DynamicSampling:
     config: FilterGroupsConfig
     gen_batch_size: int
     """Prompts per generation, over all ranks."""
-    prompts: PromptShare
-    generation: Generation
     prefetch: Prefetch
-    coordinator: Coordinator
     carried: list[Group] = field(default_factory=list, init=False)
     """This rank's groups for the next step, by uid."""
     _warned: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.prompts, self.generation = self.prefetch.prompts, self.prefetch.generation
+        self.coordinator = self.generation.coordinator
 
     def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
         """Return this rank's groups of a full batch, in the order of uids, and `sampling/...` metrics. Collective.

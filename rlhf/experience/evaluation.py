@@ -11,9 +11,8 @@ from rlhf.data import Prompt, PromptSet
 from rlhf.events import announce
 from rlhf.experience.metrics import Summary, merge
 from rlhf.experience.policy_sampler import PolicySampler
-from rlhf.experience.responses import score_responses, texts_of
+from rlhf.experience.responses import score_responses, tell_timeouts, texts_of
 from rlhf.experience.shown_samples import shown_answers
-from rlhf.experience.timeouts import tell_timeouts
 from rlhf.experience.validation_metrics import AnsweredPrompt, accuracy_of, validation_metrics
 from rlhf.ranks import dims
 from rlhf.ranks.coordinator import Coordinator

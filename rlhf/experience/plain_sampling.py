@@ -4,12 +4,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlhf.experience.generation import Generation
 from rlhf.experience.groups import Group, uids_everywhere
 from rlhf.experience.metrics import RolloutStats
 from rlhf.experience.prefetch import Prefetch
-from rlhf.experience.prompt_share import PromptShare
-from rlhf.ranks.coordinator import Coordinator
 
 log = logging.getLogger(__name__)
 
@@ -18,17 +15,15 @@ log = logging.getLogger(__name__)
 class PlainSampling:
     """Fills a batch with one generation and carries nothing over."""
 
-    prompts: PromptShare
-    generation: Generation
     prefetch: Prefetch
-    coordinator: Coordinator
     gen_batch_size: None = field(default=None, init=False)
     """Prompts per generation; None means those of a whole step."""
 
     def sample(self, step: int, stats: RolloutStats) -> tuple[list[Group], dict[str, float]]:
         """Return the groups of this rank's part of the next prompts, by uid, and no metrics. Collective."""
+        prompts, generation = self.prefetch.prompts, self.prefetch.generation
         if (ahead := self.prefetch.take(stats)) is not None:
-            held, wanted = len(uids_everywhere(ahead, self.coordinator)), self.prompts.batch_size
+            held, wanted = len(uids_everywhere(ahead, generation.coordinator)), prompts.batch_size
             if held == wanted:
                 return ahead, {}
             log.warning(
@@ -38,7 +33,7 @@ class PlainSampling:
                 step,
                 wanted,
             )
-        return self.generation.groups(self.prompts.next(), stats, version=step - 1, step=step), {}
+        return generation.groups(prompts.next(), stats, version=step - 1, step=step), {}
 
     def starts_full(self) -> bool:
         """Return False: every batch needs a generation."""

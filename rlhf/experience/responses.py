@@ -1,13 +1,17 @@
-"""Scores responses: decodes samples to texts, and passes texts and prompts to the reward."""
+"""Scores responses: decodes samples to texts, and passes texts and prompts to the reward. Logs its time-outs."""
 
+import logging
 from collections.abc import Iterable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data import Prompt
 from rlhf.events import REWARD, report
-from rlhf.reward import Reward, RewardItem, RewardResult
+from rlhf.ranks.coordinator import Coordinator
+from rlhf.reward import Reward, RewardItem, RewardResult, Timeouts, merge_timeouts
 from rlhf.rollout import Sample
+
+log = logging.getLogger(__name__)
 
 
 def score_responses(
@@ -40,3 +44,10 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample]) -> l
     # One sample at a time: as Python integers, the tokens of a whole step would take ten times the memory. And as an
     # array: the tokenizer checks each item of a list in Python first.
     return [str(tokenizer.decode(sample.token_ids, skip_special_tokens=True)) for sample in samples]
+
+
+def tell_timeouts(when: str, mine: Sequence[Timeouts], coordinator: Coordinator) -> None:
+    """Log on the leader which reward functions timed out on any rank, with a count and one sample each. Collective."""
+    every = merge_timeouts(each for of_rank in coordinator.gather(list(mine)) for each in of_rank)
+    if every and coordinator.is_leader:
+        log.warning("%s: %s", when, "; ".join(map(str, every)))

@@ -2,8 +2,10 @@
 
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
+from rlhf.config.schema.reward import RewardConfig
 from rlhf.reward.scores import RewardItem, Score
 
 log = logging.getLogger(__name__)
@@ -11,6 +13,8 @@ log = logging.getLogger(__name__)
 GYM_PREFIX = "reasoning_gym/"
 _COMPUTES = re.compile(r"\b(eval|exec|parse_expr|sympify|Fraction)\(|\] \* int\(")
 _gym_datasets: dict[str, Any] = {}
+Reader = Callable[[str], str]
+"""Turns a response into the answer that it states, for the vote of the majority."""
 
 
 def final_answer(text: str) -> str:
@@ -106,3 +110,12 @@ def evaluates_answers(data_source: str, settings: dict[str, Any]) -> bool:
     # The whole class: what scores may stand in another method.
     source = inspect.getsource(type(gym_dataset(data_source, settings)))
     return _COMPUTES.search(source) is not None
+
+
+def answer_reader(config: RewardConfig) -> Reader | None:
+    """Reader of answers as the first of `reward.functions` reads them, where it is a named verifier; None elsewhere:
+    only a function's author knows what it reads, and a reward model reads no answer."""
+    first = config.functions[0]
+    if first in ("exact_match", "math_verify"):
+        return final_answer
+    return str.strip if first == "reasoning_gym" else None

@@ -1,7 +1,10 @@
-"""Sends requests and samples between ranks as tensors, without loss, each only to the rank that needs it."""
+"""Sends requests and samples between ranks as tensors, without loss, each only to the rank that needs it.
+
+The tensors travel as their bytes. Nothing is pickled or unpickled.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 
@@ -9,10 +12,12 @@ import torch
 from torch import Tensor
 
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.tensors import receive_tensors, send_tensors
 from rlhf.rollout.engine import Request, SamplingParams, siblings
 from rlhf.rollout.sample import Sample
 from rlhf.rollout.sample_codec import from_arrays, to_arrays
+
+DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "uint8": torch.uint8}
+"""Types that travel, by name."""
 
 
 def gather_requests(
@@ -79,3 +84,28 @@ def requests_from_tensors(tensors: dict[str, Tensor]) -> list[Request]:
         prompt = list(islice(token_ids, length))
         requests += [Request(uid, prompt, every[place], number) for number in range(first, first + count)]
     return requests
+
+
+def send_tensors(coordinator: Coordinator, tensors: Mapping[str, Tensor], to: int) -> None:
+    """Send `tensors`, on the CPU and of types in DTYPES, to a rank that calls `receive_tensors`. Only these two take
+    part; with several pairs all ranks go through them in one order."""
+    head = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
+    text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
+    coordinator.send(torch.tensor([len(text)]), to)
+    for tensor in (text, *tensors.values()):
+        if tensor.numel():
+            coordinator.send(tensor.contiguous(), to)
+
+
+def receive_tensors(coordinator: Coordinator, source: int) -> dict[str, Tensor]:
+    """The tensors that the rank `source` sends."""
+    length = torch.empty(1, dtype=torch.int64)
+    coordinator.receive(length, source)
+    text = torch.empty(int(length), dtype=torch.uint8)
+    coordinator.receive(text, source)
+    received = {}
+    for name, (dtype, shape) in json.loads(text.numpy().tobytes()).items():
+        received[name] = torch.empty(shape, dtype=DTYPES[dtype])
+        if received[name].numel():
+            coordinator.receive(received[name], source)
+    return received

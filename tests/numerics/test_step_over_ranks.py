@@ -20,8 +20,8 @@ from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
 from rlhf.learning.work_sharing import WorkSharing
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.figures import PhaseClock
 from rlhf.ranks.gloo import GlooTransport
-from rlhf.ranks.phase_clock import PhaseClock
 from tests.support.numeric_ranks import run_ranks
 from tests.support.tiny_updates import EveryBatch, random_batch, tiny_value_model, with_observations
 from tests.support.update_cases import CPU, OPTIM, engine, start_policies

@@ -21,8 +21,8 @@ def on_event(event: str) -> None:
     interrupter.on_event(event)
 
 
-def _engine(config: Any, policy: Any, model: Any, coordinator: Any, device: Any) -> BackgroundThread:
-    return BackgroundThread(build_embedded_engine(model, policy.tokenizer, config.rollout, device))
+def _engine(setup: Any, policy: Any, model: Any) -> BackgroundThread:
+    return BackgroundThread(build_embedded_engine(model, policy.tokenizer, setup.config.rollout, setup.device))
 
 
 if "RANK" in os.environ:

@@ -120,7 +120,6 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
         int(chosen["ahead"]),
         PromptShare(stream, chosen["batch"], dims.data()),
         generation,
-        coordinator,
         CPU,
         ends_with=driver.ends_with,
     )

@@ -22,7 +22,7 @@ import pytest
 
 from rlhf.config import DataConfig, RewardConfig
 from rlhf.config.library import PACKAGE
-from rlhf.data import PromptSet, PromptStream, build_train_set, cached_prompts, file_hashes, prompt_cache
+from rlhf.data import PromptSet, PromptStream, build_train_set, cached_prompts, prompt_cache
 from rlhf.errors import UserError
 from rlhf.models.loading import ModelSource, load_tokenizer
 from tests.support.letters import TEMPLATE, letter_tokenizer
@@ -50,7 +50,7 @@ class Counting:
 @pytest.fixture(autouse=True)
 def every_set_is_large_and_settled(monkeypatch):
     monkeypatch.setattr(cached_prompts, "LARGE", 1)
-    monkeypatch.setattr(file_hashes, "SETTLED_NS", 0)
+    monkeypatch.setattr(cached_prompts, "SETTLED_NS", 0)
 
 
 @pytest.fixture
@@ -190,10 +190,10 @@ def test_a_changed_file_is_seen_though_its_size_and_time_are_the_same(tmp_path, 
 def test_the_hash_of_a_file_that_changed_just_now_is_not_remembered(tmp_path, cache, monkeypatch):
     monkeypatch.undo()
     path = Path(numbered(tmp_path / "rows.jsonl", 100))
-    found = file_hashes.file_hash(path, cache)
+    found = cached_prompts.file_hash(path, cache)
     assert not cache.exists()
-    monkeypatch.setattr(file_hashes, "SETTLED_NS", 0)
-    assert file_hashes.file_hash(path, cache) == found
+    monkeypatch.setattr(cached_prompts, "SETTLED_NS", 0)
+    assert cached_prompts.file_hash(path, cache) == found
     assert len(list((cache / "files").iterdir())) == 1
 
 

@@ -138,7 +138,7 @@ class LocalStarter:
     def _answer(
         self, launcher: LauncherProcess, request: Fork | CountDevices, kind: type[A], stopped: Callable[[], bool]
     ) -> A | None:
-        """Return the launcher's answer; None if it ends or is `stopped` before. One that does not answer is given up."""
+        """Return the launcher's answer; None if it ends, is `stopped` before, or does not answer and is given up."""
         launcher.ask(request)
         patience_s = self._trainer.watchdog_first_timeout_s
         end = time.monotonic() + patience_s

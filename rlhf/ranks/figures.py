@@ -1,13 +1,17 @@
-"""Clock of the phases of a step on one rank, without waiting for the device in between."""
+"""Figures of one rank: a clock of the phases of a step, without waiting for the device in between, and its memory."""
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 PREFIX = "timing_s/"
 """Metrics of seconds by phase, as verl names them."""
+GIB = 1 << 30
+STATM = Path("/proc/self/statm")
 
 
 class PhaseClock:
@@ -57,3 +61,23 @@ class _Mark:
             return later._host - self._host
         later._event.synchronize()
         return self._event.elapsed_time(later._event) / 1000
+
+
+def memory_use(device: torch.device, statm: Path = STATM) -> dict[str, float]:
+    """GiB of this process: resident on the host now (where the system says so) and, on CUDA, the most that tensors
+    took of the device (`allocated`) and that PyTorch kept of it for them (`reserved`), since its start."""
+    used = {}
+    if statm.exists():
+        used["perf/host_rss_gb"] = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / GIB
+    if device.type == "cuda":
+        used["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / GIB
+        used["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / GIB
+    return used
+
+
+def largest(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The largest value of each name."""
+    return {
+        name: max(used[name] for used in of_ranks if name in used)
+        for name in sorted({name for used in of_ranks for name in used})
+    }
