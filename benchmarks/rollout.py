@@ -24,13 +24,8 @@ from rlhf.models.loading import hf_files
 from rlhf.models.tiny import FOLDER
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from rlhf.rollout import (
-    Request,
-    RolloutEngine,
-    SamplingParams,
-    build_embedded_engine,
-    eos_token_ids,
-)
+from rlhf.rollout import Request, RolloutEngine, SamplingParams
+from rlhf.rollout.embedded import build_embedded_engine, eos_token_ids
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.storage.scratch import Scratch
 

@@ -29,7 +29,8 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import Reward, answer_reader
 from rlhf.reward import build_reward as reward_of
 from rlhf.reward.reward_model import RewardModel
-from rlhf.rollout import RolloutEngine, SamplingParams, build_embedded_engine, eos_token_ids
+from rlhf.rollout import RolloutEngine, SamplingParams
+from rlhf.rollout.embedded import build_embedded_engine, eos_token_ids
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.tracking.sample_files import ShownSample
 

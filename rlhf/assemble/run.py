@@ -65,7 +65,7 @@ from rlhf.ranks.progress_pipe import ShowsProgress
 from rlhf.ranks.rng import seed_everything
 from rlhf.ranks.status import StatusWriter
 from rlhf.ranks.stop import PreemptionFlag
-from rlhf.rollout import check_lengths
+from rlhf.rollout.embedded import check_lengths
 from rlhf.storage.scratch import Scratch
 from rlhf.storage.state import Stateful
 from rlhf.tracking import Tracker

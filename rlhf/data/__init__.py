@@ -4,5 +4,3 @@ from rlhf.data.items import DrawnPrompt, Prompt
 from rlhf.data.prompts import PromptSet
 from rlhf.data.sources import build_train_set, build_val_set, check_sources
 from rlhf.data.stream import PromptStream
-
-__all__ = ["DrawnPrompt", "Prompt", "PromptSet", "PromptStream", "build_train_set", "build_val_set", "check_sources"]

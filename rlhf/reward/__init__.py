@@ -43,20 +43,3 @@ def _term(function: str, weight: float, config: RewardConfig, reward_model: Scor
         path, name = split_spec(SETTING, function)
         scorer = ProcessPool(f"{path}:{name}", config, policy)
     return Term(label_of(function), weight, scorer, policy)
-
-
-__all__ = [
-    "Reader",
-    "Reward",
-    "RewardError",
-    "RewardItem",
-    "RewardResult",
-    "Score",
-    "Scorer",
-    "Timeouts",
-    "WantedColumns",
-    "answer_reader",
-    "build_reward",
-    "check_reward",
-    "merge_timeouts",
-]

@@ -3,5 +3,3 @@
 from rlhf.tracking.history import History, Record
 from rlhf.tracking.report import read_report, write_report
 from rlhf.tracking.tracker import Tracker, check_trackers
-
-__all__ = ["History", "Record", "Tracker", "check_trackers", "read_report", "write_report"]

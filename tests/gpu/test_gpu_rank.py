@@ -11,7 +11,8 @@ from rlhf.config import BackendConfig, OptimConfig, RolloutConfig
 from rlhf.learning.work_sharing import SampleRoute
 from rlhf.ranks.collectives import all_to_all
 from rlhf.ranks.dims import data
-from rlhf.rollout import Request, SamplingParams, build_embedded_engine
+from rlhf.rollout import Request, SamplingParams
+from rlhf.rollout.embedded import build_embedded_engine
 from tests.support.gpus import DEVICES
 from tests.support.numeric_ranks import single_rank
 from tests.support.sampled import sampled

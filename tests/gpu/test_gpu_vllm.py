@@ -12,7 +12,8 @@ from rlhf.config import RolloutConfig
 from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from rlhf.rollout import Request, Sample, SamplingParams, eos_token_ids
+from rlhf.rollout import Request, Sample, SamplingParams
+from rlhf.rollout.embedded import eos_token_ids
 from rlhf.rollout.policy_files import PolicyFiles
 from tests.support.gpus import NEEDS_GPU
 from tests.support.numeric_ranks import single_rank

@@ -31,7 +31,8 @@ from transformers import (
 from rlhf import events
 from rlhf.config.schema.rollout import RolloutConfig
 from rlhf.errors import UserError
-from rlhf.rollout import EmbeddedEngine, Request, Sample, SamplingParams, build_embedded_engine, check_lengths, decoding
+from rlhf.rollout import Request, Sample, SamplingParams, decoding
+from rlhf.rollout.embedded import EmbeddedEngine, build_embedded_engine, check_lengths
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.weight_digest import WeightsNotHeld
 from tests.support.sampled import asking, sampled

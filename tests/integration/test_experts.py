@@ -21,7 +21,7 @@ from rlhf.models.loading import ModelSource, hf_files, load_model, load_model_co
 from rlhf.models.model_files import find_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from rlhf.rollout import build_embedded_engine
+from rlhf.rollout.embedded import build_embedded_engine
 from tests.support.checkpoints import (
     begin_at,
     equal_bits,

@@ -14,7 +14,8 @@ from rlhf.backends import gather
 from rlhf.config import RolloutConfig
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.ranks.dims import everyone
-from rlhf.rollout import Weights, build_embedded_engine
+from rlhf.rollout import Weights
+from rlhf.rollout.embedded import build_embedded_engine
 from rlhf.storage.shards import Shard
 from tests.support.checkpoints import equal_bits, run_ranks
 from tests.support.engines import make_engine, train

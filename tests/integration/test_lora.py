@@ -18,7 +18,7 @@ from rlhf.backends.base import TrainingBackend
 from rlhf.config import Config, LoraConfig, RolloutConfig
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.models.adapter_layers import without_adapters
-from rlhf.rollout import build_embedded_engine
+from rlhf.rollout.embedded import build_embedded_engine
 from rlhf.rollout.weight_digest import WeightsNotHeld
 from tests.support.adapted_engines import DORA, LORA, adapted_engine, with_peft_alone
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks

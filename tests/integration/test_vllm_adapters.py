@@ -17,7 +17,8 @@ from rlhf.models.adapter_config import PREFIX
 from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from rlhf.rollout import Request, SamplingParams, build_embedded_engine, eos_token_ids
+from rlhf.rollout import Request, SamplingParams
+from rlhf.rollout.embedded import build_embedded_engine, eos_token_ids
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.weight_digest import WeightsNotHeld
 from rlhf.storage.scratch import Scratch

@@ -28,7 +28,8 @@ from rlhf.errors import UserError
 from rlhf.models.loading import hf_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from rlhf.rollout import Request, Sample, SamplingParams, build_embedded_engine, eos_token_ids
+from rlhf.rollout import Request, Sample, SamplingParams
+from rlhf.rollout.embedded import build_embedded_engine, eos_token_ids
 from rlhf.rollout.policy_files import PolicyFiles
 from rlhf.rollout.weight_digest import WeightsNotHeld
 from rlhf.storage.scratch import SHARED_MEMORY, Scratch

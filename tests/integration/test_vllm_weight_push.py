@@ -22,7 +22,8 @@ from rlhf.backends.training import Training
 from rlhf.config import BackendConfig, LoraConfig, OptimConfig, RolloutConfig
 from rlhf.models.adapter_layers import add_adapters
 from rlhf.models.adapter_start import fill_from_seed
-from rlhf.rollout import Request, SamplingParams, build_embedded_engine
+from rlhf.rollout import Request, SamplingParams
+from rlhf.rollout.embedded import build_embedded_engine
 from rlhf.rollout.servers.secret import Secret, SecretMiddleware
 from rlhf.rollout.servers.server_process import ServerProcess, processes_of
 from rlhf.rollout.servers.weights import push as push_module

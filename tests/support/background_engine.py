@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 
-from rlhf.rollout import EmbeddedEngine, Request, Sample, Weights
+from rlhf.rollout import Request, Sample, Weights
+from rlhf.rollout.embedded import EmbeddedEngine
 
 DEADLINE_S = 60
 

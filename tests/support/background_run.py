@@ -6,7 +6,7 @@ from typing import Any
 
 import rlhf.assemble.run
 from rlhf.events import LISTENER_VARIABLE
-from rlhf.rollout import build_embedded_engine
+from rlhf.rollout.embedded import build_embedded_engine
 from tests.support import interrupter
 from tests.support.background_engine import BackgroundThread
 

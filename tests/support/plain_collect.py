@@ -30,7 +30,8 @@ from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import Reward, RewardItem, Score
 from rlhf.reward.failures import FailurePolicy
 from rlhf.reward.weighted import Term
-from rlhf.rollout import Request, Sample, SamplingParams, build_embedded_engine
+from rlhf.rollout import Request, Sample, SamplingParams
+from rlhf.rollout.embedded import build_embedded_engine
 from tests.support.background_engine import BackgroundThread
 from tests.support.launching import TINY_POLICY, question
 
