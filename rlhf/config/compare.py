@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import xxhash
@@ -117,10 +119,7 @@ class ResolvedConfig:
 
     def setting(self, key: str) -> Any:
         """Return the value of the setting `key`, for messages."""
-        value = yaml.safe_load(self.text)
-        for name in key.split("."):
-            value = value[name]
-        return value
+        return reduce(getitem, key.split("."), yaml.safe_load(self.text))
 
 
 def trajectory(config: Config) -> dict[str, Any]:

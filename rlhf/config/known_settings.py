@@ -4,6 +4,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 from rlhf.config import Config
@@ -19,10 +20,7 @@ class Setting:
 
     def value(self, config: Config) -> Any:
         """The value of this setting in `config`."""
-        value: Any = config
-        for name in self.key.split("."):
-            value = getattr(value, name)
-        return value
+        return attrgetter(self.key)(config)
 
     @property
     def default(self) -> Any:

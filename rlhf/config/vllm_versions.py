@@ -44,8 +44,7 @@ def _problems() -> Iterator[str]:
     if len(found) > 1:
         yield (
             f"{' and '.join(f'{d.name} {d.version}' for d in found)} are both installed, and overwrite each other's "
-            "files: "
-            f"pip uninstall -y {' '.join(NAMES)}, then install one of them, {INSTALL}."
+            f"files: pip uninstall -y {' '.join(NAMES)}, then install one of them, {INSTALL}."
         )
     vllm = found[0]
     shown = f"{vllm.name} {vllm.version}"

@@ -41,23 +41,16 @@ def parse_row(
             f"{where}: no column {prompt_key!r} (data.prompt_key); it has {listed(record)}."
             f"{suggestion(prompt_key, record)} Set data.prompt_key to the column with the prompt."
         )
-    extra_info = record.get("extra_info")
-    if extra_info is not None and not isinstance(extra_info, dict):
-        raise UserError(
-            f"{where}: extra_info must be a mapping, not {type(extra_info).__name__}: {_short(extra_info)}."
-        )
-    data_source = record.get("data_source")
-    if data_source is not None and not isinstance(data_source, str):
-        raise UserError(
-            f"{where}: data_source must be a string, not {type(data_source).__name__}: {_short(data_source)}."
-        )
+    for name, kind, what in (("extra_info", dict, "a mapping"), ("data_source", str, "a string")):
+        if (value := record.get(name)) is not None and not isinstance(value, kind):
+            raise UserError(f"{where}: {name} must be {what}, not {type(value).__name__}: {_short(value)}.")
     return Row(
         index=index,
         where=where,
         messages=_messages(record[prompt_key], where, prompt_key),
-        data_source=data_source or default_source,
+        data_source=record.get("data_source") or default_source,
         ground_truth=_ground_truth(record, where, answer_key, need_answer),
-        extra_info=extra_info or {},
+        extra_info=record.get("extra_info") or {},
     )
 
 

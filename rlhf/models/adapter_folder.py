@@ -1,12 +1,12 @@
 """Check of the base and of the folder of peft's that adapters are to begin with. Imports no torch."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from rlhf.config.schema.lora import LoraConfig
 from rlhf.errors import UserError
 from rlhf.models.adapter_config import not_plain
+from rlhf.models.config_check import read_object
 from rlhf.models.fingerprint import fingerprint
 from rlhf.models.folder_check import torn
 
@@ -40,7 +40,7 @@ def check_adapter_start(lora: LoraConfig, model_path: str, *, begins: bool = Tru
     folder, said = Path(lora.path).expanduser(), f"model.lora.path={lora.path}"
     if not folder.is_dir():
         raise UserError(f"{said}: there is no such folder. Correct it.")
-    config = _read(folder / CONFIG)
+    config = read_object(folder / CONFIG)
     if config is None or not (folder / WEIGHTS).is_file():
         missing = CONFIG if config is None else WEIGHTS
         raise UserError(f"{said}: has no {missing} to read, so it is no folder of an adapter that peft has saved.")
@@ -92,13 +92,3 @@ def _check_base(said: str, config: dict[str, Any], model_path: str) -> None:
         raise UserError(
             f"{said}: is an adapter of {named}, and model.path={model_path} is another model. Set model.path={named}."
         )
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():  # a pipe would never end
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None

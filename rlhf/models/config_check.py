@@ -25,7 +25,7 @@ def check_policy(name: str, trust_remote_code: bool, max_prompt: int, max_respon
     This and the next two: a Hub name passes, and so does an architecture with code of its own which is trusted.
     """
     _check_architecture("model.path", name, trust_remote_code, CAUSAL)
-    if (config := _read_config(name)) is not None:
+    if (config := read_object(Path(name).expanduser() / "config.json")) is not None:
         check_not_quantised(name, config.get("quantization_config"))
         check_positions(_positions(config), max_prompt, max_response)
 
@@ -38,7 +38,7 @@ def check_critic(name: str, trust_remote_code: bool) -> None:
 def check_reward_model(name: str, trust_remote_code: bool) -> None:
     """Raise UserError when the folder `name` holds no sequence classifier with one label."""
     _check_architecture("reward_model.path", name, trust_remote_code, CLASSIFIER)
-    config = _read_config(name)
+    config = read_object(Path(name).expanduser() / "config.json")
     if config is not None and (labels := _labels(config)) is not None:
         check_labels(f"reward_model.path={name}", labels)
 
@@ -74,17 +74,19 @@ def check_positions(positions: int | None, max_prompt: int, max_response: int) -
         )
 
 
-def _read_config(name: str) -> dict[str, Any] | None:
-    """config.json of the folder `name`; None for a Hub name, and where it is told elsewhere that it cannot be read."""
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is none, and where it is told elsewhere that it cannot be read."""
+    if not path.is_file():  # a pipe would never end
+        return None
     try:
-        found = json.loads((Path(name).expanduser() / "config.json").read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
 
 def _check_architecture(setting: str, name: str, trust_remote_code: bool, table: str | None) -> None:
-    config = _read_config(name)
+    config = read_object(Path(name).expanduser() / "config.json")
     if config is None or ("auto_map" in config and trust_remote_code):
         return
     said, kind = f"{setting}={name}", config.get("model_type")

@@ -146,8 +146,7 @@ def load_value_model(
         if shape is not None:
             raise UserError(
                 f"{source}: its head has {shape[0]} labels ({name}), a critic's has one. Name a causal LM, a saved "
-                "critic or a reward "
-                "model with one label."
+                "critic or a reward model with one label."
             )
         torch.nn.init.zeros_(model.get_parameter(name))
     _refuse(source, {name: shape for name, shape in wrong.items() if name not in heads})

@@ -124,8 +124,7 @@ def _judge(
         what = "does not see" if seen[others[0]] is None else f"sees other files than rank {reader} in"
         raise UserError(
             f"model.loading=shard: rank {others[0]} (on {host}) {what} {source}. Put the same folder at that path on "
-            "every "
-            "node, or set model.loading=auto."
+            "every node, or set model.loading=auto."
         )
     differing = [rank for rank in others if seen[rank] is not None]
     if differing and coordinator.is_leader:

@@ -50,13 +50,10 @@ LEARNING_RATE = 4e-3
 
 PAD, END, ROLES = "<|pad|>", "<|end|>", ("<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{%- if message['role'] not in ('system', 'user', 'assistant') -%}"
-    "{{- raise_exception('unknown role ' ~ message['role']) -}}"
-    "{%- endif -%}"
-    "{{- '<|' ~ message['role'] ~ '|>' ~ message['content'] ~ '<|end|>' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+    "{%- for message in messages -%}{%- if message['role'] not in ('system', 'user', 'assistant') -%}{{- "
+    "raise_exception('unknown role ' ~ message['role']) -}}{%- endif -%}{{- '<|' ~ message['role'] ~ '|>' ~ "
+    "message['content'] ~ '<|end|>' -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif "
+    "-%}"
 )
 # The tasks whose prompts teach the tokenizer its words.
 VOCABULARY_TASKS = (TASK, "basic_arithmetic", "gcd", "leg_counting", "products", "simple_equations", "spell_backward")

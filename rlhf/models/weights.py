@@ -168,8 +168,7 @@ def load(
     if not plain:
         raise UserError(
             f"{files.source} is not a plain folder of safetensors (an adapter, quantised, or named otherwise), which "
-            "every rank has to "
-            "see: put it at that path on every node."
+            "every rank has to see: put it at that path on every node."
         )
     received: dict[str, Tensor] = {}
 

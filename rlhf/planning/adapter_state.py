@@ -10,7 +10,7 @@ from rlhf.models.adapter_config import FAN_IN_FAN_OUT
 from rlhf.models.adapter_targets import chosen_layers
 from rlhf.planning.activations import TokenCost
 from rlhf.planning.model_shapes import ROOT, ModelShapes, Shapes, is_head
-from rlhf.planning.training_state import WIDTHS, TrainingState, compute_width, sharded, zero_state
+from rlhf.planning.training_state import WIDTHS, TrainingState, compute_width, gathered, sharded, zero_state
 from rlhf.planning.zero_shares import MOMENTS, ZeroShares, live_weights
 
 
@@ -35,6 +35,11 @@ class Adapted:
     def count(self) -> int:
         """Weights in training."""
         return sum(map(math.prod, self.trained.values()))
+
+    @property
+    def in_layer(self) -> int:
+        """Weights in training of the unit that has most."""
+        return max((sum(map(math.prod, shapes.values())) for shapes in self.units.values()), default=0)
 
     def token_cost(self, width: int) -> TokenCost:
         """Cost of a token in a layer beside the base's, in a pass in a type of `width` bytes: the product between the
@@ -103,20 +108,12 @@ def _unit_bytes(policy: Adapted, config: BackendConfig) -> dict[str, int]:
 def _fsdp2(policy: Adapted, config: BackendConfig, ranks: int) -> TrainingState:
     base, width = policy.base, compute_width(config)
     trained = sharded(policy.trained, ranks)
-    units = _unit_bytes(policy, config)
-    root = units[ROOT]
-    layers = [size for name, size in units.items() if name in policy.base.layer_names]
-    layer, unit = max(layers, default=0), max((size for name, size in units.items() if name != ROOT), default=0)
-    arriving = unit if ranks > 1 else 0
-    gathered = root + max(layer + unit + arriving, root if ranks > 1 else 0)
-    if not config.reshard_after_forward:
-        gathered = sum(units.values())
-    in_layer = max((sum(map(math.prod, shapes.values())) for shapes in policy.units.values()), default=0)
+    in_layer = policy.in_layer
     return TrainingState(
         policy.base_width * sharded(base.weights, ranks) + 4 * trained,
         4 * MOMENTS * trained,
         4 * trained,
-        gathered,
+        gathered(base, _unit_bytes(policy, config), config, ranks),
         layer=(8 + width) * in_layer + 4 * math.ceil(in_layer / ranks) + policy.rebuilt(),
     )
 
@@ -125,12 +122,11 @@ def _deepspeed(policy: Adapted, config: BackendConfig, ranks: int) -> TrainingSt
     width, count, stage = compute_width(config), policy.count, config.zero_stage
     base = (2 if config.autocast == "bfloat16" else policy.base_width) * policy.base.count
     whole = base + width * count
-    in_layer = max((sum(map(math.prod, shapes.values())) for shapes in policy.units.values()), default=0)
     return zero_state(
         ZeroShares(count, stage, width, ranks),
         config,
         weights=math.ceil(whole / ranks) if stage == 3 else whole,
         gathered=live_weights(whole, policy.base.count + count, stage, ranks),
         loaded=0 if stage == 3 else policy.base_width * policy.base.count,
-        layer=width * in_layer + policy.rebuilt(),
+        layer=width * policy.in_layer + policy.rebuilt(),
     )

@@ -1,4 +1,4 @@
-"""Devices of this machine and their memory, without torch: what the driver says of GPUs, the kernel of the machine."""
+"""Devices of this machine, memory and cores, without torch: what the driver says of GPUs, the kernel of the machine."""
 
 import os
 import shutil
@@ -73,3 +73,8 @@ def _visible_rows(environ: Mapping[str, str]) -> list[list[str]] | None:
 def machine_memory() -> int:
     """Bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def usable_cores() -> int:
+    """Cores that this process may use; containers and schedulers restrict them with the affinity mask."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 from rlhf.config import Config
@@ -140,9 +141,6 @@ def _candidates(config: Config, plan: Plan) -> Iterator[tuple[str, Any]]:
 
 def _with(config: Config, setting: str, value: Any) -> Config:
     changed = deepcopy(config)
-    *sections, name = setting.split(".")
-    section: Any = changed
-    for part in sections:
-        section = getattr(section, part)
-    setattr(section, name, value)
+    section, _, name = setting.rpartition(".")
+    setattr(attrgetter(section)(changed), name, value)
     return changed

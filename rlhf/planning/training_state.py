@@ -1,6 +1,7 @@
 """Memory of a model that is spread over the ranks: weights, gradients, optimizer, and the transients of its engine."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhf.config import BackendConfig, FrozenFsdpConfig
@@ -70,30 +71,36 @@ def _elements(weights: Shapes) -> int:
     return sum(map(math.prod, weights.values()))
 
 
-def _gathered(model: ModelShapes, config: BackendConfig, ranks: int) -> int:
-    """FSDP2 in a pass: the root's weights throughout, those of a unit and of the next one, and, from two ranks on, the
-    flat buffer in which they arrive (torch.distributed.fsdp._fully_shard._fsdp_collectives)."""
-    width, root = compute_width(config), _elements(model.units[ROOT])
+def gathered(model: ModelShapes, units: Mapping[str, int], config: BackendConfig, ranks: int) -> int:
+    """FSDP2 in a pass, whose `units` have so many bytes: the root's weights throughout, those of a unit and of the next
+    one, and, from two ranks on, the flat buffer in which they arrive
+    (torch.distributed.fsdp._fully_shard._fsdp_collectives)."""
     if not config.reshard_after_forward:
-        return model.count * width
+        return sum(units.values())
+    root = units[ROOT]
     # Neighbours are two layers, or the last layer and the head.
-    others = [_elements(weights) for name, weights in model.units.items() if name != ROOT]
-    layer, unit = max(map(_elements, model.layers), default=0), max(others, default=0)
+    layer = max((units[name] for name in model.layer_names), default=0)
+    unit = max((size for name, size in units.items() if name != ROOT), default=0)
     arriving = unit if ranks > 1 else 0
-    return width * (root + max(layer + unit + arriving, root if ranks > 1 else 0))
+    return root + max(layer + unit + arriving, root if ranks > 1 else 0)
+
+
+def _gathered(model: ModelShapes, config: BackendConfig, ranks: int) -> int:
+    width = compute_width(config)
+    return gathered(model, {name: width * _elements(unit) for name, unit in model.units.items()}, config, ranks)
 
 
 def _fsdp2(model: ModelShapes, config: BackendConfig, ranks: int) -> TrainingState:
     width, root = compute_width(config), _elements(model.units[ROOT])
     layer = max(map(_elements, model.layers), default=0)
-    shards, gathered = sharded(model.weights, ranks), _gathered(model, config, ranks)
+    shards = sharded(model.weights, ranks)
     head = math.prod(model.head)
     own = head if model.has_own_head else 0
     return TrainingState(
         4 * shards,
         4 * MOMENTS * shards,
         4 * shards,
-        gathered,
+        _gathered(model, config, ranks),
         # Gradients in the type of the pass, then a flat float32 buffer, which lives until the next unit's, then this
         # rank's part of it. A head that is the embedding waits for the root's turn.
         head=(4 + width) * head + 4 * math.ceil(own / ranks),

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,24 +20,18 @@ INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 60.0
 
 
+@dataclass
 class Wandb:
     """The wandb run `run_id`, in `<run_dir>/wandb`."""
 
-    def __init__(
-        self,
-        trainer: TrainerConfig,
-        config: WandbConfig,
-        settings: Mapping[str, Any],
-        run_dir: Path,
-        run_id: str,
-        table: GenerationsTable,
-    ) -> None:
-        self._project, self._name = trainer.project_name, trainer.experiment_name
-        self._config, self._settings = config, settings
-        self._run_dir = run_dir
-        self._run_id, self._table = run_id, table
-        self._run: Any = None
-        self._next_step = 0
+    trainer: TrainerConfig
+    config: WandbConfig
+    settings: Mapping[str, Any]
+    run_dir: Path
+    run_id: str
+    table: GenerationsTable
+    _run: Any = field(default=None, init=False)
+    _next_step: int = field(default=0, init=False)
 
     def start(self, history: History) -> None:
         """Open the run and log what it lacks of the history.
@@ -53,7 +48,7 @@ class Wandb:
         import wandb
 
         self.finish()
-        mode: Any = mode_of(self._config)
+        mode: Any = mode_of(self.config)
         wandb.setup(
             wandb.Settings(
                 mode=mode,
@@ -69,15 +64,15 @@ class Wandb:
             raise RuntimeError(NO_LOGIN)
         self._set_offline_segments_aside()
         self._run = wandb.init(
-            id=self._run_id,
+            id=self.run_id,
             # Not "must": a run whose first start didn't reach the server is created now and filled from the history.
             resume="allow",
-            project=self._project,
-            name=self._name,
-            entity=self._config.entity,
-            tags=list(self._config.tags),
-            dir=str(self._run_dir),
-            config=dict(self._settings),
+            project=self.trainer.project_name,
+            name=self.trainer.experiment_name,
+            entity=self.config.entity,
+            tags=list(self.config.tags),
+            dir=str(self.run_dir),
+            config=dict(self.settings),
         )
         self._next_step = self._run.starting_step
         for record in history.records(first=self._next_step):
@@ -88,9 +83,9 @@ class Wandb:
         if step >= self._next_step:
             import wandb
 
-            rows = self._table.of(step)
+            rows = self.table.of(step)
             # Not a wandb.Table: that is an artifact, for which the server is asked in the middle of the training.
-            table = {GENERATIONS: wandb.Html(html_table(self._table.COLUMNS, rows))} if rows else {}
+            table = {GENERATIONS: wandb.Html(html_table(self.table.COLUMNS, rows))} if rows else {}
             self._run.log(metrics | table, step=step, commit=True)
 
     def finish(self) -> None:
@@ -104,8 +99,8 @@ class Wandb:
 
     def _set_offline_segments_aside(self) -> None:
         # `wandb sync <run_dir>/wandb/offline-run-*` must find each step in one file only.
-        superseded = self._run_dir / "wandb" / "superseded"
-        for segment in sorted((self._run_dir / "wandb").glob(f"offline-run-*-{self._run_id}")):
+        superseded = self.run_dir / "wandb" / "superseded"
+        for segment in sorted((self.run_dir / "wandb").glob(f"offline-run-*-{self.run_id}")):
             make_dir(superseded)
             # Segments are named by the second they began in, and a roll-back can follow within it.
             names = (superseded / f"{segment.name}.{n}" for n in count(1))

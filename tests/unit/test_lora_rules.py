@@ -2,6 +2,7 @@
 
 import json
 import os
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfi
 
 from rlhf.assemble.found_models import Found
 from rlhf.config import Config, FrozenFsdpConfig, LoraConfig
+from rlhf.config.rules import backend_rules
 from rlhf.config.rules import lora_rules as rules
 from rlhf.config.rules.lora_rules import lora_problems
 from rlhf.config.rules.validate import validate
@@ -79,9 +81,9 @@ def test_peft_missing_or_old(monkeypatch):
     validate(config_of(enabled=False), {})
 
     def absent(name: str) -> str:
-        raise rules.PackageNotFoundError(name)
+        raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(rules, "version", absent)
+    monkeypatch.setattr(backend_rules, "version", absent)
     says(refusal(config_of()), "model.lora.enabled=true", "not installed", "pip install 'peft>=99'")
 
 

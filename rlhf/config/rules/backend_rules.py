@@ -53,17 +53,18 @@ def backend_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _liger_problem() -> str | None:
+def package_problem(package: str, least: str) -> str | None:
+    """What is wrong with an installed package of which a release is the `least`; None if nothing is."""
     try:
-        found = version("liger-kernel")
+        found = version(package)
     except PackageNotFoundError:
-        return "liger-kernel is not installed"
-    return None if Version(found) >= Version("0.8.5") else f"liger-kernel {found} is installed, 0.8.5 is needed"
+        return f"{package} is not installed"
+    return None if Version(found) >= Version(least) else f"{package} {found} is installed, {least} is needed"
 
 
 def missing_backend(config: Config) -> Iterator[str]:
     """Packages of the backend that are not installed here; one line each."""
-    if config.backend.use_liger and (problem := _liger_problem()):
+    if config.backend.use_liger and (problem := package_problem("liger-kernel", "0.8.5")):
         yield f"backend.use_liger=true: {problem}; run `pip install 'rlhf[liger]'`, or set it to false."
     spec = find_spec("deepspeed")
     if config.backend.name == "deepspeed" and (spec is None or spec.origin is None):

@@ -2,20 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from packaging.version import Version
-
-from rlhf.config import (
-    BackendConfig,
-    Config,
-    FrozenFsdpConfig,
-    LoraConfig,
-    RefConfig,
-)
+from rlhf.config import BackendConfig, Config, FrozenFsdpConfig, LoraConfig, RefConfig
 from rlhf.config.derived import base_dtype, compute_dtype
 from rlhf.config.known_settings import SETTINGS
+from rlhf.config.rules.backend_rules import package_problem
 from rlhf.config.schema.lora import ALL_LINEAR
 
 BESIDE_ADAPTERS = (
@@ -135,12 +127,5 @@ def _modules(lora: LoraConfig) -> Iterator[str]:
 
 def missing_peft(config: Config) -> Iterator[str]:
     """A line when adapters are wanted and peft is not there, or too old."""
-    if not config.model.lora.enabled:
-        return
-    try:
-        found = version("peft")
-    except PackageNotFoundError:
-        yield f"model.lora.enabled=true: peft is not installed; run `pip install 'peft>={PEFT}'`."
-        return
-    if Version(found) < Version(PEFT):
-        yield f"model.lora.enabled=true: peft {found} is installed, {PEFT} is needed; run `pip install 'peft>={PEFT}'`."
+    if config.model.lora.enabled and (problem := package_problem("peft", PEFT)):
+        yield f"model.lora.enabled=true: {problem}; run `pip install 'peft>={PEFT}'`."

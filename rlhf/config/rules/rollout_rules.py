@@ -106,14 +106,12 @@ def _one_step_ahead(config: Config) -> Iterator[str]:
     if config.rollout.name != "vllm_server":
         yield (
             f"{ahead}: only servers generate while the ranks train; set rollout=vllm_server (it is "
-            f"{config.rollout.name}), "
-            "or rollout.async_steps=0."
+            f"{config.rollout.name}), or rollout.async_steps=0."
         )
     if correction.rollout_is is None:
         yield (
             f"algorithm.rollout_correction.rollout_is=null: with {ahead} samples are by an older policy than the one "
-            "in training; "
-            "set algorithm.rollout_correction.rollout_is=token."
+            "in training; set algorithm.rollout_correction.rollout_is=token."
         )
     filters = config.algorithm.filter_groups
     if filters.enable and filters.max_staleness < config.rollout.async_steps:
@@ -124,8 +122,7 @@ def _one_step_ahead(config: Config) -> Iterator[str]:
     if config.checkpoint.journal:
         yield (
             f"checkpoint.journal=true: the journal does not keep what {ahead} generates ahead, which only checkpoints "
-            "hold; "
-            "set checkpoint.journal=false."
+            "hold; set checkpoint.journal=false."
         )
 
 
@@ -168,9 +165,8 @@ def _vllm(config: Config) -> Iterator[str]:
     if config.model.trust_remote_code and not r.servers.urls:
         yield (
             f"model.trust_remote_code=true: rollout={r.name} is given the policy's configuration and tokenizer, not "
-            "its code; "
-            "set rollout=embedded, or model.trust_remote_code=false for an architecture that transformers and vLLM "
-            "know."
+            "its code; set rollout=embedded, or model.trust_remote_code=false for an architecture that transformers "
+            "and vLLM know."
         )
     for key, temperature in (("temperature", r.temperature), ("val_kwargs.temperature", r.val_kwargs.temperature)):
         if temperature > 2 or 0 < temperature < LEAST_TEMPERATURE:

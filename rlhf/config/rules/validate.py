@@ -168,8 +168,7 @@ def _filter_groups(config: Config) -> Iterator[str]:
         if config.data.gen_batch_size is not None:
             yield (
                 f"data.gen_batch_size={config.data.gen_batch_size}: has effect only with "
-                "algorithm.filter_groups.enable=true; "
-                "set data.gen_batch_size=null."
+                "algorithm.filter_groups.enable=true; set data.gen_batch_size=null."
             )
         return
     if n < 2:
@@ -180,10 +179,9 @@ def _filter_groups(config: Config) -> Iterator[str]:
     most = prompts_per_generation(config.data, filters) * filters.max_num_gen_batches
     if most < train:
         yield (
-            f"data.gen_batch_size={config.data.gen_batch_size}: with algorithm.filter_groups.max_num_gen_batches="
-            f"{filters.max_num_gen_batches} a step has at most {most} prompts, fewer than "
-            f"data.train_batch_size={train}: "
-            f"set data.gen_batch_size={train}."
+            f"data.gen_batch_size={config.data.gen_batch_size}: with "
+            f"algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} a step has at most {most} "
+            f"prompts, fewer than data.train_batch_size={train}: set data.gen_batch_size={train}."
         )
 
 
@@ -210,8 +208,7 @@ def _rollback(config: Config) -> Iterator[str]:
         if lacking:
             yield (
                 f"checkpoint.{key}={contents}: guards.action=rollback returns to a checkpoint as it was, which takes "
-                "model, optimizer and "
-                f"extra; add {', '.join(lacking)}, or set guards.action=skip."
+                f"model, optimizer and extra; add {', '.join(lacking)}, or set guards.action=skip."
             )
     if config.trainer.save_freq == 0:
         yield (

@@ -22,7 +22,7 @@ from rlhf.launch.local.launcher_process import ForkedRanks, LauncherProcess
 from rlhf.launch.local.processes import PlainRanks
 from rlhf.launch.local.rank_output import RankOutput
 from rlhf.launch.stop_request import StopRequest
-from rlhf.planning.devices import count_gpus
+from rlhf.planning.devices import count_gpus, usable_cores
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked
 from rlhf.ranks.parent import SUPERVISOR_PID
 from rlhf.ranks.status import clear_statuses
@@ -218,7 +218,9 @@ def _modules(trainer: TrainerConfig, data: DataConfig, backend: BackendConfig) -
 def _variables(t: TrainerConfig, backend: BackendConfig) -> dict[str, str]:
     variables = {
         SUPERVISOR_PID: str(os.getpid()),
-        "OMP_NUM_THREADS": str(t.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or max(1, _cores() // t.ranks)),
+        "OMP_NUM_THREADS": str(
+            t.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // t.ranks)
+        ),
         # libgomp's default is threads that spin at barriers. They are very slow once another process needs their core.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         # NumPy's OpenBLAS starts its threads on import, and the launcher must have no threads when it forks.
@@ -230,8 +232,3 @@ def _variables(t: TrainerConfig, backend: BackendConfig) -> dict[str, str]:
     if backend.name == "deepspeed" and t.device != "auto":
         variables["DS_ACCELERATOR"] = t.device
     return variables
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use. Containers and schedulers set an affinity mask."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
