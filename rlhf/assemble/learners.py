@@ -66,10 +66,6 @@ class Engines:
     seed: int
     device: torch.device
 
-    def frozen(self, loaded: Loaded, kept: FrozenFsdpConfig) -> Fsdp2Model:
-        """Shard a model without an optimizer over the ranks and load its weights. Collective."""
-        return frozen(loaded, self.backend, kept, self.device)
-
     def trained(
         self, section: ActorConfig | CriticConfig, found: Found, loaded: Loaded, training_steps: int
     ) -> TrainingBackend:

@@ -12,7 +12,7 @@ import torch
 from rlhf.assemble.course import user_files
 from rlhf.assemble.found_models import FoundModels, find_models
 from rlhf.assemble.inputs import RunInputs, read_prompts
-from rlhf.assemble.learners import Engines, Learners, read_adapters
+from rlhf.assemble.learners import Engines, Learners, frozen, read_adapters
 from rlhf.assemble.rollouts import Setup, build_collector, build_engine, build_evaluator, build_reward
 from rlhf.backends import check_backend
 from rlhf.backends.base import TrainingBackend
@@ -206,7 +206,7 @@ def _learners(setup: Setup, models: FoundModels, policy: Loaded, total_steps: in
         add_adapters(policy.model, lora, getattr(torch, base_dtype(lora, config.backend)))
     elif compares:
         start = models.policy.load(loading.load_model, coordinator, device)
-        model = engines.frozen(start, config.ref.fsdp_config)
+        model = frozen(start, config.backend, config.ref.fsdp_config, device)
         with model.on_device():
             check_log_probs(model.module, device)
         reference = Reference(model, temperature, budgets.reference, config.ref)

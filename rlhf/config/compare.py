@@ -14,7 +14,6 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhf.config import Config
 from rlhf.config.derived import needs_critic
 from rlhf.config.known_settings import SETTINGS
-from rlhf.config.migrations import Lost
 from rlhf.config.resolved import from_stored, to_yaml
 from rlhf.config.same_files import same_value
 from rlhf.errors import UserError
@@ -45,11 +44,6 @@ class Change:
     stored: Any
     present: Any
     removed: str | None = None
-
-    @classmethod
-    def of_lost(cls, lost: Lost) -> "Change":
-        """Return the change for a removed setting of which the run stored a value that no longer has an effect."""
-        return cls(lost.setting.key, lost.stored, lost.setting.acts_as, lost.release)
 
     def __str__(self) -> str:
         gone = f" (release {self.removed} removed the setting)" if self.removed else ""
@@ -89,7 +83,8 @@ def compare_text(stored: str, present: Config, release: str | None = None) -> Co
     try:
         config, lost = from_stored(stored, release)
         diff = compare(config, present)
-        return ConfigDiff(diff.harmless, diff.trajectory + [Change.of_lost(value) for value in lost])
+        gone = [Change(each.setting.key, each.stored, each.setting.acts_as, each.release) for each in lost]
+        return ConfigDiff(diff.harmless, diff.trajectory + gone)
     except OmegaConfBaseException as error:
         raise UserError(
             f"the checkpoint's settings are of another version of rlhf ({str(error).splitlines()[0]}). Continue it "

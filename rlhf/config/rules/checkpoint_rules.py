@@ -85,6 +85,7 @@ def _remote(config: Config) -> Iterator[str]:
             yield f"checkpoint.remote_max_to_keep={kept}: has effect only with checkpoint.remote (it is null)."
         return
     scheme, separator, path = remote.partition("://")
+    copies = Path(path, config.trainer.project_name, config.trainer.experiment_name)
     if (shown := Redaction()(remote)) != remote:
         yield (
             f"checkpoint.remote={shown}: holds a secret, which every checkpoint and resolved.yaml would have. Leave it "
@@ -96,14 +97,10 @@ def _remote(config: Config) -> Iterator[str]:
     elif not path.strip("/") or (scheme == "file" and not path.startswith("/")):
         example = {"file": "/folder", "hdfs": "namenode:8020/folder"}.get(scheme, "bucket/folder")
         yield f"checkpoint.remote={remote}: must name a whole path, such as {scheme}://{example}."
-    elif scheme == "file" and _run_folder(config, Path(path)).is_relative_to(config.run_dir.resolve()):
+    elif scheme == "file" and copies.resolve().is_relative_to(config.run_dir.resolve()):
         yield (
             f"checkpoint.remote={remote}: the copies would lie in the run directory, {config.run_dir}; name another "
             "folder."
         )
     elif find_spec(package := REMOTES[scheme]) is None:
         yield f"checkpoint.remote={remote}: needs the package {package}: pip install {package}"
-
-
-def _run_folder(config: Config, base: Path) -> Path:
-    return (base / config.trainer.project_name / config.trainer.experiment_name).resolve()
