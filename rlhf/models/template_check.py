@@ -1,12 +1,12 @@
 """Check of chat templates before anything loads a tokenizer: their syntax, and a rendering of one prompt."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError
+from rlhf.models.config_check import read_object
 from rlhf.models.template_trial import environment, problem_of
 
 _DEFAULT = "default"
@@ -68,11 +68,8 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     """As the tokenizer's files name them. A class of the library's may have others, which any text stands for."""
     tokens = dict.fromkeys(_SPECIAL_TOKENS, "")
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        try:
-            named = json.loads((folder / file).read_text(encoding="utf-8"))
-            found = {key: named.get(key) for key in _SPECIAL_TOKENS}
-        except (OSError, ValueError, AttributeError, RecursionError):
-            continue  # told when it is read
+        named = read_object(folder / file) or {}
+        found = {key: named.get(key) for key in _SPECIAL_TOKENS}
         found = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
         tokens |= {key: value for key, value in found.items() if isinstance(value, str)}
     return tokens
@@ -109,10 +106,7 @@ def _templates(folder: Path) -> Iterator[tuple[str, str, str]]:
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         yield path.name, path.stem, _read(path)
     for file, name in (("tokenizer_config.json", _DEFAULT), ("chat_template.json", "processor")):
-        try:
-            template = json.loads((folder / file).read_text(encoding="utf-8")).get("chat_template")
-        except (OSError, ValueError, AttributeError, RecursionError):
-            continue  # told when it is read
+        template = (read_object(folder / file) or {}).get("chat_template")
         if isinstance(template, str):
             yield file, name, template
         for entry in template if isinstance(template, list) else []:
