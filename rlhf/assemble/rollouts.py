@@ -37,7 +37,7 @@ from rlhf.tracking.sample_files import ShownSample
 
 @dataclass(frozen=True)
 class Setup:
-    """What every component of a rank is made with."""
+    """Objects that every component of a rank is made with."""
 
     config: Config
     device: torch.device

@@ -54,7 +54,7 @@ def backend_problems(config: Config) -> Iterator[str]:
 
 
 def package_problem(package: str, least: str) -> str | None:
-    """What is wrong with an installed package of which a release is the `least`; None if nothing is."""
+    """Return the problem with the installed package: it is missing or older than `least`. None if there is none."""
     try:
         found = version(package)
     except PackageNotFoundError:

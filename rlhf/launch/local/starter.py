@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankNeeds:
-    """What the processes of a run's ranks need."""
+    """Settings and paths that the processes of a run's ranks need."""
 
     modules: Sequence[str]
     """Modules that the launcher imports, for the ranks that it forks."""
