@@ -8,11 +8,13 @@ from typing import Any, Protocol
 
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.models.hf.source import Origin, TensorSource
-from rlhf.storage.layout import scan
+from rlhf.storage.layout import scan, step_of
 
 AUTO = "auto"
 MOST_ROLES = 100
 """Folders in which a model is looked for; a step's folder has few."""
+OTHER_ROLES = ("critic", "ref")
+"""Folders of a checkpoint of ours for which `--role` has to be given."""
 
 
 class Layout(Protocol):
@@ -103,13 +105,35 @@ def open_source(origin: Origin, backend: str = AUTO) -> TensorSource:
         there = ", ".join(roles)
         raise UserError(f"{origin.path} has no role {origin.role}; it has {there}. Set --role, or give its folder.")
     for step in scan(origin.path):
-        if any(entry.load().recognises(replace(origin, path=step)) for entry in asked):
+        if _is_known(replace(origin, path=step), asked):
             raise UserError(f"{origin.path} holds steps of another trainer. Give one of them, such as {step}.")
     # A layout that the user names says best itself what is missing.
     if backend != AUTO and len(asked) == 1:
         return _opened(asked[0], origin)
+    if within := _checkpoint_around(origin, asked):
+        raise UserError(
+            f"{origin.path} is a part of {within}, which is to be given whole. {_role_hint(origin, within)}"
+        )
     looked_for = "; ".join(f"{entry.known_by} ({entry.backend})" for entry in asked)
     raise UserError(f"{origin.path} holds no checkpoint that is known here. Looked for: {looked_for}.")
+
+
+def _is_known(origin: Origin, asked: list[LayoutEntry]) -> bool:
+    return any(entry.load().recognises(origin) for entry in asked)
+
+
+def _checkpoint_around(origin: Origin, asked: list[LayoutEntry]) -> Path | None:
+    """Return the checkpoint that `origin` is a folder of, such as the one around our `global_step_N/actor`."""
+    around = origin.path.absolute().parents[:2]
+    return next(
+        (path for path in around if step_of(path) is not None and _is_known(replace(origin, path=path), asked)), None
+    )
+
+
+def _role_hint(origin: Origin, within: Path) -> str:
+    """Return what to type for the checkpoint `within` instead of `origin`, a folder in it."""
+    part = origin.path.absolute().relative_to(within).parts[0]
+    return f"Give {within}" + (f" and --role {part}." if part in OTHER_ROLES and part != origin.role else ".")
 
 
 def _roles_in(origin: Origin, asked: list[LayoutEntry]) -> list[str]:

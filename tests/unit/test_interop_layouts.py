@@ -56,6 +56,16 @@ def test_what_nobody_knows(tmp_path):
     assert backends()[0] == "auto"
 
 
+def test_a_part_of_our_checkpoint_names_the_checkpoint(tmp_path):
+    step = tmp_path / "global_step_2"
+    for role in ("actor", "critic"):
+        (step / role / "model").mkdir(parents=True)
+    (step / "manifest.json").touch()
+    for part, said in (("actor", ""), ("actor/model", ""), ("critic", " and --role critic")):
+        with pytest.raises(UserError, match=rf"is a part of {step}, which is to be given whole\. Give {step}{said}\."):
+            open_source(Origin(step / part))
+
+
 def test_a_role_that_is_not_there(tmp_path):
     for role in ("actor", "critic"):
         (tmp_path / role).mkdir()
