@@ -152,4 +152,6 @@ def _lines(verdict: Verdict, atol: float) -> list[str]:
     logits = "not compared" if verdict.logits is None else f"largest difference {verdict.logits:.6g}"
     judged = "equal" if verdict.equal else "NOT equal"
     lines.append(f"{verdict.tensors} tensors, largest difference {verdict.largest:.6g}; logits: {logits}")
+    if verdict.dtypes:
+        lines.append("types differ, which --ignore-dtype allows")
     return [*lines, f"{judged} within {atol:g}"]
