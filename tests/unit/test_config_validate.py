@@ -144,7 +144,12 @@ REFUSED: list[tuple[dict, str]] = [
     (
         {"actor__ppo_mini_batch_size": 48},
         "actor.ppo_mini_batch_size=48 must divide data.train_batch_size=64: "
-        "set actor.ppo_mini_batch_size=16 or data.train_batch_size=96.",
+        "set actor.ppo_mini_batch_size=32 or data.train_batch_size=96.",
+    ),
+    (
+        {"data__train_batch_size": 10},
+        "actor.ppo_mini_batch_size=64 must divide data.train_batch_size=10: "
+        "set actor.ppo_mini_batch_size=10 or data.train_batch_size=64.",
     ),
     ({"actor__shuffle": True}, "actor.shuffle=true: a step is one mini-batch of all its prompts"),
     ({"rollout__temperature": 0.0}, "rollout.temperature=0: samples would be greedy"),

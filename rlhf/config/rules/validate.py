@@ -121,9 +121,10 @@ def _run(config: Config) -> Iterator[str]:
 def _batches(config: Config) -> Iterator[str]:
     train, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
     if train % mini:
+        smaller = next(size for size in range(min(train, mini), 0, -1) if train % size == 0)
         yield (
             f"actor.ppo_mini_batch_size={mini} must divide data.train_batch_size={train}: "
-            f"set actor.ppo_mini_batch_size={math.gcd(train, mini)} "
+            f"set actor.ppo_mini_batch_size={smaller} "
             f"or data.train_batch_size={math.ceil(train / mini) * mini}."
         )
 
