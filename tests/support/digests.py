@@ -2,8 +2,8 @@
 
 A digest covers names, types, shapes and values, not files: it survives a change of the form of a file. It depends
 neither on the number of ranks that shards are cut for nor on the order of entries. `known_digests.json` has the digests
-by place, which is what decides the bits beside the code: see `place`. Exit code 0 when all digests are the known ones,
-1 when one differs, 2 when this place is unknown; `--record` then adds the digests of this tree to the table.
+by places: what decides the bits beside the code (see `place`). Exit code 0 when all digests are the known ones, 1 when
+one differs, 2 when this place is unknown; `--record` then adds the digests of this tree to the table.
 `--of CHECKPOINT` prints the digests of a checkpoint that is there already.
 """
 
@@ -165,12 +165,22 @@ def _plain(numbers: Any) -> list:
 
 def known(here: Mapping[str, str]) -> dict[str, dict[str, str]] | None:
     """The known digests of each run at a place, None where nothing is known."""
-    return next((entry["digests"] for entry in json.loads(TABLE.read_text()) if entry["place"] == here), None)
+    return next((entry["digests"] for entry in json.loads(TABLE.read_text()) if here in entry["places"]), None)
+
+
+def known_everywhere(run: str) -> Digests:
+    """The known digests of the parts of a run that are the same at every known place: no kernel decides them."""
+    first, *others = (entry["digests"][run] for entry in json.loads(TABLE.read_text()))
+    return {part: digest for part, digest in first.items() if all(other.get(part) == digest for other in others)}
 
 
 def record(here: Mapping[str, str], digests: Mapping[str, Digests]) -> None:
-    """Add the digests of a place that is unknown to the table."""
-    entries = [*json.loads(TABLE.read_text()), {"place": here, "digests": digests}]
+    """Add a place that is unknown to the table, beside the places that have the same digests."""
+    entries = json.loads(TABLE.read_text())
+    same = next((entry for entry in entries if entry["digests"] == digests), None)
+    if same is None:
+        entries.append(same := {"places": [], "digests": digests})
+    same["places"].append(here)
     TABLE.write_text(json.dumps(entries, indent=1) + "\n")
 
 
