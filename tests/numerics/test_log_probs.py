@@ -15,6 +15,7 @@ from rlhf.learning.policy import Policy, response_log_probs
 from rlhf.models.log_prob_head import with_log_probs
 from rlhf.models.log_prob_probe import check_log_probs
 from tests.support.engines import CPU, ENGINES
+from tests.support.in_float64 import TOLERANCE, in_float64
 from tests.support.numeric_ranks import single_rank
 from tests.support.tiny_updates import VOCAB, EveryBatch, random_batch, tiny_gemma2, tiny_qwen2
 
@@ -59,20 +60,21 @@ def gradients_of(model: nn.Module, log_probs: Tensor, entropies: Tensor | None) 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("wrap", [lambda model: model, OfAnotherBuild], ids=["chunks", "whole_logits"])
+@in_float64()
 def test_against_a_full_forward_of_each_sequence(temperature, wrap):
     model, batch = tiny_qwen2(), random_batch(seed=3, samples=9)
     expected = expected_of(model, batch, temperature)
     for with_entropy in (True, False):
         ours, entropy = response_log_probs(with_log_probs(wrap(model)), batch, temperature, with_entropy=with_entropy)
-        assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours.double(), expected[0], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ours, expected[0], rtol=TOLERANCE, atol=TOLERANCE)
         assert (entropy is not None) == with_entropy
     _, entropy = response_log_probs(with_log_probs(wrap(model)), batch, temperature, with_entropy=True)
-    torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy, expected[1], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("entropy_in_loss", [True, False])
 @pytest.mark.parametrize("chunk_elements", [1 << 26, 2000, 130, 1])
+@in_float64()
 def test_gradients(chunk_elements, entropy_in_loss, monkeypatch):
     monkeypatch.setitem(log_probs_module.CHUNK_ELEMENTS, "cpu", chunk_elements)
     model, batch = tiny_qwen2(), random_batch(seed=4, samples=7)
@@ -81,9 +83,10 @@ def test_gradients(chunk_elements, entropy_in_loss, monkeypatch):
     log_probs, entropies = response_log_probs(with_log_probs(model), batch, 0.8, with_entropy=True)
     ours = gradients_of(model, log_probs, entropies if entropy_in_loss else None)
     assert any(g.abs().max() > 0.1 for g in expected.values())
-    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@in_float64()
 def test_chunks_change_nothing(monkeypatch):
     model, batch = tiny_qwen2(), random_batch(seed=5, samples=7)
     whole = response_log_probs(with_log_probs(model), batch, 1.0, with_entropy=True)
@@ -91,8 +94,8 @@ def test_chunks_change_nothing(monkeypatch):
     for elements in (2000, 130, 1):  # several rows, part of a row, one token
         monkeypatch.setitem(log_probs_module.CHUNK_ELEMENTS, "cpu", elements)
         parts = response_log_probs(with_log_probs(model), batch, 1.0, with_entropy=True)
-        torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(gradients_of(model, *parts), gradients, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(parts, whole, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(gradients_of(model, *parts), gradients, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_what_lies_in_the_padding_does_not_matter():
@@ -105,15 +108,17 @@ def test_what_lies_in_the_padding_does_not_matter():
         response_log_probs(with_log_probs(model), other, 1.0, with_entropy=True),
         strict=True,
     ):
+        assert one.dtype == torch.float32
         assert torch.equal(one, two)
         assert not one[batch.response_mask == 0].any()
 
 
 @pytest.mark.parametrize("samples", [1, 4])
+@in_float64()
 def test_a_single_length(samples):
     model, batch = tiny_qwen2(), random_batch(seed=7, samples=samples, prompt=(3, 3), response=(1, 1))
     ours, _ = response_log_probs(with_log_probs(model), batch, 1.0, with_entropy=False)
-    torch.testing.assert_close(ours.double(), expected_of(model, batch, 1.0)[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours, expected_of(model, batch, 1.0)[0], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_bfloat16_autocast_is_close_and_keeps_float32_at_both_ends():
@@ -148,14 +153,16 @@ def test_bfloat16_autocast_is_close_and_keeps_float32_at_both_ends():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
+@in_float64()
 def test_other_architectures(family, settings):
     model, batch = tiny(family, **settings), random_batch(seed=10, samples=4)
     expected = expected_of(model, batch, 0.7)
     expected_gradients = gradients_of(model, *expected)
     ours = response_log_probs(with_log_probs(model), batch, 0.7, with_entropy=True)
     assert model.whole_logits is None
-    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=2e-6, check_dtype=False)
-    torch.testing.assert_close(gradients_of(model, *ours), expected_gradients, rtol=1e-5, atol=2e-6)
+    options = {"rtol": TOLERANCE, "atol": TOLERANCE}
+    torch.testing.assert_close(ours, expected, **options)
+    torch.testing.assert_close(gradients_of(model, *ours), expected_gradients, **options)
     again = response_log_probs(copy.deepcopy(model), batch, 0.7, with_entropy=True)
     assert all(torch.equal(one, two) for one, two in zip(ours, again, strict=True))
 

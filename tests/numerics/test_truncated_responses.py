@@ -19,6 +19,7 @@ from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
+from tests.support.in_float64 import TOLERANCE, in_float64
 from tests.support.numeric_ranks import single_rank
 from tests.support.tiny_updates import EveryBatch, as_held, fill, random_batch, tiny_qwen2, tiny_value_model
 from tests.support.update_cases import OPTIM, engine
@@ -65,6 +66,7 @@ def test_their_rewards_count_and_their_advantages_leave(name: str) -> None:
 
 
 @functools.cache
+@in_float64()
 def trained(role: str, mode: str, absent: bool) -> dict[str, Any]:
     """Weights and figures after two epochs over two mini-batches, of a batch with the masked responses or without."""
     made, _ = filled("gae", True)
@@ -90,7 +92,7 @@ def trained(role: str, mode: str, absent: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_the_update_is_that_of_a_batch_without_them(role: str, mode: str) -> None:
-    torch.testing.assert_close(trained(role, mode, False), trained(role, mode, True), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(trained(role, mode, False), trained(role, mode, True), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_a_mini_batch_without_a_token_is_a_step_that_is_told_and_says_nothing_of_the_entropy() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.in_float64 import in_float64
+from tests.support.in_float64 import TOLERANCE, in_float64
 from tests.support.numeric_ranks import run_ranks
 from tests.support.plain_update import Plain, log_softmax_of, near_tokens, plain_actor, plain_critic, written
 from tests.support.tiny_updates import tiny_value_model
@@ -30,14 +30,12 @@ SPLITS = {
     1: [(1000, 0, "plan"), (60, 0, "plan"), (1, 6, "plan")],
     2: [(1000, 6, "plan"), (60, 0, "lone")],
 }
-# A float64 is off by 1e-16 of itself, a gradient is a sum of some 1e5 terms, and six steps of AdamW follow.
-TOLERANCE = 1e-9
 
 
 @in_float64()
 def every_update() -> dict[str, dict[str, Any]]:
     return {
-        f"{case}/{budget}/{columns}/{way}": run_update(case, budget, columns, way, dtype=torch.float64)
+        f"{case}/{budget}/{columns}/{way}": run_update(case, budget, columns, way)
         for case in CASES
         for budget, columns, way in SPLITS[dist.get_world_size()]
     }

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.backends.fsdp2 import shard
@@ -18,6 +16,7 @@ from rlhf.config import BackendConfig
 from rlhf.learning.predicted_tokens import PredictedTokens
 from rlhf.models.loading import without_dropout
 from rlhf.models.packing import pack
+from tests.support.in_float64 import in_float64
 from tests.support.tiny_models import tiny_config
 from tests.support.tiny_updates import EveryBatch, random_batch
 
@@ -66,18 +65,6 @@ def joined(batches: list[EveryBatch]) -> EveryBatch:
     return EveryBatch(**{field.name: cat(field.name) for field in fields(EveryBatch)})
 
 
-class Exact(TorchFunctionMode):
-    """Everything in float64, also where the library's layers take float32 on their way."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = Tensor.double if func is Tensor.float else func
-        args, kwargs = (
-            tree_map(lambda leaf: torch.float64 if leaf is torch.float32 else leaf, each)
-            for each in (args, kwargs or {})
-        )
-        return func(*args, **kwargs)
-
-
 def loss_of(model: nn.Module, batch: EveryBatch) -> Tensor:
     """A sum over the response tokens of log-probs, each with a weight of its own, in the model's precision."""
     tokens = PredictedTokens.of(model, batch)
@@ -92,7 +79,7 @@ def loss_and_gradients(model: nn.Module, micro_batches: list[EveryBatch]) -> dic
     first = next(model.parameters())
     dtype, loss = first.dtype, torch.zeros((), dtype=first.dtype, device=first.device)
     for micro in micro_batches:
-        with Exact() if dtype == torch.float64 else nullcontext():
+        with in_float64() if dtype == torch.float64 else nullcontext():
             share = loss_of(model, micro)
             (share * (dist.get_world_size() if dist.is_initialized() else 1)).backward()
         loss += share.detach()

@@ -38,7 +38,6 @@ from rlhf.models.log_prob_probe import check_log_probs
 from rlhf.models.packing import pack
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
-from tests.support.in_float64 import batch_in, in_float64
 from tests.support.plain_update import SEED, STEP, log_softmax_of, on_grid
 from tests.support.tiny_updates import (
     EveryBatch,
@@ -224,24 +223,23 @@ def with_optim(case: str, config: Config, **settings: Any) -> Config:
 
 
 @functools.cache
-@in_float64()
-def whole_batch() -> EveryBatch:
-    """Random samples, as if drawn by an engine whose log-probs are near the policy's; the same in every process."""
+def whole_batch(dtype: torch.dtype) -> EveryBatch:
+    """Random samples, as if drawn by an engine whose log-probs are near the policy's; the same in every process. In
+    `dtype`, which is the default one."""
     batch, policy = random_batch(seed=11, samples=PROMPTS * GROUP), tiny_qwen2()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for sample, length in enumerate(batch.response_lengths.tolist()):
             noise = 0.5 * torch.randn(length, generator=generator)
-            batch.rollout_log_probs[sample, :length] = (log_softmax_of(policy, batch, sample)[0] + noise).mul(
-                1024
-            ).round() / 1024
+            batch.rollout_log_probs[sample, :length] = on_grid(log_softmax_of(policy, batch, sample)[0] + noise)
     return batch
 
 
 def batch_of(case: str) -> EveryBatch:
     """The batch of a case: in those about older samples every third is one step old, in some the policy did not write
     all tokens."""
-    batch = with_observations(whole_batch()) if case in OBSERVING_CASES else whole_batch()
+    batch = whole_batch(torch.get_default_dtype())
+    batch = with_observations(batch) if case in OBSERVING_CASES else batch
     return replace(batch, staleness=(torch.arange(len(batch)) % 3 == 0).long()) if case in OLDER_CASES else batch
 
 
@@ -314,7 +312,7 @@ def prepared_actor(
 ) -> Actor:
     """The actor of a case; the log-probs that its update needs are added to `batch`. Collective."""
     mini_batches, budget = CASES[case][0], config.actor.ppo_max_token_len_per_gpu
-    policy, frozen = (model.to(batch.advantages.dtype) for model in start_policies(case))
+    policy, frozen = start_policies(case)
     actor = Actor(
         engine(policy, config.actor, backend),
         config.actor,
@@ -342,7 +340,7 @@ def prepared_actor(
 
 def prepared_critic(config: Config, backend: BackendConfig, batch: EveryBatch, held: Spread, *, packed: bool) -> Critic:
     """The critic of a case; its values are added to `batch`. Collective."""
-    model = engine(tiny_value_model().to(batch.returns.dtype), config.critic, backend)
+    model = engine(tiny_value_model(), config.critic, backend)
     if packed:
         pack(model.module)
     scale = config.actor.loss_scale_factor or config.data.max_response_length
@@ -353,23 +351,18 @@ def prepared_critic(config: Config, backend: BackendConfig, batch: EveryBatch, h
 
 
 def run_update(
-    case: str,
-    budget: int,
-    extra_columns: int,
-    way: str = "plan",
-    backend: BackendConfig | None = None,
-    dtype: torch.dtype = torch.float32,
+    case: str, budget: int, extra_columns: int, way: str = "plan", backend: BackendConfig | None = None
 ) -> dict[str, Any]:
     """Weights, gradients of every optimizer step (FSDP2's only), metrics and reported micro-batches (done, of how many)
     of one update on this process group. Sequences are packed, with extra columns padded."""
     backend, packed = backend or BackendConfig(), not extra_columns
     mini_batches, config = CASES[case]
     config = with_optim(case, config, ppo_max_token_len_per_gpu=budget)
-    whole_step, shuffle = batch_in(dtype, batch_of(case)), None
+    shuffle: Shuffle | None = None
     if config.actor.shuffle:
-        mine, held, shuffle = shuffled(whole_step, mini_batches)
+        mine, held, shuffle = shuffled(batch_of(case), mini_batches)
     else:
-        mine, held = share(whole_step, mini_batches, way)
+        mine, held = share(batch_of(case), mini_batches, way)
     batch = padded(mine, extra_columns)
     role: Actor | Critic
     if case in ACTOR_CASES:
