@@ -14,7 +14,7 @@ from rlhf.models import loading, weights
 from rlhf.models.adapter_folder import WEIGHTS
 from rlhf.models.adapter_layers import Adapters, add_adapters
 from rlhf.models.adapter_start import check_stored
-from rlhf.models.loading import ModelSource
+from rlhf.models.loading import ModelSource, ModelStart
 from rlhf.models.model_files import ModelFiles, find_files
 from rlhf.models.weights import Loaded
 from rlhf.ranks.coordinator import Coordinator
@@ -30,7 +30,7 @@ class Found:
 
     def load(self, function: Callable[..., PreTrainedModel], coordinator: Coordinator, device: torch.device) -> Loaded:
         """The model that `function`, one of the `load_...` of `rlhf.models.loading`, makes of it. Collective."""
-        load_from = partial(function, self.files.source, self.files.folder, self.hf_config, torch.float32)
+        load_from = partial(function, ModelStart(self.files.source, self.files.folder, self.hf_config))
         return weights.load(self.files, self.hf_config, load_from, coordinator, device)
 
     def check_adapters(self, lora: LoraConfig) -> None:

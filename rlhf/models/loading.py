@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,15 @@ class ModelSource:
         return f"{self.setting}={self.path}"
 
 
+@dataclass(frozen=True)
+class ModelStart:
+    """A model before its weights: where it is from, its folder here, its architecture."""
+
+    source: ModelSource
+    folder: Path
+    hf_config: PretrainedConfig
+
+
 def resolve_path(source: ModelSource, weights: bool = True) -> Path:
     """The local folder that `source` means; a Hub name is downloaded into the Hub's cache, with or without `weights`.
     Raises UserError when it can't be had."""
@@ -91,21 +100,15 @@ def without_dropout(hf_config: PretrainedConfig) -> PretrainedConfig:
     return hf_config
 
 
-def load_model(
-    source: ModelSource,
-    folder: Path,
-    hf_config: PretrainedConfig,
-    dtype: torch.dtype,
-    tensors: Mapping[str, Tensor] | None = None,
-) -> PreTrainedModel:
-    """The weights of `folder` (safetensors only) as a causal LM on the CPU in `dtype`. Raises UserError if any is
+def load_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
+    """The weights of the folder (safetensors only) as a causal LM on the CPU in float32. Raises UserError if any is
     missing.
 
     This and the next two: with `tensors`, by their names in the files, no weights are read, only the small files of
-    `folder`.
+    the folder.
     """
-    model, wrong = _load(AutoModelForCausalLM, source, folder, hf_config, dtype, tensors)
-    _refuse(source, wrong)
+    model, wrong = _load(AutoModelForCausalLM, start, tensors)
+    _refuse(start.source, wrong)
     return model
 
 
@@ -115,22 +118,16 @@ def empty_model(source: ModelSource, hf_config: PretrainedConfig) -> PreTrainedM
         return AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), trust_remote_code=source.trust_remote_code)
 
 
-def load_value_model(
-    source: ModelSource,
-    folder: Path,
-    hf_config: PretrainedConfig,
-    dtype: torch.dtype,
-    tensors: Mapping[str, Tensor] | None = None,
-) -> PreTrainedModel:
-    """The weights of `folder` under a head of one value per token: `forward(input_ids=..., use_cache=False).logits` is
-    [N, L, 1].
+def load_value_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
+    """The weights of the folder under a head of one value per token: `forward(input_ids=..., use_cache=False).logits`
+    is [N, L, 1].
 
     The folder's own head (of a saved critic or of a reward model with one label) is kept. A causal LM has none, and the
     head is zero: a random one would give the first steps values, and so advantages, of no meaning and a scale of their
-    own. `hf_config` is left as it is; the model's own, with one label, is `.config`. Raises UserError if other weights
-    are missing, or for a head with several labels.
+    own. `start.hf_config` is left as it is; the model's own, with one label, is `.config`. Raises UserError if other
+    weights are missing, or for a head with several labels.
     """
-    hf_config = copy.deepcopy(hf_config)
+    source, hf_config = start.source, copy.deepcopy(start.hf_config)
     hf_config.num_labels = 1
     # Where the architecture knows no such setting, the library's head would fall back to a dropout of 0.1.
     hf_config.classifier_dropout = 0.0
@@ -140,7 +137,7 @@ def load_value_model(
             f"{source}: a value head can't be put on its architecture ({hf_config.model_type}); name a causal LM."
         )
     loader, names = found
-    model, wrong = _load(loader, source, folder, hf_config, dtype, tensors, key_mapping=names)
+    model, wrong = _load(loader, replace(start, hf_config=hf_config), tensors, key_mapping=names)
     heads = {name: shape for name, shape in wrong.items() if name.split(".")[0] in HEADS}
     for name, shape in heads.items():
         if shape is not None:
@@ -154,41 +151,31 @@ def load_value_model(
     return model
 
 
-def load_reward_model(
-    source: ModelSource,
-    folder: Path,
-    hf_config: PretrainedConfig,
-    dtype: torch.dtype,
-    tensors: Mapping[str, Tensor] | None = None,
-) -> PreTrainedModel:
-    """The weights of `folder` as a frozen sequence classifier: `forward(input_ids=..., attention_mask=...).logits` is
+def load_reward_model(start: ModelStart, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
+    """The weights of the folder as a frozen sequence classifier: `forward(input_ids=..., attention_mask=...).logits` is
     [N, 1].
 
     Raises UserError if the folder has another number of labels or lacks weights.
     """
+    source, hf_config = start.source, start.hf_config
     known = type(hf_config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     if not known and AutoModelForSequenceClassification.__name__ not in getattr(hf_config, "auto_map", {}):
         raise UserError(
             f"{source}: {hf_config.model_type} has no sequence classifier in transformers; name another model."
         )
     check_labels(str(source), hf_config.num_labels)
-    model, wrong = _load(AutoModelForSequenceClassification, source, folder, hf_config, dtype, tensors)
+    model, wrong = _load(AutoModelForSequenceClassification, start, tensors)
     _refuse(source, wrong)
     model.config.use_cache = False  # one pass over whole texts
     return model.requires_grad_(False).eval()
 
 
 def _load(
-    loader: Any,
-    source: ModelSource,
-    folder: Path,
-    hf_config: PretrainedConfig,
-    dtype: torch.dtype,
-    tensors: Mapping[str, Tensor] | None,
-    **options: Any,
+    loader: Any, start: ModelStart, tensors: Mapping[str, Tensor] | None, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, tuple[int, ...] | None]]:
-    """The model, and its weights that `folder` lacks (None) or has in another shape (that shape)."""
-    options |= {"config": hf_config, "dtype": dtype, "attn_implementation": source.attn_implementation}
+    """The model, and its weights that the folder lacks (None) or has in another shape (that shape)."""
+    source, folder, hf_config = start.source, start.folder, start.hf_config
+    options |= {"config": hf_config, "dtype": torch.float32, "attn_implementation": source.attn_implementation}
     # The library makes up what a file lacks and tells it in a warning; here it is told as a mistake.
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:

@@ -17,7 +17,7 @@ from rlhf.backends.training import Training
 from rlhf.checkpoint.__main__ import main
 from rlhf.config import Config, RolloutConfig
 from rlhf.models import weights
-from rlhf.models.loading import ModelSource, hf_files, load_model, load_model_config
+from rlhf.models.loading import ModelSource, ModelStart, hf_files, load_model, load_model_config
 from rlhf.models.model_files import find_files
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
@@ -52,9 +52,7 @@ def engine_of(kind: str, model: Path, scratch: Path) -> TrainingBackend:
     source, coordinator = ModelSource("model.path", str(model)), Coordinator(GlooTransport())
     hf_config = load_model_config(source, model)
     files = find_files(source, "auto", coordinator, CPU, scratch)
-    loaded = weights.load(
-        files, hf_config, partial(load_model, source, model, hf_config, torch.float32), coordinator, CPU
-    )
+    loaded = weights.load(files, hf_config, partial(load_model, ModelStart(source, model, hf_config)), coordinator, CPU)
     assert any(p.is_meta for p in loaded.model.parameters())
     small = hf_files(hf_config, tiny_tokenizer(), None)
     options: dict[str, Any] = {"grad_clip": 1.0, "total_optimizer_steps": 20, "hf_files": small}

@@ -22,7 +22,7 @@ from rlhf.config.library import Library
 from rlhf.errors import EXIT_DONE
 from rlhf.events import subscribe
 from rlhf.launch.supervisor import supervise
-from rlhf.models.loading import ModelSource, load_model, load_model_config
+from rlhf.models.loading import ModelSource, ModelStart, load_model, load_model_config
 from rlhf.storage.layout import step_dir
 from rlhf.storage.shards import Shard, Shards
 from tests.support.checkpoints import TINY_POLICY, PlainRole, begin_at, equal_bits, files_of, run_ranks, save_steps
@@ -41,7 +41,7 @@ class TinyRole(PlainRole):
     def __init__(self, moved: float = 0.5) -> None:
         super().__init__()
         source = ModelSource("model.path", str(TINY_POLICY))
-        model = load_model(source, TINY_POLICY, load_model_config(source, TINY_POLICY), torch.float32)
+        model = load_model(ModelStart(source, TINY_POLICY, load_model_config(source, TINY_POLICY)))
         self.weights = {name: p.detach() + moved * p.detach().std() / 3 for name, p in model.named_parameters()}
 
     def model_shards(self) -> Shards:

@@ -59,7 +59,7 @@ def train_all(rank: int, folder: Path, cells: list[Cell]) -> dict[tuple[str, ...
         source = loading.ModelSource("model.path", config.model.path)
         hf_config = loading.load_model_config(source, Path(source.path))
         load = loading.load_value_model if role == "critic" else loading.load_model
-        model = load(source, Path(source.path), hf_config, torch.float32)
+        model = load(loading.ModelStart(source, Path(source.path), hf_config))
         options: dict[str, Any] = {"grad_clip": 0.5, "total_optimizer_steps": 20}
         backend = build_backend(model, ENGINES[kind], CPU, Training(OPTIM, **options))
         if role == "critic":

@@ -21,7 +21,7 @@ from rlhf.config import BackendConfig
 from rlhf.errors import UserError
 from rlhf.models import loading, weights
 from rlhf.models.fingerprint import fingerprint as fingerprint_of
-from rlhf.models.loading import ModelSource, hf_files, load_model_config, load_tokenizer
+from rlhf.models.loading import ModelSource, ModelStart, hf_files, load_model_config, load_tokenizer
 from rlhf.models.model_files import ModelFiles, find_files, read_headers
 from rlhf.models.skeleton import skeleton
 from rlhf.ranks.coordinator import Coordinator
@@ -99,14 +99,14 @@ def find(path: str, mode: str, coordinator: Coordinator, scratch: Path) -> Model
 
 def load(files: ModelFiles, function: Callable[..., PreTrainedModel], coordinator: Coordinator) -> weights.Loaded:
     hf_config = load_model_config(files.source, files.folder)
-    from_files = partial(function, files.source, files.folder, hf_config, torch.float32)
+    from_files = partial(function, ModelStart(files.source, files.folder, hf_config))
     return weights.load(files, hf_config, from_files, coordinator, CPU)
 
 
 def whole(folder: Path, function: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     """What the library loads from files that are here."""
     source = ModelSource("model.path", str(folder))
-    return function(source, folder, load_model_config(source, folder), torch.float32)
+    return function(ModelStart(source, folder, load_model_config(source, folder)))
 
 
 def contents(shards: Shards, model: PreTrainedModel) -> dict[str, Any]:
@@ -170,9 +170,9 @@ def test_weight_that_the_library_turns_is_not_read_as_it_lies(nodes):
     headers = read_headers(folder)
     assert headers is not None
     assert headers[square].shape == (16, 16)
-    options = (source, folder, load_model_config(source, folder), torch.float32)
-    assert skeleton(lambda tensors: POLICY(*options, tensors), headers) is not None
-    assert skeleton(lambda tensors: POLICY(*options, {**tensors, square: tensors[square].T}), headers) is None
+    start = ModelStart(source, folder, load_model_config(source, folder))
+    assert skeleton(lambda tensors: POLICY(start, tensors), headers) is not None
+    assert skeleton(lambda tensors: POLICY(start, {**tensors, square: tensors[square].T}), headers) is None
 
 
 def zero_bits(rank: int, folder: Path) -> dict[str, bool]:

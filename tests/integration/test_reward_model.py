@@ -17,7 +17,7 @@ from rlhf.config import BackendConfig, RewardConfig, RewardModelConfig
 from rlhf.data import Prompt
 from rlhf.errors import UserError
 from rlhf.experience.metrics import RolloutStats
-from rlhf.models.loading import ModelSource, load_model_config, load_reward_model, load_tokenizer
+from rlhf.models.loading import ModelSource, ModelStart, load_model_config, load_reward_model, load_tokenizer
 from rlhf.models.packing import is_packed
 from rlhf.models.packing_probe import choose_packing
 from rlhf.ranks.coordinator import Coordinator
@@ -55,7 +55,7 @@ ITEMS = [
 
 def build(folder: Path, *, sharded: bool = False, packed: bool | None = False, **settings: int) -> RewardModel:
     source = ModelSource("reward_model.path", str(folder))
-    module = load_reward_model(source, folder, load_model_config(source, folder), torch.float32)
+    module = load_reward_model(ModelStart(source, folder, load_model_config(source, folder)))
     module = shard(module, BackendConfig(), CPU) if sharded else module
     choose_packing(module, packed, "reward_model.use_remove_padding")
     config = RewardModelConfig(path=str(folder), **settings)

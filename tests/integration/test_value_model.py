@@ -15,7 +15,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel
 from rlhf.backends.fsdp2 import shard
 from rlhf.config import BackendConfig
 from rlhf.errors import UserError
-from rlhf.models.loading import ModelSource, hf_files, load_model_config, load_value_model
+from rlhf.models.loading import ModelSource, ModelStart, hf_files, load_model_config, load_value_model
 from tests.support.numeric_ranks import run_ranks
 from tests.support.tiny_models import CAUSAL, causal_lm, classifier, tiny_tokenizer
 
@@ -25,7 +25,7 @@ IDS = torch.arange(1, 25).view(2, 12)
 
 def load(folder: Path) -> PreTrainedModel:
     source = ModelSource("critic.path", str(folder))
-    return load_value_model(source, folder, load_model_config(source, folder), torch.float32)
+    return load_value_model(ModelStart(source, folder, load_model_config(source, folder)))
 
 
 def head_of(model: PreTrainedModel) -> torch.nn.Linear:
@@ -119,7 +119,7 @@ def test_configuration_of_the_policy_is_left_alone(tmp_path):
     source = ModelSource("model.path", str(tmp_path))
     hf_config = load_model_config(source, tmp_path)
     before = hf_config.to_dict()
-    load_value_model(source, tmp_path, hf_config, torch.float32)
+    load_value_model(ModelStart(source, tmp_path, hf_config))
     assert hf_config.to_dict() == before
 
 

@@ -14,6 +14,7 @@ from rlhf.errors import UserError
 from rlhf.models.hub_names import check_name
 from rlhf.models.loading import (
     ModelSource,
+    ModelStart,
     load_model,
     load_model_config,
     load_reward_model,
@@ -102,7 +103,7 @@ def test_lost_or_misshapen_weights_are_told(tmp_path, kind, tensor):
     damage(tmp_path, lost, tensor)
     source, before = ModelSource("reward_model.path", str(tmp_path)), get_verbosity()
     with pytest.raises(UserError, match=f"^reward_model.path={tmp_path}: 1 weights .*such as {lost}"):
-        load(source, tmp_path, load_model_config(source, tmp_path), torch.float32)
+        load(ModelStart(source, tmp_path, load_model_config(source, tmp_path)))
     assert get_verbosity() == before
 
 
@@ -111,21 +112,21 @@ def test_reward_model_without_its_head_is_refused(tmp_path):
     damage(tmp_path, "score.weight")
     source = ModelSource("reward_model.path", str(tmp_path))
     with pytest.raises(UserError, match=r"1 weights .*such as score\.weight"):
-        load_reward_model(source, tmp_path, load_model_config(source, tmp_path), torch.float32)
+        load_reward_model(ModelStart(source, tmp_path, load_model_config(source, tmp_path)))
 
 
 def test_policy_as_reward_model_is_refused(tmp_path):
     causal_lm("llama", tmp_path)
     source = ModelSource("reward_model.path", str(tmp_path))
     with pytest.raises(UserError, match="has 2 labels, a reward model has one"):
-        load_reward_model(source, tmp_path, load_model_config(source, tmp_path), torch.float32)
+        load_reward_model(ModelStart(source, tmp_path, load_model_config(source, tmp_path)))
 
 
 def test_architecture_without_a_classifier_is_refused(tmp_path):
     causal_lm("granite", tmp_path)
     source = ModelSource("reward_model.path", str(tmp_path))
     with pytest.raises(UserError, match="granite has no sequence classifier in transformers"):
-        load_reward_model(source, tmp_path, load_model_config(source, tmp_path), torch.float32)
+        load_reward_model(ModelStart(source, tmp_path, load_model_config(source, tmp_path)))
 
 
 def test_attention_that_an_architecture_lacks_names_the_setting(tmp_path):
@@ -134,13 +135,13 @@ def test_attention_that_an_architecture_lacks_names_the_setting(tmp_path):
     save_file({"score": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
     source = ModelSource("reward_model.path", str(tmp_path))
     with pytest.raises(UserError, match=r"model\.attn_implementation=sdpa .*set model\.attn_implementation=eager"):
-        load_reward_model(source, tmp_path, load_model_config(source, tmp_path), torch.float32)
+        load_reward_model(ModelStart(source, tmp_path, load_model_config(source, tmp_path)))
 
 
 def test_reward_model_is_frozen_and_without_dropout(tmp_path):
     classifier("gpt2", tmp_path, resid_pdrop=0.5)
     source = ModelSource("reward_model.path", str(tmp_path))
-    model = load_reward_model(source, tmp_path, load_model_config(source, tmp_path), torch.bfloat16)
+    model = load_reward_model(ModelStart(source, tmp_path, load_model_config(source, tmp_path)))
     assert not model.training
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
-    assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.bfloat16, False)}
+    assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.float32, False)}

@@ -23,7 +23,7 @@ from rlhf.config import BackendConfig, FrozenFsdpConfig, OptimConfig
 from rlhf.errors import UserError
 from rlhf.models.config_check import check_policy
 from rlhf.models.folder_check import check_folder
-from rlhf.models.loading import ModelSource, load_model_config, load_value_model
+from rlhf.models.loading import ModelSource, ModelStart, load_model_config, load_value_model
 from rlhf.models.skeleton import hold_in
 from rlhf.planning.meta_shapes import of_config
 from rlhf.planning.model_shapes import HEAD, ROOT, ModelShapes, of_files, read_config
@@ -75,7 +75,7 @@ def test_shapes_are_the_models(name, tied, tmp_path):
 def test_a_critic_has_one_value_in_the_place_of_the_head(name, tied, tmp_path):
     causal_lm(name, tmp_path, tie_word_embeddings=tied)
     source = ModelSource("critic.path", str(tmp_path))
-    model = load_value_model(source, tmp_path, load_model_config(source, tmp_path), torch.float32)
+    model = load_value_model(ModelStart(source, tmp_path, load_model_config(source, tmp_path)))
     found = of_files(str(tmp_path))
     assert found is not None
     assert sorted(found.valued().weights.values()) == sorted(shapes(model).values())

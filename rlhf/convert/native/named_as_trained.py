@@ -6,12 +6,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf.errors import UserError
 from rlhf.models.hf.source import TensorInfo
-from rlhf.models.loading import ModelSource, load_model, load_model_config, load_value_model
+from rlhf.models.loading import ModelSource, ModelStart, load_model, load_model_config, load_value_model
 from rlhf.models.model_files import FileTensor
 from rlhf.models.skeleton import skeleton
 from rlhf.storage.shards import DTYPE_NAMES
@@ -38,7 +36,8 @@ def named_as_trained(
     origin = ModelSource("SOURCE", str(path))
     hf_config = load_model_config(origin, model_files)
     headers = {name: FileTensor("", DTYPE_NAMES[info.dtype], info.shape) for name, info in tensors.items()}
-    built = skeleton(partial(_model, role, origin, model_files, hf_config), headers)
+    load = load_value_model if role == "critic" else load_model
+    built = skeleton(partial(load, ModelStart(origin, model_files, hf_config)), headers)
     if built is None:
         raise UserError(
             f"{path}: transformers makes the weights of {hf_config.model_type} out of others than these. Open it with "
@@ -54,10 +53,3 @@ def named_as_trained(
         dtype = torch.float32 if info.dtype.is_floating_point else info.dtype
         found[name] = TrainedTensor(source_name, TensorInfo(info.shape, dtype), name in trained)
     return found
-
-
-def _model(
-    role: str, origin: ModelSource, folder: Path, hf_config: PretrainedConfig, tensors: Mapping[str, Tensor]
-) -> PreTrainedModel:
-    load = load_value_model if role == "critic" else load_model
-    return load(origin, folder, hf_config, torch.float32, tensors)
