@@ -1,9 +1,30 @@
 """Parser of a command line that tells a mistake in one line, with the option that was meant."""
 
 import argparse
+import re
 from typing import NoReturn
 
 from rlhf.errors import EXIT_USER_ERROR, did_you_mean, nearest
+
+_UNITS = {"K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+_BINARY_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def byte_size(text: str) -> int:
+    """Return the bytes of `80GB`, `79.2GiB` or `512M`; the `type` of an option.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else, and zero. A number without a unit is not a size: who types 80 means
+            gigabytes, and would get bytes.
+    """
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d*)?)\s*([KMGT])(i?)B?\s*", text, flags=re.IGNORECASE)
+    size = 0
+    if found is not None:
+        size = int(float(found[1]) * (_BINARY_UNITS if found[3] else _UNITS)[found[2].upper()])
+    if size == 0:
+        hint = f"; {text}GB is one" if re.fullmatch(r"[1-9]\d{0,5}", text) else ""
+        raise argparse.ArgumentTypeError(f"{text} is not a size with a unit, such as 80GB or 79.2GiB{hint}")
+    return size
 
 
 class CommandParser(argparse.ArgumentParser):

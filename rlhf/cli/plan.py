@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from rlhf.cli.arguments import check_options
-from rlhf.cli.command_parser import CommandParser
+from rlhf.cli.command_parser import CommandParser, byte_size
 from rlhf.compose import compose_config
 from rlhf.config.library import Library
 from rlhf.config.redaction import Redaction
@@ -15,7 +15,6 @@ from rlhf.config.rules.validate import validate
 from rlhf.config.vllm_versions import installation_problem
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.planning.adapter_check import check_adapters
-from rlhf.planning.byte_sizes import parse_bytes
 from rlhf.planning.check import models_of, target_of
 from rlhf.planning.memory_plan import memory_plan
 from rlhf.planning.plan_text import document, page
@@ -73,12 +72,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=_count, metavar="N", help="ranks on all machines (default: trainer.nproc)")
     parser.add_argument(
         "--device-memory",
-        type=_size,
+        type=byte_size,
         metavar="SIZE",
         help="memory of each GPU, such as 80GB (default: this machine's devices)",
     )
     parser.add_argument(
-        "--disk-speed", type=_size, default=DISK_SPEED, metavar="SIZE", help="bytes written per second (default: 1GB)"
+        "--disk-speed",
+        type=byte_size,
+        default=DISK_SPEED,
+        metavar="SIZE",
+        help="bytes written per second (default: 1GB)",
     )
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="as for python -m rlhf.train")
     parser.add_argument("--json", action="store_true", help="print a JSON document; sizes are in bytes")
@@ -89,10 +92,3 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"{text} is no number of ranks")
     return int(text)
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

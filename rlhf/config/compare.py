@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhf.config import Config
 from rlhf.config.derived import needs_critic
 from rlhf.config.known_settings import SETTINGS
+from rlhf.config.overrides import written
 from rlhf.config.resolved import from_stored, to_yaml
 from rlhf.config.same_files import same_value
 from rlhf.errors import UserError
@@ -47,7 +48,7 @@ class Change:
 
     def __str__(self) -> str:
         gone = f" (release {self.removed} removed the setting)" if self.removed else ""
-        return f"{self.key}: {self.stored!r} in the checkpoint, {self.present!r} now{gone}"
+        return f"{self.key}: {written(self.stored)} in the checkpoint, {written(self.present)} now{gone}"
 
 
 @dataclass(frozen=True)

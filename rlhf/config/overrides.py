@@ -53,7 +53,7 @@ def command_of(settings: Mapping[str, Any]) -> list[str]:
         counts = key in NAMES or SETTINGS[key].metadata["resume"] == "trajectory"
         idle = not critic and key.startswith("critic.") and key != "critic.enable"
         if counts and not idle and value != base[key] and value != str(TINY):
-            arguments.append(f"{key}={_written(fit_to_show(value))}")
+            arguments.append(f"{key}={written(fit_to_show(value))}")
     return arguments
 
 
@@ -102,16 +102,16 @@ def _without_recipe() -> dict[str, Any]:
     return settings
 
 
-def _written(value: Any) -> str:
-    """`value` as Hydra's command line takes it."""
+def written(value: Any) -> str:
+    """Return `value` as Hydra's command line takes it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
+        return f"[{','.join(map(written, value))}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{_written(key)}:{_written(item)}' for key, item in value.items())}}}"
+        return f"{{{','.join(f'{written(key)}:{written(item)}' for key, item in value.items())}}}"
     if not isinstance(value, str):
         return repr(value)
     if _PLAIN.fullmatch(value) and value.lower() not in ("null", "true", "false", "nan", "inf"):

@@ -89,7 +89,7 @@ def test_other_prompts_are_refused(case):
     # The path is a setting of its own; what counts is what the files hold.
     end = case.start(f"data.train_files={shorter}")
     assert end.code == EXIT_USER_ERROR
-    assert f"data.train_files: '{case.sums}' in the checkpoint, '{shorter}' now" in end.output
+    assert f"data.train_files: {case.sums} in the checkpoint, {shorter} now" in end.output
 
 
 def test_a_damaged_newest_checkpoint_is_set_aside_and_the_result_is_the_same(case):

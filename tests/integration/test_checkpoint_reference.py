@@ -325,7 +325,7 @@ def test_a_checkpoint_without_the_reference_that_is_asked_for_is_refused(config,
     config.ref.update_freq = 5
     config.trainer.allow_config_change = allow
     reference = PlainReference()
-    with pytest.raises(UserError, match=r"ref\.update_freq=5 asks|ref\.update_freq: None in the checkpoint, 5 now"):
+    with pytest.raises(UserError, match=r"ref\.update_freq=5 asks|ref\.update_freq: null in the checkpoint, 5 now"):
         resume(config, PlainRole(), reference=reference)
     assert reference.updated_at == 0
 

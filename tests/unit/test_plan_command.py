@@ -2,17 +2,19 @@
 
 import json
 import re
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
 
+from rlhf.cli.command_parser import byte_size
 from rlhf.cli.plan import DOES_NOT_FIT, main
 from rlhf.config import Config
 from rlhf.config.rules.validate import validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.launch.banner import banner
 from rlhf.planning import devices
-from rlhf.planning.byte_sizes import gib, parse_bytes
+from rlhf.planning.byte_sizes import gib
 from rlhf.planning.check import check_fits, models_of, plan_of
 from rlhf.planning.devices import gpu_memory, smallest_gpu
 from rlhf.planning.memory_plan import Models, Plan, Target, memory_plan
@@ -182,14 +184,24 @@ def test_a_size_that_is_none(size, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("text", ["many", "1.2.3GB", ".", "9" * 400, "1e30", "nan"])
+@pytest.mark.parametrize("text", ["many", "1.2.3GB", ".", "9" * 400, "1e30", "nan", "GB", "0GB"])
 def test_a_text_that_is_no_size(text):
-    with pytest.raises(ValueError, match="is no size such as"):
-        parse_bytes(text)
+    with pytest.raises(ArgumentTypeError, match="is not a size with a unit"):
+        byte_size(text)
+
+
+def test_a_number_without_a_unit_is_no_size():
+    with pytest.raises(ArgumentTypeError, match="80GB is one"):
+        byte_size("80")
 
 
 def test_sizes():
-    assert [parse_bytes(text) for text in ("80GB", "79.5 GiB", "512m", "7")] == [8 * 10**10, 159 << 29, 512 * 10**6, 7]
+    assert [byte_size(text) for text in ("80GB", "79.5 GiB", "512m", "7k")] == [
+        8 * 10**10,
+        159 << 29,
+        512 * 10**6,
+        7000,
+    ]
     assert [gib(size) for size in (159 << 29, 3 << 20)] == ["79.5 GiB", "3 MiB"]
 
 

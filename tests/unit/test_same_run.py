@@ -216,7 +216,7 @@ print(code, sorted({"torch", "transformers", "datasets", "reasoning_gym"} & set(
     [
         (
             ("algorithm=rloo", "actor.optim.lr=5e-5", "trainer.seed=2"),
-            "algorithm.adv_estimator: 'grpo' in the checkpoint, 'rloo' now",
+            "algorithm.adv_estimator: grpo in the checkpoint, rloo now",
         ),
         (("trainer.resume_mode=disable",), "holds checkpoints up to step 80"),
     ],

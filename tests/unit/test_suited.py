@@ -86,9 +86,7 @@ def test_what_ranks_read_has_the_values():
 def test_a_resume_on_another_device_says_so():
     diff = compare(composed(GPUS), composed(NO_GPU))
     assert [change.key for change in diff.harmless] == ["trainer.nproc"]
-    with pytest.raises(
-        UserError, match=r"autocast: 'bfloat16' in the checkpoint, 'none' now[\s\S]*depend on the device"
-    ):
+    with pytest.raises(UserError, match=r"autocast: bfloat16 in the checkpoint, none now[\s\S]*depend on the device"):
         refuse_changes(diff, allow=False)
     with pytest.raises(UserError) as refused:
         refuse_changes(compare(composed(NO_GPU), composed(NO_GPU, "trainer.seed=7")), allow=False)

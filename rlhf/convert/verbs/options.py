@@ -1,17 +1,16 @@
 """Options that verbs share: which checkpoint is read, of whatever layout, and what is made of its weights."""
 
 import argparse
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from rlhf.checkpoint.commit.output_folder import check_target
 from rlhf.checkpoint.verbs.places import local_folder
+from rlhf.cli.command_parser import byte_size
 from rlhf.convert.layouts import AUTO, backends, check_folder
 from rlhf.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def add_origin_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
@@ -67,16 +66,8 @@ def add_weights_options(parser: argparse.ArgumentParser) -> None:
     """Give a verb the options of the weights that it writes."""
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights; without it each keeps its type")
     parser.add_argument(
-        "--max-shard-size", type=size_of, metavar="SIZE", help="most bytes of one file of weights, such as 2GB (5GB)"
+        "--max-shard-size", type=byte_size, metavar="SIZE", help="most bytes of one file of weights, such as 2GB (5GB)"
     )
-
-
-def size_of(text: str) -> int:
-    """Bytes that a text such as 500MB or 2GiB means."""
-    match = re.fullmatch(r"([0-9]+)([kmg]i?b)?", text, re.IGNORECASE)
-    if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 2GiB")
-    return int(match[1]) * _UNITS[(match[2] or "").upper()]
 
 
 def check_places(
