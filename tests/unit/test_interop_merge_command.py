@@ -174,6 +174,18 @@ def test_export_takes_the_newest_of_a_run(tmp_path, command):
     assert equal_bits(load_file(tmp_path / "out/model.safetensors"), {"weight": PlainRole().weight})
 
 
+def test_a_folder_of_several_models_is_not_replaced_by_one(tmp_path, command):
+    run_dir, models = make_config(tmp_path).run_dir, tmp_path / "models"
+    save_steps(make_config(tmp_path), PlainRole(), 1)
+    for name in ("a", "b"):
+        assert command("export", run_dir, models / name)[0] == 0
+    code, _, err = command("export", run_dir, models, "--overwrite")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{models} holds something other than one exported model" in err
+    assert {path.name for path in models.iterdir()} == {"a", "b"}
+    assert command("export", run_dir, models / "a", "--overwrite")[0] == 0
+
+
 def test_mistakes_get_one_line(models, tmp_path, command):
     run_dir = make_config(tmp_path).run_dir
     save_steps(make_config(tmp_path), PlainRole(), 1)

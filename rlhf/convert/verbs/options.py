@@ -9,8 +9,12 @@ from rlhf.checkpoint.verbs.places import local_folder
 from rlhf.cli.command_parser import byte_size
 from rlhf.convert.layouts import AUTO, backends, check_folder
 from rlhf.errors import UserError
+from rlhf.storage.layout import MANIFEST
 
 DTYPES = ("float32", "bfloat16", "float16")
+_OUTPUTS = ("config.json", "adapter_config.json", "*.safetensors", ".metadata", "mp_rank_*", MANIFEST)
+"""Names in a folder that a verb has written, of which at least one is at its top. A folder of several models has none:
+to give it as the target, instead of one in it, would cost all of them."""
 
 
 def add_origin_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
@@ -84,3 +88,8 @@ def check_places(
         )
     if target is not None:
         check_target(target, overwrite, sources)
+        if target.is_dir() and any(target.iterdir()) and not any(next(target.glob(name), None) for name in _OUTPUTS):
+            raise UserError(
+                f"{target} holds something other than one exported model, which --overwrite does not replace. Give a "
+                "folder in it, or remove it yourself."
+            )
