@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -60,10 +61,10 @@ def save_and_load(
                 folder.mkdir()
             dist.barrier()
             way.prepare(folder)
-            save = timed(lambda way=way, folder=folder: way.save(folder))
+            save = timed(partial(way.save, folder))
             if dist.get_rank() == 0:
                 drop_from_cache(folder)
-            load = timed(lambda way=way, folder=folder: way.load(folder))
+            load = timed(partial(way.load, folder))
             if dist.get_rank() == 0:
                 shutil.rmtree(folder)
             if repeat:
@@ -74,7 +75,8 @@ def save_and_load(
 
 def steps_until(done: Callable[[], bool], work: Callable[[], None], deadline_s: float = 600.0) -> list[float]:
     """Seconds of each step of `work` until `done`."""
-    seconds, end = [], time.perf_counter() + deadline_s
+    seconds: list[float] = []
+    end = time.perf_counter() + deadline_s
     while not seconds or not done():
         started = time.perf_counter()
         work()

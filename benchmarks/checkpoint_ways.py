@@ -4,6 +4,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -256,7 +257,8 @@ class Verl(Way):
         os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")  # read once, at the import
         from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
-        model = fully_shard(Model(state), mesh=init_device_mesh("cpu", (state.world_size,)))
+        model = Model(state)
+        fully_shard(model, mesh=init_device_mesh("cpu", (state.world_size,)))
         optimizer = torch.optim.AdamW(model.parameters())
         # The moments come with the first step.
         for parameter in model.parameters():
@@ -333,7 +335,9 @@ class DcpBehind(Behind):
 
     def start(self, step: int) -> None:
         self._folder = self._root / f"dcp_{step}"
-        self._written = dcp.async_save(self._tensors, checkpoint_id=self._folder)
+        written = dcp.async_save(self._tensors, checkpoint_id=self._folder)
+        assert isinstance(written, Future)
+        self._written = written
 
     def done(self) -> bool:
         return self._written.done()
@@ -357,7 +361,7 @@ def make_checkpointer(
     config.checkpoint.contents += contents
     config.run_dir.mkdir(parents=True, exist_ok=True)
     driver = DriverState("benchmark", 10, 1.0, step=1)
-    resolved = ResolvedConfig(to_yaml(config), lambda stored: ConfigDiff([], []))
+    resolved = ResolvedConfig(to_yaml(config), lambda stored, release: ConfigDiff([], []))
     identity = Identity.of_run(config.backend.name, resolved.text, {}, [])
-    run_state = RunState({"actor": state}, driver)
+    run_state = RunState({"actor": state}, driver)  # type: ignore[dict-item]  # no adapters
     return Checkpointer(config.run_dir, config.trainer, config.checkpoint, resolved, identity, coordinator, run_state)

@@ -142,7 +142,7 @@ def collector_of(engine: StandIn, prompts: int, length: int, folder: Path) -> Co
     reward, data = RewardConfig(), DataConfig(train_batch_size=prompts)
     coordinator = engine.coordinator
     generation = Generation(
-        PolicySampler(engine, SimpleNamespace(full_tensors=dict), 0),  # type: ignore[arg-type]
+        PolicySampler(engine, SimpleNamespace(full_tensors=dict), 0),
         SamplingParams(max_tokens=length),
         N,
         False,

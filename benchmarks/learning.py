@@ -126,7 +126,7 @@ def weakened_policy(folder: Path) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter += NOISE * parameter.std() * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(NOISE * parameter.std() * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny.FOLDER).save_pretrained(folder)
     return folder

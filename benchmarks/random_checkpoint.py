@@ -12,6 +12,7 @@ from rlhf.checkpoint.commit.manifest import Manifest, describe, write_manifest
 from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
+from rlhf.numerics import NUMERICS
 from rlhf.storage.boxes import Box
 from rlhf.storage.files import WrittenFile, write_file, write_json
 from rlhf.storage.layout import CONFIG, DRIVER_STATE, INDEX, rank_file
@@ -45,7 +46,7 @@ def make_checkpoint(root: Path, nbytes: int) -> Path:
     settings.model.path = str(base)
     written.append(write_file(checkpoint, CONFIG, [to_yaml(settings).encode()]))
     written.append(write_json(checkpoint, DRIVER_STATE, DriverState("r", 1, 1.0, step=1).state_dict()))
-    manifest = Manifest(1, RANKS, "fsdp2", ["model"], ["actor"], "", {}, "2026-01-01", {}, [1] * RANKS)
+    manifest = Manifest(1, RANKS, "fsdp2", ["model"], ["actor"], "", {}, "2026-01-01", {}, [1] * RANKS, NUMERICS)
     write_manifest(checkpoint, Manifest(**vars(manifest) | {"files": describe(written)}))
     return checkpoint
 

@@ -49,7 +49,9 @@ def build(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, dev
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return LlamaForCausalLM(config).to(device).eval()
+    model = LlamaForCausalLM(config)
+    torch.nn.Module.to(model, device)
+    return model.eval()
 
 
 def start_vllm(
@@ -93,7 +95,7 @@ def run_generate(
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     options = {"eos_token_id": eos, "min_new_tokens": 0 if eos else params.max_tokens}
     with torch.no_grad():
-        output = model.generate(
+        output = model.generate(  # type: ignore[operator]
             ids.to(model.device),
             attention_mask=mask.to(model.device),
             do_sample=True,

@@ -34,7 +34,7 @@ from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.checkpoint.load.proofs import BlockNumbers
 from rlhf.checkpoint.save.draft import Draft
 from rlhf.checkpoint.save.snapshot import Snapshot
-from rlhf.checkpoint.save.writer import RankFiles, complete
+from rlhf.checkpoint.save.writer import Commit, RankFiles, complete
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.transport import Transport
 from rlhf.storage.boxes import Box
@@ -70,7 +70,7 @@ T = TypeVar("T")
 def model_shapes(size: str) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's parameters, by name; it is made on the meta device."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**MODELS[size]))
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**MODELS[size]))  # type: ignore[arg-type]
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
@@ -84,7 +84,7 @@ def shards_of(shapes: dict[str, tuple[int, ...]], rank: int, world_size: int) ->
         for folder, suffixes in COMPONENTS.items():
             for suffix in suffixes:
                 found[folder][f"{name}{suffix}"] = scalar if suffix == ".step" else shard
-    return found
+    return {folder: shards for folder, shards in found.items()}  # noqa: C416 - another type of value
 
 
 def written_by(components: dict[str, Shards], rank: int) -> RankFiles:
@@ -128,7 +128,7 @@ def save_figures(shapes: dict[str, tuple[int, ...]], world_size: int, folder: Pa
     coordinator.domains = [0] * world_size
     identity = Identity("fsdp2", "", {}, {}, [1])
 
-    def lead():
+    def lead() -> Commit:
         ranks = [pickle.loads(message) for message in messages]  # noqa: S301
         return complete(folder, snapshot, identity, Draft(folder, {}), ranks, coordinator)
 
@@ -164,7 +164,7 @@ def load_figures(
         rank = of_ranks // 2
         components = shards_of(shapes, rank, of_ranks)
 
-        def find(rank: int = rank, of_ranks: int = of_ranks, own=components) -> CheckedFiles:
+        def find(rank: int = rank, of_ranks: int = of_ranks, own: dict[str, Shards] = components) -> CheckedFiles:
             files = CheckedFiles(folder, manifest.files)
             for name, shards in own.items():
                 wanted = {n: shard.box for n, shard in shards.items() if shard.local.numel()}

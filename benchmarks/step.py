@@ -118,7 +118,8 @@ def measure(way: str, spec: dict, trl: str | None) -> Cost:
     lines = folder / "rlhf/minimal/metrics.jsonl" if way == "this trainer" else Path(spec["lines"])
     (folder / "spec.json").write_text(json.dumps(spec))
     environment = os.environ | {"OMP_NUM_THREADS": str(spec["threads"]), "PYTHONHASHSEED": "0"}
-    started, marks, peak, looked = time.monotonic(), [], 0, 0.0
+    started, peak, looked = time.monotonic(), 0, 0.0
+    marks: list[tuple[float, float]] = []
     with (folder / "output.log").open("wb") as log:
         run = subprocess.Popen(command_of(way, spec, trl), stdout=log, stderr=log, env=environment)
         tree = psutil.Process(run.pid)
