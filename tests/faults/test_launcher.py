@@ -260,7 +260,7 @@ os.fork = limited
 
 def test_a_killed_supervisor_takes_launcher_and_ranks_along(config, tmp_path):
     rank, driver, yaml = (tmp_path / name for name in ("rank.py", "supervisor.py", "config.yaml"))
-    rank.write_text(RANK + '(run_dir / "launcher").write_text(str(os.getppid()))\nblock()')
+    rank.write_text(RANK + 'if rank == 0:\n    (run_dir / "launcher").write_text(str(os.getppid()))\nblock()')
     driver.write_text(SUPERVISOR)
     yaml.write_text(to_yaml(config))
     with subprocess.Popen([sys.executable, driver, yaml, rank]) as supervisor:

@@ -1,4 +1,4 @@
-"""How far rounding alone may put two computations of one sum apart, on any processor."""
+"""Bounds of the rounding in sums: the largest difference between two computations of one sum, on any processor."""
 
 import torch
 
