@@ -47,7 +47,7 @@ def course_of(
 def user_files(
     reward: RewardConfig, algorithm: AlgorithmConfig, actor: ActorConfig, model: ModelConfig
 ) -> dict[str, str]:
-    """Return a hash of the user's files that a setting names, by setting: functions and the chat template.
+    """Return the hashes of the user's files by the setting that names them: functions and the chat template.
 
     Their content changes the run just as settings do. Files that the functions import are not hashed.
     """

@@ -21,7 +21,7 @@ from rlhf.config.schema.reward import REWARD_MODEL
 
 
 def estimator_needs(adv_estimator: str) -> Estimator:
-    """Return what the estimator of this name needs. A function of the user's needs nothing."""
+    """Return the requirements of this advantage estimator. A user's own function has none."""
     return ESTIMATORS.get(adv_estimator, Estimator())
 
 

@@ -139,7 +139,7 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     *parents, name = key.split(".")
     for parent in parents:
         below = section.setdefault(parent, {})
-        if not isinstance(below, dict):  # not a configuration of ours: the schema rejects it later
+        if not isinstance(below, dict):  # not a section: the schema rejects it later
             return
         section = below
     section[name] = value

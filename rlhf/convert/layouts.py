@@ -14,7 +14,7 @@ AUTO = "auto"
 MOST_ROLES = 100
 """Folders in which a model is looked for; a step's folder has few."""
 OTHER_ROLES = ("critic", "ref")
-"""Folders of a checkpoint of ours for which `--role` has to be given."""
+"""Folders of a native checkpoint that need `--role`."""
 
 
 class Layout(Protocol):

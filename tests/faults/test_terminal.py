@@ -254,8 +254,15 @@ stay()
     assert "SIGTERM: the ranks saved and left." in log
 
 
+@pytest.fixture(scope="module")
+def torch_import_s() -> float:
+    """Processor seconds of `import torch` on this machine, now."""
+    code = "import time, torch; print(time.process_time())"
+    return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+
+
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_the_first_second(tmp_path, columns):
+def test_the_first_second(tmp_path, columns, torch_import_s):
     """A banner before anything heavy is imported; Ctrl-C after it is one line."""
     model = model_that_is_never_read(tmp_path / "tiny_policy")
     arguments = small(tmp_path, "first", write_sums(tmp_path / "sums.jsonl"), f"model.path={model}")
@@ -263,10 +270,8 @@ def test_the_first_second(tmp_path, columns):
     terminal = Terminal(columns, tmp_path, "-m", "rlhf.train", "recipes=null", *arguments, **secret)
     terminal.wait_for("first/run.log\nstarting")
     user, system = Path(f"/proc/{terminal.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    # Of the processor: the clock is that of a machine with other things to do. Imports of what is heavy take several of
-    # these, and torch would be among what is mapped.
-    assert (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") < 2.0
-    assert "libtorch" not in Path(f"/proc/{terminal.process.pid}/maps").read_text()
+    # Of the processor, and beside another import: machines have other things to do, and their speed changes.
+    assert (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") < 0.5 * torch_import_s
     maps = Path(f"/proc/{terminal.process.pid}/maps").read_text()
     assert "torch" not in maps
     prompts = " sums.jsonl (30 in the file)"

@@ -45,8 +45,11 @@ class Computed:
         self.plan, self._source = plan_hf_folder(source, where, options), source
 
     def write(self, folder: Path, progress: Progress = lambda count: None) -> None:
-        """Write the folder and read it back; raises DamagedCheckpoint, naming the file, for what is not as it was
-        written, in the checkpoint or in the folder."""
+        """Write the folder and read it back.
+
+        Raises:
+            DamagedCheckpoint: a file of the checkpoint or of the folder differs from its hash; the message names it.
+        """
         from rlhf.models.hf.hf_writer import write_hf_folder
 
         prove(folder, write_hf_folder(self._source, self.plan, folder, progress))

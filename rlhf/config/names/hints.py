@@ -26,7 +26,7 @@ def hint(key: str) -> str:
 
 
 def remark(key: str) -> str | None:
-    """Return the sentence about another trainer's name that no single setting of ours corresponds to."""
+    """Return the hint for another trainer's name that has no single equivalent here; None if there is none."""
     remarks = other_trainers().remarks
     return remarks.get(key) or remarks.get(_without_prefix(key))
 

@@ -26,7 +26,7 @@ OF_NO_TOOL = (
     "the learning rate, the shape of its schedule and AdamW's settings, which are the run's own",
     "the reference policy, which is what model.path of the run holds: name the base model there to keep that",
 )
-"""What no other tool keeps as a run of ours needs it."""
+"""Parts of a run that other tools' checkpoints lack."""
 
 
 def to_hf_folder(
@@ -88,7 +88,7 @@ def to_other_folder(
 
 
 def to_native_folder(origin: "Origin", backend: str, target: Path, overwrite: bool = False) -> dict[str, Any]:
-    """Write all models of a checkpoint as the checkpoint `target` of ours; returns what `--json` prints."""
+    """Write all models of a checkpoint as the native checkpoint `target`. Return the fields of `--json`."""
     step = step_named(target, origin.path)
     from rlhf.convert.native.native_folder import plan_native_folder, write_native_folder
     from rlhf.convert.open_roles import open_roles
