@@ -8,7 +8,7 @@ import rlhf
 
 ROOT = Path(rlhf.__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "docker/README.md"]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 
 def prose(page: Path) -> Iterator[str]:
