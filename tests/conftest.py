@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.ranks.stop import STOP_SIGNALS
 from tests.support.launching import write_sums
 from tests.support.peers import PEERS_PYTHON
 from tests.support.undisturbed import Undisturbed, session_folder
@@ -17,6 +19,10 @@ from tests.support.undisturbed import Undisturbed, session_folder
 # For this process, before it imports torch, and for all that tests start: they are many small processes, and threads
 # that wait for a core make all of them crawl.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ignored where pytest runs in the background or under nohup, and then by all that tests start, which is asked to stop.
+for number in STOP_SIGNALS:
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 # Under xdist the next file goes to whoever is free: what takes longest begins first, so that nobody waits for it at the
 # end.
 LONGEST_FIRST = (

@@ -270,9 +270,9 @@ def test_the_first_second(tmp_path, columns, torch_import_s):
     terminal = Terminal(columns, tmp_path, "-m", "rlhf.train", "recipes=null", *arguments, **secret)
     terminal.wait_for("first/run.log\nstarting")
     user, system = Path(f"/proc/{terminal.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    # Of the processor, and beside another import: machines have other things to do, and their speed changes. The run
-    # has gone on to read the model: without torch it had 0.6 to 0.75 of torch's seconds, with torch it would have 1.6.
-    assert (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") < 1.25 * torch_import_s
+    # Of the processor, and beside another import: machines have other things to do, and their speed changes. It is
+    # about half of torch's.
+    assert (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") < torch_import_s
     maps = Path(f"/proc/{terminal.process.pid}/maps").read_text()
     assert "torch" not in maps
     prompts = " sums.jsonl (30 in the file)"

@@ -164,7 +164,6 @@ def test_an_early_request_to_stop_ends_the_command_in_one_line(tmp_path, number)
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where pytest runs in the background
     )
     assert process.stdout is not None
     process.stdout.readline()

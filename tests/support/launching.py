@@ -39,11 +39,11 @@ def write_sums(path: Path, count: int = 30) -> Path:
 
 
 def model_that_is_never_read(folder: Path) -> Path:
-    """The bundled policy with a pipe in place of a file: a run that checks it waits there, before anything heavy is
-    imported and before there are ranks, until it is asked to stop."""
+    """The bundled policy with a pipe for a second chat template: a run that checks it waits there, before anything
+    heavy is imported and before there are ranks, until it is asked to stop."""
     shutil.copytree(TINY_POLICY, folder)
-    (folder / "tokenizer_config.json").unlink()
-    os.mkfifo(folder / "tokenizer_config.json")
+    (folder / "additional_chat_templates").mkdir()
+    os.mkfifo(folder / "additional_chat_templates" / "waits.jinja")
     return folder
 
 
