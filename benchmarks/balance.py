@@ -1,6 +1,6 @@
 """python -m benchmarks.balance: time that ranks in lockstep take for an update, over that of a perfect balance.
 
-Simulated with the trainer's own planner (`rlhf.learning.spread`): 8 to 1,024 ranks, three distributions of lengths of
+Simulated with the trainer's planner (`rlhf.learning.balancing`): 8 to 1,024 ranks, three distributions of lengths of
 3,000 tokens on average and 20,000 at most, 16 samples per prompt. A micro-batch takes as long as its costliest one over
 the ranks; a perfect balance is the cost of all samples divided by the ranks. Beside it stands the plain way: whole
 prompts, equally many on each rank, one sample per micro-batch.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from rlhf.learning.spread import Spread, cost, lockstep_cost, spread
+from rlhf.learning.balancing import SampleBalance, balance_samples, cost, lockstep_cost
 
 MEAN, LONGEST, SHORTEST, SAMPLES = 3000, 20000, 64, 16
 MINI_BATCHES = 4
@@ -81,7 +81,7 @@ class Balance:
 def balance(name: str, ranks: int, prompts: int, budget: int) -> Balance:
     """Figures of mini-batches of so many prompts."""
     lengths = DISTRIBUTIONS[name](prompts * MINI_BATCHES, random.Random(f"{name} {ranks} {prompts}"))
-    plan = Spread.owned(lengths, spread(lengths, MINI_BATCHES, ranks), MINI_BATCHES, ranks)
+    plan = SampleBalance.owned(lengths, balance_samples(lengths, MINI_BATCHES, ranks), MINI_BATCHES, ranks)
     planned, plain, micros, least = 0, 0, 0, 0.0
     for mini_batch in range(MINI_BATCHES):
         mine = lengths[mini_batch * prompts * SAMPLES : (mini_batch + 1) * prompts * SAMPLES]

@@ -31,7 +31,7 @@ from rlhf.backends.fsdp2 import chunk_of
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest, parse_manifest, write_manifest
 from rlhf.checkpoint.load.locations import FileLocations
-from rlhf.checkpoint.load.proofs import BlockNumbers
+from rlhf.checkpoint.load.verification import BlockNumbers
 from rlhf.checkpoint.save.draft import Draft
 from rlhf.checkpoint.save.snapshot import Snapshot
 from rlhf.checkpoint.save.writer import Commit, RankFiles, complete

@@ -119,10 +119,10 @@ def start(config: Config, recipes: Sequence[str], callbacks: Callbacks | None = 
 def check_inputs(config: Config) -> None:
     """Checks that may import heavy libraries, for after everything that a typo can break; raises UserError."""
     from rlhf.data import check_sources
-    from rlhf.launch.trial_import import trial_import
+    from rlhf.launch.preflight_import import preflight_import
     from rlhf.models.template_check import check_rendering
     from rlhf.reward import check_reward
-    from rlhf.reward.trial_start import trial_start
+    from rlhf.reward.preflight_start import preflight_start
     from rlhf.tracking import check_trackers
 
     if config.trainer.device == "cuda" and lacks_gpu():
@@ -134,7 +134,7 @@ def check_inputs(config: Config) -> None:
     check_reward(config.reward, config.reward_model)
     # Of the ranks that torchrun starts on a node, one imports the files for all.
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
-    with trial_import(_algorithm_files(config) if leads else []), trial_start(config.reward if leads else None):
+    with preflight_import(_algorithm_files(config) if leads else []), preflight_start(config.reward if leads else None):
         if on_one_machine():  # elsewhere the ranks find out who sees what
             _check_models(config)
         row = check_sources(config.data, config.reward, config.trainer.seed)

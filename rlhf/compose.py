@@ -107,7 +107,7 @@ def _sorted_overrides(overrides: list[str], library: Library) -> tuple[list[str]
     choices: list[str] = []
     values: list[tuple[str, Any]] = []
     problems = []
-    _refuse_spaces(overrides)
+    _reject_spaces(overrides)
     for text in overrides:
         try:
             override = _parse_override(text)
@@ -227,7 +227,7 @@ def _recipe_elsewhere(name: str, library: Library) -> str:
     return ""
 
 
-def _refuse_spaces(overrides: Sequence[str]) -> None:
+def _reject_spaces(overrides: Sequence[str]) -> None:
     """Raise UserError for `KEY = VALUE` and `KEY= VALUE`, of which the shell makes several words."""
     for before, text, after in zip(["", *overrides], overrides, [*overrides[1:], ""], strict=False):
         key = before if text == "=" else text.removesuffix("=")

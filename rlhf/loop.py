@@ -144,20 +144,20 @@ def estimate(
     batch, old, ref, values = work.batch, None, None, None
     if c.reference is not None:
         with c.clock.phase("ref"), c.reference.on_device():
-            ref = c.reference.all_log_probs(batch, work.spread)
+            ref = c.reference.all_log_probs(batch, work.balance)
     if c.needs_old_log_probs:
         with c.clock.phase("old_log_prob"), c.actor.on_device():
-            old = c.actor.all_log_probs(batch, work.spread)
+            old = c.actor.all_log_probs(batch, work.balance)
     if c.critic is not None:
         with c.clock.phase("values"), c.critic.on_device():
-            values = c.critic.all_values(batch, work.spread)
+            values = c.critic.all_values(batch, work.balance)
     with c.clock.phase("share"):
-        at_home = None if values is None else work.bring_home(values)
+        rollout_values = None if values is None else work.to_rollout_ranks(values)
         policies = None
         if c.advantages.uses_kl and old is not None and ref is not None:
-            policies = work.bring_home(old), work.bring_home(ref)
+            policies = work.to_rollout_ranks(old), work.to_rollout_ranks(ref)
     with c.clock.phase("adv"):
-        credit, figures = c.advantages.estimate(home, at_home, policies, c.guards)
+        credit, figures = c.advantages.estimate(home, rollout_values, policies, c.guards)
     with c.clock.phase("share"):
         mask = batch.response_mask if credit.mask is home.response_mask else work.take_along(credit.mask)
         given = batch.present() | {"response_mask": mask}
@@ -177,10 +177,10 @@ def update(
     of_actor, of_critic = batches
     if c.critic is not None and of_critic is not None:
         with c.clock.phase("update_critic"), c.critic.on_device():
-            metrics |= c.critic.update(of_critic, work.spread, c.guards, work.shuffle)
+            metrics |= c.critic.update(of_critic, work.balance, c.guards, work.shuffle)
     if step > c.critic_warmup:
         with c.clock.phase("update_actor"), c.actor.on_device():
-            metrics |= c.actor.update(of_actor, work.spread, c.guards, work.shuffle)
+            metrics |= c.actor.update(of_actor, work.balance, c.guards, work.shuffle)
     return metrics
 
 

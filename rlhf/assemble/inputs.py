@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.assemble.found_models import FoundModels
+from rlhf.assemble.model_sources import ModelSources
 from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.config import DataConfig, RewardConfig
 from rlhf.data import PromptSet, PromptStream, build_train_set, build_val_set
@@ -16,7 +16,7 @@ from rlhf.ranks.coordinator import Coordinator
 class RunInputs:
     """The checked inputs of a run: where its models are, its prompts, its number of steps."""
 
-    models: FoundModels
+    models: ModelSources
     train_set: PromptSet
     val_set: PromptSet | None
     stream: PromptStream

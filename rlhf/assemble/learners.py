@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rlhf.assemble.found_models import Found
+from rlhf.assemble.model_sources import ResolvedModel
 from rlhf.backends import build_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Model
@@ -67,7 +67,7 @@ class Engines:
     device: torch.device
 
     def trained(
-        self, section: ActorConfig | CriticConfig, found: Found, loaded: Loaded, training_steps: int
+        self, section: ActorConfig | CriticConfig, found: ResolvedModel, loaded: Loaded, training_steps: int
     ) -> TrainingBackend:
         """Put a model into a training engine and load its weights. Collective.
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rlhf.assemble.course import course_of
-from rlhf.assemble.found_models import Found, FoundModels
 from rlhf.assemble.inputs import RunInputs
 from rlhf.assemble.learners import frozen
+from rlhf.assemble.model_sources import ModelSources, ResolvedModel
+from rlhf.assemble.trajectory_hash import trajectory_hash
 from rlhf.config import Config, DataConfig, RolloutConfig, ValKwargsConfig
 from rlhf.config.compare import trajectory
 from rlhf.config.derived import longest_sample, needs_greedy_baseline, sends_adapters
@@ -44,7 +44,7 @@ class Setup:
     coordinator: Coordinator
 
 
-def build_reward(setup: Setup, models: FoundModels) -> Reward:
+def build_reward(setup: Setup, models: ModelSources) -> Reward:
     """Build the reward functions. A reward model among them is sharded over the ranks. Collective."""
     config, device, found = setup.config, setup.device, models.reward_model
     if found is None:
@@ -58,7 +58,7 @@ def build_reward(setup: Setup, models: FoundModels) -> Reward:
     return reward_of(config.reward, scorer)
 
 
-def build_engine(setup: Setup, policy: Found, model: PreTrainedModel) -> RolloutEngine:
+def build_engine(setup: Setup, policy: ResolvedModel, model: PreTrainedModel) -> RolloutEngine:
     """Build the rollout engine `rollout.name`, for a policy with the architecture of `model`. Collective."""
     config, coordinator, device = setup.config, setup.coordinator, setup.device
     if config.rollout.name == "embedded":
@@ -92,7 +92,9 @@ def build_collector(setup: Setup, inputs: RunInputs, sampler: PolicySampler, rew
     prompts = PromptShare(inputs.stream, config.data.train_batch_size, dims.data())
     journal = None
     if config.checkpoint.journal:
-        course = course_of(trajectory(config), config.checkpoint, config.model.lora, driver.run_id, inputs.fingerprints)
+        course = trajectory_hash(
+            trajectory(config), config.checkpoint, config.model.lora, driver.run_id, inputs.fingerprints
+        )
         journal = Journal(config.run_dir, course, hash_of_files(config.reward.functions), setup.coordinator)
     generation = Generation(
         sampler,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from rlhf.assemble.course import user_files
-from rlhf.assemble.found_models import FoundModels, find_models
 from rlhf.assemble.inputs import RunInputs, read_prompts
 from rlhf.assemble.learners import Engines, Learners, frozen, read_adapters
+from rlhf.assemble.model_sources import ModelSources, resolve_models
 from rlhf.assemble.rollouts import Setup, build_collector, build_engine, build_evaluator, build_reward
+from rlhf.assemble.trajectory_hash import user_files
 from rlhf.backends import check_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.checkpoint.checkpointer import Checkpointer
@@ -102,7 +102,7 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
     report("finding the models")
     check_backend(config.backend, device)
     seed_everything(config.trainer.seed, coordinator.rank)
-    models = find_models(
+    models = resolve_models(
         config.model,
         config.critic if needs_critic(config.algorithm, config.critic) else None,
         config.reward_model if needs_reward_model(config.reward) else None,
@@ -189,7 +189,7 @@ def _build(setup: Setup, inputs: RunInputs, shown: ShowsProgress, preemption: Pr
     )
 
 
-def _learners(setup: Setup, models: FoundModels, policy: Loaded, total_steps: int) -> Learners:
+def _learners(setup: Setup, models: ModelSources, policy: Loaded, total_steps: int) -> Learners:
     """Load the models and shard them over the ranks. Collective.
 
     Args:

@@ -44,14 +44,14 @@ def build_backend(
     caller fills `model_shards` and calls `after_load`.
     """
     if config.autocast == "bfloat16" and dims.everyone().rank == 0:
-        _tell_of_narrowed(model)
+        _log_narrowed(model)
     if config.name == "deepspeed" and config.zero_stage < 3:
         materialise(model)
     kind = DeepSpeedBackend if config.name == "deepspeed" else Fsdp2Backend
     return kind(model, config, device, training)
 
 
-def _tell_of_narrowed(model: PreTrainedModel) -> None:
+def _log_narrowed(model: PreTrainedModel) -> None:
     if names := wanted_in_float32(model, torch.bfloat16):
         log.warning(
             "backend.autocast=bfloat16: the passes compute with all weights in bfloat16, also with %d that %s wants in "

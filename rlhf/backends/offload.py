@@ -40,7 +40,7 @@ class Offload:
 
         After an error they stay there: it ends the run, and its cause is not to be hidden by another one.
         """
-        self._bring_back()
+        self._move_back()
         self._users += 1
         try:
             yield
@@ -73,7 +73,7 @@ class Offload:
             torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def _bring_back(self) -> None:
+    def _move_back(self) -> None:
         for key, (storage, copy) in list(self._away.items()):
             storage.resize_(copy.nbytes)
             _bytes_of(storage).copy_(copy, non_blocking=True)

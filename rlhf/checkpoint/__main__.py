@@ -9,7 +9,7 @@ from rich.console import Console
 
 from rlhf.cli.command_parser import CommandParser
 from rlhf.errors import EXIT_CRASHED, EXIT_USER_ERROR, UserError, did_you_mean, nearest
-from rlhf.printable import printable, write_error
+from rlhf.printable import printable
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 VERBS = {
@@ -69,17 +69,21 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return arguments.run(arguments, console)
     except (UserError, DamagedCheckpoint) as error:
-        write_error(printable(str(error)))
+        _tell(str(error))
         return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_CRASHED
     except OSError as error:
         if error.filename is None:  # of no file: not the disk's
             raise
         remedy = REMEDIES.get(error.errno or 0, "")
-        write_error(printable(f"{error.filename}: {error.strerror}" + (f". {remedy}" if remedy else "")))
+        _tell(f"{error.filename}: {error.strerror}" + (f". {remedy}" if remedy else ""))
         return EXIT_CRASHED
     except KeyboardInterrupt:
-        sys.stderr.write("Stopped. Nothing is left half done; the same command again finishes.\n")
+        _tell("Stopped. Nothing is left half done; the same command again finishes.")
         return EXIT_INTERRUPTED
+
+
+def _tell(line: str) -> None:
+    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(printable(line))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from rlhf.experience.metrics import RolloutStats, generation_metrics, slowest, s
 from rlhf.experience.plain_sampling import PlainSampling
 from rlhf.experience.prefetch import Prefetch
 from rlhf.experience.prompt_share import PromptShare
-from rlhf.experience.responses import tell_timeouts
+from rlhf.experience.responses import log_timeouts
 from rlhf.ranks.figures import largest, memory_use
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Collector:
         metrics |= sampler.metrics()
         if not any(older for _, older, _ in told):
             batch.staleness = None
-        tell_timeouts(f"Step {step}", stats.slow, self.coordinator)
+        log_timeouts(f"Step {step}", stats.slow, self.coordinator)
         metrics["data/epoch"] = int(self.prompts.epochs)
         metrics |= generation_metrics(
             groups,

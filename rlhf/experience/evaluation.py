@@ -11,7 +11,7 @@ from rlhf.data import Prompt, PromptSet
 from rlhf.events import announce
 from rlhf.experience.metrics import Summary, merge
 from rlhf.experience.policy_sampler import PolicySampler
-from rlhf.experience.responses import score_responses, tell_timeouts, texts_of
+from rlhf.experience.responses import log_timeouts, score_responses, texts_of
 from rlhf.experience.shown_samples import shown_answers
 from rlhf.experience.validation_metrics import AnsweredPrompt, accuracy_of, validation_metrics
 from rlhf.ranks import dims
@@ -65,7 +65,7 @@ class Evaluator:
         samples = [every[start : start + n] for start in range(0, len(every), n)]
         self.sampler.rest()
         scored = score_responses(self.reward, self.tokenizer, zip(mine, samples, strict=True))
-        tell_timeouts(f"Evaluation after step {step}", self.reward.take_timeouts(), self.coordinator)
+        log_timeouts(f"Evaluation after step {step}", self.reward.take_timeouts(), self.coordinator)
         self.show(shown_answers(list(zip(mine, samples, strict=True)), scored, self.tokenizer, self.coordinator))
         figures = self._figures(mine, samples, scored)
         announce("evaluation.after")

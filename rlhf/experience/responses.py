@@ -46,7 +46,7 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample]) -> l
     return [str(tokenizer.decode(sample.token_ids, skip_special_tokens=True)) for sample in samples]
 
 
-def tell_timeouts(when: str, mine: Sequence[Timeouts], coordinator: Coordinator) -> None:
+def log_timeouts(when: str, mine: Sequence[Timeouts], coordinator: Coordinator) -> None:
     """Log on the leader which reward functions timed out on any rank, with a count and one sample each. Collective."""
     every = merge_timeouts(each for of_rank in coordinator.gather(list(mine)) for each in of_rank)
     if every and coordinator.is_leader:

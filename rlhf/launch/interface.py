@@ -85,5 +85,5 @@ class RankStarter(Protocol):
     def start(self, command: Sequence[str], stop: StopRequest) -> Ranks | None:
         """Clear the statuses of the last attempt and start all ranks. None if `stop` is requested before they run."""
 
-    def say_the_rest(self, *, last: bool) -> None:
+    def show_remaining_output(self, *, last: bool) -> None:
         """Show the output of ended ranks that was not shown yet. `last` says that no attempt follows."""

@@ -124,7 +124,7 @@ def run_attempts(
         statuses = ranks.statuses()
         checkpoint = next(iter(scan(run_dir)), None)
         ending = evidence.classify(attempt, t.ranks, stop.signal_name is not None)
-        starter.say_the_rest(last=ending in (evidence.Ending.USER_ERROR, evidence.Ending.REQUEUE))
+        starter.show_remaining_output(last=ending in (evidence.Ending.USER_ERROR, evidence.Ending.REQUEUE))
         if ending is evidence.Ending.DONE:
             return EXIT_DONE
         if ending is evidence.Ending.USER_ERROR:
@@ -136,7 +136,7 @@ def run_attempts(
 
         decision = policy.crashed(evidence.furthest_step(statuses))
         if isinstance(decision, GiveUp):
-            starter.say_the_rest(last=True)
+            starter.show_remaining_output(last=True)
             log.error("The run ends: %s.\n%s", decision.reason, evidence.report(attempt, t.ranks, statuses, checkpoint))
             return EXIT_CRASHED
         what = evidence.describe_crash(attempt, statuses)

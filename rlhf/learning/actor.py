@@ -14,12 +14,12 @@ from rlhf.algorithms.statistics import masked
 from rlhf.backends.base import TrainingBackend
 from rlhf.batch import ActorBatch
 from rlhf.config import ActorConfig, RolloutCorrectionConfig
+from rlhf.learning.balancing import SampleBalance
 from rlhf.learning.entropy_control import EntropyControl
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
-from rlhf.learning.spread import Spread
 from rlhf.learning.token_choice import TokenChoice
-from rlhf.learning.update import Around, Counts, Figures, Passes, Share, update
+from rlhf.learning.update import Around, Counts, Figures, MicroBatchLoss, Passes, update
 from rlhf.learning.work_sharing import Shuffle
 from rlhf.ranks.collectives import all_sum
 
@@ -52,14 +52,16 @@ class Actor(Policy):
         self._policy_loss = load_policy_loss(config.policy_loss.loss_mode)
         self._passes = Passes(config.ppo_epochs, config.ppo_max_token_len_per_gpu, config.loss_agg_mode)
 
-    def update(self, batch: ActorBatch, spread: Spread, guards: Guards, shuffle: Shuffle | None = None) -> Figures:
+    def update(
+        self, batch: ActorBatch, balance: SampleBalance, guards: Guards, shuffle: Shuffle | None = None
+    ) -> Figures:
         """Take the optimizer steps of a training step; return `actor/...` and `rollout/...` metrics. Collective.
 
         If a log-prob of the rollout engine is not finite, the guards reject the batch.
 
         Args:
             batch: this rank's samples, with `old_log_probs` if `rlhf.config.derived.needs_old_log_probs`.
-            spread: how the samples of all ranks are split over mini-batches.
+            balance: how the samples of all ranks are split over mini-batches.
             shuffle: draws the mini-batches of later epochs; None keeps them.
         """
         rejected: Figures = {}
@@ -69,12 +71,14 @@ class Actor(Policy):
         rejection, old = self._correction.rollout_rs, batch.old_log_probs
         if guards.allows("actor", rollout_log_probs=sampled) and rejection is not None and old is not None:
             batch, rejected = self._reject(batch, old, rejection)
-        passes, share_of = self._passes, self._share_of
+        passes, micro_batch_loss = self._passes, self._micro_batch_loss
         around = Around(partial(self._with_choice, guards.step), self._bonus_follows)
-        figures = rejected | update(self.backend, batch, spread, passes, share_of, guards, "actor", shuffle, around)
+        figures = rejected | update(
+            self.backend, batch, balance, passes, micro_batch_loss, guards, "actor", shuffle, around
+        )
         return {name if "/" in name else f"actor/{name}": value for name, value in figures.items()}
 
-    def _share_of(self, micro: ActorBatch, counts: Counts) -> Share:
+    def _micro_batch_loss(self, micro: ActorBatch, counts: Counts) -> MicroBatchLoss:
         config, mask, counted = self._config, micro.response_mask, micro.counted
 
         def aggregate(values: Tensor) -> Tensor:
@@ -112,7 +116,7 @@ class Actor(Policy):
         sums = {"loss": loss, **terms} | {name: token_mean(values) for name, values in figures.items()}
         # A micro-batch of empty responses has no maximum.
         largest = mismatch.max() if mismatch.numel() else mismatch.new_zeros(())
-        return Share(loss, sums, {"rollout/logprob_diff_max": largest})
+        return MicroBatchLoss(loss, sums, {"rollout/logprob_diff_max": largest})
 
     @torch.no_grad()
     def _with_choice(self, step: int, batch: ActorBatch, plan: list[list[int]]) -> ActorBatch:

@@ -11,10 +11,10 @@ from rlhf.algorithms.losses import value_loss
 from rlhf.backends.base import TrainingBackend
 from rlhf.batch import Batch, CriticBatch
 from rlhf.config import CriticConfig
+from rlhf.learning.balancing import SampleBalance
 from rlhf.learning.guards import Guards
 from rlhf.learning.predicted_tokens import PredictedTokens
-from rlhf.learning.spread import Spread
-from rlhf.learning.update import Counts, Figures, Passes, Share, update
+from rlhf.learning.update import Counts, Figures, MicroBatchLoss, Passes, update
 from rlhf.learning.walk import per_token
 from rlhf.learning.work_sharing import Shuffle
 
@@ -42,20 +42,22 @@ class Critic:
         return self.backend.on_device()
 
     @torch.no_grad()
-    def all_values(self, batch: Batch, spread: Spread) -> Tensor:
+    def all_values(self, batch: Batch, balance: SampleBalance) -> Tensor:
         """Return the values at every response token of `batch`, [N, R] float32, zero on padding. Collective.
 
         Args:
             batch: this rank's samples.
-            spread: how the samples of all ranks are split over mini-batches.
+            balance: how the samples of all ranks are split over mini-batches.
         """
         model = self.backend.module
-        return per_token(batch, spread, self._forward_budget, model, partial(response_values, model))
+        return per_token(batch, balance, self._forward_budget, model, partial(response_values, model))
 
-    def update(self, batch: CriticBatch, spread: Spread, guards: Guards, shuffle: Shuffle | None = None) -> Figures:
+    def update(
+        self, batch: CriticBatch, balance: SampleBalance, guards: Guards, shuffle: Shuffle | None = None
+    ) -> Figures:
         """Take the optimizer steps of a training step on this rank's `batch`; return `critic/...` metrics.
         Collective."""
-        figures = update(self.backend, batch, spread, self._passes, self._share_of, guards, "critic", shuffle)
+        figures = update(self.backend, batch, balance, self._passes, self._micro_batch_loss, guards, "critic", shuffle)
         if figures:
             square, error_square = figures.pop("return_square"), figures.pop("error_square")
             variance = square - figures["return_mean"] ** 2
@@ -64,7 +66,7 @@ class Critic:
             figures["explained_variance"] = 1 - unexplained / variance if variance > CONSTANT * square else 0.0
         return {f"critic/{name}": value for name, value in figures.items()}
 
-    def _share_of(self, micro: CriticBatch, counts: Counts) -> Share:
+    def _micro_batch_loss(self, micro: CriticBatch, counts: Counts) -> MicroBatchLoss:
         config, mask, returns = self._config, micro.response_mask, micro.returns
         values = response_values(self.backend.module, micro)
         losses, clipped = value_loss(values, micro.values, returns, config.cliprange_value)
@@ -80,7 +82,7 @@ class Critic:
             "error_square": (targets - micro.values).square(),
         }
         means = {name: loss_sum(v.detach(), mask, "token-mean") / counts.tokens for name, v in figures.items()}
-        return Share(loss, {"loss": loss} | means, {})
+        return MicroBatchLoss(loss, {"loss": loss} | means, {})
 
 
 def response_values(model: nn.Module, batch: Batch) -> Tensor:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from rlhf.backends.base import Model
 from rlhf.batch import Batch
+from rlhf.learning.balancing import SampleBalance
 from rlhf.learning.predicted_tokens import PredictedTokens
-from rlhf.learning.spread import Spread
 from rlhf.learning.walk import per_token
 from rlhf.models.log_prob_head import Targets
 
@@ -36,18 +36,18 @@ class Policy:
         return response_log_probs(self._model.module, batch, self._temperature, with_entropy=with_entropy)
 
     @torch.no_grad()
-    def all_log_probs(self, batch: Batch, spread: Spread) -> Tensor:
+    def all_log_probs(self, batch: Batch, balance: SampleBalance) -> Tensor:
         """Return log-probs of every response token of `batch`, [N, R] float32, without gradients. Collective.
 
         Args:
             batch: this rank's samples.
-            spread: how the samples of all ranks are split over mini-batches.
+            balance: how the samples of all ranks are split over mini-batches.
         """
 
         def log_probs(micro: Batch) -> Tensor:
             return self.log_probs(micro, with_entropy=False)[0]
 
-        return per_token(batch, spread, self._budget, self._model.module, log_probs)
+        return per_token(batch, balance, self._budget, self._model.module, log_probs)
 
 
 def response_log_probs(

@@ -12,8 +12,8 @@ from rlhf.algorithms.aggregation import loss_count
 from rlhf.backends.base import TrainingBackend
 from rlhf.batch import Batch
 from rlhf.events import announce, report
+from rlhf.learning.balancing import SampleBalance
 from rlhf.learning.guards import Guards
-from rlhf.learning.spread import Spread
 from rlhf.learning.walk import mini_batch_plans
 from rlhf.learning.work_sharing import Shuffle
 from rlhf.models.packing import is_packed
@@ -33,7 +33,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Share:
+class MicroBatchLoss:
     """Contribution of a micro-batch to the loss and metrics of its mini-batch.
 
     `loss` has gradients. The `sums` of all micro-batches and ranks add up to the mini-batch's metrics; they include
@@ -71,9 +71,9 @@ class Around(Generic[B]):
 def update(
     backend: TrainingBackend,
     batch: B,
-    spread: Spread,
+    balance: SampleBalance,
     passes: Passes,
-    share_of: Callable[[B, Counts], Share],
+    micro_batch_loss: Callable[[B, Counts], MicroBatchLoss],
     guards: Guards,
     who: str,
     shuffle: Shuffle | None = None,
@@ -90,15 +90,15 @@ def update(
 
     Args:
         batch: this rank's samples.
-        spread: how the samples of all ranks are split over mini-batches.
-        share_of: computes loss and metrics of a micro-batch, divided by the denominators of its mini-batch.
+        balance: how the samples of all ranks are split over mini-batches.
+        micro_batch_loss: computes loss and metrics of a micro-batch, divided by the denominators of its mini-batch.
         who: the role, `actor` or `critic`, for guards and progress.
         shuffle: draws other mini-batches for each epoch after the first; None keeps them.
     """
     if guards.refused is not None:
         return {}
     padded = not is_packed(backend.module)
-    plans = [mini_batch_plans(spread, passes.budget, padded=padded)] * passes.epochs
+    plans = [mini_batch_plans(balance, passes.budget, padded=padded)] * passes.epochs
     if shuffle is not None:
         dealt = (shuffle.deal(epoch)[1] for epoch in range(1, passes.epochs))
         plans[1:] = [mini_batch_plans(each, passes.budget, padded=padded) for each in dealt]
@@ -112,7 +112,7 @@ def update(
         present = batch if shuffle is None or epoch == 0 else shuffle.moved(batch, epoch)
         for plan in of_epoch:
             chosen = present if around is None else around.begins(present, plan)
-            figures, tokens = _accumulate(backend, chosen, plan, passes, share_of, tell)
+            figures, tokens = _accumulate(backend, chosen, plan, passes, micro_batch_loss, tell)
             steps.append(figures)
             announce("update.mid")
             if not guards.allows(who, **{name: figures[name] for name in ("loss", "kl", "ref_kl") if name in figures}):
@@ -137,7 +137,7 @@ def _accumulate(
     batch: B,
     plan: list[list[int]],
     passes: Passes,
-    share_of: Callable[[B, Counts], Share],
+    micro_batch_loss: Callable[[B, Counts], MicroBatchLoss],
     tell: Callable[[], None],
 ) -> tuple[Figures, int]:
     """Accumulate the gradient of one mini-batch. Return its metrics and its response tokens, both over all ranks.
@@ -151,7 +151,7 @@ def _accumulate(
     sums: dict[str, Tensor] = {}
     largest: dict[str, Tensor] = {}
     for rows in plan:
-        share = share_of(batch.micro_batch(rows), Counts(*counts))
+        share = micro_batch_loss(batch.micro_batch(rows), Counts(*counts))
         backend.backward(share.loss)
         tell()
         for name, value in share.sums.items():

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.batch import Batch
-from rlhf.learning.spread import Spread
+from rlhf.learning.balancing import SampleBalance
 from rlhf.models.packing import is_packed
 from rlhf.ranks import dims
 
 
 def per_token(
-    batch: Batch, spread: Spread, budget: int, model: nn.Module, compute: Callable[[Batch], Tensor]
+    batch: Batch, balance: SampleBalance, budget: int, model: nn.Module, compute: Callable[[Batch], Tensor]
 ) -> Tensor:
     """Return the values that `compute` returns for every response token of `batch`, [N, R] float32, zero on padding.
 
@@ -23,20 +23,20 @@ def per_token(
         compute: returns [n, R'] for a micro-batch of n samples.
     """
     result = torch.zeros_like(batch.rollout_log_probs)
-    for rows in spread.micro_batches(budget, padded=not is_packed(model))[dims.data().rank]:
+    for rows in balance.micro_batches(budget, padded=not is_packed(model))[dims.data().rank]:
         values = compute(batch.micro_batch(rows))
         places = torch.tensor(rows, dtype=torch.int64, device=result.device)
         result[places, : values.shape[1]] = values
     return result
 
 
-def mini_batch_plans(spread: Spread, budget: int, *, padded: bool) -> list[list[list[int]]]:
+def mini_batch_plans(balance: SampleBalance, budget: int, *, padded: bool) -> list[list[list[int]]]:
     """Return this rank's rows by [mini-batch][micro-batch], of at most `budget` tokens per micro-batch.
 
     Every rank has the same number of micro-batches.
     """
     rank = dims.data().rank
     return [
-        spread.micro_batches(budget, padded=padded, mini_batch=mini_batch)[rank]
-        for mini_batch in range(spread.mini_batches)
+        balance.micro_batches(budget, padded=padded, mini_batch=mini_batch)[rank]
+        for mini_batch in range(balance.mini_batches)
     ]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf.batch import Batch
-from rlhf.learning.spread import Spread, spread
+from rlhf.learning.balancing import SampleBalance, balance_samples
 from rlhf.ranks import dims
 from rlhf.ranks.collectives import all_to_all
 from rlhf.ranks.coordinator import Coordinator
@@ -98,7 +98,7 @@ class Shuffle:
     _responses: list[int]
     """Tokens of the prompts and responses of all ranks' samples, in the order of uids."""
 
-    def deal(self, epoch: int) -> tuple[list[Place], Spread]:
+    def deal(self, epoch: int) -> tuple[list[Place], SampleBalance]:
         """Return the place of every sample in an epoch, and how the mini-batches are split over the ranks."""
         return _deal(self._prompts, self._responses, self._order(epoch), self.mini_batches, self.ranks.size)
 
@@ -120,14 +120,14 @@ class SharedWork:
 
     batch: Batch
     """This rank's samples, one mini-batch after the other; within each in the order of uids unless shuffled."""
-    spread: Spread
+    balance: SampleBalance
     """How the samples of each mini-batch are split over the ranks."""
     shuffle: Shuffle | None
     """Draws the mini-batches of each epoch; None keeps them. `batch` is that of epoch 0."""
     _there: SampleRoute
     _back: SampleRoute
 
-    def bring_home(self, values: Tensor) -> Tensor:
+    def to_rollout_ranks(self, values: Tensor) -> Tensor:
         """Send values of the response tokens of `batch`, [N, R], home: as [M, R'] of the home batch. Collective."""
         return self._back.of_tokens(values)
 
@@ -178,7 +178,7 @@ class WorkSharing:
 
 def _deal(
     prompts: Sequence[int], responses: Sequence[int], order: Sequence[int], mini_batches: int, ranks: int
-) -> tuple[list[Place], Spread]:
+) -> tuple[list[Place], SampleBalance]:
     """Return the place of each sample, and how the mini-batches are split over the ranks.
 
     Args:
@@ -186,12 +186,12 @@ def _deal(
         order: the samples in the order in which mini-batches are cut from them.
     """
     lengths = [prompts[sample] + responses[sample] for sample in order]
-    owners = spread(lengths, mini_batches, ranks)
+    owners = balance_samples(lengths, mini_batches, ranks)
     counts, places = [0] * ranks, [(0, 0)] * len(order)
     for sample, owner in zip(order, owners, strict=True):
         places[sample] = (owner, counts[owner])
         counts[owner] += 1
-    return places, Spread.owned(lengths, owners, mini_batches, ranks)
+    return places, SampleBalance.owned(lengths, owners, mini_batches, ranks)
 
 
 def _moved(tensors: dict[str, Tensor], route: SampleRoute, prompts: Tensor) -> dict[str, Tensor]:

@@ -84,17 +84,17 @@ def is_packed(model: nn.Module) -> bool:
     return bool(getattr(model, "packs", False))
 
 
-def library_model(model: nn.Module) -> PreTrainedModel:
+def transformers_model(model: nn.Module) -> PreTrainedModel:
     """The model of the library's in an engine's module."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
     """The layer of `model` that makes logits, values or scores of hidden states, if it is where the library has it."""
-    inner = library_model(model)
+    inner = transformers_model(model)
     head: nn.Module | None = inner.get_output_embeddings()
     return head or next((getattr(inner, name) for name in HEADS if hasattr(inner, name)), None)
 
 
 def _config(model: nn.Module) -> PretrainedConfig:
-    return library_model(model).config
+    return transformers_model(model).config

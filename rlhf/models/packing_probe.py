@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.errors import UserError
-from rlhf.models.packing import head_of, lay_out, library_model, pack, unpack
+from rlhf.models.packing import head_of, lay_out, pack, transformers_model, unpack
 from rlhf.ranks import dims
 from rlhf.ranks.collectives import any_rank
 
@@ -35,8 +35,9 @@ def choose_packing(model: nn.Module, wanted: bool | None, setting: str) -> None:
     reason = f"{setting}=false" if wanted is False else why_not(model)
     if reason is not None and wanted:
         raise UserError(
-            f"{setting}=true: sequences can't be packed for this model ({library_model(model).config.model_type}): "
-            f"{reason}. Set {setting}=null, which packs only where results stay the same."
+            f"{setting}=true: sequences can't be packed for this model "
+            f"({transformers_model(model).config.model_type}): {reason}. "
+            f"Set {setting}=null, which packs only where results stay the same."
         )
     if dims.everyone().rank == 0:
         who = setting.split(".")[0]
@@ -62,7 +63,7 @@ def _difference(model: nn.Module, device: torch.device) -> str | None:
     head = head_of(model)
     if head is None:
         return "its head is not where the library has one"
-    vocabulary = library_model(model).config.get_text_config().vocab_size
+    vocabulary = transformers_model(model).config.get_text_config().vocab_size
     ids = (torch.arange(len(LENGTHS) * max(LENGTHS), device=device) * 7919 + 11) % vocabulary
     ids = ids.view(len(LENGTHS), -1)
     with _inputs_of(head) as seen:

@@ -100,7 +100,7 @@ class Launcher:
             ready = wait([self._connection, self._woken])
             if self._woken in ready:
                 os.read(self._woken, 4096)
-            self._tell_of_ended()
+            self._report_ended()
             if self._connection not in ready:
                 continue
             try:
@@ -112,7 +112,7 @@ class Launcher:
             elif self._fork(request):
                 return request.command
 
-    def _tell_of_ended(self) -> None:
+    def _report_ended(self) -> None:
         for rank, pid in list(self._running.items()):
             end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if end is not None:

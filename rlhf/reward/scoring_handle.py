@@ -132,7 +132,7 @@ class ScoringProcess:
             self.kill()
             raise
         if self._trial is None:
-            _tell_missing(ready["missing"])
+            _report_missing(ready["missing"])
         return Sending(**ready["sending"])
 
     def _exchange(self, request: bytes, timeout_s: float, number: str | None = None, count: int = 1) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def _is_finite(number: float) -> bool:
         return False
 
 
-def _tell_missing(missing: list[str]) -> None:
+def _report_missing(missing: list[str]) -> None:
     new = [what for what in missing if what not in _missing_told]
     _missing_told.update(new)
     if new:

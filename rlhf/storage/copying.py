@@ -72,8 +72,8 @@ class CheckedCopy:
         with ThreadPoolExecutor(1) as beside:
             # The disk works while the processor does.
             synced = beside.submit(self._sync)
-            self._prove_headers()
-            for _ in self._on_all(self._prove):
+            self._verify_headers()
+            for _ in self._on_all(self._verify_block):
                 pass
             synced.result()
 
@@ -102,7 +102,7 @@ class CheckedCopy:
                 count += part.stop - part.start
         return count
 
-    def _prove_headers(self) -> None:
+    def _verify_headers(self) -> None:
         for path, header in self._headers.items():
             found = bytearray(len(header))
             with self._as_not_written([path]):
@@ -110,7 +110,7 @@ class CheckedCopy:
                 if found != header:
                     raise DamagedCheckpoint(f"{path}: another header")
 
-    def _prove(self, block: Block) -> int:
+    def _verify_block(self, block: Block) -> int:
         """Compare a block of the source with its hash once more, this time as the targets have it."""
         with self._as_not_written(dict.fromkeys(part.target for part in self._ranges[block])):
             self._files.compare_block(*block, self._read_back(block))

@@ -152,7 +152,7 @@ class CheckedFiles:
         self._compare(name, number, digest.hexdigest())
 
 
-class UnprovenFiles(CheckedFiles):
+class UnverifiedFiles(CheckedFiles):
     """The files `names` below `root`, of which there are no hashes: read as they are, to the last byte that they have
     now.
 

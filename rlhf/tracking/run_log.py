@@ -66,7 +66,7 @@ class RunLog:
         self._tracker.log(step, metrics | self._pending, self._samples)
         announce("metrics.after")
         if self._log_samples:
-            tell_samples(step, self._samples)
+            log_samples(step, self._samples)
         self._pending, self._samples = {}, []
         beside = EVALUATED - {headline(metrics).metric}
         shown = [name for name, _, _ in SHOWN if name in metrics and name not in beside]
@@ -89,7 +89,7 @@ class RunLog:
             self._tracker.finish()
 
 
-def tell_samples(step: int, samples: Sequence[ShownSample]) -> None:
+def log_samples(step: int, samples: Sequence[ShownSample]) -> None:
     """Log the best and the worst of a step's rollouts, and of its evaluation."""
     for split in (ROLLOUT, VALIDATION):
         ranked = sorted((s for s in samples if s["split"] == split), key=lambda sample: sample["score"])

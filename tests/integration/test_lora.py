@@ -20,7 +20,7 @@ from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.models.adapter_layers import without_adapters
 from rlhf.rollout.embedded import build_embedded_engine
 from rlhf.rollout.weight_digest import WeightsNotHeld
-from tests.support.adapted_engines import DORA, LORA, adapted_engine, with_peft_alone
+from tests.support.adapted_engines import DORA, LORA, adapted_engine, with_plain_peft
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
 from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, gathered, logits_of, loss_of, state_of, tokens, train
 from tests.support.tiny_updates import tiny_qwen2
@@ -113,7 +113,7 @@ def look_at(backend: TrainingBackend, lora: LoraConfig = LORA) -> dict[str, Any]
     """The engine's logits, with and without adapters, and its merged weights, beside those of peft alone with the same
     values."""
     weights, ids = weights_of(backend), tokens(7)
-    alone = with_peft_alone(weights, lora)
+    alone = with_plain_peft(weights, lora)
     said = {"weights": weights, "logits": logits_of(backend, ids), "peft": alone(input_ids=ids).logits}
     with without_adapters(backend.module):
         said["disabled"] = logits_of(backend, ids)

@@ -20,7 +20,7 @@ from rlhf.models.adapter_folder import WEIGHTS
 from rlhf.models.adapter_layers import target_names, without_adapters
 from rlhf.models.adapter_start import fill_from_folder
 from rlhf.models.fingerprint import fingerprint
-from tests.support.adapted_engines import DORA, LORA, adapted_engine, with_peft_alone
+from tests.support.adapted_engines import DORA, LORA, adapted_engine, with_plain_peft
 from tests.support.checkpoints import equal_bits, world_of_one
 from tests.support.engines import NEEDS_DEEPSPEED, gathered, logits_of, tokens, train
 from tests.support.forked_start import train_forked
@@ -45,7 +45,7 @@ def test_a_folder_of_peft_is_a_start(tmp_path, lora):
     """What peft has saved, under the names that it saves; the run goes on from there, to the bit."""
     trained, other = adapted_engine("fsdp2", lora=lora), adapted_engine("fsdp2", seed=2, lora=lora)
     train(trained, 0, 1)
-    with_peft_alone(weights_of(trained), lora).save_pretrained(tmp_path / "adapter")
+    with_plain_peft(weights_of(trained), lora).save_pretrained(tmp_path / "adapter")
     assert not equal_bits(weights_of(other), weights_of(trained))
     fill_from_folder(other.model_shards(), tmp_path / "adapter")
     other.after_load()
@@ -55,7 +55,7 @@ def test_a_folder_of_peft_is_a_start(tmp_path, lora):
 @pytest.mark.usefixtures("_world")
 def test_a_folder_of_other_layers_or_shapes_is_refused(tmp_path):
     backend = adapted_engine("fsdp2")
-    with_peft_alone(weights_of(backend)).save_pretrained(tmp_path)
+    with_plain_peft(weights_of(backend)).save_pretrained(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     stored = load_file(file)
     name = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
@@ -110,7 +110,7 @@ def test_base_is_untouched_after_many_steps_and_hand_overs(kind, request):
     assert equal_bits(gathered(backend.base_shards()), base)
     with without_adapters(backend.module):
         assert torch.equal(logits_of(backend, tokens(7)), tiny_qwen2(0)(input_ids=tokens(7)).logits)
-    merged = with_peft_alone(weights_of(backend)).merge_and_unload()
+    merged = with_plain_peft(weights_of(backend)).merge_and_unload()
     assert equal_bits(sent, {name: weight.bfloat16() for name, weight in merged.named_parameters()})
 
 

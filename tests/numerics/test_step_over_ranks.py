@@ -88,7 +88,7 @@ def one_step(prompts: int, algorithm: AlgorithmConfig) -> dict[str, Any]:
         weights |= {f"critic.{name}": tensor.clone() for name, tensor in c.critic.backend.full_tensors()}
     by_sample = zip(uids, credit.advantages, credit.mask, strict=True)
     advantages = {(uid, row % GROUP): a[m.bool()].tolist() for row, (uid, a, m) in enumerate(by_sample)}
-    idle = any(not held for of_ranks in work.spread.lengths for held in of_ranks)
+    idle = any(not held for of_ranks in work.balance.lengths for held in of_ranks)
     tokens = [int(mask.sum()) for mask in (credit.mask, batches[0].response_mask)]
     return {
         "figures": figures,

@@ -69,8 +69,8 @@ def on_a_rank() -> dict[str, Any]:
         figures = (1000.0 * work.batch.staleness[:, None] + columns) * work.batch.response_mask
         found[case] = {
             "work": {name: getattr(with_figures(work, home), name) for name in FIELDS},
-            "lengths": work.spread.lengths,
-            "home": work.bring_home(figures),
+            "lengths": work.balance.lengths,
+            "home": work.to_rollout_ranks(figures),
             "rows": rows,
         }
     return found

@@ -57,7 +57,7 @@ def either_engine(kind: str, seed: int) -> TrainingBackend:
     return make_engine(kind, seed) if plain == kind else adapted_engine(plain, seed)
 
 
-def with_peft_alone(state: dict[str, Tensor], lora: LoraConfig = LORA) -> Any:
+def with_plain_peft(state: dict[str, Tensor], lora: LoraConfig = LORA) -> Any:
     """peft's own model around `tiny_qwen2(0)`, with adapters that have the values `state`, by their names in
     checkpoints."""
     from peft import LoraConfig as PeftConfig

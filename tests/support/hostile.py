@@ -24,7 +24,7 @@ PATIENCE_S = 20
 
 
 @contextmanager
-def impatience() -> Iterator[None]:
+def short_timeouts() -> Iterator[None]:
     """What waits for a pipe is ended by a failure."""
 
     def hangs(*_: object) -> None:

@@ -15,9 +15,9 @@ from transformers import (
 )
 
 from rlhf.batch import ActorBatch, Batch, CriticBatch, RolloutBatch
+from rlhf.learning.balancing import SampleBalance
 from rlhf.learning.credit import Advantages
 from rlhf.learning.guards import Guards
-from rlhf.learning.spread import Spread
 
 VOCAB = 40
 
@@ -134,11 +134,11 @@ def fill(advantages: Advantages, batch: EveryBatch, guards: Guards) -> dict[str,
     return figures
 
 
-def as_held(batch: Batch, mini_batches: int = 1, ranks: int = 1) -> Spread:
-    """The spread of a step of which every rank has the same samples, in the order of `batch`."""
+def as_held(batch: Batch, mini_batches: int = 1, ranks: int = 1) -> SampleBalance:
+    """The balance of a step of which every rank has the same samples, in the order of `batch`."""
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
     size = len(lengths) // mini_batches
-    return Spread([[lengths[start : start + size]] * ranks for start in range(0, len(lengths), size)])
+    return SampleBalance([[lengths[start : start + size]] * ranks for start in range(0, len(lengths), size)])
 
 
 def _padded(generator: torch.Generator, lengths: torch.Tensor) -> torch.Tensor:

@@ -28,10 +28,10 @@ from rlhf.config import (
 )
 from rlhf.config.derived import needs_old_log_probs
 from rlhf.learning.actor import Actor
+from rlhf.learning.balancing import SampleBalance, balance_samples
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from rlhf.learning.policy import Policy
-from rlhf.learning.spread import Spread, spread
 from rlhf.learning.work_sharing import Shuffle, WorkSharing
 from rlhf.models.log_prob_head import LogProbModel
 from rlhf.models.log_prob_probe import check_log_probs
@@ -254,27 +254,27 @@ def start_policies(case: str) -> tuple[Any, Any]:
     return policy, reference
 
 
-def share(batch: EveryBatch, mini_batches: int, way: str) -> tuple[EveryBatch, Spread]:
+def share(batch: EveryBatch, mini_batches: int, way: str) -> tuple[EveryBatch, SampleBalance]:
     """This rank's rows, and those of all: dealt by `plan`, or `lone`, all of a mini-batch on one rank."""
     ranks, size = dist.get_world_size(), len(batch) // mini_batches
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
     rows = range(len(batch))
     owners = {
-        "plan": spread(lengths, mini_batches, ranks),
+        "plan": balance_samples(lengths, mini_batches, ranks),
         "lone": [row // size % ranks for row in rows],
     }[way]
     mine = torch.tensor([row for row in rows if owners[row] == dist.get_rank()], dtype=torch.int64)
-    return batch.select(mine), Spread.owned(lengths, owners, mini_batches, ranks)
+    return batch.select(mine), SampleBalance.owned(lengths, owners, mini_batches, ranks)
 
 
-def shuffled(batch: EveryBatch, mini_batches: int) -> tuple[EveryBatch, Spread, Shuffle | None]:
+def shuffled(batch: EveryBatch, mini_batches: int) -> tuple[EveryBatch, SampleBalance, Shuffle | None]:
     """This rank's rows of the first epoch, and those of all, where the first rank has generated everything."""
     coordinator = Coordinator(GlooTransport())
     rows = list(range(len(batch))) if coordinator.is_leader else []
     home = batch.select(torch.tensor(rows, dtype=torch.int64))
     work = WorkSharing(mini_batches, coordinator, SEED).share(home, [row // GROUP for row in rows], STEP)
     figures = {name: work.take_along(getattr(home, name)) for name in ("advantages", "returns")}
-    return EveryBatch(**work.batch.present(), **figures), work.spread, work.shuffle
+    return EveryBatch(**work.batch.present(), **figures), work.balance, work.shuffle
 
 
 def padded(batch: EveryBatch, columns: int) -> EveryBatch:
@@ -308,7 +308,7 @@ def engine(model: Any, config: ActorConfig | CriticConfig, backend: BackendConfi
 
 
 def prepared_actor(
-    case: str, config: Config, backend: BackendConfig, batch: EveryBatch, held: Spread, *, packed: bool
+    case: str, config: Config, backend: BackendConfig, batch: EveryBatch, held: SampleBalance, *, packed: bool
 ) -> Actor:
     """The actor of a case; the log-probs that its update needs are added to `batch`. Collective."""
     mini_batches, budget = CASES[case][0], config.actor.ppo_max_token_len_per_gpu
@@ -338,7 +338,9 @@ def prepared_actor(
     return actor
 
 
-def prepared_critic(config: Config, backend: BackendConfig, batch: EveryBatch, held: Spread, *, packed: bool) -> Critic:
+def prepared_critic(
+    config: Config, backend: BackendConfig, batch: EveryBatch, held: SampleBalance, *, packed: bool
+) -> Critic:
     """The critic of a case; its values are added to `batch`. Collective."""
     model = engine(tiny_value_model(), config.critic, backend)
     if packed:

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import balance
-from rlhf.learning import spread
+from rlhf.learning import balancing
 
 
 def test_few_ranks_are_balanced_and_the_plain_way_is_not(capsys):
@@ -25,10 +25,10 @@ def test_too_few_samples_wait_for_the_longest():
 def test_a_poor_plan_fails(monkeypatch, capsys):
     """Samples that go round the ranks in turn, whatever their lengths."""
     turns = lambda lengths, mini_batches, ranks: [row % ranks for row in range(len(lengths))]  # noqa: E731
-    monkeypatch.setattr(balance, "spread", turns)
+    monkeypatch.setattr(balance, "balance_samples", turns)
     assert balance.main(["--ranks", "8"]) == 1
     assert "1.15 times the least" in capsys.readouterr().out
-    assert spread.spread is not turns
+    assert balancing.balance_samples is not turns
 
 
 @pytest.mark.parametrize("name", balance.DISTRIBUTIONS)

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from rlhf.assemble.course import user_files
+from rlhf.assemble.trajectory_hash import user_files
 from rlhf.checkpoint.commit.manifest import read_manifest
 from rlhf.checkpoint.load.stored_config import changes_since
 from rlhf.config import Config

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.retention import retire
-from rlhf.checkpoint.load.proofs import newest_usable
+from rlhf.checkpoint.load.verification import newest_usable
 from rlhf.checkpoint.start.run_dir import driver_state_of, newest_run_id
 from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config.schema.checkpoint import CheckpointConfig
@@ -26,10 +26,10 @@ from tests.support.hostile import (
     WRONG_DOCUMENTS,
     WRONG_FIELDS,
     WRONG_FILES,
-    impatience,
     intact_run,
     look,
     proven,
+    short_timeouts,
     sparse,
 )
 from tests.support.published import steps
@@ -38,8 +38,8 @@ LOOKS = ("list", "inspect", "verify")
 
 
 @pytest.fixture(autouse=True)
-def impatient() -> Iterator[None]:
-    with impatience():
+def with_short_timeouts() -> Iterator[None]:
+    with short_timeouts():
         yield
 
 

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from rlhf.storage.layout import CONFIG, MANIFEST, step_dir
-from tests.support.hostile import VERBS, bind, impatience, intact_run, look, sparse
+from tests.support.hostile import VERBS, bind, intact_run, look, short_timeouts, sparse
 
 
 @pytest.fixture(autouse=True)
-def impatient() -> Iterator[None]:
-    with impatience():
+def with_short_timeouts() -> Iterator[None]:
+    with short_timeouts():
         yield
 
 

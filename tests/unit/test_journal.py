@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.assemble.course import course_of
+from rlhf.assemble.trajectory_hash import trajectory_hash
 from rlhf.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -55,7 +55,7 @@ class Runs:
     def journal(self, *, run_id: str = "run", files: dict[str, str] = FILES, rank: int = 0, ranks: int = 1) -> Journal:
         coordinator = Coordinator(GlooTransport())
         coordinator.rank, coordinator.world_size = rank, ranks
-        course = course_of(trajectory(self.config), self.config.checkpoint, self.config.model.lora, run_id, files)
+        course = trajectory_hash(trajectory(self.config), self.config.checkpoint, self.config.model.lora, run_id, files)
         return Journal(self.run_dir, course, hash_of_files(self.config.reward.functions), coordinator)
 
     def at(self, step: int, after: str | None = None, **settings: Any) -> Journal:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rlhf.assemble.found_models import Found
+from rlhf.assemble.model_sources import ResolvedModel
 from rlhf.config import Config, FrozenFsdpConfig, LoraConfig
 from rlhf.config.rules import backend_rules
 from rlhf.config.rules import lora_rules as rules
@@ -206,7 +206,7 @@ def test_layers_and_shapes_are_told_before_the_base_is_loaded(folders):
     model = tiny_qwen2(0)
     lora = LoraConfig(enabled=True, rank=4, target_modules=["q_proj"], path=str(adapter))
     source = ModelSource("model.path", str(base), None, False, "eager")
-    found = Found(ModelFiles(source, base, None, None, ""), model.config, PreTrainedTokenizerFast)
+    found = ResolvedModel(ModelFiles(source, base, None, None, ""), model.config, PreTrainedTokenizerFast)
     add_adapters(model, lora, torch.float32)
     stored = {
         f"base_model.model.{name}": torch.zeros(p.shape)

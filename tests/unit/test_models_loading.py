@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils.logging import get_verbosity
 
-from rlhf.assemble.found_models import critic_source, policy_source, reward_model_source
+from rlhf.assemble.model_sources import critic_source, policy_source, reward_model_source
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.models.hub_names import check_name

@@ -26,14 +26,14 @@ def test_what_it_has_imported_is_no_matter_of_a_ranks_garbage_collector():
     assert frozen > 100_000 > left
 
 
-def tell_what_is_made(sender: Any) -> None:
+def send_what_is_made(sender: Any) -> None:
     sender.send((conversion_mapping._checkpoint_conversion_mapping_cache is not None, schema.cache_info().currsize))
 
 
 def test_what_ranks_have_in_common_is_made_before_they_are_forked():
     """The library's mappings of weights and the schema: a sixth of what a rank would do before its first step."""
     receiver, sender = forkserver.Pipe(duplex=False)
-    process = forkserver.Process(target=tell_what_is_made, args=(sender,))
+    process = forkserver.Process(target=send_what_is_made, args=(sender,))
     process.start()
     sender.close()
     assert receiver.recv() == (True, 1)

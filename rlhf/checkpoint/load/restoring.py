@@ -15,7 +15,7 @@ from safetensors.torch import load as load_safetensors
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.load.fetching import Fetched
 from rlhf.checkpoint.load.locations import FileLocations
-from rlhf.checkpoint.load.proofs import BlockNumbers, prove_share
+from rlhf.checkpoint.load.verification import BlockNumbers, verify_share
 from rlhf.checkpoint.state.driver_state import parse_driver_state
 from rlhf.checkpoint.state.run_state import RunState
 from rlhf.checkpoint.state.throughput import Throughput, throughput_figures
@@ -85,7 +85,7 @@ def load_state(
         loading.raise_together(coordinator.combine(loading.read, _combined))
         numbers = BlockNumbers(located, loading.files)
         proven = coordinator.union(numbers.bits(loading.files.checked))
-        found = coordinator.combine(lambda: loading.prove_rest(numbers, proven), _combined)
+        found = coordinator.combine(lambda: loading.verify_rest(numbers, proven), _combined)
         loading.raise_together(found)
         coordinator.collect(lambda: loading.apply(seed))
         size = sum(coordinator.gather(fetched.bytes)) if len(located.held) > 1 else 0
@@ -174,7 +174,7 @@ class _Loading:
                     self._documents[name] = _parsed(name, self.files.content(name))
         return self.outcome
 
-    def prove_rest(self, numbers: BlockNumbers, proven: bytes) -> _Outcome:
+    def verify_rest(self, numbers: BlockNumbers, proven: bytes) -> _Outcome:
         """Prove this rank's share of what no rank had a use for, given the blocks that any has proven.
 
         A model that was saved for others to open is damaged if its file is, whatever the run itself reads.
@@ -184,7 +184,7 @@ class _Loading:
         names = [name for name in self._manifest.files if self._located.holder(name) == domain]
         with self._counting(REST):
             rest = numbers.not_in(proven, self.files, names)
-            self.outcome.damage += prove_share(self.files, names, rest, self._coordinator)
+            self.outcome.damage += verify_share(self.files, names, rest, self._coordinator)
         return self.outcome
 
     def apply(self, seed: int) -> None:

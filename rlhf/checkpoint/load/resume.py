@@ -68,7 +68,7 @@ def restore(
         changed = coordinator.on_rank(located.holder(CONFIG), check)
         left_out = [part for part in ("optimizer", "extra") if part not in wanted]
         if located.manifest.imported and coordinator.is_leader:
-            log.warning("%s", _start_told(located, state, wanted))
+            log.warning("%s", _describe_start(located, state, wanted))
         elif left_out and coordinator.is_leader:
             why = "as checkpoint.load_contents says" if begins else "which were not saved: a crash changes this run"
             log.warning("%s: the run goes on without its %s, %s.", located.path, " and ".join(left_out), why)
@@ -116,7 +116,7 @@ def _with_newest_intact(
     if source is not None:
         return _from_source(source, coordinator, attempt)
     # Promise 5.
-    _refuse_to_start_again(run_dir, stuck, incomplete, coordinator)
+    _reject_second_start(run_dir, stuck, incomplete, coordinator)
     return None
 
 
@@ -130,7 +130,7 @@ def _from_source(source: Path, coordinator: Coordinator, attempt: Callable[[File
         raise UserError(f"trainer.resume_from_path cannot be used: {error}. Name another checkpoint.") from error
 
 
-def _refuse_to_start_again(
+def _reject_second_start(
     run_dir: Path, stuck: list[str], incomplete: list[FileLocations], coordinator: Coordinator
 ) -> None:
     """Raise UserError if the run has had checkpoints: `stuck` are damaged and could not be set aside. Collective."""
@@ -180,7 +180,7 @@ def _refuse_an_end(located: FileLocations, state: RunState) -> None:
         )
 
 
-def _start_told(located: FileLocations, state: RunState, load_contents: Collection[str]) -> str:
+def _describe_start(located: FileLocations, state: RunState, load_contents: Collection[str]) -> str:
     """One line about the new run: where its checkpoint is from, and which parts of `state` it does not have."""
     manifest = located.manifest
     taken: list[str] = []

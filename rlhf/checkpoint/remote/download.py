@@ -19,7 +19,7 @@ from rlhf.checkpoint.remote.remote_store import (
 from rlhf.checkpoint.remote.retries import Retries, Stopped, in_threads, one_line
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.patience import patiently
+from rlhf.ranks.keep_alive import with_keep_alive
 from rlhf.ranks.transport import Transport
 from rlhf.storage.disk_errors import DamagedCheckpoint, SaveFailed
 from rlhf.storage.files import make_dir, remove_dir, remove_file, rename_durably, write_file
@@ -72,7 +72,7 @@ class _Download:
         able = [rank for rank, reaches in enumerate(self._coordinator.everywhere(self._reach)) if reaches]
         files = sorted(self._copy.manifest.files.items(), key=lambda item: (-item[1]["size"], item[0]))
         mine = files[able.index(self._coordinator.rank) :: len(able)] if self._store is not None else []
-        own = patiently(
+        own = with_keep_alive(
             partial(self._fetch, mine), lambda fault: fault is not None, self._retries.stop, self._coordinator
         )
         return self._coordinator.combine(lambda: own, self._end)

@@ -19,7 +19,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.layout import RUN_FILE, scan
 
 log = logging.getLogger(__name__)
-MENDED_BY_A_PERSON = (ImportError, ValueError, PermissionError, FileNotFoundError, NotADirectoryError)
+FIXED_BY_USERS = (ImportError, ValueError, PermissionError, FileNotFoundError, NotADirectoryError)
 
 
 def open_remote(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> RemoteStore | None:
@@ -39,7 +39,7 @@ def open_remote(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfi
     retries = Retries(f"checkpoint.remote={remote}", stalled_s=CHECK_S, give_up_s=CHECK_S)
     try:
         store = retries.call("opening", partial(RemoteStore, remote_url(trainer, settings)), final=(Exception,))
-        retries.call("writing", store.check, final=MENDED_BY_A_PERSON)
+        retries.call("writing", store.check, final=FIXED_BY_USERS)
     except Exception as error:
         if not _needs_a_person(error) and scan(run_dir):
             log.warning(
@@ -57,7 +57,7 @@ def open_remote(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfi
 def _needs_a_person(error: Exception) -> bool:
     read_only = isinstance(error, OSError) and error.errno == errno.EROFS
     # The clients of the object stores have classes of their own for credentials that are missing.
-    return isinstance(error, MENDED_BY_A_PERSON) or read_only or "Credential" in type(error).__name__
+    return isinstance(error, FIXED_BY_USERS) or read_only or "Credential" in type(error).__name__
 
 
 def _keep_apart(run_dir: Path, trainer: TrainerConfig, remote: str) -> None:
@@ -124,7 +124,7 @@ def _copies_to_try(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, so
 
 def _owner(store: RemoteStore, retries: Retries) -> dict[str, Any]:
     """The run that the folder belongs to, by its run.json or else by the newest copy; empty when it is nobody's."""
-    run = retries.call("reading run.json", store.run, final=MENDED_BY_A_PERSON)
+    run = retries.call("reading run.json", store.run, final=FIXED_BY_USERS)
     if "run_id" in run:
         return run
     return next(({"run_id": copy.run_id} for copy in complete_copies(store, retries) if copy.run_id is not None), {})

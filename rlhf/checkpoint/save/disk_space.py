@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.retention import remove_checkpoints
-from rlhf.checkpoint.load.proofs import newest_usable
+from rlhf.checkpoint.load.verification import newest_usable
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.layout import PIN, step_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf.checkpoint.commit.publication import roll_forward
 from rlhf.checkpoint.load.locations import locate_files, published
-from rlhf.checkpoint.load.proofs import damage_of
+from rlhf.checkpoint.load.verification import damage_of
 from rlhf.checkpoint.remote.lease import hold
 from rlhf.checkpoint.remote.remote_start import claim_at_start, open_remote, restore
 from rlhf.checkpoint.remote.remote_store import RemoteStore
@@ -71,7 +71,7 @@ def prepare(
         restore(remote, run_dir, trainer, source, coordinator)
     run = _agreed_run(run_dir, coordinator)
     check_same_run(run_dir, trainer, config, run.get("resumed_from"), coordinator)
-    _bring_history(run_dir, run["run_id"], coordinator)
+    _download_history(run_dir, run["run_id"], coordinator)
     if source is not None and coordinator.broadcast(str(source)) != run.get("resumed_from"):
         run |= _fork(run_dir, source, coordinator)
     run.pop(AGENTS, None)
@@ -143,7 +143,7 @@ def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:
     return {"run_id": ids[0] if ids else coordinator.on_leader(directory.new_run_id)}
 
 
-def _bring_history(run_dir: Path, run_id: str, coordinator: Coordinator) -> None:
+def _download_history(run_dir: Path, run_id: str, coordinator: Coordinator) -> None:
     """Move the metric history to the driver's disk: it lies where the last driver was, and is the longest there is."""
     if len(coordinator.domain_leaders) == 1:
         return

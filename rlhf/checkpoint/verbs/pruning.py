@@ -60,7 +60,7 @@ def plan_pruning(
     """
     leftovers = sorted(path for path in run_dir.iterdir() if _is_leftover(path))
     for path in [*scan(run_dir), *leftovers]:
-        _refuse_domains(run_dir, path)
+        _reject_domains(run_dir, path)
     newest = next((step_of(path) for path in scan(run_dir) if _is_whole(path, prove)), None)
     if newest is None:
         return PruningPlan(run_dir, rules, None)  # promise 10
@@ -146,7 +146,7 @@ def _is_abandoned(path: Path) -> bool:
     return lock is not None
 
 
-def _refuse_domains(run_dir: Path, path: Path) -> None:
+def _reject_domains(run_dir: Path, path: Path) -> None:
     try:
         manifest = read_manifest(path)
     except (DamagedCheckpoint, OSError):

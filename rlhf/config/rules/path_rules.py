@@ -15,7 +15,7 @@ STARTS = ("model.path", "model.lora.path", "critic.path", "reward_model.path")
 """Settings that name what a run begins with."""
 
 
-def homeless_paths(config: Config) -> Iterator[str]:
+def unresolved_home_paths(config: Config) -> Iterator[str]:
     """Paths that begin with the home of a user who has none here, one line each: nothing can look for them."""
     for key in (*PATHS, "model.lora.path", "trainer.resume_from_path"):
         value = SETTINGS[key].value(config)

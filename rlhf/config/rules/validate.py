@@ -14,7 +14,7 @@ from rlhf.config.rules.backend_rules import backend_problems, missing_backend
 from rlhf.config.rules.checkpoint_rules import checkpoint_problems
 from rlhf.config.rules.learning_rules import kl_problems, loss_problems, optimizer_problems
 from rlhf.config.rules.lora_rules import lora_problems, missing_peft
-from rlhf.config.rules.path_rules import homeless_paths, model_problems, overwritten_starts, resume_problems
+from rlhf.config.rules.path_rules import model_problems, overwritten_starts, resume_problems, unresolved_home_paths
 from rlhf.config.rules.rollout_rules import missing_engine, rollout_problems
 from rlhf.errors import UserError, did_you_mean, nearest
 
@@ -48,7 +48,7 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: b
         UserError: with every problem found, one per line, each naming the setting, its value and what to set.
     """
     problems = [p for setting in SETTINGS.values() if (p := _out_of_bounds(setting, config))]
-    problems += homeless_paths(config)
+    problems += unresolved_home_paths(config)
     # Cross-field checks may divide by a value that is itself out of bounds.
     if not problems:
         for check in (

@@ -11,7 +11,7 @@ from rlhf.errors import UserError
 from rlhf.models.hf.source import TensorInfo
 from rlhf.models.model_files import DTYPES
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.reading import UnprovenFiles, parse_json
+from rlhf.storage.reading import UnverifiedFiles, parse_json
 from rlhf.storage.safetensors_header import read_safetensors_header
 
 PLACES, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
@@ -39,14 +39,14 @@ class DcpSafetensors(DcpFolder):
         found = {int(match[1]) for match in map(FILE.fullmatch, names) if match}
         if missing := sorted(set(range(1, max(found) + 1)) - found):
             raise UserError(f"{path} lacks the files shard-{missing[0]:05d}-*.safetensors of one rank. Restore them.")
-        files = UnprovenFiles(path.resolve(), names)
+        files = UnverifiedFiles(path.resolve(), names)
         for name in names:
             self._add(files, name)
         for name, parts in self._parts.items():
             ends = [[begin + size for begin, size in zip(at, part.shape, strict=True)] for at, part in parts]
             self.tensors[name] = TensorInfo(tuple(map(max, zip(*ends, strict=True))), parts[0][1].dtype)
 
-    def _add(self, files: UnprovenFiles, name: str) -> None:
+    def _add(self, files: UnverifiedFiles, name: str) -> None:
         header, length = read_safetensors_header(files, name)
         places = self._places(files, name, length)
         for tensor, entry in header.items():
@@ -66,7 +66,7 @@ class DcpSafetensors(DcpFolder):
                 raise DamagedCheckpoint(f"{self.path / name}: {tensor} begins at {offsets} and is {stored.shape}")
             self._parts.setdefault(tensor, []).append((offsets, stored))
 
-    def _places(self, files: UnprovenFiles, name: str, length: int) -> Any:
+    def _places(self, files: UnverifiedFiles, name: str, length: int) -> Any:
         """What a file says of where its tensors belong."""
         own = parse_json(files.start(name, length)[8:], name).get("__metadata__")
         said = own.get(PLACES) if isinstance(own, dict) else None

@@ -102,7 +102,7 @@ class LocalStarter:
         if self._ignored_ends:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
-    def say_the_rest(self, *, last: bool) -> None:
+    def show_remaining_output(self, *, last: bool) -> None:
         """See `RankStarter`; with `last` the bar ends."""
         if self._output is not None:
             self._output.drain()

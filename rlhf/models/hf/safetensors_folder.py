@@ -13,7 +13,7 @@ from rlhf.models.hf.small_files import parse_model_config
 from rlhf.models.hf.source import Contents, TensorInfo
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.hf_layout import MODEL_CONFIG, WEIGHTS, WEIGHTS_INDEX
-from rlhf.storage.reading import UnprovenFiles
+from rlhf.storage.reading import UnverifiedFiles
 from rlhf.storage.safetensors_header import read_safetensors_header
 from rlhf.storage.shards import DTYPES, Shard, TensorReader
 
@@ -77,7 +77,7 @@ class SafetensorsFolder:
     def __init__(self, path: Path, listed: Mapping[str, list[str] | None], model_files: Path) -> None:
         self._path = path.resolve()
         folder = self._path.name
-        files = UnprovenFiles(self._path.parent, [f"{folder}/{file}" for file in listed])
+        files = UnverifiedFiles(self._path.parent, [f"{folder}/{file}" for file in listed])
         found: dict[str, str] = {}
         for file in listed:
             header, length = read_safetensors_header(files, f"{folder}/{file}")

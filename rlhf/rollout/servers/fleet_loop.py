@@ -161,7 +161,7 @@ class FleetLoop:
                 error = errors.get(member.url, "it was left out of the push")
                 member.health.pushed(time.monotonic(), label, error)
                 if error is not None:
-                    self._tell_failure(member, f"the push of the weights failed: {error}")
+                    self._log_failure(member, f"the push of the weights failed: {error}")
 
     def begin(self, requests: Sequence[Request], seed: int, step: int) -> None:
         """Start to generate; `until` tells how it goes, `take` ends it."""
@@ -332,12 +332,12 @@ class FleetLoop:
 
     def _fail(self, member: _Member, reason: str, *, gone: bool = False) -> None:
         member.health.failed(time.monotonic(), reason, gone=gone)
-        self._tell_failure(member, reason)
+        self._log_failure(member, reason)
         self._drop(member)
         if gone and member.process is not None:
             member.process.kill()
 
-    def _tell_failure(self, member: _Member, reason: str) -> None:
+    def _log_failure(self, member: _Member, reason: str) -> None:
         self._counts["server_failures"] += 1
         log.warning("Rollout server %s: %s. Next try in %g s.", member.url, reason, member.health.backoff_s)
 

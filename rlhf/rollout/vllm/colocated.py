@@ -173,13 +173,13 @@ class VllmEngine:
         load = model.load_weights
         loaded: set[str] = set()
 
-        def load_and_tell(weights: Iterable[tuple[str, Tensor]]) -> Any:
+        def load_and_report(weights: Iterable[tuple[str, Tensor]]) -> Any:
             names = load(weights)
             loaded.update(expected if names is None else map(plain_name, names))
             return names
 
         # vLLM only logs what did not come.
-        model.load_weights = load_and_tell
+        model.load_weights = load_and_report
         try:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._checked(stream)})
         finally:

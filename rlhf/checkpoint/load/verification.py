@@ -36,7 +36,7 @@ class BlockNumbers:
         return [(name, block) for name in names for block in files.blocks(name) if not flags[self._first[name] + block]]
 
 
-def prove_share(
+def verify_share(
     files: CheckedFiles, names: Sequence[str], blocks: Sequence[tuple[str, int]], coordinator: Coordinator
 ) -> list[str]:
     """Prove this rank's share of `names`, that they are there, and of `blocks`; one line per damaged file.
@@ -64,7 +64,7 @@ def damage_of(located: FileLocations, names: Sequence[str], coordinator: Coordin
     files = CheckedFiles(located.path, located.manifest.files)
     blocks = [(name, block) for name in names for block in files.blocks(name)]
     return coordinator.combine(
-        lambda: prove_share(files, names, blocks, coordinator), lambda found: list(dict.fromkeys(chain(*found)))
+        lambda: verify_share(files, names, blocks, coordinator), lambda found: list(dict.fromkeys(chain(*found)))
     )
 
 

@@ -13,7 +13,7 @@ from rlhf.reward.scoring_handle import ScoringProcess
 
 
 @contextlib.contextmanager
-def trial_start(config: RewardConfig | None) -> Iterator[None]:
+def preflight_start(config: RewardConfig | None) -> Iterator[None]:
     """Import the file of each function of the user's as the training will, confined, while the body runs.
 
     Raises:

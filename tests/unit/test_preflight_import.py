@@ -12,9 +12,9 @@ import pytest
 
 from rlhf.config import RewardConfig
 from rlhf.errors import UserError
-from rlhf.launch import trial_import as module
-from rlhf.launch.trial_import import trial_import
-from rlhf.reward.trial_start import trial_start
+from rlhf.launch import preflight_import as module
+from rlhf.launch.preflight_import import preflight_import
+from rlhf.reward.preflight_start import preflight_start
 
 FILES = {
     "good.py": "print('a word')\ndef f(solution_str): return 1.0\n",
@@ -43,11 +43,11 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def as_estimator(name: str):
-    return trial_import([("algorithm.adv_estimator", f"{name}:f")])
+    return preflight_import([("algorithm.adv_estimator", f"{name}:f")])
 
 
 def as_reward(name: str):
-    return trial_start(RewardConfig(functions=["exact_match", f"{name}:f"]))
+    return preflight_start(RewardConfig(functions=["exact_match", f"{name}:f"]))
 
 
 @pytest.mark.parametrize("trial", [as_estimator, as_reward])
@@ -102,7 +102,7 @@ def test_a_long_import_is_left_to_the_ranks_and_a_rewards_is_refused(folder, mon
 def test_nothing_of_the_users_starts_nothing():
     ours = RewardConfig(functions=["exact_match"])
     before = children()
-    with trial_import([]), trial_start(ours), trial_start(None):
+    with preflight_import([]), preflight_start(ours), preflight_start(None):
         assert children() <= before
 
 
@@ -118,8 +118,8 @@ def test_what_a_file_has_left_behind_holds_nothing_up(folder):
 def test_an_import_ends_with_the_process_that_wanted_it(folder):
     body = "open(f'/proc/self/task/{os.getpid()}/children').read()"
     code = (
-        "import os, time; from rlhf.launch.trial_import import trial_import\n"
-        f"with trial_import([('s', 'waits.py:f')]): print({body}, flush=True); time.sleep(60)"
+        "import os, time; from rlhf.launch.preflight_import import preflight_import\n"
+        f"with preflight_import([('s', 'waits.py:f')]): print({body}, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

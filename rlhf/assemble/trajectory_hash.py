@@ -13,7 +13,7 @@ from rlhf.config.user_functions import hash_of_files
 from rlhf.models.fingerprint import fingerprint, fingerprint_file
 
 
-def course_of(
+def trajectory_hash(
     settings: Mapping[str, Any],
     checkpoint: CheckpointConfig,
     lora: LoraConfig,

@@ -14,7 +14,7 @@ BEAT_S = 1.0
 WORKING, FAILED = 1, 2
 
 
-def patiently(
+def with_keep_alive(
     action: Callable[[], T], failed: Callable[[T], bool], stop: Callable[[], None], coordinator: Coordinator
 ) -> T:
     """Run `action` on every rank, and return this rank's result when all have ended. Collective.

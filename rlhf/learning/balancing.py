@@ -27,7 +27,7 @@ def cost(length: int) -> int:
     return length * (LINEAR + length)
 
 
-def spread(lengths: Sequence[int], mini_batches: int, ranks: int) -> list[int]:
+def balance_samples(lengths: Sequence[int], mini_batches: int, ranks: int) -> list[int]:
     """Return the rank that each sample is sent to, so that ranks have nearly equal costs.
 
     Costs are balanced within each mini-batch, and over the whole step.
@@ -57,15 +57,15 @@ def spread(lengths: Sequence[int], mini_batches: int, ranks: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Spread:
+class SampleBalance:
     """Split of a step's samples over mini-batches and ranks, from which each rank's micro-batches follow."""
 
     lengths: list[list[list[int]]]
     """Tokens of the samples by [mini-batch][rank], in the order of the rank's rows."""
 
     @classmethod
-    def owned(cls, lengths: Sequence[int], owners: Sequence[int], mini_batches: int, ranks: int) -> "Spread":
-        """Return the split in which each sample is on its rank in `owners`, as `spread` returns them.
+    def owned(cls, lengths: Sequence[int], owners: Sequence[int], mini_batches: int, ranks: int) -> "SampleBalance":
+        """Return the split in which each sample is on its rank in `owners`, as `balance_samples` returns them.
 
         The rows of a rank keep the order of the samples.
         """

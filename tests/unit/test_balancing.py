@@ -1,4 +1,4 @@
-"""Spread of samples over ranks and micro-batches: all once, equally many, within the budget, alike in cost, pure."""
+"""Balance of samples over ranks and micro-batches: all once, equally many, within the budget, alike in cost, pure."""
 
 import random
 import time
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rlhf.learning.spread import Spread, cost, lockstep_cost, spread
+from rlhf.learning.balancing import SampleBalance, balance_samples, cost, lockstep_cost
 
 lengths_of_a_step = st.lists(st.integers(1, 300), max_size=80)
 
@@ -26,8 +26,8 @@ def flat(micros: list[list[int]]) -> list[int]:
 @example([], 2, 3, 1, True)
 @example([300, 299, 1], 1, 1, 250, True)  # two that exceed the budget
 def test_every_sample_is_once_in_micro_batches_within_the_budget(lengths, mini_batches, ranks, budget, padded):
-    owners = spread(lengths, mini_batches, ranks)
-    plan = Spread.owned(lengths, owners, mini_batches, ranks)
+    owners = balance_samples(lengths, mini_batches, ranks)
+    plan = SampleBalance.owned(lengths, owners, mini_batches, ranks)
     held = [[length for length, owner in zip(lengths, owners, strict=True) if owner == rank] for rank in range(ranks)]
     for rank in range(ranks):
         assert [length for part in plan.lengths for length in part[rank]] == held[rank]
@@ -46,8 +46,8 @@ def test_every_sample_is_once_in_micro_batches_within_the_budget(lengths, mini_b
 
 @given(lengths_of_a_step, st.integers(1, 4), st.integers(1, 9))
 def test_a_mini_batch_has_the_same_samples_whatever_the_ranks(lengths, mini_batches, ranks):
-    plan = Spread.owned(lengths, spread(lengths, mini_batches, ranks), mini_batches, ranks)
-    alone = Spread.owned(lengths, spread(lengths, mini_batches, 1), mini_batches, 1)
+    plan = SampleBalance.owned(lengths, balance_samples(lengths, mini_batches, ranks), mini_batches, ranks)
+    alone = SampleBalance.owned(lengths, balance_samples(lengths, mini_batches, 1), mini_batches, 1)
     for part, whole in zip(plan.lengths, alone.lengths, strict=True):
         assert sorted(flat(part)) == sorted(whole[0])
     assert alone.mini_batches == mini_batches
@@ -56,9 +56,9 @@ def test_a_mini_batch_has_the_same_samples_whatever_the_ranks(lengths, mini_batc
 
 @given(lengths_of_a_step, st.integers(1, 4), st.integers(1, 9), st.integers(1, 500))
 def test_the_plan_is_a_function_of_the_lengths(lengths, mini_batches, ranks, budget):
-    owners = spread(lengths, mini_batches, ranks)
-    assert spread(tuple(lengths), mini_batches, ranks) == owners
-    plans = [Spread.owned(lengths, owners, mini_batches, ranks).micro_batches(budget) for _ in range(2)]
+    owners = balance_samples(lengths, mini_batches, ranks)
+    assert balance_samples(tuple(lengths), mini_batches, ranks) == owners
+    plans = [SampleBalance.owned(lengths, owners, mini_batches, ranks).micro_batches(budget) for _ in range(2)]
     assert plans[0] == plans[1]
     assert all(isinstance(row, int) for micros in plans[0] for row in flat(micros))
 
@@ -66,7 +66,7 @@ def test_the_plan_is_a_function_of_the_lengths(lengths, mini_batches, ranks, bud
 @pytest.mark.parametrize(("ranks", "samples"), [(2, 64), (8, 128), (32, 512), (128, 4096)])
 def test_the_ranks_cost_alike_in_each_mini_batch(ranks, samples):
     lengths = skewed(samples * 4)
-    plan = Spread.owned(lengths, spread(lengths, 4, ranks), 4, ranks)
+    plan = SampleBalance.owned(lengths, balance_samples(lengths, 4, ranks), 4, ranks)
     for mini_batch, part in enumerate(plan.lengths):
         costs = [sum(map(cost, held)) for held in part]
         mean = sum(costs) / ranks
@@ -83,20 +83,20 @@ def test_the_ranks_cost_alike_in_each_mini_batch(ranks, samples):
 
 def test_a_rank_that_had_less_gets_the_larger_share_next():
     """One sample for two ranks: they take turns."""
-    assert spread([7] * 6, 6, 2) in ([0, 1, 0, 1, 0, 1], [1, 0, 1, 0, 1, 0])
+    assert balance_samples([7] * 6, 6, 2) in ([0, 1, 0, 1, 0, 1], [1, 0, 1, 0, 1, 0])
 
 
 def test_costs_grow_more_than_lengths():
     """One sample of 20,000 tokens costs what many short ones with more tokens together do."""
     lengths = [20000] + [500] * 80
-    owners = spread(lengths, 1, 2)
+    owners = balance_samples(lengths, 1, 2)
     tokens = [sum(length for length, owner in zip(lengths, owners, strict=True) if owner == rank) for rank in (0, 1)]
     of_long = tokens[owners[0]]
     assert of_long < 0.9 * tokens[1 - owners[0]]
 
 
 def test_rows_are_those_of_a_rank():
-    plan = Spread.owned([1, 2, 5, 3, 4, 6], [0, 0, 1, 0, 0, 1], 2, 3)
+    plan = SampleBalance.owned([1, 2, 5, 3, 4, 6], [0, 0, 1, 0, 0, 1], 2, 3)
     assert plan.lengths == [[[1, 2], [5], []], [[3, 4], [6], []]]
     assert list(plan.rows(1, 0)) == [2, 3]
     assert plan.micro_batches(3, mini_batch=0) == [[[1, 0]], [[0]], [[]]]
@@ -104,21 +104,21 @@ def test_rows_are_those_of_a_rank():
 
 
 def test_padded_micro_batches_have_like_lengths():
-    assert Spread([[[10, 2, 9, 3]]]).micro_batches(20, padded=True) == [[[0, 2], [3, 1]]]
-    assert Spread([[[10, 2, 9, 3]]]).micro_batches(24, padded=False) == [[[0, 2, 3, 1]]]
+    assert SampleBalance([[[10, 2, 9, 3]]]).micro_batches(20, padded=True) == [[[0, 2], [3, 1]]]
+    assert SampleBalance([[[10, 2, 9, 3]]]).micro_batches(24, padded=False) == [[[0, 2, 3, 1]]]
 
 
 def test_what_fits_tightly_is_found():
     """Six pairs fill the budget exactly; filled to an equal cost, some would be left over."""
     lengths = [9, 1, 8, 2, 7, 3, 6, 4, 5, 5, 9, 1]
-    [micros] = Spread([[lengths]]).micro_batches(10)
+    [micros] = SampleBalance([[lengths]]).micro_batches(10)
     assert [sum(lengths[row] for row in micro) for micro in micros] == [10] * 6
 
 
 def test_a_large_step_is_planned_quickly():
     lengths = skewed(8192)
     began = time.process_time()
-    plan = Spread.owned(lengths, spread(lengths, 16, 1024), 16, 1024)
+    plan = SampleBalance.owned(lengths, balance_samples(lengths, 16, 1024), 16, 1024)
     plan.micro_batches(32768)
     for mini_batch in range(16):
         plan.micro_batches(32768, mini_batch=mini_batch)

@@ -21,7 +21,7 @@ from rlhf.ranks.coordinator import Coordinator
 
 
 @dataclass(frozen=True)
-class Found:
+class ResolvedModel:
     """Files, architecture and tokenizer of one model."""
 
     files: ModelFiles
@@ -47,12 +47,12 @@ class Found:
 
 
 @dataclass(frozen=True)
-class FoundModels:
+class ModelSources:
     """The models that a run needs; a critic without a path of its own starts from the policy's files."""
 
-    policy: Found
-    critic: Found | None
-    reward_model: Found | None
+    policy: ResolvedModel
+    critic: ResolvedModel | None
+    reward_model: ResolvedModel | None
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -87,14 +87,14 @@ def reward_model_source(reward_model: RewardModelConfig, model: ModelConfig) -> 
     return ModelSource("reward_model.path", path, revision, model.trust_remote_code, model.attn_implementation)
 
 
-def find_models(
+def resolve_models(
     model: ModelConfig,
     critic: CriticConfig | None,
     reward_model: RewardModelConfig | None,
     coordinator: Coordinator,
     device: torch.device,
     scratch: Path,
-) -> FoundModels:
+) -> ModelSources:
     """Find the models of the run; copies of small files go below `scratch`. Collective.
 
     Args:
@@ -104,10 +104,10 @@ def find_models(
         UserError: one can't be found or read, or the critic has another vocabulary than the policy.
     """
 
-    def find(source: ModelSource) -> Found:
+    def find(source: ModelSource) -> ResolvedModel:
         files = find_files(source, model.loading, coordinator, device, scratch)
         hf_config = loading.load_model_config(files.source, files.folder)
-        return Found(files, hf_config, loading.load_tokenizer(files.source, files.folder))
+        return ResolvedModel(files, hf_config, loading.load_tokenizer(files.source, files.folder))
 
     policy, values, judge = find(policy_source(model)), None, None
     if critic is not None:
@@ -119,4 +119,4 @@ def find_models(
             f"{values.files.source} has another vocabulary than {policy.files.source}: the critic reads the policy's "
             "tokens. Take a model with the same tokenizer, or critic.path=null."
         )
-    return FoundModels(policy, values, judge)
+    return ModelSources(policy, values, judge)

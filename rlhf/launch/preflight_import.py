@@ -1,6 +1,6 @@
 """Preflight import: imports the user's files in a separate process, to report their errors before the ranks start.
 
-`python -m rlhf.launch.trial_import SETTING=FILE.py:NAME ...` writes the first UserError, if any, to its stdout.
+`python -m rlhf.launch.preflight_import SETTING=FILE.py:NAME ...` writes the first UserError, if any, to its stdout.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _PATIENCE_S = 2.0
 
 
 @contextlib.contextmanager
-def trial_import(functions: Sequence[tuple[str, str]]) -> Iterator[None]:
+def preflight_import(functions: Sequence[tuple[str, str]]) -> Iterator[None]:
     """Import the functions in another process while the body runs.
 
     Args:
@@ -39,7 +39,7 @@ def trial_import(functions: Sequence[tuple[str, str]]) -> Iterator[None]:
         return
     named = [f"{setting}={spec}" for setting, spec in functions]
     process = subprocess.Popen(
-        [sys.executable, "-m", "rlhf.launch.trial_import", *named],
+        [sys.executable, "-m", "rlhf.launch.preflight_import", *named],
         env=os.environ | {PARENT_PID: str(os.getpid())},
         bufsize=0,
         stdin=subprocess.DEVNULL,
