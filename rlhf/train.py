@@ -28,7 +28,7 @@ from rlhf.config.library import Library
 from rlhf.config.redaction import Redaction
 from rlhf.config.rules.validate import validate
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
-from rlhf.printable import printable_output
+from rlhf.printable import printable_output, write_error
 from rlhf.ranks.open_files import raise_open_files
 
 
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except UserError as error:
-        sys.stderr.write(f"{Redaction(os.environ)(printable_output(str(error)))}\n")
+        write_error(Redaction(os.environ)(printable_output(str(error))))
         return EXIT_USER_ERROR
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from rlhf.cli.command_parser import CommandParser
 from rlhf.errors import EXIT_CRASHED, EXIT_USER_ERROR, UserError, did_you_mean, nearest
-from rlhf.printable import printable
+from rlhf.printable import printable, write_error
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
 VERBS = {
@@ -69,21 +69,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return arguments.run(arguments, console)
     except (UserError, DamagedCheckpoint) as error:
-        _tell(str(error))
+        write_error(printable(str(error)))
         return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_CRASHED
     except OSError as error:
         if error.filename is None:  # of no file: not the disk's
             raise
         remedy = REMEDIES.get(error.errno or 0, "")
-        _tell(f"{error.filename}: {error.strerror}" + (f". {remedy}" if remedy else ""))
+        write_error(printable(f"{error.filename}: {error.strerror}" + (f". {remedy}" if remedy else "")))
         return EXIT_CRASHED
     except KeyboardInterrupt:
-        _tell("Stopped. Nothing is left half done; the same command again finishes.")
+        sys.stderr.write("Stopped. Nothing is left half done; the same command again finishes.\n")
         return EXIT_INTERRUPTED
-
-
-def _tell(line: str) -> None:
-    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(printable(line))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import re
 from typing import NoReturn
 
 from rlhf.errors import EXIT_USER_ERROR, did_you_mean, nearest
+from rlhf.printable import write_error
 
 _UNITS = {"K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _BINARY_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -42,4 +43,5 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line and exit."""
         end = "" if message.endswith((".", "?")) else "."
-        self.exit(EXIT_USER_ERROR, f"{self.prog}: {message}{end} Its options: {self.prog} --help\n")
+        write_error(f"{message}{end} Its options: {self.prog} --help")
+        self.exit(EXIT_USER_ERROR)

@@ -20,7 +20,7 @@ from rlhf.planning.memory_plan import memory_plan
 from rlhf.planning.plan_text import document, page
 from rlhf.planning.remedies import remedies
 from rlhf.planning.suited import Machine
-from rlhf.printable import printable_output
+from rlhf.printable import printable_output, write_error
 
 FLAGS = ("--json", "--help", "-h")
 WITH_VALUE = ("--ranks", "--device-memory", "--disk-speed", "--config-dir")
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         assert models is not None
         check_adapters(config.model, models.policy)
     except UserError as error:
-        sys.stderr.write(f"{Redaction(os.environ)(printable_output(str(error)))}\n")
+        write_error(Redaction(os.environ)(printable_output(str(error))))
         return EXIT_USER_ERROR
     plan = memory_plan(config, models, target_of(config, arguments.device_memory, ranks))
     found = remedies(config, models, plan)

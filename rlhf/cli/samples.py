@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf.cli.command_parser import CommandParser
 from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
-from rlhf.printable import printable
+from rlhf.printable import write_error
 from rlhf.storage.layout import SAMPLES
 from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, SampleFiles, ShownSample, as_text
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 sys.stdout.write(f"step {step}, {as_text(sample)}\n\n")
     except UserError as error:
-        sys.stderr.write(printable(str(error)) + "\n")
+        write_error(str(error))
         return EXIT_USER_ERROR
     except BrokenPipeError:  # `| head` has seen enough
         sys.stderr.close()

@@ -11,6 +11,19 @@ _CHATTY = ("httpx", "httpcore", "urllib3", "filelock", "fsspec", "datasets", "ma
 _VERBOSITY = "TRANSFORMERS_VERBOSITY"
 
 
+class _Lines(logging.Formatter):
+    """Formats a record as the time, the process and the message, with "error:" before the message of an error."""
+
+    def __init__(self, who: str) -> None:
+        super().__init__(f"%(asctime)s {who}: %(message)s", datefmt="%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        if record.levelno >= logging.ERROR:
+            record.message = f"error: {record.message}"
+        return super().formatMessage(record)
+
+
 @contextmanager
 def logging_put_back() -> Iterator[None]:
     """Around a `configure_logging` in a process of somebody else's: its log handlers, levels, warnings and environment
@@ -37,13 +50,9 @@ def configure_logging(rank: int | None = None, handler: logging.Handler | None =
     and INFO in a process that is not a rank, which `who` names. Python's warnings are log lines as well."""
     who = who if rank is None else f"rank {rank}"
     level = logging.WARNING if rank else logging.INFO
-    logging.basicConfig(
-        level=level,
-        format=f"%(asctime)s {who}: %(message)s",
-        datefmt="%H:%M:%S",
-        handlers=[handler or logging.StreamHandler()],
-        force=True,
-    )
+    handler = handler or logging.StreamHandler()
+    handler.setFormatter(_Lines(who))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.captureWarnings(capture=True)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)

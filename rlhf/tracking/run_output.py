@@ -18,7 +18,7 @@ from rich.text import Text
 
 from rlhf.config.redaction import Redaction
 from rlhf.errors import UserError
-from rlhf.printable import printable_output
+from rlhf.printable import printable_output, with_colour
 from rlhf.storage.log_file import LogFile
 from rlhf.tracking import unread_output
 from rlhf.tracking.progress import Progress
@@ -151,9 +151,10 @@ class RunOutput:
 
     def _show(self, text: str, stream: TextIO | None) -> None:
         to = sys.stderr if stream is None else stream
+        text = with_colour(text, to)
         with _surviving(to):
             if self._live is not None and (stream is None or to.isatty()):
-                self._console.print(Text(text), soft_wrap=True)
+                self._console.print(Text.from_ansi(text), soft_wrap=True)
             else:
                 self._print(f"{text}\n".encode(to.encoding or "utf-8", "backslashreplace"), to)
 

@@ -193,7 +193,7 @@ def test_cfg_job_prints_the_resolved_configuration_and_leaves_nothing_behind(tmp
 def test_a_mistake_is_one_line_without_traceback(tmp_path):
     done = run(tmp_path, "-m", "rlhf.train", "trainer.nproq=2")
     assert done.returncode == EXIT_USER_ERROR
-    assert done.stderr == "trainer.nproq=2: there is no setting trainer.nproq. Did you mean trainer.nproc?\n"
+    assert done.stderr == "error: trainer.nproq=2: there is no setting trainer.nproq. Did you mean trainer.nproc?\n"
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -210,7 +210,7 @@ def test_cfg_job_refuses_what_a_run_refuses(capsys):
     assert train.main(["--cfg", "job", "rollout.n=1"]) == EXIT_USER_ERROR
     out, err = capsys.readouterr()
     assert "  n: 1\n" in out
-    assert err.startswith("rollout.n=1: grpo compares")
+    assert err.startswith("error: rollout.n=1: grpo compares")
 
 
 def test_cfg_job_has_the_help_of_every_setting(capsys):

@@ -28,7 +28,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert train.main(list(argv)) == EXIT_USER_ERROR
     out, err = capsys.readouterr()
     assert out == ""
-    return err.rstrip("\n")
+    assert err.startswith("error: ")
+    return err.removeprefix("error: ").rstrip("\n")
 
 
 def run(cwd: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":

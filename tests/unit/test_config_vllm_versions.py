@@ -85,5 +85,5 @@ def test_the_command_line_says_that_vllm_is_missing(engine):
         [sys.executable, "-m", "rlhf.train", f"rollout={engine}"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(f"rollout={engine}: vLLM is not installed.")
+    assert done.stderr.startswith(f"error: rollout={engine}: vLLM is not installed.")
     assert len(done.stderr.splitlines()) == 1

@@ -251,7 +251,7 @@ def test_adapters_that_the_files_show_are_right_build_nothing(right, capsys, mon
 def test_settings_written_as_options(capsys):
     assert main(["--use_peft", "--learning_rate", "1e-6", "--multirun", "trainer.nproc=2"]) == EXIT_USER_ERROR
     peft, rate, other = capsys.readouterr().err.splitlines()
-    assert peft == "--use_peft: settings are written without dashes. Did you mean model.lora.enabled=VALUE?"
+    assert peft == "error: --use_peft: settings are written without dashes. Did you mean model.lora.enabled=VALUE?"
     assert rate.startswith("--learning_rate 1e-6: settings are written without dashes. Did you mean actor.optim.lr=")
     assert other == "--multirun: there is no such option. --help shows the usage."
 
