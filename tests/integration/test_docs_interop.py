@@ -59,7 +59,7 @@ def test_layouts_are_converted(here, capsys):
 
 
 def test_checkpoints_are_compared(here, capsys):
-    weights, settings = commands_of("How two checkpoints differ")
+    weights, settings = commands_of("Comparing two checkpoints")
     causal_lm("llama", here / "my_model")
     run(capsys, ["convert", "my_model", "start/global_step_0", "--to", "native"])
     assert run(capsys, weights) == "actor's weights: equal, 21 tensors\n"

@@ -150,6 +150,6 @@ def test_the_commands_of_the_page(model, tmp_path, monkeypatch):
     config.model.path, config.trainer.experiment_name = str(model), "offline"
     role = ModelRole(load_file(model / "model.safetensors"))
     make_checkpointer(config, role, 80, fingerprints={}).save(80)
-    commands = commands_of("Our own checkpoints as Hugging Face models")
+    commands = commands_of("Exporting to Hugging Face")
     assert [command[0] for command in commands] == ["export", "export", "merge", "test", "test"]
     assert [main(command) for command in commands] == [0] * 5
