@@ -1,4 +1,4 @@
-"""The promises of docs/checkpoints.md: each is kept by a line that says so, and proven by a test that says so."""
+"""Every promise of docs/design/checkpoint-protocol.md is cited by code that keeps it and by a test that checks it."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.support.launching import ROOT
 
 def promised() -> list[int]:
     """The numbers of the list, in its order."""
-    _, _, rest = (ROOT / "docs/checkpoints.md").read_text().partition("## What is promised\n")
+    _, _, rest = (ROOT / "docs/design/checkpoint-protocol.md").read_text().partition("## What is promised\n")
     section, _, _ = rest.partition("\n## ")
     return [int(number) for number in re.findall(r"^(\d+)\. \*\*", section, re.MULTILINE)]
 
