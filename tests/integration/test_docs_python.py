@@ -1,4 +1,4 @@
-"""docs/python.md: its script trains and reports; a callback that raises stops a run, which the next call finishes."""
+"""Scripts of docs/python.md and README.md train and report; a callback that raises stops a run, which resumes."""
 
 import json
 import re
@@ -15,6 +15,7 @@ from tests.support.compare_runs import differences
 from tests.support.launching import ROOT
 
 PAGE = (ROOT / "docs" / "python.md").read_text()
+README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"<!-- (file|command): ([^\n]*?) -->\n```\w*\n(.*?)```\n", PAGE, flags=re.DOTALL)
 SHORT = ["recipes=minimal", "model=tiny", "trainer.device=cpu", "trainer.threads_per_rank=1", "trainer.nproc=1"]
 SIZES = ["data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "data.max_response_length=4", "rollout.n=2"]
@@ -45,6 +46,16 @@ def test_the_script_of_the_page(folder):
     assert [record["step"] for record in records][-4:] == [1, 2, 3, 4]
     assert outputs[0].splitlines() == [*told, end]
     assert outputs[1].splitlines() == [end]
+
+
+@pytest.mark.slow
+def test_the_script_of_the_readme(tmp_path):
+    (script,) = re.findall(r"<!-- file: closeness.py -->\n```python\n(.*?)```\n", README, flags=re.DOTALL)
+    (tmp_path / "closeness.py").write_text(script)
+    run = subprocess.run(
+        [sys.executable, "closeness.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True, timeout=300
+    )
+    assert run.stdout == f"4 {tmp_path}/checkpoints/rlhf/closeness/global_step_4\n"
 
 
 @pytest.mark.slow
