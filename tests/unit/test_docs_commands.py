@@ -25,7 +25,7 @@ OF_THE_READER = {
     "model.path=/models/mine": f"model.path={FOLDER}",
     "data.train_files=...": "data.train_files=train.jsonl",
 }
-PAGES += ["docs/algorithms.md", "docs/tracking.md", "docker/README.md"]
+PAGES += ["docs/algorithms.md", "docs/lora.md", "docs/tracking.md", "docker/README.md"]
 
 
 def blocks(page: str) -> list[str]:
