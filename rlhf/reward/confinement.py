@@ -1,7 +1,7 @@
 """Confinement of a reward process: limits, a folder of its own, no network, no way to the trainer.
 
 The process confines itself before it loads a verifier, as far as its kernel allows. What that closes and what it
-leaves open is in `docs/data-and-rewards.md`.
+leaves open is in `docs/design/reward-isolation.md`.
 """
 
 import contextlib
