@@ -1,8 +1,8 @@
-"""Checkpoints of a run: saved so that no kill can tear them, found again, and restored to the last bit.
+"""Saves a run's checkpoints so that no kill can tear them, finds them again, and restores them bit for bit.
 
-`checkpointer` ties the layers to a run. `state` is what a checkpoint saves beside tensors, `commit` publishes, verifies
-and removes directories, `load` finds and restores the newest intact one, `remote` copies checkpoints elsewhere,
-`export` turns whole ones into Hugging Face folders, `save` writes a snapshot, `start` prepares run directories before
-the ranks train. A layer imports those below it: state < commit < load, remote, export < save < start. Nothing here
-knows a backend: it is handed state (`rlhf.storage.state`). Bytes are `rlhf.storage`'s.
+`checkpointer` ties the layers to a run. `state` defines what a checkpoint saves beside tensors. `commit` publishes,
+verifies and removes directories. `load` finds and restores the newest intact checkpoint. `remote` copies checkpoints
+elsewhere. `export` turns whole checkpoints into Hugging Face folders. `save` writes a snapshot. `start` prepares run
+directories before the ranks train. A layer imports the layers below it: state < commit < load, remote, export < save <
+start. Nothing here knows a backend: callers pass state (`rlhf.storage.state`). `rlhf.storage` reads and writes bytes.
 """

@@ -1,4 +1,4 @@
-"""python -m rlhf.checkpoint VERB ...: checkpoints looked at, and as other tools know them."""
+"""python -m rlhf.checkpoint VERB ...: list, verify, prune and convert checkpoints."""
 
 import errno
 import importlib
@@ -23,8 +23,8 @@ VERBS = {
     "diff": "rlhf.convert.verbs.diff",
     "push": "rlhf.convert.verbs.pushing",
 }
-"""Verb -> its module, with `HELP`, `add_arguments(parser)` and `run(arguments,
-console) -> int`. A module imports what is heavy (torch) within `run`, so that `--help` and mistakes cost nothing."""
+"""Verb -> its module, with `HELP`, `add_arguments(parser)` and `run(arguments, console) -> int`. A module imports torch
+within `run`, so that `--help` and mistakes are fast."""
 ALIASES: dict[str, tuple[str, dict[str, str | None]]] = {
     "merge": ("convert --to hf: make a Hugging Face folder of a training checkpoint", {"to": "hf", "adapter": None}),
     "export": (
@@ -33,7 +33,7 @@ ALIASES: dict[str, tuple[str, dict[str, str | None]]] = {
     ),
     "import": ("convert --to native: another tool's checkpoint becomes the start of a new run", {"to": "native"}),
 }
-"""Names of `convert` -> what they say of themselves, and the arguments that they fill in."""
+"""Alias of `convert` -> its help, and the arguments that it sets."""
 
 ROOM = "Free some room there, or give a place on another disk."
 RIGHT = "Give another place, or get the right to this one."
@@ -42,14 +42,14 @@ REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), RIGHT),
     errno.ENAMETOOLONG: "Give a shorter name.",
 }
-"""What to do about what the system answers."""
+"""errno -> remedy in the error message."""
 EXIT_INTERRUPTED = 130
-"""As a shell says it of a command that Ctrl-C ended."""
+"""The shell's exit code of a command that Ctrl-C ended."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 when all was done, or all that was looked at is intact or equal; 1 when something is damaged,
-    unequal or cannot be read or written; 2 for a mistake of the user's, which is told in one line; 130 after
+    """Run a verb and return its exit code: 0 when all is done, or everything checked is intact or equal; 1 when
+    something is damaged, unequal, unreadable or not writable; 2 for a user's mistake, reported in one line; 130 after
     Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     parser = CommandParser(prog="python -m rlhf.checkpoint", description=__doc__)
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         verb.add_arguments(command)
         command.set_defaults(run=verb.run, **filled)
     arguments = parser.parse_args(argv)
-    # Only a terminal has a width to fit into. No markup anywhere: names and texts come from files.
+    # Only a terminal limits the width. No markup: names and texts come from files.
     piped = not sys.stdout.isatty()
     console = Console(highlight=False, markup=False, soft_wrap=piped, width=1000 if piped else None)
     try:
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         write_error(printable(str(error)))
         return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_CRASHED
     except OSError as error:
-        if error.filename is None:  # of no file: not the disk's
+        if error.filename is None:  # not a disk error
             raise
         remedy = REMEDIES.get(error.errno or 0, "")
         write_error(printable(f"{error.filename}: {error.strerror}" + (f". {remedy}" if remedy else "")))

@@ -1,4 +1,4 @@
-"""Checkpointer of a run: saves on its cadence, resumes at the start, and knows nothing of how training works."""
+"""Saves a run every `trainer.save_freq` steps and resumes it at the start; knows nothing of training."""
 
 import logging
 import time
@@ -40,18 +40,17 @@ log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and restores a run. All methods are collective.
 
-    With `checkpoint.async_save` a save only copies the state; a thread writes and commits it, on a process group of its
-    own, and at most one such save is in flight. Its outcome is known, and an error raised, by the time of the next
-    save, a resume or `finish`.
+    With `checkpoint.async_save`, `save` only copies the state. A thread writes and commits the copy on its own process
+    group, at most one at a time. The next save, a resume or `finish` reports the outcome and raises its error.
 
     Args:
         run_dir: the run directory.
-        trainer: for the cadence, the way back and the grace at the end.
-        settings: what is saved, how, and how long it stays.
-        config: the whole configuration as text, and how it is compared with a stored one.
-        identity: what manifests say of this run.
+        trainer: save frequency, resume mode and the grace period at the end.
+        settings: what is saved, how, and how long checkpoints stay.
+        config: the resolved configuration, compared with a stored one.
+        identity: the run's entries in manifests.
         coordinator: the ranks, which all make the same calls.
-        state: what is saved and restored, as live objects.
+        state: live objects to save and restore.
     """
 
     def __init__(
@@ -69,30 +68,29 @@ class Checkpointer:
         self._deleter = Deleter()
         copies = coordinator.is_leader and settings.remote is not None
         self._copies = RemoteCopies(run_dir, trainer, settings) if copies else None
-        # Made here, where all ranks are together: the thread may not touch the training's groups.
+        # Created here, where all ranks call together: the thread must not use training's process groups.
         timeout = timedelta(seconds=settings.timeout_s)
         self._behind = coordinator.another(timeout) if settings.async_save else None
         self._stager = Stager()
         self._in_flight: SaveInFlight | None = None
         self._result: SaveResult | None = None
         self.loaded: LoadResult | None = None
-        """What the newest resume read."""
+        """The result of the newest resume."""
         self.not_copied: list[int] = []
-        """On the leader, once `committing` is left: the steps that `checkpoint.remote` still lacks."""
+        """On the leader, after `committing`: the steps that `checkpoint.remote` still lacks."""
         self._saved_step: int | None = None
-        # Step of the reference's last change -> the newest checkpoint that holds it as it was then.
+        # Step of the reference's last change -> the newest checkpoint that contains the reference since then.
         self._reference_at: dict[int, Path] = {}
 
     def resume(self) -> bool:
-        """Restore the newest intact checkpoint; False, and nothing changed, for a run that has none yet.
+        """Restore the newest intact checkpoint; return False, with nothing changed, for a run that has none yet.
 
-        In a running process it is the way back to that checkpoint: everything is as it was after that save, or after
-        the resume from it. Raises UserError when the checkpoint and the configuration do not fit, or when no intact
-        checkpoint is left.
+        In a running process, this restores the state right after that save or after the resume from it. Raises
+        UserError when the checkpoint and the configuration do not fit, or when no intact checkpoint is left.
         """
         self._settle()
         timeout_s = self._settings.timeout_s
-        # Ranks may be restarted without a new set-up of the directory; no save is in flight here.
+        # Ranks may restart without a new setup of the directory; no save is in flight here.
         self._coordinator.on_domain_leaders(lambda: self._deleter.wait(timeout_s) and clean_leftovers(self._run_dir))
         loaded = restore(
             self._run_dir,
@@ -104,11 +102,11 @@ class Checkpointer:
             self._coordinator,
             resume_source(self._trainer),
         )
-        if self._behind is not None and self._saved_step is None:  # later the copies have their memory
+        if self._behind is not None and self._saved_step is None:  # a later resume finds the copies allocated
             copied = self._state.copied_bytes(self._settings.contents, self._settings.hf_adapter)
             check_memory(copied, self._coordinator)
         if self._copies is not None:
-            self._copies.start()  # now that no checkpoint can be set aside under its hands
+            self._copies.start()  # only now: a resume sets damaged checkpoints aside
         if loaded is None:
             return False
         self.loaded, manifest = loaded, loaded.manifest
@@ -122,12 +120,11 @@ class Checkpointer:
         return True
 
     def _holds_now(self, path: Path, step: int, reference_at: int | None) -> None:
-        """Note that the checkpoint `path` holds `step`, with the reference as it is since `reference_at`."""
         self._saved_step = step
         self._reference_at = {} if reference_at is None else {reference_at: path}
 
     def maybe_save(self, step: int, metrics: Mapping[str, float], *, last: bool = False) -> SaveResult | None:
-        """Save if the cadence says so, or if this is the run's `last` step; returns like `save`."""
+        """Save every `trainer.save_freq` steps and at the run's `last` step; return like `save`."""
         every = self._trainer.save_freq
         if every and (last or step % every == 0):
             return self.save(step, metrics, last=last)
@@ -136,10 +133,10 @@ class Checkpointer:
         return self._take_result()
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None, *, last: bool = False) -> SaveResult | None:
-        """Save now, with the `metrics` of the step, unless it is saved already; first waits for the save before.
+        """Save `step` with its `metrics` unless it is saved already; first wait for the save in flight.
 
-        Returns the save whose outcome has become known since the last call. A failure ends the run, or is reported, as
-        `checkpoint.on_save_error` says; that of the `last` save always ends it, since no training goes on.
+        Returns the save that finished since the last call. A failure ends the run or is reported, by
+        `checkpoint.on_save_error`; a failed `last` save always ends the run.
         """
         asked = time.monotonic()
         self._settle()
@@ -220,12 +217,14 @@ class Checkpointer:
         return result
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the copies to `checkpoint.remote`; empty without any."""
+        """Return the metrics of copies to `checkpoint.remote`; empty without a remote."""
         return {} if self._copies is None else self._copies.metrics()
 
     def leave(self, step: int, metrics: Mapping[str, float]) -> NoReturn:
-        """Save `step`, wait for it, and raise Preempted; when it could not be saved, Unsaved, or UserError for what a
-        restart meets again."""
+        """Save `step`, wait for the save, and raise Preempted.
+
+        Raises Unsaved when the save failed, or UserError when a restart would fail the same way.
+        """
         self._settle()
         try:
             self.save(step, metrics, last=True)
@@ -240,19 +239,19 @@ class Checkpointer:
         raise Preempted(f"Asked to stop: saved step {step} and left; the same command goes on from there.")
 
     def finish(self) -> SaveResult | None:
-        """Wait until nothing is in flight any more, neither a save nor a removal; returns and fails like `save`."""
+        """Wait for the save in flight and for removals; return and fail like `save`."""
         self._settle()
         self._deleter.wait(self._settings.timeout_s)
         return self._take_result()
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """A block that is left with the last save committed, if it is left in order, which a UserError is, too.
+        """Run a block; after a normal end or a UserError, the last save is committed.
 
-        An error of this rank waits for a save in flight as well, though no longer than a part of the grace: it may be
-        all that keeps a run that crashes at one step from losing what came before it. Copies to the remote are waited
-        for at a run's end for `checkpoint.timeout_s`, when it leaves before that for a part of the grace, and in a
-        crash not at all.
+        After another error on this rank, wait for the save in flight too, for a quarter of the grace period at most:
+        that save may be the only progress of a run that crashes at one step. At the end of the run, wait for copies to
+        the remote up to `checkpoint.timeout_s`; on an early exit, a quarter of the grace period; after a crash, not at
+        all.
         """
         copies_s = patience_s = self._trainer.preempt_grace_s / 4
         try:
@@ -279,13 +278,13 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has failed on this rank such that the run must end; `save`, called on all ranks,
-        then raises."""
+        """Return whether the save in flight failed on this rank and must end the run; `save`, called on all ranks, then
+        raises."""
         save = self._in_flight
         return save is not None and save.error is not None and not self._goes_on(save.error, save.last)
 
     def _settle(self) -> None:
-        """Wait for the save in flight, if there is one, and take note of its outcome."""
+        """Wait for the save in flight, if any, and record its outcome."""
         if (save := self._in_flight) is None:
             return
         if not save.over and self._coordinator.is_leader:
@@ -300,7 +299,7 @@ class Checkpointer:
         self._holds_now(result.path, save.step, save.reference_at)
 
     def _goes_on(self, error: BaseException, last: bool) -> bool:
-        # When the ranks have lost each other, no later save could succeed either.
+        # Once the ranks have lost each other, no later save can succeed.
         lost = isinstance(error.__cause__, LostPeer)
         return self._settings.on_save_error == "continue" and isinstance(error, SaveFailed) and not lost and not last
 

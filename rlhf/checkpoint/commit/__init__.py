@@ -1,1 +1,1 @@
-"""Commit of checkpoints: manifest, publication over storage domains, pointer, retention, removal."""
+"""Commits checkpoints: manifest, publication over storage domains, pointer, retention, removal."""

@@ -1,7 +1,4 @@
-"""Deletion of trash in a thread behind the training.
-
-What it does not get to, or a kill leaves half deleted, goes at the next start.
-"""
+"""Deletes trash in a thread behind the training; the next start deletes the rest."""
 
 import threading
 from pathlib import Path
@@ -10,23 +7,23 @@ from rlhf.checkpoint.commit.removal import delete
 
 
 class Deleter:
-    """Deletes what was renamed to trash, one directory after another, in a thread that lives while there is any."""
+    """Deletes directories renamed to trash, one after another, in a thread that lives while there are any."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._trash: list[Path] = []
 
     def take(self, trash: Path) -> None:
-        """Delete `trash` soon; nobody else may touch it from now on."""
+        """Delete `trash` soon; nobody else may touch it any more."""
         with self._changed:
             self._trash.append(trash)
             if len(self._trash) == 1:
-                # A daemon: the end of the process, a crash above all, does not wait for it. Who wants to, calls `wait`.
+                # A daemon: a process that ends, above all by a crash, does not wait for the deletion. `wait` does.
                 threading.Thread(target=self._run, name="checkpoint-deleter", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all that was taken is gone (or was reported as not removable), at most `timeout_s` seconds;
-        whether it is."""
+        """Wait at most `timeout_s` seconds until all trash is deleted or reported as not removable; return whether it
+        is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._trash, timeout_s)
 

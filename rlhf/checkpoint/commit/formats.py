@@ -1,7 +1,7 @@
-"""Formats of a checkpoint: the number in its manifest, and the migrations with which older formats are read.
+"""Defines the checkpoint format's number and migrates manifests of older formats.
 
-A migration changes the manifest in memory; nothing writes to a published checkpoint. Other files of a checkpoint have
-no migration here. Their readers look at `Manifest.format`, or at the file itself, and read every form since `OLDEST`.
+A migration changes the manifest in memory; nothing writes to a published checkpoint. Other files of a checkpoint are
+not migrated. Their readers check `Manifest.format` or the file itself, and read every form since `OLDEST`.
 
 | Format | Release | What changed |
 |---|---|---|
@@ -34,10 +34,8 @@ def is_read(number: object) -> bool:
 
 
 def migrated(payload: Payload) -> Payload:
-    """Return a manifest's payload with the fields of the present format; its `format` stays the stored one.
-
-    The fields are not checked yet, and may have any type.
-    """
+    """Return a manifest's payload with the fields of the present format, not checked yet; `format` stays the stored
+    one."""
     # Promise 19.
     for number in range(payload["format"], FORMAT):
         payload = MIGRATIONS[number](payload)

@@ -1,4 +1,4 @@
-"""Identity of a run in its manifests: what wrote a checkpoint, with which settings, files and versions."""
+"""Identifies a run in its manifests: backend, configuration, files and versions."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ from rlhf.numerics import NUMERICS
 
 @dataclass(frozen=True)
 class Identity:
-    """The run that wrote a checkpoint, as its manifest has it.
+    """Identifies the run that wrote a checkpoint, as its manifest does.
 
-    `fingerprints` identify the files that settings name (`model.path`, ...), by setting. `threads` are those that each
-    rank computes with on the CPU. `numerics`: the numerics version (`rlhf.numerics`).
+    `fingerprints` identify the files that settings name (`model.path`, ...), by setting. `threads` are the CPU threads
+    of each rank. `numerics` is the numerics version (`rlhf.numerics`).
     """
 
     backend: str
@@ -30,7 +30,7 @@ class Identity:
     def of_run(
         cls, backend: str, config_yaml: str, fingerprints: Mapping[str, str], threads: Sequence[int]
     ) -> "Identity":
-        """The identity of a run in this process, with the resolved configuration `config_yaml`."""
+        """Return the identity of a run in this process with the resolved configuration `config_yaml`."""
         versions = {
             "rlhf": rlhf.__version__,
             "torch": version("torch"),

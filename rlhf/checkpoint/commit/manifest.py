@@ -1,6 +1,6 @@
-"""manifest.json: the list of what was committed, and the proof that it is whole.
+"""Reads and writes manifest.json: the files of a checkpoint and their hashes.
 
-A directory without a valid one is not a checkpoint.
+Without a valid manifest, a directory is not a checkpoint.
 """
 
 import json
@@ -22,36 +22,30 @@ from rlhf.storage.layout import MANIFEST, step_of
 from rlhf.storage.reading import CheckedFiles, read_regular
 
 LARGEST_BYTES = 256 << 20
-"""More than any manifest has: enough for the hashes of 30 TB."""
+"""Upper limit of a manifest's size: the hashes of 30 TB."""
 BLOCKS_AT_A_TIME = 64
-"""Blocks that are read between two signs of progress."""
+"""Blocks verified between two progress reports."""
 DOMAINS = "domains"
-"""In a file's entry: the storage domains (see `rlhf.ranks.coordinator`) that have it, at the save.
-
-Without it, each of them has.
-"""
+"""Key of a file's entry: the storage domains (`rlhf.ranks.coordinator`) that had the file at the save. Without the key,
+all of them."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint. `files` maps each path to its size and hashes; the manifest's own text carries a
-    checksum of itself.
+    """Lists a checkpoint's contents. `files` maps each path to its size and hashes; the JSON text has a checksum of its
+    own.
 
-    Where nodes have disks of their own, the same manifest lies on each, and the entries say which files are not on all
-    of them (`DOMAINS`).
+    Where nodes have their own disks, the same manifest is on each, and entries list the domains that have the file
+    (`DOMAINS`).
 
-    `threads` are those that each rank computed with on the CPU, on which bits depend.
+    `threads` are the CPU threads of each rank, on which bits depend. `numerics` is the numerics version
+    (`rlhf.numerics`) of the release that saved the checkpoint. `format` is the stored format, but the fields are always
+    those of the present one (see `formats`). `fingerprints` identify the files that settings name (`model.path` and so
+    on), by the settings' present names. `linked` maps each folder of hard links to the checkpoint that it shares files
+    with. `metrics` are the step's.
 
-    `numerics` is the numerics version (`rlhf.numerics`) of the release that saved it.
-
-    `format` is the stored one; the fields are those of the present format whatever it is (see `formats`).
-
-    `fingerprints` are of the files that settings name (`model.path` and so on), by the present names of the settings.
-    `linked` maps each folder whose files this save did not write to the checkpoint that it shares them with. `metrics`
-    are the figures of the step.
-
-    `imported` says of a checkpoint that no run has saved where it came from: `layout` and `path`; empty of all others.
-    Such a one holds what was there, and no configuration.
+    `imported` is the source (`layout` and `path`) of an imported checkpoint, which has no configuration; otherwise
+    empty.
     """
 
     step: int
@@ -73,28 +67,27 @@ class Manifest:
 
     @property
     def release(self) -> str | None:
-        """The release of this trainer that saved it."""
+        """The release of this trainer that saved the checkpoint."""
         return self.versions.get("rlhf")
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that the save wrote, the manifest itself aside."""
+        """Bytes that the save wrote, without the manifest."""
         return sum(entry["size"] for entry in self.files.values()) - self.linked_bytes
 
     @property
     def linked_bytes(self) -> int:
-        """Bytes of the files that it linked instead."""
+        """Bytes of the hard-linked files."""
         return sum(entry["size"] for folder in self.linked for entry in self.in_folder(folder).values())
 
     def in_folder(self, folder: str) -> dict[str, dict[str, Any]]:
-        """The part of `files` that lies in `folder`."""
+        """Return the part of `files` in `folder`."""
         return {name: entry for name, entry in self.files.items() if name.startswith(f"{folder}/")}
 
     def expected_at(self, root: Path) -> list[str]:
-        """The files that must lie at `root`: all of them or, on a disk that a node has for itself, those of its storage
-        domain.
+        """Return the files that must be at `root`: all files or, on a node's own disk, those of its storage domain.
 
-        That is the domain of which most files are there. Files of others that are there as well count too.
+        The domain of which most files are present counts as the disk's own. Present files of other domains count too.
         """
         domains = {domain for entry in self.files.values() for domain in entry.get(DOMAINS, ())}
         there = {name for name, entry in self.files.items() if DOMAINS not in entry or (root / name).is_file()}
@@ -106,7 +99,7 @@ class Manifest:
 
 
 def describe(files: list[WrittenFile]) -> dict[str, dict[str, Any]]:
-    """`Manifest.files` from what the writers returned."""
+    """Return `Manifest.files` from what the writers returned."""
     return {f.path: {"size": f.size, "xxh3_128": f.xxh3_128} for f in sorted(files, key=lambda f: f.path)}
 
 
@@ -122,7 +115,7 @@ def write_manifest(root: Path, manifest: Manifest) -> None:
 
 
 def manifest_bytes(root: Path) -> bytes:
-    """The bytes of a checkpoint's manifest, not proven; raises DamagedCheckpoint when there are none to read."""
+    """Return the manifest's bytes, not verified; raise DamagedCheckpoint when there are none."""
     path = root / MANIFEST
     try:
         return read_regular(path, LARGEST_BYTES)
@@ -131,8 +124,8 @@ def manifest_bytes(root: Path) -> bytes:
 
 
 def read_manifest(root: Path) -> Manifest:
-    """The manifest of a checkpoint; raises DamagedCheckpoint unless every byte of it is as written, and of the step
-    that the directory's name says."""
+    """Return a checkpoint's manifest; raise DamagedCheckpoint unless its checksum is right and its step is the
+    directory's."""
     manifest = parse_manifest(manifest_bytes(root), root / MANIFEST)
     named = step_of(root.absolute())
     if named is not None and named != manifest.step:
@@ -141,14 +134,14 @@ def read_manifest(root: Path) -> Manifest:
 
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
-    """The manifest whose file `path` holds the bytes `raw`; raises DamagedCheckpoint unless every one of them is as
-    written, and each field of its type (see `manifest_form`); OtherFormat where another version has saved it."""
+    """Parse a manifest. Raises DamagedCheckpoint unless the checksum matches and each field has its type (see
+    `manifest_form`); raises OtherFormat when another version saved it."""
     try:
         document = json.loads(raw)
         payload = document.get("payload") if isinstance(document, dict) else None
         if not isinstance(payload, dict):
             raise ValueError("it is no manifest of this trainer")
-        # One text per content: comparing whole texts also catches a flip that JSON would forgive, such as one in white
+        # Each content has one text: comparing whole texts also finds a flip that JSON ignores, such as one in white
         # space.
         if _text(payload) != raw:
             raise ValueError("its checksum does not match")
@@ -171,13 +164,13 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
 
 
 def verify_files(root: Path, manifest: Manifest, names: list[str] | None = None) -> list[str]:
-    """Compare files with the manifest (all, or `names`) by size and hashes; returns one line per damaged file, none
-    when intact."""
+    """Compare files (all, or `names`) with the manifest by size and hashes; return one line per damaged file."""
     return damage_in(CheckedFiles(root, manifest.files), manifest.files if names is None else names)
 
 
 def damage_in(files: CheckedFiles, names: Iterable[str], read: Callable[[int], None] = lambda count: None) -> list[str]:
-    """The same for files wherever they lie; `read` is told of bytes as they have been read."""
+    """Verify the files `names`, wherever they are, and return one line per damaged file; call `read` with the bytes
+    read."""
     problems = []
     for name in names:
         try:
@@ -192,8 +185,7 @@ def damage_in(files: CheckedFiles, names: Iterable[str], read: Callable[[int], N
 
 
 def verify(root: Path) -> Manifest:
-    """Read the manifest and check every file against it that must lie here; raises DamagedCheckpoint that lists what is
-    wrong."""
+    """Read the manifest and verify each file that must be here; raise DamagedCheckpoint with a list of the damage."""
     manifest = read_manifest(root)
     if problems := verify_files(root, manifest, manifest.expected_at(root)):
         raise DamagedCheckpoint(f"{root} is damaged: " + "; ".join(problems))

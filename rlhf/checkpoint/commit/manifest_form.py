@@ -1,4 +1,4 @@
-"""Form of a manifest: the type and bounds of each field, so that whoever has read one may rely on them."""
+"""Checks the type and bounds of each field of a manifest."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -10,11 +10,11 @@ from rlhf.storage.layout import MANIFEST
 
 LARGEST_SIZE = (1 << 63) - 1
 LONGEST_NAME = 255
-"""Bytes between two slashes that a file system takes."""
+"""Bytes of a path component that a file system accepts."""
 
 
 def problems_of(payload: dict[str, Any]) -> Iterator[str]:
-    """Faults of the fields of a manifest of the present format, one line each; the fields are all there."""
+    """Yield the invalid fields of a manifest of the present format, one line each; all fields must exist."""
     wrong = [said.format(name) for names, fits, said in FORMS for name in names if not fits(payload[name])]
     if wrong:
         yield from wrong
@@ -76,4 +76,4 @@ FORMS: Sequence[tuple[Sequence[str], Callable[[Any], bool], str]] = (
     (("metrics",), lambda value: _is_mapping(value, int | float), "its {} are not all numbers"),
     (("files",), lambda value: _is_mapping(value, dict), "its {} are no entries by name"),
 )
-"""Fields of one form, the form, and what a message says of a field that has another."""
+"""Fields, their check, and the message for a field that fails it."""

@@ -1,4 +1,4 @@
-"""Output folder of a verb: written beside its place, proven, and renamed, so that nobody ever sees half of it."""
+"""Writes a verb's output folder under a temporary name and renames it, so that nobody ever sees half a folder."""
 
 import os
 import re
@@ -27,19 +27,19 @@ from rlhf.storage.reading import CheckedFiles
 from rlhf.storage.scratch import lock_folder
 
 INCOMPLETE = ".incomplete-"
-"""Begins the name of a folder that is being written, or was when its writer was killed; and of one that has lost its
-place to it and is being removed."""
+"""Prefix of a folder that is being written or whose writer was killed, and of a replaced folder that is being
+removed."""
 REPLACED = ".replaced-"
-"""Begins the name of one that has lost its place, where two folders cannot exchange their names in one step."""
+"""Prefix of a replaced folder where the file system cannot exchange two names in one step."""
 
 
 @contextmanager
 def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Path] = ()) -> Iterator[Path]:
-    """An empty folder that becomes `target` when the block ends, with all that it holds on the disk.
+    """Yield an empty folder that becomes `target`, durably, when the block ends.
 
-    When the block raises, it is removed; what a killed process left of one goes first. `overwrite` lets it take the
-    place of an earlier one. Raises UserError before anything is written when `target` is there, would lie in a
-    checkpoint or replace one of the `sources`, or is being written by another process.
+    Removes the folder when the block raises, and first what a killed process left. `overwrite` replaces an earlier
+    `target`. Raises UserError before anything is written when `target` exists, is in a checkpoint, would replace one of
+    the `sources`, or is being written by another process.
     """
     target = target.absolute()
     check_target(target, overwrite, sources)
@@ -53,7 +53,7 @@ def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Pa
         _publish(folder, target, overwrite)
     except BaseException as error:
         remove_dir(folder, ignore_errors=True)
-        if isinstance(error, OSError) and error.filename is not None:  # said of a folder that is there no more
+        if isinstance(error, OSError) and error.filename is not None:  # names a folder that is gone
             error.filename = str(error.filename).replace(str(folder), str(target))
         raise
     finally:
@@ -62,7 +62,7 @@ def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Pa
 
 
 def prove(root: Path, written: Iterable[WrittenFile]) -> None:
-    """Read back what was written below `root`; raises DamagedCheckpoint, naming the file, unless each byte is the
+    """Read back the files `written` below `root`; raise DamagedCheckpoint with the file's name unless each byte is the
     same."""
     described = describe(list(written))
     files = CheckedFiles(root, described)
@@ -75,7 +75,7 @@ def prove(root: Path, written: Iterable[WrittenFile]) -> None:
 
 
 def check_target(target: Path, overwrite: bool, sources: Iterable[Path]) -> None:
-    """Raise UserError when `target` must not be written, as `output_folder` does."""
+    """Raise UserError when `output_folder` must not write `target`."""
     target = target.absolute()
     real = target.resolve()
     for source in [path.resolve() for path in sources]:
@@ -101,7 +101,7 @@ def check_target(target: Path, overwrite: bool, sources: Iterable[Path]) -> None
 
 
 def _checkpoint_in(target: Path) -> Path | None:
-    """A checkpoint that a run has saved: `target` itself, or one up to three folders below it."""
+    """Return a checkpoint that a run has saved: `target` itself, or one up to three folders below it."""
     if (target / MANIFEST).is_file() and step_of(target) is not None:
         try:
             return None if read_manifest(target).imported else target
@@ -112,8 +112,8 @@ def _checkpoint_in(target: Path) -> Path | None:
 
 
 def step_named(target: Path, source: Path) -> int:
-    """The step that a checkpoint of our own, made of `source`, is named for; raises UserError for another name, with
-    the step that the name of `source` says."""
+    """Return the step in the name of a native checkpoint to be made of `source`; raise UserError, suggesting the step
+    in the name of `source`, for another name."""
     step = step_of(target.absolute())
     if step is None:
         found = re.search(r"(?:step|iter|checkpoint)[-_]0*(\d+)(/[^/]*)?$", str(source.absolute()))
@@ -126,7 +126,7 @@ def step_named(target: Path, source: Path) -> int:
 
 
 def remove_leftovers(target: Path) -> bool:
-    """Remove what killed processes have left beside `target`; whether no other process is writing it now."""
+    """Remove what killed processes left beside `target`; return whether no other process is writing it."""
     name = re.compile(rf"({re.escape(INCOMPLETE)}|{re.escape(REPLACED)}){re.escape(target.name)}-[0-9a-f]{{12}}")
     for leftover in [path for path in target.parent.iterdir() if name.fullmatch(path.name)]:
         try:
@@ -143,8 +143,8 @@ def remove_leftovers(target: Path) -> bool:
 
 
 def _made(target: Path) -> tuple[Path, int | None]:
-    """A new folder beside `target`, and a descriptor with the lock by which others know that its writer is alive; None
-    on a file system without locks."""
+    """Create a folder beside `target` and lock it, which shows others that its writer lives; the lock is None on a file
+    system without locks."""
     while True:
         folder = target.parent / fresh_name(INCOMPLETE, target.name)
         try:
@@ -156,7 +156,7 @@ def _made(target: Path) -> tuple[Path, int | None]:
             lock = lock_folder(folder)
         except OSError:
             return folder, None
-        if lock is not None:  # else somebody took it for a leftover between the two
+        if lock is not None:  # else another process removed it as a leftover before the lock
             return folder, lock
 
 
@@ -168,7 +168,7 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
     if overwrite and target.is_dir():
         if exchange(folder, target):
             replaced = folder
-        else:  # there is a moment without a target
+        else:  # for an instant there is no target
             replaced = rename(target, target.parent / fresh_name(REPLACED, target.name))
         announce("target.replaced")
     if replaced != folder:

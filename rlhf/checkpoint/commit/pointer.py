@@ -1,6 +1,6 @@
-"""Pointer file: names the newest step, for people and tools.
+"""Writes the pointer file, which names the newest step for users and tools.
 
-It is a hint; what a scan of the directory finds is the truth.
+The pointer is a hint; a scan of the directory decides.
 """
 
 import logging
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def pointed(run_dir: Path) -> int | None:
-    """The step that the pointer names; None when it names none."""
+    """Return the step that the pointer names, or None."""
     try:
         return int((run_dir / POINTER).read_text())
     except (OSError, ValueError):
@@ -21,9 +21,9 @@ def pointed(run_dir: Path) -> int | None:
 
 
 def point_to(run_dir: Path, step: int | None) -> None:
-    """Let the pointer name the checkpoint of `step`, or nothing.
+    """Make the pointer name the checkpoint of `step`, or none.
 
-    When it cannot be written it is removed, with a line in the log; raises OSError when that fails as well.
+    Removes and logs a pointer that cannot be written; raises OSError when that fails as well.
     """
     pointer = run_dir / POINTER
     if step is None:
@@ -32,23 +32,24 @@ def point_to(run_dir: Path, step: int | None) -> None:
     try:
         replace_durably(pointer, f"{step}\n")
     except OSError as error:
-        # A hint that could not be written (a full disk) does not undo what is published. An old one must not stay: what
-        # it names may go.
+        # A failed write (a full disk) does not undo the publication. An old pointer must not stay: retention may remove
+        # its checkpoint.
         log.error("%s could not be written and is removed: %s", pointer, error)
         remove_file_durably(pointer)
 
 
 def point_elsewhere(leaving: Path) -> None:
-    """Let the pointer name the newest other checkpoint before `leaving` loses its name, so that it is never wrong."""
+    """Make the pointer name the newest other checkpoint before `leaving` loses its name, so that it is never wrong."""
     others = [path for path in scan(leaving.parent) if path != leaving]
     point_to(leaving.parent, step_of(others[0]) if others else None)
 
 
 def point_to_newest(run_dir: Path) -> None:
-    """Let the pointer name the newest checkpoint by a scan: a kill between a commit and its pointer has left one that
-    names another, which retention may remove."""
+    """Make the pointer name the newest checkpoint of a scan: after a kill between a commit and its pointer, it names an
+    older one, which retention may remove."""
     newest = next((step_of(path) for path in scan(run_dir)), None)
     if pointed(run_dir) != newest:
-        # The kill may have come before the checkpoint's name was durable: a power cut would leave the pointer alone.
+        # The kill may have come before the checkpoint's name was durable: after a power cut only the pointer would be
+        # left.
         fsync_dir(run_dir)
         point_to(run_dir, newest)

@@ -1,8 +1,8 @@
-"""Publication of a checkpoint on every storage domain in two phases; one disk is the case of one domain.
+"""Publishes a checkpoint on every storage domain in two phases; a single disk is one domain.
 
-Sealed everywhere, then renamed everywhere, then pointed to everywhere: nobody gives a checkpoint its name before
-everybody has it whole and durable under a temporary one. A kill leaves the old state or the new one on each disk; what
-it leaves between the renames of two disks is completed at the next start (`roll_forward`).
+Every domain seals, then every domain renames, then every domain updates its pointer: no domain renames a checkpoint
+before all have it whole and durable under a temporary name. A kill leaves the old state or the new one on each disk.
+After a kill between two disks' renames, the next start completes the checkpoint (`roll_forward`).
 """
 
 import logging
@@ -26,24 +26,23 @@ log = logging.getLogger(__name__)
 
 
 def temporary_name(step: int) -> str:
-    """A fresh, unique name for the directory that the checkpoint of `step` is written into."""
+    """Return a unique name for the directory in which the checkpoint of `step` is written."""
     return fresh_name(TEMPORARY, step_dir(Path(), step).name)
 
 
 def begin(run_dir: Path, step: int) -> Path:
-    """A fresh, uniquely named temporary directory for the checkpoint of `step`, beside its final place."""
+    """Create a uniquely named temporary directory for the checkpoint of `step` in `run_dir`."""
     temporary = run_dir / temporary_name(step)
     make_new_dir(temporary)
     return temporary
 
 
 def publish(run_dir: Path, temporary: Path, step: int, manifest: Manifest | None, coordinator: Coordinator) -> Path:
-    """Commit `temporary`, a directory of this name in every storage domain, as the checkpoint of `step`, which
-    `manifest` describes; only the leaders of the domains need that. Collective.
+    """Commit `temporary`, which has this name in every storage domain, as the checkpoint of `step`. Collective.
 
-    Raises SaveFailed on every rank when it is published nowhere, because a file is missing, a disk refuses, or the step
-    is published already: nothing is ever written into a published directory. Raises LostPeer when a rank is lost after
-    the renames.
+    Only domain leaders need `manifest`. Raises SaveFailed on every rank when no domain has published it: a file is
+    missing, a disk fails, or the step exists already, since nothing ever writes into a published directory. Raises
+    LostPeer when a rank is lost after the renames.
     """
     renamed: list[Path] = []
 
@@ -68,28 +67,27 @@ def give_up(
     error: Exception,
     renamed: Iterable[Path] = (),
 ) -> SaveFailed:
-    """Remove what a save that failed with `error` has left in this rank's storage domain; returns what to raise."""
+    """Remove what a save that failed with `error` left in this rank's storage domain; return the error to raise."""
     message = f"The checkpoint of step {step} in {run_dir} was not saved; earlier checkpoints are intact. {error}."
     failed = SaveFailed(message, unfixable=is_unfixable(error) or isinstance(error, UserError))
     lost = isinstance(error, LostPeer)
     if not coordinator.leads_domain or (lost and len(coordinator.domain_leaders) > 1):
-        # A domain that was lost may have published its files. The next start completes this one or removes it.
+        # A lost domain may have published its files. The next start completes this part or removes it.
         return failed
     for path in (temporary, *(() if lost else renamed)):
         try:
             if path is not None and path.exists():
                 discard(path)
         except OSError as problem:
-            # Must not hide why the save failed, nor set this rank apart from the others.
+            # Must not hide why the save failed, nor let this rank differ from the others.
             log.warning("%s could not be removed (%s); the next start does it.", path, problem)
     return failed
 
 
 def roll_forward(run_dir: Path, coordinator: Coordinator) -> None:
-    """Publish what a kill between the renames of two domains has left: a checkpoint that one has published is whole in
-    all of them.
+    """Publish what a kill between two domains' renames left: a checkpoint published by one domain is whole in all.
 
-    Collective; only for a time when no save is in flight.
+    Collective; call it only when no save is in flight.
     """
     if not any(coordinator.on_domain_leaders(lambda: _sealed(run_dir))):
         return
@@ -98,7 +96,7 @@ def roll_forward(run_dir: Path, coordinator: Coordinator) -> None:
     def complete() -> None:
         for temporary, sealed in _sealed(run_dir).items():
             step = _step_of_temporary(temporary)
-            # A manifest that cannot be read, here or there, does not cost the files that lie beside it.
+            # An unreadable manifest, here or elsewhere, must not cost the files beside it.
             committed = any(
                 step in there and (there[step] == sealed or None in (there[step], sealed)) for there in named
             )
@@ -122,30 +120,30 @@ def _seal(temporary: Path, manifest: Manifest, coordinator: Coordinator) -> None
             )
     announce("commit.manifest")
     write_manifest(temporary, manifest)
-    # Promise 2: the files were synced one by one; now their names are, before any name tells of them.
+    # Promise 2: the files were synced one by one; now their names are synced, before any name is published.
     fsync_tree(temporary)
     if len(coordinator.domain_leaders) > 1:
-        # Once one domain has renamed its part, the others must have theirs to complete the commit with.
+        # Once one domain has renamed its part, the others need theirs to complete the commit.
         fsync_dir(temporary.parent)
 
 
 def _give_name(run_dir: Path, temporary: Path, step: int, renamed: list[Path]) -> None:
-    """Give a sealed directory its final name, durably; raises FileExistsError when the step is published already.
+    """Rename a sealed directory to its final name, durably; raise FileExistsError when the step is published already.
 
-    `renamed` gets the name as soon as it is given, also when it cannot be made durable then.
+    `renamed` gets the name right after the rename, even if the sync fails.
     """
     final = step_dir(run_dir, step)
     announce("commit.rename")
     if final.exists():
         # Promise 3.
         raise FileExistsError(f"{final} exists already; a published checkpoint is never overwritten")
-    # Promise 1: before this one rename nothing has the name, after it all that belongs to it is there.
+    # Promise 1: before this one rename nothing has the name, after it the checkpoint is complete.
     renamed.append(rename(temporary, final))
     fsync_dir(run_dir)
 
 
 def _point(run_dir: Path, step: int, then: str | None = None) -> None:
-    """Let the pointer name a published step, and announce `then`; a disk that refuses the pointer undoes nothing."""
+    """Point to a published step, and announce `then`; a pointer that cannot be written undoes nothing."""
     announce("commit.pointer")
     try:
         point_to(run_dir, step)
@@ -156,7 +154,7 @@ def _point(run_dir: Path, step: int, then: str | None = None) -> None:
 
 
 def _sealed(run_dir: Path) -> dict[Path, str | None]:
-    """Temporary directories of saves that have a manifest: its hash, None for a damaged one."""
+    """Map each save's temporary directory with a manifest to the manifest's hash, or None if damaged."""
     return {
         path: _manifest_hash(path)
         for path in run_dir.iterdir()
@@ -165,7 +163,6 @@ def _sealed(run_dir: Path) -> dict[Path, str | None]:
 
 
 def _step_of_temporary(path: Path) -> int | None:
-    """The step that `temporary_name` has put into a name."""
     return (
         step_of(Path(path.name.removeprefix(TEMPORARY).rpartition("-")[0])) if path.name.startswith(TEMPORARY) else None
     )

@@ -1,4 +1,4 @@
-"""Removal of checkpoints: each loses its name by one rename, so that no kill leaves half of it under that name."""
+"""Removes checkpoints: each loses its name by one rename, so that no kill leaves half of it under that name."""
 
 import logging
 from pathlib import Path
@@ -12,16 +12,16 @@ log = logging.getLogger(__name__)
 
 
 def to_trash(path: Path) -> Path:
-    """Take a directory's name away, so that no kill leaves half of it there; returns what to delete."""
+    """Rename a directory to trash, so that no kill leaves half of it under its name; return the path to delete."""
     trash = rename_durably(path, path.with_name(fresh_name(TRASH, path.name.lstrip("."))))
     announce("commit.trash")
     return trash
 
 
 def delete(leftover: Path) -> bool:
-    """Delete what no checkpoint's name leads to any more; whether it is gone.
+    """Delete a path that has lost its name; return whether it is gone.
 
-    What a disk refuses (a file that is still open over NFS, a busy mount) costs room, not the run.
+    A path that cannot be removed (still open over NFS, a busy mount) costs disk space, not the run.
     """
     try:
         remove(leftover)
@@ -37,10 +37,8 @@ def discard(path: Path) -> None:
 
 
 def set_aside(path: Path, reason: str) -> Path:
-    """Keep a checkpoint that must not be used any more under `global_step_N.<reason>-K`, where no scan finds it.
-
-    The same for what was recorded of its run.
-    """
+    """Rename a checkpoint, or a run's logs, that must not be used any more to `<name>.<reason>-K`, where no scan finds
+    it."""
     number = 1
     while (target := path.with_name(f"{path.name}.{reason}-{number}")).exists():
         number += 1
@@ -49,15 +47,13 @@ def set_aside(path: Path, reason: str) -> Path:
 
 
 def clean_leftovers(run_dir: Path) -> list[str]:
-    """Remove what killed saves and removals left behind; only for a time when no save is in flight.
-
-    Returns the names of what is gone.
-    """
+    """Remove what killed saves and removals left and return its names; call it only when no save is in flight."""
     # Promise 11.
     leftovers = [path for path in run_dir.iterdir() if path.name.startswith((TEMPORARY, TRASH))]
     try:
         if leftovers:
-            # A kill may have come before a checkpoint's loss of its name was durable: a power cut would give it back.
+            # A kill may have come before the rename to trash was durable: a power cut would restore the checkpoint's
+            # name.
             fsync_dir(run_dir)
     except OSError as error:
         log.error("%s could not be synced (%s); the next start tries again to remove leftovers.", run_dir, error)

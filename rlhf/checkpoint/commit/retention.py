@@ -1,8 +1,7 @@
-"""Retention of checkpoints: the newest, every n-th and the best by a metric stay, the others go after each save.
+"""Keeps the newest, every n-th and the best checkpoints by a metric, and removes the others after each save.
 
-It is decided from what lies in the directory: what a process remembers between saves is only what it has read there, so
-a restart changes nothing. Files that several checkpoints share by hard links need no care: the file system keeps them
-for as long as any checkpoint has them.
+The directory's contents decide: a process remembers between saves only what it has read there, so a restart changes
+nothing. Hard links need no care: the file system keeps a file while any checkpoint has it.
 """
 
 import logging
@@ -27,12 +26,10 @@ NO_FIGURE = math.nan
 
 
 def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> dict[int, list[str]]:
-    """Reasons for which the checkpoint of each step stays: any of `newest`, `for good`, `best`, `unreadable`; none for
-    one that may go.
+    """Return the reasons to keep each step's checkpoint: any of `newest`, `for good`, `best`, `unreadable`, or none.
 
-    `figures` are those of `figures_of`; one that is not finite is never best, and of two equal ones the
-    newer is better. None is a checkpoint whose manifest cannot be read: it may be among the best, so it stays while
-    there is a ranking.
+    `figures` is from `figures_of`. A figure that is not finite is never best; of two equal ones the newer is better.
+    None is a checkpoint with an unreadable manifest: it may be among the best, so it stays while `keep_best` is set.
     """
     steps = sorted(figures, reverse=True)
     ranked = sorted(
@@ -42,7 +39,7 @@ def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> 
     kept = {
         # Promise 9.
         "newest": set(steps[: settings.max_to_keep]),
-        # The start of a run is a multiple of everything, and nothing that training has made.
+        # Step 0 is a multiple of every `keep_every`, but training has not made it.
         "for good": {step for step in steps if every and step and step % every == 0},
         "best": {step for _, step in ranked[::-1][:best]},
         # Promise 10.
@@ -54,16 +51,16 @@ def reasons(figures: Mapping[int, float | None], settings: CheckpointConfig) -> 
 def figures_of(
     metrics: Mapping[int, Mapping[str, float] | None], settings: CheckpointConfig
 ) -> dict[int, float | None]:
-    """The figure of each step that `keep_best` ranks by, from its metrics; None where they are not known."""
+    """Return the figure that `keep_best` ranks each step by; None where the metrics are unknown."""
     name = ranking_metric(metrics.values(), settings)
     return {step: None if each is None else each.get(name, NO_FIGURE) for step, each in metrics.items()}
 
 
 def ranking_metric(metrics: Iterable[Mapping[str, float] | None], settings: CheckpointConfig) -> str:
-    """`settings.best_metric`, or the headline of all the checkpoints with these metrics."""
+    """Return `settings.best_metric`, or the headline metric of all checkpoints with these metrics."""
     if settings.best_metric is not None:
         return settings.best_metric
-    # One for all of them: figures of two kinds have no order.
+    # One metric for all: figures of two metrics have no order.
     return (REWARD if any(headline(each) == REWARD for each in metrics if each) else ACCURACY).metric
 
 
@@ -74,12 +71,11 @@ def victims(
     coordinator: Coordinator,
     coming: Mapping[str, float] | None = None,
 ) -> list[Path]:
-    """The checkpoints that may go once that of `newest_step` is published, oldest first; it is never among them. A step
-    that one storage domain keeps stays in all, so that it stays whole.
+    """Return the checkpoints that may go once `newest_step` is published, oldest first. Collective.
 
-    `coming` are its metrics while it is not published yet. A checkpoint later than `newest_step` is there only when it
-    could neither be read nor set aside: it does not count, and it is left alone. Collective; raises OSError on every
-    rank when a disk does not say what it has.
+    Never returns `newest_step`. A step that one storage domain keeps stays in all of them, so that it stays whole.
+    `coming` are the metrics of `newest_step` before it is published. A later checkpoint exists only when it could
+    neither be read nor set aside: it does not count and stays. Raises OSError on every rank when a disk cannot be read.
     """
     looked = coordinator.on_domain_leaders(lambda: _goes(run_dir, settings, newest_step, coming))
     steps = sorted({step for goes in looked for step in goes})
@@ -89,7 +85,7 @@ def victims(
 def _goes(
     run_dir: Path, settings: CheckpointConfig, newest_step: int, coming: Mapping[str, float] | None
 ) -> dict[int, bool]:
-    """Whether each step that lies here may go."""
+    """Return whether each step in this storage domain may go."""
     paths = {step: path for path in scan(run_dir) if (step := step_of(path)) is not None}
     metrics = {step: _known(path, settings) for step, path in paths.items() if step <= newest_step}
     if coming is not None:
@@ -112,17 +108,16 @@ def _known(path: Path, settings: CheckpointConfig) -> Mapping[str, float] | None
 
 @cache
 def _metrics(path: Path, version: tuple[int, ...]) -> dict[str, float]:
-    """The figures of a checkpoint whose manifest has the identity `version`, read once: there may be thousands of
-    checkpoints, and each save asks for all of them."""
+    """Return a checkpoint's metrics, read once per manifest file `version`: there may be thousands of checkpoints, and
+    each save needs all of them."""
     return read_manifest(path).metrics
 
 
 def retire(run_dir: Path, settings: CheckpointConfig, step: int, deleter: Deleter, coordinator: Coordinator) -> None:
-    """Remove what no rule keeps, now that the checkpoint of `step` is published; the same steps in every storage
-    domain. Collective.
+    """Remove what no rule keeps, the same steps in every storage domain, once `step` is published. Collective.
 
-    Each one loses its name at once, by a rename to trash; `deleter` deletes the bytes. Never raises for the disk's
-    sake: the new checkpoint is published, and an old one that cannot be removed costs room, not the run.
+    One rename to trash removes each checkpoint's name; `deleter` deletes the bytes. Never raises for a disk error: the
+    new checkpoint is published, and an old one that cannot be removed costs disk space, not the run.
     """
     try:
         going = victims(run_dir, settings, step, coordinator)
@@ -133,7 +128,7 @@ def retire(run_dir: Path, settings: CheckpointConfig, step: int, deleter: Delete
 
 
 def remove_checkpoints(going: Iterable[Path], deleter: Deleter) -> None:
-    """Take the names of those checkpoints away that lie here; `deleter` deletes them."""
+    """Rename the checkpoints that exist here to trash; `deleter` deletes them."""
     for path in going:
         if path.exists():
             announce("commit.prune")
