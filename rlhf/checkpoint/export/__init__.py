@@ -1,1 +1,1 @@
-"""Whole checkpoints of ours as named tensors, and as Hugging Face folders."""
+"""Opens whole native checkpoints as named tensors, and writes them as Hugging Face folders."""

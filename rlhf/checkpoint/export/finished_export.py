@@ -1,4 +1,4 @@
-"""Export of a finished run for other tools, when a command asks it for `hf_model` after the fact."""
+"""Exports a finished run for other tools, when a later command adds `hf_model` to checkpoint.contents."""
 
 import logging
 from collections.abc import Mapping
@@ -24,15 +24,15 @@ from rlhf.storage.reading import CheckedFiles, parse_json, read_regular
 
 log = logging.getLogger(__name__)
 SOURCE = "checkpoint.json"
-"""File beside the exported models that says which checkpoint they are of."""
+"""File beside the exported models that names their checkpoint."""
 LARGEST_SOURCE = 1 << 16
 
 
 def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> None:
-    """See to it that a run that finished at `step` has the Hugging Face folders that `settings` ask for, and say where.
+    """Export a run that finished at `step` to the Hugging Face folders that `settings` ask for, and log where they are.
 
-    A checkpoint without them is never written into: they are written to `run_dir/huggingface/ROLE`, in the place of
-    those of another checkpoint or type. Raises UserError when config or tokenizer cannot be had any more.
+    Never writes into a checkpoint: folders that it lacks go to `run_dir/huggingface/ROLE`, and replace those of another
+    checkpoint or dtype. Raises UserError when the config or tokenizer cannot be found any more.
     """
     if "hf_model" not in settings.contents:
         return
@@ -58,8 +58,7 @@ def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> Non
 
 
 def explain_no_export(run_dir: Path, settings: CheckpointConfig, step: int) -> None:
-    """Say where a finished run has what `settings` ask for, in a directory that nothing can be written to; or what to
-    do."""
+    """Log where a finished run in a read-only directory has the export that `settings` ask for, or how to make it."""
     if "hf_model" not in settings.contents:
         return
     checkpoint, target = step_dir(run_dir, step), run_dir / HF_FOLDER
@@ -74,7 +73,7 @@ def explain_no_export(run_dir: Path, settings: CheckpointConfig, step: int) -> N
 
 
 def _is_there(checkpoint: Path, manifest: Manifest, settings: CheckpointConfig, target: Path) -> bool:
-    """Whether the checkpoint itself, or `target`, has what is asked for; says where."""
+    """Return whether the checkpoint itself or `target` has the export, and log where."""
     place = None
     if "hf_model" in manifest.contents and _form(asdict(settings)) == _form(_stored(checkpoint, manifest)):
         place = checkpoint / manifest.roles[0] / HF_FOLDER
@@ -86,14 +85,14 @@ def _is_there(checkpoint: Path, manifest: Manifest, settings: CheckpointConfig, 
 
 
 def _origin(checkpoint: Path, settings: CheckpointConfig) -> dict[str, Any]:
-    """What an export says of where it is from."""
+    """Return the contents of an export's `SOURCE` file."""
     mark = xxhash.xxh3_128_hexdigest(manifest_bytes(checkpoint))
     return {"checkpoint": checkpoint.name, "manifest": mark, "form": _form(asdict(settings))}
 
 
 def _form(settings: Mapping[str, Any]) -> list[str]:
-    """What the section `checkpoint` makes of an export: the type of its weights (training is in float32), and whether
-    adapters are kept."""
+    """Return what the section `checkpoint` sets for an export: the dtype of its weights (training is in float32), and
+    whether adapters are kept."""
     return [settings.get("hf_dtype") or "float32", settings.get("hf_adapter") or "keep"]
 
 
@@ -102,7 +101,7 @@ def _stored(checkpoint: Path, manifest: Manifest) -> Mapping[str, Any]:
 
 
 def _written_from(target: Path) -> Any:
-    """The checkpoint that an earlier export is of; None where there is none, or it does not say."""
+    """Return the contents of an earlier export's `SOURCE` file, or None when there is none or it is unreadable."""
     try:
         return parse_json(read_regular(target / SOURCE, LARGEST_SOURCE), SOURCE)
     except (OSError, DamagedCheckpoint):

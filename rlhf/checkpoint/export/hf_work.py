@@ -1,4 +1,4 @@
-"""Hugging Face folder of an open checkpoint: planned, written and proven by the way that costs least."""
+"""Plans, writes and verifies the Hugging Face folder of an open checkpoint, in the cheapest way."""
 
 from contextlib import closing
 from itertools import islice
@@ -16,14 +16,15 @@ from rlhf.storage.hf_layout import WeightsFile
 from rlhf.storage.shard_index import ITEM_BYTES
 
 FILES_AT_A_TIME = 32
-"""Files of weights that are open together."""
+"""Weight files open at the same time."""
 
 
 def hf_work(source: TensorSource, where: Path, options: HfOptions) -> "Computed | Copied":
-    """The folder that becomes of an open checkpoint, which the user knows as `where`; raises as `plan_hf_folder`.
+    """Return the work that makes a folder of an open checkpoint, which errors call `where`; raise like
+    `plan_hf_folder`.
 
-    Weights of our own checkpoints that stay as they are stored are copied, without torch, which takes longer to import
-    than a GB to copy.
+    Weights of native checkpoints that keep their dtype are copied without torch, which takes longer to import than a GB
+    to copy.
     """
     if isinstance(source, NativeCheckpoint) and not source.adapted:
         plan = plan_as_stored(source.weights.tensors, source.model_files, options)
@@ -33,7 +34,7 @@ def hf_work(source: TensorSource, where: Path, options: HfOptions) -> "Computed 
 
 
 class Computed:
-    """Folder of tensors that torch reads, compares or converts."""
+    """Writes a folder of tensors that torch reads, compares or converts."""
 
     def __init__(self, source: TensorSource, where: Path, options: HfOptions) -> None:
         from rlhf.models.hf.hf_folder import plan_hf_folder
@@ -47,8 +48,8 @@ class Computed:
     def write(self, folder: Path, progress: Progress = lambda count: None) -> None:
         """Write the folder and read it back.
 
-        Raises:
-            DamagedCheckpoint: a file of the checkpoint or of the folder differs from its hash; the message names it.
+        Raises DamagedCheckpoint, with the file's name, when a file of the checkpoint or the folder differs from its
+        hash.
         """
         from rlhf.models.hf.hf_writer import write_hf_folder
 
@@ -56,7 +57,7 @@ class Computed:
 
 
 class Copied:
-    """Folder of the bytes of a checkpoint of ours, each of whose blocks is read once."""
+    """Copies the bytes of a native checkpoint to a folder and reads each block once."""
 
     def __init__(self, source: NativeCheckpoint, plan: HfPlan) -> None:
         self._source, self.plan = source, plan
@@ -75,7 +76,7 @@ class Copied:
         prove(folder, [write_file(folder, name, [content]) for name, content in self.plan.others().items()])
 
     def _ranges(self, files: list[WeightsFile]) -> list[RangeCopy]:
-        """Where the bytes of the tensors in `files` are, and where they go."""
+        """Return where the bytes of the tensors in `files` are, and where they go."""
         source, tensors = self._source, self.plan.tensors
         target = {name: (file.name, first) for file in files for name, first in file.first_byte.items()}
         wholes = {name: whole_box(tensors[name][1]) for name in target}

@@ -1,6 +1,6 @@
-"""Layout `native`: checkpoints of this trainer, from any backend and number of ranks, proven while they are read.
+"""Layout `native`: reads and verifies this trainer's checkpoints, from any backend and number of ranks.
 
-Imports torch only to give tensors: what copies weights as they are does without.
+Imports torch only to return tensors: copying weights unchanged needs no torch.
 """
 
 import logging
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 NAME = "native"
 KEEP = "keep"
-"""`Origin.adapter` for the adapter by itself."""
+"""`Origin.adapter` for the adapter without its base."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 REFERENCE_ROLE = "ref"
 
@@ -38,12 +38,13 @@ log = logging.getLogger(__name__)
 
 
 def recognises(origin: Origin) -> bool:
-    """A folder with a manifest, or a run directory with checkpoints; steps of other trainers have the same names."""
+    """Return whether `origin` has a manifest or is a run directory with checkpoints; other trainers' steps have the
+    same names."""
     return any((path / MANIFEST).is_file() for path in (origin.path, *scan(origin.path)))
 
 
 def open_source(origin: Origin) -> "NativeCheckpoint":
-    """The checkpoint, or the newest one of a run directory of which every file is there."""
+    """Open the checkpoint, or a run directory's newest one of which every file exists."""
     folders = [origin.path, *origin.parts]
     if (origin.path / MANIFEST).is_file():
         return _opened(folders, origin)
@@ -73,7 +74,7 @@ def _opened(folders: list[Path], origin: Origin) -> "NativeCheckpoint":
 
 
 def _of_checkpoint(path: Path, error: DamagedCheckpoint | UserError) -> DamagedCheckpoint | UserError:
-    """The same error with the name of the checkpoint, or that it was removed meanwhile."""
+    """Return the error with the checkpoint's name, or an error that the checkpoint was removed meanwhile."""
     if not path.is_dir():
         return DamagedCheckpoint(
             f"{path} was removed while it was read, by its run (checkpoint.max_to_keep) or by prune. Run the same "
@@ -84,12 +85,11 @@ def _of_checkpoint(path: Path, error: DamagedCheckpoint | UserError) -> DamagedC
 
 
 class NativeCheckpoint:
-    """One open checkpoint of this trainer, whose files may lie in several folders (`parts` of storage domains).
+    """Opens one checkpoint of this trainer, whose files may be in several folders (`parts` of storage domains).
 
-    Where its weights are `adapted`, they are adapters beside a base that lies elsewhere: `origin.adapter` says what is
-    read, the adapter as peft has it, both merged, or (None) what is stored.
-
-    Its weights are known by types and places without torch, which `contents` and `read` import.
+    If the weights are `adapted`, they are adapters of a base stored elsewhere, and `origin.adapter` selects what is
+    read: the adapter in peft's form, adapter and base merged, or (None) the stored tensors. `weights` has dtypes and
+    locations without torch, which `contents` and `read` import.
     """
 
     layout = NAME
@@ -109,7 +109,7 @@ class NativeCheckpoint:
         self._own = None if self._given else NativeModelFiles(self.path, self.manifest, self.files, origin.role)
 
     def _weights_of(self, role: str) -> tuple[str, ShardIndex | WholeTensors]:
-        """The folder of the weights in the checkpoint, and where in it each is."""
+        """Return the folder of the weights in the checkpoint, and the location of each tensor in it."""
         manifest = self.manifest
         if role == REFERENCE_ROLE and manifest.in_folder(REFERENCE):
             return REFERENCE, ShardIndex(self.files, REFERENCE)
@@ -141,7 +141,7 @@ class NativeCheckpoint:
 
     @property
     def model_files(self) -> Path:
-        """The folder with config and tokenizer, good until `close`."""
+        """The folder with config and tokenizer, valid until `close`."""
         found = self._given or self._own
         assert found is not None
         return found if isinstance(found, Path) else found.folder
@@ -161,7 +161,7 @@ class NativeCheckpoint:
     @cached_property
     def _components(self) -> "list[NativeTensors]":
         """The weights and, where they were saved, the moments."""
-        from rlhf.checkpoint.export.native_tensors import NativeTensors  # with torch
+        from rlhf.checkpoint.export.native_tensors import NativeTensors  # imports torch
         from rlhf.storage.shards import TensorReader
 
         places = [(self.folder, self.weights)]
@@ -172,7 +172,7 @@ class NativeCheckpoint:
 
     @cached_property
     def _adapter(self) -> "Adapter":
-        from rlhf.checkpoint.export.native_adapter import adapter_in  # with torch
+        from rlhf.checkpoint.export.native_adapter import adapter_in  # imports torch
 
         return adapter_in(
             self.path, self._components[0], start_settings(self.path, self.manifest, self.files), self.model_files
@@ -180,7 +180,7 @@ class NativeCheckpoint:
 
     @cached_property
     def _adapter_tensors(self) -> "Mapping[str, ReadableTensor]":
-        """The adapter's, or those of base and adapter together."""
+        """The adapter's tensors, or those of base and adapter merged."""
         if self._asked == KEEP:
             return self._adapter.tensors
         from rlhf.checkpoint.export.native_adapter import merged_into
@@ -197,7 +197,7 @@ class NativeCheckpoint:
             raise self.damaged(error) from None
 
     def damaged(self, error: DamagedCheckpoint) -> DamagedCheckpoint | UserError:
-        """The same error with the name of the checkpoint, or that it was removed meanwhile."""
+        """Return the error with the checkpoint's name, or an error that the checkpoint was removed meanwhile."""
         return _of_checkpoint(self.path, error)
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ def _is_moment(name: str) -> bool:
 
 
 def _files_in(folders: list[Path], manifest: Manifest) -> CheckedFiles:
-    """The files of a checkpoint, each below the first of `folders` that has it as the manifest says."""
+    """Return the files of a checkpoint, each below the first of `folders` that has it undamaged."""
     files, missing = CheckedFiles(folders[0], manifest.files), list(manifest.files)
     problems: list[str] = []
     for folder in folders:

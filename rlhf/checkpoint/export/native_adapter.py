@@ -1,4 +1,4 @@
-"""Adapters of a checkpoint of ours: as they are, with peft's settings, or merged into the base of the run."""
+"""Reads the adapters of a native checkpoint: alone with peft's settings, or merged into the run's base model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +14,6 @@ from rlhf.models.hf.source import ReadableTensor, SourceTensor, TensorInfo
 
 
 class _Stored:
-    """A tensor of the checkpoint."""
-
     def __init__(self, tensors: NativeTensors, name: str) -> None:
         self._tensors, self._name = tensors, name
 
@@ -32,7 +30,7 @@ class _Stored:
 def adapter_in(
     checkpoint: Path, tensors: NativeTensors, settings: Mapping[str, Any], model_files: Path
 ) -> adapters.Adapter:
-    """The adapter that a checkpoint's weights are.
+    """Return the adapter that a checkpoint's weights are.
 
     Args:
         settings: the section `model` of the checkpoint's configuration.
@@ -45,8 +43,8 @@ def adapter_in(
 
 
 def merged_into(base: Path, adapter: adapters.Adapter) -> dict[str, ReadableTensor]:
-    """Tensors of the model that the base in the folder `base` and the adapter are together. Raises UserError for a
-    base that the adapter does not fit, or without weights."""
+    """Return the tensors of the base model in `base` merged with the adapter. Raises UserError for a base without
+    weights or of another shape."""
     source = open_safetensors(base)
     if source is None:
         raise UserError(

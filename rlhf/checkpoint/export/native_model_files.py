@@ -1,4 +1,4 @@
-"""Config, tokenizer and chat template of a checkpoint of this trainer: its own, or those that its run began with."""
+"""Finds the config, tokenizer and chat template of a native checkpoint: its own, or those that its run began with."""
 
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ REMEDY = "Name a folder with the model's config and tokenizer: --hf_model_path."
 
 
 class NativeModelFiles:
-    """Folder with a role's config, tokenizer and chat template, good until `close`.
+    """Creates a folder with a role's config, tokenizer and chat template, valid until `close`.
 
-    A checkpoint with `hf_model` has them; else they are looked for where `model.path` of its configuration (of a critic
-    `critic.path`) says, which must still be what the run began with.
+    A checkpoint with `hf_model` has these files. Otherwise they are read from `model.path` of its configuration (a
+    critic's from `critic.path`), which must have the same fingerprint as at the run's start.
     """
 
     def __init__(self, checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: str) -> None:
@@ -65,13 +65,13 @@ def _of_start(checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: s
 
 
 def start_settings(checkpoint: Path, manifest: Manifest, files: CheckedFiles) -> Any:
-    """The section `model` of a checkpoint's configuration. Raises UserError when it says none."""
+    """Return the section `model` of a checkpoint's configuration. Raises UserError when it has none."""
     return _start(checkpoint, manifest, files, "actor")[0]
 
 
 def base_folder(checkpoint: Path, manifest: Manifest, files: CheckedFiles, given: Path | None) -> Path:
-    """The folder with the weights that adapters of a checkpoint were trained beside: `given`, or `model.path` of its
-    configuration. Raises UserError when it is not there, or another one."""
+    """Return the folder with the base model of a checkpoint's adapters: `given`, or `model.path` of its configuration.
+    Raises UserError when the folder is gone or has another model."""
     _, setting, path, revision = _start(checkpoint, manifest, files, "actor")
     folder = given or _found(checkpoint, setting, path, revision, weights=True)
     _check_start(checkpoint, manifest, setting, str(folder) if given else path, folder)
@@ -79,7 +79,7 @@ def base_folder(checkpoint: Path, manifest: Manifest, files: CheckedFiles, given
 
 
 def _start(checkpoint: Path, manifest: Manifest, files: CheckedFiles, role: str) -> tuple[Any, str, str, str | None]:
-    """The section `model` of the configuration, and which setting names the role's start: its name, the path and the
+    """Return the section `model` of the configuration, then the setting that names the role's start, its path and
     revision."""
     try:
         config: Any = stored_sections(files.content(CONFIG), manifest.release)
@@ -100,11 +100,12 @@ def _check_start(checkpoint: Path, manifest: Manifest, setting: str, path: str, 
 
 
 def _found(checkpoint: Path, setting: str, path: str, revision: str | None, *, weights: bool = False) -> Path:
-    """The folder that a setting of a checkpoint names; small files of a Hub name are downloaded, and its weights."""
+    """Return the folder that a checkpoint's setting names; of a Hub name, download the small files, and the weights if
+    `weights`."""
     local = Path(path).expanduser()
     if local.is_dir():
         return local
-    from rlhf.models.loading import ModelSource, resolve_path  # with transformers, which only a Hub name needs
+    from rlhf.models.loading import ModelSource, resolve_path  # imports transformers, which only a Hub name needs
 
     try:
         return resolve_path(ModelSource(setting, path, revision), weights=weights)

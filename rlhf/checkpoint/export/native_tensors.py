@@ -1,4 +1,4 @@
-"""Tensors of a component of a checkpoint of ours, read in ranges and proven on the way; small ones together."""
+"""Reads tensors of a native checkpoint's component in ranges, verifies them, and reads small ones together."""
 
 from itertools import takewhile
 
@@ -9,12 +9,12 @@ from rlhf.models.hf.source import TensorInfo
 from rlhf.storage.shards import DTYPES, Shard, TensorReader
 
 READ_AHEAD, MOST_AHEAD = 16 << 20, 128 << 20
-"""Bytes of whole tensors that are read together, of many ranks' files up to the second: each block of a file is proven
-as a whole, so small tensors one by one would read it again and again."""
+"""Bytes of whole tensors that are read together: at least the first, at most the second for many ranks' files. Each
+block of a file is verified as a whole, so small tensors one by one would read it again and again."""
 
 
 class NativeTensors:
-    """Tensors of one component, by name; `together` bytes of whole ones are read at a time."""
+    """Reads tensors of one component by name, `together` bytes of whole tensors at a time."""
 
     def __init__(self, reader: TensorReader, together: int) -> None:
         self._reader = reader
@@ -34,7 +34,7 @@ class NativeTensors:
         return self._ahead.pop(name)[start:stop]
 
     def _batch(self, name: str) -> list[str]:
-        """`name` and whole tensors after it, as much as is read together."""
+        """Return `name` and the whole tensors after it that are read together."""
         size = 0
 
         def fits(following: str) -> bool:
@@ -45,7 +45,6 @@ class NativeTensors:
         return [name, *list(takewhile(fits, self._order[self._place[name] :]))[1:]]
 
     def _fetch(self, wanted: dict[str, tuple[int, int]]) -> dict[str, Tensor]:
-        """Ranges of several tensors."""
         found = {n: torch.empty(stop - start, dtype=self.infos[n].dtype) for n, (start, stop) in wanted.items()}
         self._reader.read_into({n: Shard(self.infos[n].shape, (start,), found[n]) for n, (start, _) in wanted.items()})
         return found

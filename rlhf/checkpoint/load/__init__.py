@@ -1,1 +1,1 @@
-"""Loads: where a checkpoint's files lie, whether it fits the run, and its way into live state."""
+"""Loads a checkpoint: locates its files, checks that it fits the run, and restores live state."""

@@ -1,4 +1,4 @@
-"""Compatibility of a checkpoint with the run that would resume it: its contents, configuration and model files."""
+"""Checks that a checkpoint fits the run that resumes it: contents, configuration and model files."""
 
 import logging
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ def check_compatible(
     moving_reference: bool,
     allow_change: bool,
 ) -> frozenset[str]:
-    """Raise UserError unless a run that is `identity`, with `config`, may continue from this checkpoint; differences
-    are logged. Returns the settings that change the run.
+    """Raise UserError unless the run `identity` with `config` may continue from this checkpoint.
 
-    `moving_reference`: whether the run's reference policy moves. `allow_change`: `trainer.allow_config_change`. Of an
-    imported checkpoint only the contents are looked at: it is of no run.
+    Logs differences and returns the settings that change the run. `moving_reference`: whether the run's reference
+    policy moves. `allow_change`: `trainer.allow_config_change`. Of an imported checkpoint only the contents are
+    checked: it belongs to no run.
     """
     if not {"model", "hf_model"} & set(load_contents):
         raise UserError(
@@ -65,7 +65,7 @@ def check_compatible(
 
 
 def _other_files(path: Path, manifest: Manifest, config: ResolvedConfig, fingerprints: Mapping[str, str]) -> list[str]:
-    """How the files that settings name differ from those of the checkpoint, one line per setting."""
+    """Return one line per setting whose files differ from the checkpoint's."""
     lines = []
     for setting in sorted(manifest.fingerprints.keys() | fingerprints.keys()):
         stored, present = manifest.fingerprints.get(setting), fingerprints.get(setting)
@@ -78,8 +78,8 @@ def _other_files(path: Path, manifest: Manifest, config: ResolvedConfig, fingerp
 
 
 def same_bits_problems(manifest: Manifest, identity: Identity, world_size: int) -> list[str]:
-    """Differences of the run that is `identity`, on so many ranks, from the one that saved a checkpoint, for which the
-    same settings may give other bits; one line each. None for an imported checkpoint, of which nobody expects them."""
+    """Return one line per difference from the run that saved the checkpoint that may give other bits with the same
+    settings. Empty for an imported checkpoint, from which nobody expects the same bits."""
     if manifest.imported:
         return []
     lines = []

@@ -1,4 +1,4 @@
-"""Fetching of a checkpoint's blocks that lie on other nodes' disks only, from one leader to another."""
+"""Sends a checkpoint's blocks that are only on other nodes' disks from one leader to another."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -20,11 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class Fetched:
-    """Blocks of a checkpoint's files that a storage domain lacks, got from the domains that have them, for the time of
-    a load.
+    """Fetches blocks of files that a storage domain lacks from the domains that have them, for one load.
 
-    They lie in a temporary directory, in files that are empty elsewhere; nothing is ever written into the checkpoint. A
-    block of 4 MiB at a time is under way between two leaders, so memory does not grow with the files.
+    Stores the blocks in sparse files in a temporary directory, and never writes into the checkpoint. Leaders send one
+    block of 4 MiB at a time, so memory does not grow with the files.
     """
 
     def __init__(self, located: FileLocations, coordinator: Coordinator) -> None:
@@ -33,12 +32,13 @@ class Fetched:
         self._root: Path | None = None
         self._got: dict[int, set[tuple[str, int]]] = {domain: set() for domain in coordinator.domain_leaders}
         self.bytes = 0
-        """Bytes that this rank, as a leader, has received."""
+        """Bytes that this rank received as a leader."""
 
     def get(self, files: CheckedFiles, wanted: Mapping[str, Iterable[int]]) -> None:
-        """Let `files` find the blocks `wanted`, by file, that lie in other domains only. Collective.
+        """Fetch those of the blocks `wanted`, by file, that only other domains have, and let `files` find them.
+        Collective.
 
-        Raises DamagedCheckpoint on every rank when a block is not as it was committed, OSError when a disk refuses it.
+        Raises DamagedCheckpoint on every rank when a block differs from its hash, OSError when a disk fails.
         """
         if len(self._got) == 1:
             return
@@ -58,14 +58,14 @@ class Fetched:
             files.find_below(self._root, lacking)
 
     def _exchange(self, receivers: dict[tuple[str, int], set[int]]) -> None:
-        """What this rank sends and receives.
+        """Send and receive this rank's blocks.
 
-        All go through the blocks in one order and never stop before the last, so that nobody waits in vain.
+        All leaders go through the blocks in one order and never stop before the last, so that no leader waits forever.
         """
         if not self._coordinator.leads_domain:
             return
         me, own = self._coordinator.rank, CheckedFiles(self._located.path, self._located.manifest.files)
-        # The first byte says whether the sender could read what follows.
+        # The first byte is 1 if the sender could read the block.
         memory = torch.empty(1 + BLOCK, dtype=torch.uint8)
         problem: Exception | None = None
         for (name, number), domains in sorted(receivers.items()):
@@ -96,7 +96,7 @@ class Fetched:
         self.bytes += len(content)
 
     def remove(self) -> None:
-        """Give the room back, once no rank of the domain reads any more."""
+        """Remove the temporary directory, once no rank of the domain reads any more."""
         if self._coordinator.leads_domain and self._root is not None and self._root.exists():
             try:
                 remove(self._root)

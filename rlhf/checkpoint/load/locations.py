@@ -1,4 +1,4 @@
-"""Locations of a checkpoint's files: which storage domain has which of them, and what is nowhere. Imports no torch."""
+"""Locates a checkpoint's files: which storage domains have each of them, and which are missing. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ from rlhf.storage.reading import CheckedFiles
 
 @dataclass(frozen=True)
 class FileLocations:
-    """One checkpoint: its place in this rank's storage domain (where nothing may be), the manifest, and who has which
-    files.
+    """Locates one checkpoint's files: its path in this rank's storage domain (which need not exist), manifest and
+    domains.
 
-    `held` has the names of the files by domain, in ascending order of the domains.
+    `held` maps each domain, in ascending order, to the names of its files.
     """
 
     path: Path
@@ -33,7 +33,7 @@ class FileLocations:
 
     @classmethod
     def whole(cls, path: Path, manifest: Manifest) -> "FileLocations":
-        """For a checkpoint in a directory that all ranks see."""
+        """Return the locations for a checkpoint in a directory that all ranks see."""
         return cls(path, manifest, {0: frozenset(manifest.files)})
 
     @property
@@ -43,16 +43,16 @@ class FileLocations:
 
     @property
     def divided(self) -> bool:
-        """Whether a file that is nowhere may be on a disk that is not here; in a directory that all have always shared,
-        it is lost: damage."""
+        """Whether a missing file may be on a disk that is not mounted; in a directory that all ranks share it is
+        damage."""
         return len(self.held) > 1 or any(DOMAINS in entry for entry in self.manifest.files.values())
 
     def holder(self, name: str) -> int:
-        """The first domain that has a file, or the driver's when none has."""
+        """Return the first domain that has a file, or 0 when none has."""
         return next((domain for domain, names in self.held.items() if name in names), 0)
 
     def missing(self) -> str:
-        """One line that names what is nowhere."""
+        """Return one line that names the missing files."""
         names = self.nowhere
         size = sum(self.manifest.files[name]["size"] for name in names) / 2**20
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
@@ -60,15 +60,15 @@ class FileLocations:
 
 
 def published(run_dir: Path, coordinator: Coordinator) -> list[Path]:
-    """The checkpoints that any storage domain has files of, as paths in this rank's, newest first. Collective."""
+    """Return this rank's paths of the checkpoints of which any storage domain has files, newest first. Collective."""
     names = {name for names in coordinator.on_domain_leaders(lambda: [p.name for p in scan(run_dir)]) for name in names}
     return sorted((run_dir / name for name in names), key=lambda path: -(step_of(path) or 0))
 
 
 @dataclass(frozen=True)
 class _Holding:
-    """What a storage domain holds of a checkpoint: its manifest's hash, or what is wrong with that; a bit for each file
-    that is there."""
+    """A storage domain's part of a checkpoint: the manifest's hash or its problem, and a bit for each file that is
+    present."""
 
     manifest_hash: str | None = None
     problem: str | None = None
@@ -76,21 +76,21 @@ class _Holding:
 
 
 def locate_files(path: Path, coordinator: Coordinator) -> FileLocations:
-    """The storage domains that have each file of the checkpoint at `path`.
+    """Return the storage domains that have each file of the checkpoint at `path`.
 
-    Collective; raises DamagedCheckpoint on every rank when no manifest of it is valid.
+    Collective; raises DamagedCheckpoint on every rank when no domain has a valid manifest.
     """
     if len(coordinator.domain_leaders) > 1:
         return _locate_over_domains(path, coordinator)
     manifest = coordinator.on_leader(lambda: read_manifest(path))
     if not any(DOMAINS in entry for entry in manifest.files.values()):
         return FileLocations.whole(path, manifest)
-    # Saved on several disks; opened on one of them, or where somebody has put the files together.
+    # Saved on several disks; opened on one of them, or where somebody has collected the files.
     return FileLocations(path, manifest, {0: frozenset(coordinator.on_leader(lambda: _present(path, manifest)))})
 
 
 def _locate_over_domains(path: Path, coordinator: Coordinator) -> FileLocations:
-    """Files count together only when the manifests beside them are the same.
+    """Locate files across domains; only domains with the same manifest count together.
 
     A folder of the same name that an earlier run left on a disk does not count.
     """

@@ -1,4 +1,4 @@
-"""Restoring of one checkpoint: every rank reads and proves what is its own, and proves its share of the rest."""
+"""Restores one checkpoint: every rank reads and verifies its own part, then verifies its share of the rest."""
 
 import json
 import logging
@@ -31,15 +31,15 @@ from rlhf.storage.shards import Shards, TensorReader
 log = logging.getLogger(__name__)
 REST = "other"
 OF_SAMPLES = ("trainer.seed", "model.", "data.", "rollout.", "reward.", "reward_model.", "algorithm.")
-"""Settings that samples and their rewards follow from, by the beginnings of their names."""
+"""Prefixes of the settings on which samples and their rewards depend."""
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """The checkpoint that was restored, and the seconds from its manifest to the last generator.
+    """Describes the restored checkpoint, and the seconds from reading its manifest to restoring the last generator.
 
-    `by_part` has the bytes that all ranks read and the seconds of the slowest one: of each role's tensors, of the
-    reference's (`ref`), and of all else that was restored or only proven (`other`).
+    `by_part` has the bytes that all ranks read and the seconds of the slowest rank: for each role's tensors, for the
+    reference's (`ref`), and for all other files, whether restored or only verified (`other`).
     """
 
     path: Path
@@ -53,7 +53,7 @@ class LoadResult:
         return sum(moved.bytes for moved in self.by_part.values())
 
     def metrics(self) -> dict[str, float]:
-        """Bytes, seconds and bytes per second: of all under `perf/load_*`, of each part under `perf/load_*/PART`."""
+        """Return bytes, seconds and bytes per second: totals as `perf/load_*`, each part's as `perf/load_*/PART`."""
         return throughput_figures("load", Throughput(self.total_bytes, self.seconds), self.by_part)
 
 
@@ -65,14 +65,13 @@ def load_state(
     coordinator: Coordinator,
     changed: Collection[str] = (),
 ) -> LoadResult:
-    """Put everything of `state` and this rank's generators where a checkpoint has them; in place, so that it can be
-    repeated. Collective.
+    """Restore `state` and this rank's generators from a checkpoint, in place, so that it can be repeated. Collective.
 
-    What lies only on another node's disk is fetched from there first, as far as ranks here read it. Raises
-    DamagedCheckpoint on every rank unless each byte of the checkpoint is as committed: tensors may be overwritten by
-    then, all else is untouched. What belongs to the driver state and the checkpoint does not know starts at its
-    beginning, with a warning. What settings that are `changed` since the save make obsolete is left out: generators of
-    another seed, and samples that were kept for later steps.
+    Ranks first fetch files that only another node's disk has, as far as they read them. Raises DamagedCheckpoint on
+    every rank unless each byte of the checkpoint matches its hash; by then tensors may be overwritten, but nothing
+    else. A driver state without one of this run's parts leaves that part at its start, with a warning. The settings
+    `changed` since the save discard obsolete state: generators of another seed, and samples carried over to later
+    steps.
     """
     started = time.monotonic()
     loading = _Loading(located, state, load_contents, coordinator, changed)
@@ -98,14 +97,14 @@ def load_state(
 
 @dataclass
 class _Outcome:
-    """What a rank tells the others: damage, one line each, and what it read so far; or what all ranks tell."""
+    """A rank's report to the others: damage, one line each, and throughput so far; or all ranks' reports combined."""
 
     damage: list[str] = field(default_factory=list)
     by_part: dict[str, Throughput] = field(default_factory=dict)
 
 
 def _combined(ranks: list[_Outcome]) -> _Outcome:
-    """All lines once; the sum of the bytes, and the seconds of the slowest rank."""
+    """Combine reports: each line once, the sum of the bytes, the seconds of the slowest rank."""
     parts = [rank.by_part for rank in ranks]
     return _Outcome(
         list(dict.fromkeys(line for rank in ranks for line in rank.damage)),
@@ -117,9 +116,9 @@ def _combined(ranks: list[_Outcome]) -> _Outcome:
 
 
 class _Loading:
-    """What one rank does to restore a checkpoint.
+    """Restores a checkpoint on one rank.
 
-    Damage is noted and not raised, so that a rank that meets some makes the same calls as its peers.
+    Records damage instead of raising, so that a rank that finds damage makes the same calls as its peers.
     """
 
     def __init__(
@@ -137,23 +136,23 @@ class _Loading:
         self.files = CheckedFiles(located.path, located.manifest.files)
         self.outcome = _Outcome()
         self.wanted: dict[str, Collection[int]] = {}
-        """The blocks of each file that this rank asks for."""
+        """The blocks of each file that this rank needs."""
         self._documents: dict[str, Any] = {}
 
     def raise_together(self, outcome: _Outcome) -> None:
-        """Raise DamagedCheckpoint with what all ranks have noted, if any has."""
+        """Raise DamagedCheckpoint with all ranks' damage, if any."""
         if outcome.damage:
-            # Promise 4, promise 6: damage that one rank has met turns every rank away from this checkpoint.
+            # Promise 4, promise 6: damage found by one rank makes every rank reject this checkpoint.
             raise DamagedCheckpoint(f"{self._path} is damaged: " + "; ".join(outcome.damage))
 
     def ask_for_indices(self) -> _Outcome:
-        """Want what must be there before `ask_for_the_rest` can tell more."""
+        """Add the index files, which `ask_for_the_rest` reads, to `wanted`."""
         names = [f"{folder}/{INDEX}" for _, folder, *_ in self._tensors()]
         self.wanted = {name: self.files.blocks(name) for name in names if name in self._manifest.files}
         return self.outcome
 
     def ask_for_the_rest(self) -> _Outcome:
-        """Want all that `read` reads."""
+        """Add all that `read` reads to `wanted`."""
         self.wanted |= {name: self.files.blocks(name) for name in self._own_documents()}
         for _, folder, shards, what, setting in self._tensors():
             with self._noting():
@@ -164,7 +163,7 @@ class _Loading:
         return self.outcome
 
     def read(self) -> _Outcome:
-        """Fill the tensors, and read whatever else this rank restores."""
+        """Fill the tensors, and read the other files that this rank restores."""
         for part, folder, shards, what, setting in self._tensors():
             with self._counting(part), self._noting():
                 self._reader(folder, shards, what, setting).read_into(shards)
@@ -175,11 +174,11 @@ class _Loading:
         return self.outcome
 
     def verify_rest(self, numbers: BlockNumbers, proven: bytes) -> _Outcome:
-        """Prove this rank's share of what no rank had a use for, given the blocks that any has proven.
+        """Verify this rank's share of the files that no rank read, given the blocks that ranks have verified.
 
-        A model that was saved for others to open is damaged if its file is, whatever the run itself reads.
+        A damaged model in `hf_model` is damage, even if the run itself does not read it.
         """
-        # Each file is left to one domain that has it, or to the driver's if it is gone.
+        # One domain that has a file verifies it, or the driver's domain if the file is gone.
         domain = self._coordinator.domain
         names = [name for name in self._manifest.files if self._located.holder(name) == domain]
         with self._counting(REST):
@@ -188,7 +187,7 @@ class _Loading:
         return self.outcome
 
     def apply(self, seed: int) -> None:
-        """Take over what was read."""
+        """Apply the restored state."""
         state = self._state
         for role in state.roles.values():
             role.after_load()
@@ -212,13 +211,13 @@ class _Loading:
             if name not in saved and self._rank == 0 and not self._manifest.imported:
                 log.warning("%s has no state of %s, which starts at its beginning.", self._path, name)
             stateful.load_state_dict(saved[name] if name in saved else json.loads(state.initial[name]))
-        # Last: nothing that is loaded may move the generators.
+        # Last: nothing loaded afterwards may advance the generators.
         if "extra" in self._contents:
             self._set_rng(seed)
 
     def _tensors(self) -> Iterator[tuple[str, str, Shards, str, str]]:
-        """Each folder of tensors that is read: its part of the throughput, its name, where they go, and what it is from
-        which setting."""
+        """Yield each folder of tensors to read: its part of the throughput, name, target shards, description and
+        setting."""
         for name, role in self._state.roles.items():
             if name not in self._manifest.roles:
                 if self._manifest.imported:
@@ -236,13 +235,13 @@ class _Loading:
             yield "ref", REFERENCE, self._state.reference.shards(), "reference weights", "model.path"
 
     def _reads(self, name: str) -> bool:
-        """Whether a file that the present run has a use for must be there: an imported checkpoint has what its source
-        had."""
+        """Return whether the file must exist for this run: an imported checkpoint may lack files that its source did
+        not have."""
         return not self._manifest.imported or name in self._manifest.files
 
     def _reader(self, folder: str, shards: Shards, what: str, setting: str) -> TensorReader:
         if PurePosixPath(folder).name == HF_FOLDER:
-            # By the manifest, not by what lies there: only those files can be proven.
+            # By the manifest, not by a directory listing: only files in the manifest can be verified.
             files = [f for f in map(PurePosixPath, self._manifest.files) if f.parent == PurePosixPath(folder)]
             weights = [f.name for f in files if f.suffix == ".safetensors"]
             reader = TensorReader.of_whole_tensors(self.files, folder, weights)
@@ -261,7 +260,7 @@ class _Loading:
         return reader
 
     def _own_documents(self) -> list[str]:
-        """The small files that this rank takes over."""
+        """Return the small files that this rank restores."""
         names = [DRIVER_STATE]
         if self._state.carried is not None:
             names += self._carried()
@@ -271,7 +270,7 @@ class _Loading:
         return names
 
     def _carried(self) -> list[str]:
-        """What the ranks of the save carried and this one takes over: its own, and at another world size every W-th."""
+        """Return the carried samples that this rank restores: its own, and at another world size every W-th rank's."""
         saved = range(self._rank, self._manifest.world_size, self._world_size)
         names = [f"{CARRIED}/{rank_file(rank)}" for rank in saved]
         return [name for name in names if name in self._manifest.files]
@@ -285,10 +284,10 @@ class _Loading:
             seed_everything(seed + self._manifest.step, self._rank)
             return
         if self._rng_file in self._documents:
-            # Promise 7: with the generators all is back that the next step depends on.
+            # Promise 7: with the generators, everything is restored on which the next step depends.
             set_rng_state(self._documents[self._rng_file])
             return
-        if self._rank == self._manifest.world_size and not self._manifest.imported:  # the first of them speaks for all
+        if self._rank == self._manifest.world_size and not self._manifest.imported:  # one warning for all ranks
             log.warning("%s has no RNG state for rank %d and above; seeded afresh.", self._path, self._rank)
         seed_everything(seed + self._manifest.step, self._rank)
 
@@ -301,7 +300,7 @@ class _Loading:
 
     @contextmanager
     def _counting(self, name: str) -> Iterator[None]:
-        """Add what happens inside to the throughput of the part `name`."""
+        """Add the block's bytes and seconds to the throughput of the part `name`."""
         before, started = self.files.bytes_read, time.monotonic()
         yield
         known = self.outcome.by_part.get(name, Throughput())
@@ -311,14 +310,13 @@ class _Loading:
 
 
 def _parsed(name: str, content: bytes) -> Any:
-    """What a small file says; raises DamagedCheckpoint when it is not what its name says."""
+    """Parse a small file; raise DamagedCheckpoint when it does not have the format of its name."""
     if name == DRIVER_STATE:
         return parse_driver_state(content, name)
     if name.endswith(".json"):
         return parse_json(content, name)
     try:
-        # Clones: none keeps the bytes of all.
-        # Promise 14: safetensors and JSON only.
+        # Clones, so that no tensor keeps the bytes of all alive. Promise 14: safetensors and JSON only.
         return {tensor: value.clone() for tensor, value in load_safetensors(content).items()}
     except SafetensorError as error:
         raise DamagedCheckpoint(f"{name}: {error}") from None

@@ -1,4 +1,4 @@
-"""Resume of a run: the newest intact checkpoint that fits the configuration is found, and everything brought to it."""
+"""Resumes a run from the newest intact checkpoint that fits the configuration."""
 
 import logging
 from collections.abc import Callable, Collection
@@ -36,18 +36,18 @@ def restore(
     coordinator: Coordinator,
     source: Path | None,
 ) -> LoadResult | None:
-    """Bring `state` and this rank's generators to the newest intact checkpoint of a run that is `identity`. Collective.
+    """Restore `state` and this rank's generators from the newest intact checkpoint of the run `identity`. Collective.
 
-    Every byte of it is proven, most of them while they are loaded. When damage shows on any rank, all ranks set the
-    checkpoint aside and start over with the one before. `source` is the checkpoint that the run was forked from, the
-    last resort; of it alone only `checkpoint.load_contents` is read.
+    Verifies every byte, most of them while loading. When any rank finds damage, all ranks set the checkpoint aside and
+    start over with the one before. `source` is the checkpoint that the run was forked from and the last resort; only
+    for `source` does `checkpoint.load_contents` apply.
 
-    Where nodes have disks of their own, a checkpoint counts when all of them together have every file. A newer one that
-    is not complete is reported with what is nowhere, and set aside once an older one has been loaded.
+    Where nodes have their own disks, a checkpoint counts when all disks together have every file. A newer, incomplete
+    checkpoint is reported with its missing files, and set aside once an older one is loaded.
 
-    Returns None, with nothing changed, only for a run directory that never held a checkpoint. Raises UserError when all
-    there were are damaged or not complete (a run must never start again at step 0 silently), or when one does not fit;
-    `state` is of no use then.
+    Returns None, with nothing changed, only for a run directory that never had a checkpoint. Raises UserError, with
+    `state` undefined, when every checkpoint is damaged or incomplete (a run must never silently start again at step 0),
+    or when one does not fit.
     """
 
     def attempt(located: FileLocations) -> LoadResult:
@@ -78,18 +78,18 @@ def restore(
 
 
 def _wanted(manifest: Manifest, settings: CheckpointConfig, *, begins: bool) -> list[str]:
-    """The parts of `checkpoint.contents` that are read."""
+    """Return the parts of `checkpoint.contents` to read."""
     if begins and settings.load_contents is not None:
         return settings.load_contents
-    # An imported checkpoint has what its source had, whatever this run is going to save; and a restart must not change
-    # a run: it goes on with all that was saved.
+    # An imported checkpoint has its source's contents, whatever this run will save. A restart must not change a run, so
+    # it reads everything saved.
     return settings.contents if begins and not manifest.imported else manifest.contents
 
 
 def _with_newest_intact(
     run_dir: Path, source: Path | None, coordinator: Coordinator, attempt: Callable[[FileLocations], T]
 ) -> T | None:
-    """What `attempt` returns for the newest checkpoint that is complete and for which it does not raise
+    """Return the result of `attempt` for the newest complete checkpoint for which it does not raise
     DamagedCheckpoint."""
     stuck: list[str] = []
     incomplete: list[FileLocations] = []
@@ -103,13 +103,13 @@ def _with_newest_intact(
                 continue
             result = attempt(located)
         except OtherFormat as error:
-            # Promise 10: it is not damaged, so neither is it set aside nor does an older one take its place.
+            # Promise 10: another format is not damage, so the checkpoint is not set aside and no older one replaces it.
             raise UserError(f"{error}; or {NEW_RUN}.") from None
         except DamagedCheckpoint as error:
             if not all(coordinator.on_domain_leaders(partial(_set_aside, path, error))):
                 stuck.append(path.name)
             continue
-        # Only now: where no checkpoint is complete, a disk that comes back must find everything as it was.
+        # Only now: if no checkpoint is complete, a disk that returns must find everything unchanged.
         for located in incomplete:
             coordinator.on_domain_leaders(partial(_set_aside, located.path))
         return result
@@ -162,7 +162,7 @@ def _set_aside(path: Path, damage: DamagedCheckpoint | None = None) -> bool:
             return True
         kept = set_aside(path, "damaged" if damage else "incomplete")
     except OSError as error:
-        # On a disk that fails a rename may fail like the reads. What matters is that the older checkpoint is used.
+        # On a failing disk a rename may fail like the reads. It is enough that the older checkpoint is used.
         log.error("%s. It cannot be set aside (%s); falling back to the checkpoint before it.", what, error)
         return False
     log.error("%s. It was set aside as %s; falling back to the checkpoint before it.", what, kept.name)
@@ -170,7 +170,7 @@ def _set_aside(path: Path, damage: DamagedCheckpoint | None = None) -> bool:
 
 
 def _refuse_an_end(located: FileLocations, state: RunState) -> None:
-    """Raise UserError for a checkpoint that is at the run's last step or beyond, which only the ranks know."""
+    """Raise UserError for a checkpoint at the run's last step or beyond, which only the ranks can know."""
     step = located.manifest.step
     if state.driver.ends_with(step, 0.0):
         raise UserError(
@@ -181,7 +181,7 @@ def _refuse_an_end(located: FileLocations, state: RunState) -> None:
 
 
 def _describe_start(located: FileLocations, state: RunState, load_contents: Collection[str]) -> str:
-    """One line about the new run: where its checkpoint is from, and which parts of `state` it does not have."""
+    """Return one line about the new run: its checkpoint's source, and the parts of `state` that start afresh."""
     manifest = located.manifest
     taken: list[str] = []
     anew: list[str] = []

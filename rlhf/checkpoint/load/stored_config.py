@@ -1,4 +1,4 @@
-"""Configuration that a checkpoint was saved with, against the present one. Imports no torch."""
+"""Compares the configuration stored in a checkpoint with the present one. Imports no torch."""
 
 from pathlib import Path
 
@@ -13,15 +13,15 @@ from rlhf.storage.layout import CONFIG
 from rlhf.storage.reading import CheckedFiles
 
 BASE = "model.path"
-"""The setting that names the weights beside which adapters are trained."""
+"""The setting that names the base model of adapters."""
 
 
 def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> ConfigDiff:
-    """Differences of `config` from what the checkpoint at `path` was saved with; none from an imported one.
+    """Return the differences of `config` from the configuration of the checkpoint at `path`; none for an imported one.
 
-    Raises DamagedCheckpoint when its bytes are not as committed.
+    Raises DamagedCheckpoint when the stored bytes differ from their hash.
     """
-    # Reading a configuration takes longer than a small model.
+    # Reading a configuration takes longer than loading a small model.
     if manifest.imported or manifest.config_hash == config.hash:
         return ConfigDiff([], [])
     try:
@@ -32,10 +32,10 @@ def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> Con
 
 
 def check_base(path: Path, manifest: Manifest, config: ResolvedConfig, diff: ConfigDiff, base: str) -> None:
-    """Raise UserError when the checkpoint at `path` has adapters that were trained beside another base than the one
-    whose fingerprint is `base`: no setting makes them fit it.
+    """Raise UserError when the checkpoint at `path` has adapters of a base model other than the one with fingerprint
+    `base`: no setting makes them fit.
 
-    `diff`: what `changes_since` returned.
+    `diff`: the result of `changes_since`.
     """
     stored = manifest.fingerprints.get(BASE)
     if stored in (None, base) or not config.setting("model.lora.enabled"):
@@ -50,7 +50,7 @@ def check_base(path: Path, manifest: Manifest, config: ResolvedConfig, diff: Con
 
 
 def _by_content(diff: ConfigDiff, manifest: Manifest) -> ConfigDiff:
-    """The differences, where another path of the chat template is none if the same text is there."""
+    """Drop a changed path of the chat template where the text is the same."""
 
     def is_moved(change: Change) -> bool:
         known = manifest.fingerprints.get(change.key)

@@ -1,4 +1,4 @@
-"""Proof of a checkpoint's files, spread over the ranks: each block is compared with its hash by one of them."""
+"""Verifies a checkpoint's files across ranks: one rank compares each block with its hash."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class BlockNumbers:
-    """Numbers of all blocks of all files of a checkpoint, so that a bit can stand for each."""
+    """Numbers all blocks of all files of a checkpoint, so that a bit stands for each."""
 
     def __init__(self, located: FileLocations, files: CheckedFiles) -> None:
         counts = {name: len(files.blocks(name)) for name in located.manifest.files}
@@ -24,14 +24,14 @@ class BlockNumbers:
         self._first, self._count = dict(zip(counts, ends, strict=False)), ends[-1]
 
     def bits(self, blocks: Mapping[str, Collection[int]]) -> bytes:
-        """A bit for each block, set for `blocks`."""
+        """Return a bitmap of all blocks, set for `blocks`."""
         flags = np.zeros(self._count, dtype=bool)
         for name, numbers in blocks.items():
             flags[self._first[name] + np.fromiter(numbers, dtype=np.int64)] = True
         return np.packbits(flags).tobytes()
 
     def not_in(self, bits: bytes, files: CheckedFiles, names: Sequence[str]) -> list[tuple[str, int]]:
-        """The blocks of the files `names` whose bits are not set."""
+        """Return the blocks of the files `names` whose bits are not set."""
         flags = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=self._count)
         return [(name, block) for name in names for block in files.blocks(name) if not flags[self._first[name] + block]]
 
@@ -39,9 +39,9 @@ class BlockNumbers:
 def verify_share(
     files: CheckedFiles, names: Sequence[str], blocks: Sequence[tuple[str, int]], coordinator: Coordinator
 ) -> list[str]:
-    """Prove this rank's share of `names`, that they are there, and of `blocks`; one line per damaged file.
+    """Verify this rank's share of the existence of the files `names` and of `blocks`; return one line per damaged file.
 
-    Every rank of a storage domain has the same `names` and `blocks`.
+    Every rank of a storage domain passes the same `names` and `blocks`.
     """
     peers = [rank for rank, domain in enumerate(coordinator.domains) if domain == coordinator.domain]
     place, problems = peers.index(coordinator.rank), []
@@ -59,7 +59,7 @@ def verify_share(
 
 
 def damage_of(located: FileLocations, names: Sequence[str], coordinator: Coordinator) -> list[str]:
-    """Damage of a checkpoint, one line per file: every rank reads a share of `names`, the files of its storage domain.
+    """Return a checkpoint's damage, one line per file; every rank reads a share of `names`, its domain's files.
     Collective."""
     files = CheckedFiles(located.path, located.manifest.files)
     blocks = [(name, block) for name in names for block in files.blocks(name)]
@@ -69,8 +69,11 @@ def damage_of(located: FileLocations, names: Sequence[str], coordinator: Coordin
 
 
 def newest_usable(run_dir: Path, coordinator: Coordinator) -> Path | None:
-    """The checkpoint that a resume would take now: the newest one of which all storage domains together have every
-    file, and each of them its part as it was committed. Collective; reads every byte up to there."""
+    """Return the checkpoint that a resume would load now, or None. Collective; reads every byte of the checkpoints
+    tried.
+
+    It is the newest one of which the storage domains together have every file, each undamaged.
+    """
     for path in published(run_dir, coordinator):
         try:
             located = locate_files(path, coordinator)

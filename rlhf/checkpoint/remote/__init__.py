@@ -1,1 +1,1 @@
-"""Copies of checkpoints in a remote folder: made behind the training, fetched at the start."""
+"""Copies checkpoints to a remote folder behind the training, and downloads them at the start."""

@@ -1,7 +1,4 @@
-"""Remote copies: published checkpoints are copied behind the training.
-
-Failures are retried, logged and counted, never raised.
-"""
+"""Copies published checkpoints to the remote folder behind the training; retries, logs and counts failures."""
 
 import json
 import logging
@@ -45,11 +42,11 @@ STALLED_S = 300.0
 
 
 class RemoteCopies:
-    """Keeps the remote folder of a run up to date, newest checkpoint first. For the leader only; all network calls are
-    in its own thread.
+    """Copies a run's checkpoints to its remote folder, newest first, on the leader only. One thread makes all network
+    calls.
 
-    What is published in the run directory and not complete there is pending, whoever published it: a restart needs no
-    memory.
+    A checkpoint in the run directory that is not complete in the remote folder is pending, whichever process published
+    it: a restart needs no memory. Failures never raise.
     """
 
     def __init__(self, run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> None:
@@ -58,7 +55,7 @@ class RemoteCopies:
         self._retries = Retries(f"checkpoint.remote={settings.remote}", stalled_s=STALLED_S)
         self._changed = threading.Condition()
         self._pending: set[int] = set()
-        self._busy = True  # until the first look at what is there
+        self._busy = True  # until the thread has listed the remote folder
         self._started = self._over = False
         self._pin: Path | None = None
         self._complete: dict[int, str] = {}  # step -> hash of its manifest; this run's only
@@ -66,7 +63,7 @@ class RemoteCopies:
         self._lease: Lease | None = None
 
     def start(self) -> None:
-        """Begin with what an earlier start left to do, unless it has begun; returns at once."""
+        """Start copying, beginning with what an earlier start left pending; return at once. Later calls do nothing."""
         if self._started:
             return
         self._started = True
@@ -75,14 +72,14 @@ class RemoteCopies:
         threading.Thread(target=self._work, name="remote-copies", daemon=True).start()
 
     def published(self, path: Path) -> None:
-        """Copy the checkpoint that was just published as `path`, when its turn comes."""
+        """Queue the checkpoint that was just published as `path`."""
         with self._changed:
             self._pending.add(step_of(path) or 0)
             self._changed.notify_all()
 
     def metrics(self) -> dict[str, float]:
-        """Checkpoints pending and failed calls so far; bytes and seconds of the copies completed since the last call,
-        if any were."""
+        """Return pending checkpoints and failed calls so far, and the bytes and seconds of copies completed since the
+        last call, if any."""
         with self._changed:
             found: dict[str, float] = {
                 "perf/remote_pending": len(self._pending),
@@ -94,8 +91,8 @@ class RemoteCopies:
             return found
 
     def make_way(self) -> None:
-        """Give up the copy under way if it is all that keeps a removed checkpoint's bytes on the disk; for a save that
-        is short of room."""
+        """Give up the copy in progress if it alone keeps a removed checkpoint's bytes on the disk. Saves that run short
+        of disk space call this."""
         with self._changed:
             pin, self._pin = self._pin, None
             if pin is not None and not checkpoint_of(pin).exists():
@@ -105,13 +102,12 @@ class RemoteCopies:
                 self._pin = pin
 
     def finish(self, deadline_s: float) -> list[int]:
-        """End the copying: wait for what is pending, at most `deadline_s` seconds; returns the steps that are left,
-        newest first."""
+        """Wait at most `deadline_s` seconds for pending copies, then stop; return the steps left, newest first."""
         self._retries.hurry()
         end = time.monotonic() + deadline_s
         with self._changed:
             while self._started and not self._over and (self._pending or self._busy) and time.monotonic() < end:
-                announce("commit.remote")  # this rank waits, it does not hang
+                announce("commit.remote")  # shows that this rank waits and does not hang
                 self._changed.wait(min(1.0, max(0.0, end - time.monotonic())))
             left = sorted(self._pending, reverse=True)
         self._retries.stop()
@@ -154,7 +150,7 @@ class RemoteCopies:
         return self._lease
 
     def _look(self, store: RemoteStore) -> None:
-        """Learn what is complete, and remove what earlier starts left half copied or half removed."""
+        """List the complete copies, and remove half-copied or half-removed ones of earlier starts."""
         run_id, others = read_run_file(self._run_dir)["run_id"], 0
         for step in self._retries.call("listing", store.steps):
             copy = self._retries.call(f"reading step {step}", partial(store.copy, step))
@@ -213,7 +209,7 @@ class RemoteCopies:
             return
         try:
             self._upload(store, step, source)
-        except OSError as error:  # one of this side: calls to the other are repeated until they succeed
+        except OSError as error:  # a local error: network calls are retried until they succeed
             raise LocalFault(str(error)) from error
         finally:
             with self._changed:
@@ -222,9 +218,10 @@ class RemoteCopies:
                 remove_pin(source)
 
     def _pinned(self, path: Path) -> Path:
-        """A pin of `path`, whose files local retention cannot take away before they are copied.
+        """Pin `path`, so that local retention cannot remove its files before they are copied.
 
-        `path` itself where links cannot be made; raises DamagedCheckpoint or LocalFault when something of it is gone.
+        Returns `path` itself where the file system has no links; raises DamagedCheckpoint or LocalFault when a file is
+        gone.
         """
         try:
             pin = pin_checkpoint(path)
@@ -238,17 +235,18 @@ class RemoteCopies:
         return pin
 
     def _upload(self, store: RemoteStore, step: int, source: Path) -> None:
-        """Copy `source`; raises LocalFault or DamagedCheckpoint, with what is there as it was or with nothing there."""
+        """Copy `source`; raises LocalFault or DamagedCheckpoint, and then leaves the remote copy unchanged or removes
+        it."""
         started, call = time.monotonic(), self._retries.call
         sealed = manifest_bytes(source)
         manifest = parse_manifest(sealed, source / MANIFEST)
         if not call(f"reading step {step}", partial(store.is_partial, step)) and (
             problems := verify_files(source, manifest)
         ):
-            # Of another course, or damaged; but it may be the better one.
+            # The remote copy may be of another trajectory or damaged, but it may also be the better one.
             raise DamagedCheckpoint(f"{'; '.join(problems)}; the copy that is there stays as it is")
         run_files = _describe_run_files(self._run_dir, source, step)
-        # Before the first file, since what is there might have others.
+        # Before the first file: an old copy may have other files.
         self._complete.pop(step, None)
         call(f"removing step {step}", partial(store.remove, step))
         try:
@@ -276,12 +274,12 @@ class RemoteCopies:
         )
         for name, entry in run_files.items():
             self._send(store, step, self._run_dir / name, RUN_FILES[name], entry)
-        # The manifest is the last: with it the copy is complete.
+        # The manifest comes last: it completes the copy.
         for name, content in [(COPY, json.dumps(about, indent=1).encode()), (MANIFEST, sealed)]:
             call(f"writing {name} of step {step}", partial(store.write, object_name(step, name), [content]))
 
     def _send(self, store: RemoteStore, step: int, path: Path, name: str, entry: dict[str, Any]) -> None:
-        """Send `path`, as far as `entry` has described it, as `name`."""
+        """Send the part of `path` that `entry` describes, as `name`."""
 
         def attempt() -> None:
             hashes = BlockHashes()
@@ -300,7 +298,6 @@ class RemoteCopies:
         self._retries.call(f"writing {name} of step {step}", attempt, final=(LocalFault, UserError))
 
     def _retain(self, store: RemoteStore) -> None:
-        """Keep the newest `checkpoint.remote_max_to_keep` complete copies of this run."""
         self._own_lease().check()
         for step in sorted(self._complete, reverse=True)[self._keep :] if self._keep is not None else []:
             self._retries.call(f"removing step {step}", partial(store.remove, step))
@@ -308,8 +305,7 @@ class RemoteCopies:
 
 
 def copy_pending(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> list[int]:
-    """Copy what a finished run still has to copy, within `checkpoint.timeout_s`; returns the steps that are not
-    complete."""
+    """Copy a finished run's pending checkpoints within `checkpoint.timeout_s`; return the steps still incomplete."""
     if settings.remote is None:
         return []
     copies = RemoteCopies(run_dir, trainer, settings)
@@ -328,7 +324,7 @@ def check_copied(left: list[int], run_dir: Path, settings: CheckpointConfig) -> 
 
 
 def _chunks_of(path: Path, size: int | None = None) -> Iterator[bytes]:
-    """The bytes of a file, or the first `size` of them; of no bytes, none has to be there."""
+    """Yield a file's bytes, or the first `size`; with `size` 0 the file need not exist."""
     if size == 0:
         return
     try:
@@ -341,8 +337,8 @@ def _chunks_of(path: Path, size: int | None = None) -> Iterator[bytes]:
 
 
 def _describe_run_files(run_dir: Path, source: Path, step: int) -> dict[str, dict[str, Any]]:
-    """Size and hashes of what goes along with the checkpoint `source` of `step`: run.json, and the metric history up to
-    there, whose records are durable before it is and never change again."""
+    """Return size and hashes of the run files that belong to `source`: run.json, and the metric history up to `step`,
+    whose records are durable before the checkpoint and never change."""
     state, history = source / DRIVER_STATE, run_dir / HISTORY
     try:
         saved = json.loads(state.read_bytes()).get("history") if state.exists() else None

@@ -1,4 +1,4 @@
-"""Download of a remote checkpoint into a run directory: all ranks that share it and reach the remote fetch a part."""
+"""Downloads a remote checkpoint into a run directory; all ranks that share the directory fetch a part."""
 
 import logging
 from collections.abc import Iterator
@@ -27,21 +27,21 @@ from rlhf.storage.layout import MANIFEST, RUN_FILE, TEMPORARY, fresh_name
 
 log = logging.getLogger(__name__)
 CHECK_S = 30.0
-"""How long a rank tries whether it reaches the remote."""
+"""Time limit for a rank's test whether it reaches the remote."""
 DOWNLOAD_S = 600.0
-"""How long a file is tried again that comes no further."""
+"""Time limit for retries of a file without progress."""
 DISK, NETWORK, DAMAGE, STOPPED = range(4)
-"""Reasons why a rank's part was not fetched, the one that counts for all ranks first."""
+"""Reasons why a rank's part was not fetched; the lowest one decides for all ranks."""
 Fault = tuple[int, str]
-"""A reason and its text."""
+"""Reason and message."""
 
 
 def download(url: str, copy: Copy, run_dir: Path, coordinator: Coordinator) -> bool:
-    """Publish `copy` in `run_dir`, every file compared with its hash, after run.json and the history have their place.
-    Collective, of ranks that share the directory.
+    """Publish `copy` in `run_dir`, with every file verified, after run.json and the history. Collective over the ranks
+    that share the directory.
 
-    False on every rank, and nothing changed, when a file is missing or not as committed. Raises UserError on every rank
-    when the disk refuses a file or the remote falls silent.
+    Returns False on every rank, with nothing changed, when a file is missing or damaged. Raises UserError on every rank
+    when the disk fails or the remote stops answering.
     """
     fault = _Download(url, copy, run_dir, coordinator).run()
     if fault is None:
@@ -57,17 +57,17 @@ def download(url: str, copy: Copy, run_dir: Path, coordinator: Coordinator) -> b
 
 
 class _Download:
-    """One copy on its way into a run directory: the ranks that reach the remote share its files."""
+    """Downloads one copy into a run directory; the ranks that reach the remote share its files."""
 
     def __init__(self, url: str, copy: Copy, run_dir: Path, coordinator: Coordinator) -> None:
         self._url, self._copy, self._run_dir, self._coordinator = url, copy, run_dir, coordinator
         self._retries = Retries(url, stalled_s=DOWNLOAD_S, give_up_s=DOWNLOAD_S)
         self._store: RemoteStore | None = None
         self._run_files: list[str] = []
-        """Files of the run directory that have been fetched."""
+        """The fetched files of the run directory."""
 
     def run(self) -> Fault | None:
-        """Fetch, verify and publish; the fault that counts for all ranks. Collective."""
+        """Fetch, verify and publish; return the fault that decides for all ranks. Collective."""
         self._temporary, self._beside = self._coordinator.on_leader(self._make)
         able = [rank for rank, reaches in enumerate(self._coordinator.everywhere(self._reach)) if reaches]
         files = sorted(self._copy.manifest.files.items(), key=lambda item: (-item[1]["size"], item[0]))
@@ -78,7 +78,7 @@ class _Download:
         return self._coordinator.combine(lambda: own, self._end)
 
     def _make(self) -> tuple[Path, Path]:
-        """Folders for the checkpoint and for the files of the run directory."""
+        """Create folders for the checkpoint and for the files of the run directory."""
         log.info("Fetching step %d from %s.", self._copy.step, self._url)
         try:
             make_dir(self._run_dir)
@@ -100,7 +100,7 @@ class _Download:
             for name in RUN_FILES if self._coordinator.is_leader else ():
                 if _fetch_run_file(store, copy, self._beside, name, retries):
                     self._run_files.append(name)
-        except BaseException as error:  # the other ranks wait for this one's answer
+        except BaseException as error:  # the other ranks wait for this rank's report
             return _fault(error)
         return None
 
@@ -114,8 +114,8 @@ class _Download:
 
 
 def _reach(url: str, copy: Copy, *, leads: bool) -> RemoteStore | None:
-    """The remote, if this rank can read `copy` there: other machines may lack the credentials, or the way."""
-    if leads:  # which has found it there
+    """Return the remote if this rank can read `copy`: other machines may lack the credentials or the route."""
+    if leads:  # the leader found the copy
         return RemoteStore(url)
     retries = Retries(url, stalled_s=CHECK_S, give_up_s=CHECK_S)
     try:
@@ -128,7 +128,7 @@ def _reach(url: str, copy: Copy, *, leads: bool) -> RemoteStore | None:
 
 
 def unreadable(url: str, text: str) -> str:
-    """Message to the user about a remote that cannot be read at the start."""
+    """Return the error message for a remote that cannot be read at the start."""
     return (
         f"checkpoint.remote: {url} may hold checkpoints of this run and cannot be read ({text}). "
         "Start again when it can."
@@ -155,7 +155,7 @@ def _fetch(store: RemoteStore, step: int, root: Path, name: str, entry: dict[str
                 yield chunk
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{store.url}: {name} of step {step} is missing") from None
-        except OSError as error:  # not to be taken for one of the disk
+        except OSError as error:  # not a disk error
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
     def attempt() -> None:
@@ -173,8 +173,7 @@ def _fetch(store: RemoteStore, step: int, root: Path, name: str, entry: dict[str
 
 
 def _fetch_run_file(store: RemoteStore, copy: Copy, root: Path, name: str, retries: Retries) -> bool:
-    """Fetch a file of the run directory that went along with `copy`; False, with a warning, when it is not as it was
-    sent."""
+    """Fetch a run file that was copied with `copy`; log a warning and return False when it differs from its hash."""
     try:
         if name not in copy.run_files:
             raise DamagedCheckpoint("remote.json does not know it")
@@ -187,7 +186,7 @@ def _fetch_run_file(store: RemoteStore, copy: Copy, root: Path, name: str, retri
 
 def _publish(copy: Copy, run_dir: Path, temporary: Path, beside: Path, fetched: list[str]) -> Fault | None:
     try:
-        # Before the checkpoint: a kill in between finds no checkpoint and begins again.
+        # Before the checkpoint: after a kill in between, the next start finds no checkpoint and begins again.
         for name in fetched:
             if name != RUN_FILE or not (run_dir / RUN_FILE).exists():
                 rename_durably(beside / RUN_FILES[name], run_dir / name)

@@ -1,9 +1,9 @@
-"""Lease of a run's remote folder: one machine at a time copies there, since two would write over each other.
+"""Leases a run's remote folder to one machine at a time, since two would overwrite each other's copies.
 
-It is an object, `lease.json`, that names its holder, who writes it anew every RENEW_S seconds. Whoever finds another's
-watches it: one that changes is of a living run, one that does not for EXPIRY_S seconds is nobody's any more. So no
-clock is compared with another machine's. Where two take over a dead one's at the same time, the last to write has it;
-the other sees that after SETTLE_S seconds or, if it was slower than that, at its next look.
+The holder rewrites the object `lease.json` every RENEW_S seconds. Other machines watch it: a lease that changes belongs
+to a living run, a lease unchanged for EXPIRY_S seconds has expired. So no machine compares its clock with another's. If
+two machines take over an expired lease at the same time, the last to write has it. The other machine notices after
+SETTLE_S seconds or, if the write was slower, at its next check.
 """
 
 import json
@@ -27,19 +27,19 @@ LEASE = "lease.json"
 RENEW_S, EXPIRY_S = 20.0, 90.0
 POLL_S = 2.0
 SETTLE_S = 2.0
-"""Wait before one looks whose the lease has become, where two may have taken it at the same time."""
+"""Wait, in seconds, before checking which of two machines took an expired lease."""
 LOOKS, LOOK_AGAIN_S = 6, 0.1
-"""At a lease that is not whole: folders show one that is being written so."""
+"""Reads of an incomplete lease, and seconds between them: a folder shows a lease that is being written as
+incomplete."""
 STALLED_S = 30.0
 GIVE_BACK_S = 1.0
-"""Wait for a remote that does not answer when the lease is given back."""
+"""Seconds to wait for a silent remote when returning the lease."""
 
 
 class Lease:
-    """The lease of the folder that `store` is, for the run directory `run_dir` on this machine.
+    """Leases the folder of `store` for the run directory `run_dir` on this machine.
 
-    All processes of a run share it: its directory has a lock of its own. Calls over the network are repeated as
-    `retries` says.
+    All processes of a run share the lease: the run directory has a lock of its own. `retries` repeats network calls.
     """
 
     def __init__(self, store: RemoteStore, run_dir: Path, retries: Retries) -> None:
@@ -56,10 +56,10 @@ class Lease:
         }
 
     def take(self) -> None:
-        """Hold the lease, and renew it in a thread from now on.
+        """Acquire the lease, and renew it in a thread from now on.
 
-        Waits up to EXPIRY_S seconds for the end of a lease that nobody renews; raises UserError that names the holder
-        of one that somebody does.
+        Waits up to EXPIRY_S seconds for a lease that nobody renews to expire; raises UserError with the holder's name
+        when the holder renews the lease.
         """
         if self._read() is not None or not self._retries.call("writing the lease", self._create):
             seen = self._read()
@@ -69,12 +69,12 @@ class Lease:
         threading.Thread(target=self._keep, name="remote-lease", daemon=True).start()
 
     def check(self) -> None:
-        """Raise UserError when the lease was found to be another's."""
+        """Raise UserError when another machine was found to have the lease."""
         if self._lost is not None:
             raise UserError(self._lost)
 
     def confirm(self) -> None:
-        """Look at the lease before something is written or removed there; raises UserError when it is another's."""
+        """Read the lease before writing or removing anything remote; raise UserError when another machine has it."""
         seen = self._read()
         if not _parsed(seen):
             self._write_over(seen)
@@ -83,13 +83,12 @@ class Lease:
         self.check()
 
     def release(self) -> None:
-        """Give it back, if it is held, so that another machine need not wait; a remote that does not answer is left
-        alone."""
+        """Remove the lease, if ours, so that other machines need not wait; a remote that does not answer is logged."""
         self._stop.set()
         self._renewals.stop()
 
         def remove() -> None:
-            with self._writing:  # a renewal under way would bring it back
+            with self._writing:  # a renewal in progress would recreate the lease
                 if self._is_mine(self._look()):
                     self._store.remove_object(LEASE)
 
@@ -117,7 +116,7 @@ class Lease:
                 self._store.write(LEASE, [self._text()])
 
     def _outlive(self, seen: bytes) -> None:
-        """Return when the lease `seen`, another's, is over."""
+        """Wait until another machine's lease `seen` has expired."""
         holder, started = _parsed(seen), time.monotonic()
         if holder.get("machine") == self._me["machine"] and not _is_alive(holder.get("pid")):
             return
@@ -134,7 +133,7 @@ class Lease:
         log.warning("%s gave no sign of life for %g s: its lease is over.", _name(holder), EXPIRY_S)
 
     def _write_over(self, over: bytes | None) -> None:
-        """Make the lease ours, where `over` is what it was when it was nobody's; and look whether it has stayed so."""
+        """Write our lease over the expired lease `over`, and check that ours stays."""
         before = self._read()
         mine = self._is_mine(before)
         if before in (None, over) or mine:
@@ -149,7 +148,7 @@ class Lease:
         return self._retries.call("reading the lease", self._look)
 
     def _look(self) -> bytes | None:
-        """What is there; of what stays torn the writer is dead."""
+        """Return the lease, or an incomplete one whose writer is dead."""
         for look in range(LOOKS):
             if look:
                 time.sleep(LOOK_AGAIN_S)
@@ -173,8 +172,8 @@ _held: list[Lease] = []
 
 
 def hold(store: RemoteStore, run_dir: Path) -> None:
-    """Take the lease for this process, until `release_held`; a remote that falls silent is a warning, since the copies
-    behind the training take it as well."""
+    """Acquire the lease for this process, until `release_held`. A silent remote is only a warning, since the copies
+    behind the training acquire the lease again."""
     lease = Lease(store, run_dir, Retries(store.url, stalled_s=STALLED_S, give_up_s=STALLED_S))
     try:
         lease.take()
@@ -187,13 +186,13 @@ def hold(store: RemoteStore, run_dir: Path) -> None:
 
 
 def release_held() -> None:
-    """Give back what this process holds."""
+    """Return the leases of this process."""
     while _held:
         _held.pop().release()
 
 
 def _pid_of_run() -> int:
-    """The process whose end is the run's."""
+    """Return the process whose end is the end of the run."""
     return int(os.environ.get(SUPERVISOR_PID, os.getpid()))
 
 
@@ -204,7 +203,7 @@ def _is_alive(pid: object) -> bool:
 def _parsed(seen: bytes | None) -> dict[str, Any]:
     try:
         found = json.loads(seen or b"")
-    except ValueError:  # cut short by a kill; whose it was is not known
+    except ValueError:  # cut short by a kill, with an unknown holder
         return {}
     return found if isinstance(found, dict) else {}
 

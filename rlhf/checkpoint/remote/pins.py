@@ -1,4 +1,4 @@
-"""Pins of checkpoints under upload: folders of hard links, which keep the files on the disk until they are copied."""
+"""Pins checkpoints during their upload: a folder of hard links keeps the files on the disk until they are copied."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from rlhf.storage.layout import MANIFEST, PIN, fresh_name
 
 
 def pin_checkpoint(path: Path) -> Path:
-    """A fresh pin beside the checkpoint `path`; raises OSError or DamagedCheckpoint, with nothing left behind, where
-    none can be made."""
+    """Create a pin beside the checkpoint `path`; on failure raise OSError or DamagedCheckpoint and leave nothing
+    behind."""
     pin = path.with_name(fresh_name(PIN, path.name))
     try:
         for name in [*read_manifest(path).files, MANIFEST]:
@@ -23,17 +23,17 @@ def pin_checkpoint(path: Path) -> Path:
 
 
 def checkpoint_of(pin: Path) -> Path:
-    """The place where the checkpoint of a pin is published, or was."""
+    """Return the path under which a pin's checkpoint is or was published."""
     return pin.with_name(pin.name.removeprefix(PIN).partition("-")[0])
 
 
 def remove_pins(run_dir: Path) -> None:
-    """Remove what a killed upload left in the run directory; only for a time when none is under way."""
+    """Remove a killed upload's pins from the run directory; call it only when no upload is in progress."""
     for pin in run_dir.glob(f"{PIN}*"):
         remove_pin(pin)
 
 
 def remove_pin(pin: Path) -> None:
-    """Remove a pin if it is there; a disk that refuses is logged."""
+    """Remove a pin if it exists; a disk error is logged."""
     if pin.exists():
         delete(pin)

@@ -1,4 +1,4 @@
-"""Files of a remote copy read with proof, block by block, with nothing written to a disk."""
+"""Reads and verifies files of a remote copy block by block, without writing to a disk."""
 
 import errno
 from collections.abc import Callable, Mapping
@@ -17,14 +17,14 @@ from rlhf.storage.reading import CheckedFiles, Range
 
 T = TypeVar("T")
 FINAL = (ImportError, ValueError, PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""Errors that another try would meet again."""
+"""Errors that a retry cannot fix."""
 
 
 class RemoteFiles(CheckedFiles):
-    """The files of the copy of `step` in `store`, as its manifest describes them. THREADS parts of CHUNK bytes are in
-    memory at a time.
+    """Reads files of the copy of `step` in `store` and verifies them by its manifest; THREADS parts of CHUNK bytes at a
+    time.
 
-    What is read raises DamagedCheckpoint as CheckedFiles does, and OSError where the network fails.
+    Reads raise DamagedCheckpoint like CheckedFiles, and OSError when the network fails.
     """
 
     def __init__(self, store: RemoteStore, step: int, files: Mapping[str, Mapping[str, Any]], retries: Retries) -> None:
@@ -32,7 +32,7 @@ class RemoteFiles(CheckedFiles):
         self._store, self._step, self._retries = store, step, retries
 
     def check_entry(self, name: str) -> None:
-        """Compare an object with the manifest as far as that takes no reading: it is there, and of its size."""
+        """Check that an object exists and has the manifest's size, without reading it."""
         size = self.size(name)
         if (found := self._ask(name, self._store.size)) != size:
             raise DamagedCheckpoint(f"{name}: {found} bytes instead of {size}")
@@ -44,7 +44,7 @@ class RemoteFiles(CheckedFiles):
             list(threads.map(lambda group: self._read_group(name, group, parts), groups))
 
     def _read_group(self, name: str, numbers: list[int], parts: dict[int, list[Range]]) -> None:
-        """Read neighbouring blocks by one call."""
+        """Read neighbouring blocks with one call."""
         first, size = numbers[0] * BLOCK, self.size(name)
         end = min((numbers[-1] + 1) * BLOCK, size)
         content = memoryview(self._ask(name, lambda path: self._store.part(path, first, end)))
@@ -66,10 +66,10 @@ class RemoteFiles(CheckedFiles):
 
 
 def ask(retries: Retries, what: str, action: Callable[[], T]) -> T:
-    """The result of a call over the network.
+    """Return the result of a network call.
 
-    What its client gives up with, of whatever class, is raised as an OSError that names the place; a missing object as
-    FileNotFoundError.
+    Raises FileNotFoundError for a missing object. Any other error of the client becomes an OSError with the remote's
+    name.
     """
     try:
         return retries.call(what, action, final=FINAL)

@@ -1,4 +1,4 @@
-"""Remote folder at the start of a run: it is tried, claimed, and asked for the checkpoints that the disk lacks."""
+"""Tests the remote folder at the start of a run, claims it, and restores checkpoints that the disk lacks."""
 
 import errno
 import json
@@ -23,13 +23,13 @@ FIXED_BY_USERS = (ImportError, ValueError, PermissionError, FileNotFoundError, N
 
 
 def open_remote(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> RemoteStore | None:
-    """Return the remote folder after a test write; None without `checkpoint.remote`.
+    """Return the remote folder after a test write, or None without `checkpoint.remote`.
 
     If the remote does not answer, log that and return None, provided the run directory has checkpoints.
 
     Raises:
         UserError: the user must fix something; or the remote does not answer and the run directory has no checkpoints,
-            so that the remote's decide where the run begins.
+            so that only the remote's can decide where the run begins.
     """
     remote = settings.remote
     if remote is None:
@@ -56,7 +56,7 @@ def open_remote(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfi
 
 def _needs_a_person(error: Exception) -> bool:
     read_only = isinstance(error, OSError) and error.errno == errno.EROFS
-    # The clients of the object stores have classes of their own for credentials that are missing.
+    # Object stores' clients have their own classes for missing credentials.
     return isinstance(error, FIXED_BY_USERS) or read_only or "Credential" in type(error).__name__
 
 
@@ -73,13 +73,12 @@ def _keep_apart(run_dir: Path, trainer: TrainerConfig, remote: str) -> None:
 def restore(
     store: RemoteStore | None, run_dir: Path, trainer: TrainerConfig, source: Path | None, coordinator: Coordinator
 ) -> int | None:
-    """Bring the newest intact remote checkpoint into a run directory that has none, with run.json and the history;
-    returns its step. Collective, of ranks that share the directory; `store` is the leader's.
+    """Download the newest intact remote checkpoint, run.json and the history into a run directory without checkpoints.
 
-    To be called before the run directory gets a run.json; `source` is the checkpoint that a fork begins from. None, and
-    nothing changed, when the directory has checkpoints, when the run is to start anew, or when nothing there is this
-    run's. Raises UserError when all that is there is damaged, when the remote falls silent, and when the disk refuses
-    what is fetched.
+    Returns the checkpoint's step, or None, with nothing changed, when the directory has checkpoints, the run starts
+    anew, or the remote has none of this run. Collective over the ranks that share the directory; `store` is the
+    leader's. Call it before the run directory gets a run.json. `source` is the checkpoint that a fork begins from.
+    Raises UserError when all remote checkpoints are damaged, the remote stops answering, or the disk fails.
     """
     url = coordinator.on_leader(lambda: None if store is None else store.url)
     if url is None:
@@ -92,8 +91,8 @@ def restore(
 
 
 def _copies_to_try(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, source: Path | None) -> Iterator[Copy]:
-    """This run's copies, newest first; a further one is asked for when the last one is damaged. Raises UserError when
-    there is none left, and when the remote cannot be read."""
+    """Yield this run's copies, newest first; the caller asks for the next one when the last is damaged. Raises
+    UserError when none is left, or when the remote cannot be read."""
     own = read_run_file(run_dir)
     if scan(run_dir) or trainer.resume_mode == "disable" or (trainer.overwrite and not own):
         return
@@ -104,7 +103,7 @@ def _copies_to_try(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, so
         if not owner or (own and own["run_id"] != owner["run_id"]):
             return
         if source is not None and owner.get("resumed_from") != str(source):
-            return  # it is of another fork; this one begins at its source
+            return  # another fork's folder; this fork begins at its source
         for step in retries.call("listing", store.steps):
             copy = retries.call(f"reading step {step}", partial(store.copy, step))
             if copy is None and not retries.call(f"reading step {step}", partial(store.is_partial, step)):
@@ -123,7 +122,7 @@ def _copies_to_try(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, so
 
 
 def _owner(store: RemoteStore, retries: Retries) -> dict[str, Any]:
-    """The run that the folder belongs to, by its run.json or else by the newest copy; empty when it is nobody's."""
+    """Return the run that owns the folder, by its run.json or else by the newest copy; empty without an owner."""
     run = retries.call("reading run.json", store.run, final=FIXED_BY_USERS)
     if "run_id" in run:
         return run
@@ -131,7 +130,7 @@ def _owner(store: RemoteStore, retries: Retries) -> dict[str, Any]:
 
 
 def complete_copies(store: RemoteStore, retries: Retries) -> Iterator[Copy]:
-    """The complete checkpoints there, of whatever run, newest first."""
+    """Yield the complete remote checkpoints of any run, newest first."""
     for step in retries.call("listing", store.steps):
         copy = retries.call(f"reading step {step}", partial(store.copy, step))
         if copy is not None:
@@ -139,8 +138,8 @@ def complete_copies(store: RemoteStore, retries: Retries) -> Iterator[Copy]:
 
 
 def claim_at_start(store: RemoteStore, run_dir: Path, trainer: TrainerConfig) -> None:
-    """`claim` before the ranks start; a remote that has fallen silent is left to the copies behind the training, which
-    claim it as well."""
+    """Claim the folder before the ranks start. A silent remote is only a warning, since the copies behind the training
+    claim it again."""
     try:
         claim(store, run_dir, trainer, Retries(store.url, stalled_s=CHECK_S, give_up_s=CHECK_S))
     except UserError:
@@ -150,10 +149,9 @@ def claim_at_start(store: RemoteStore, run_dir: Path, trainer: TrainerConfig) ->
 
 
 def claim(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, retries: Retries) -> None:
-    """Make the run of the run directory the one whose checkpoints count there. Its run.json must be there.
+    """Make the run directory's run, by its run.json, the owner of the remote folder.
 
-    Raises UserError when the folder holds checkpoints of another run and this one was neither forked nor told to
-    overwrite.
+    Raises UserError when the folder has checkpoints of another run, and this run is neither a fork nor overwrites.
     """
     own = read_run_file(run_dir)
     if retries.call("reading run.json", store.run) == own:

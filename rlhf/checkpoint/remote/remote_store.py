@@ -1,15 +1,15 @@
-"""Remote folder of a run's checkpoints, through fsspec: object stores, HDFS, or a folder.
+"""Reads and writes a run's remote folder through fsspec: object stores, HDFS, or a folder.
 
-It has neither rename nor fsync; the manifest commits.
+A remote has neither rename nor fsync; the manifest, written last, commits a copy.
 
 ```
 <checkpoint.remote>/<project>/<experiment>/
   run.json                    the run whose checkpoints count
-  lease.json                  the machine that copies there
+  lease.json                  the machine that copies to the folder
   global_step_N/
     ...                       the files of the local checkpoint
     run/{run.json,metrics.jsonl}   the run's id, and its history up to step N
-    remote.json               whose copy it is; size and hash of the two and of the manifest
+    remote.json               the run's id; size and hash of run/* and of the manifest
     manifest.json             the local one, byte for byte; written last, removed first
 ```
 """
@@ -38,21 +38,20 @@ from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, step_dir, step_of
 log = logging.getLogger(__name__)
 CHUNK = 8 << 20
 THREADS = 4
-"""Files that are sent or fetched at a time."""
+"""Files sent or fetched at the same time."""
 COPY = "remote.json"
 RUN_FILES = {RUN_FILE: f"run/{RUN_FILE}", HISTORY: f"run/{HISTORY}"}
-"""Files of the run directory that go along with every copy, and their names there."""
+"""Files of the run directory that every copy includes -> their names in the copy."""
 
 
 class LocalFault(Exception):
-    """A fault on this side of the network (a damaged or missing file, a full disk): trying the remote again would not
-    help."""
+    """A local fault (a damaged or missing file, a full disk), which a retry of the remote call cannot fix."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A complete checkpoint in the remote folder: its manifest, that one's hash, and what remote.json says of the
-    run."""
+    """A complete checkpoint in the remote folder: manifest, the manifest's hash, and the run's entries in
+    remote.json."""
 
     step: int
     manifest: Manifest
@@ -62,25 +61,25 @@ class Copy:
 
 
 class RemoteStore:
-    """One run's remote folder.
+    """Reads and writes one run's remote folder.
 
-    Every method is one or a few calls over the network and raises what they raise; none is retried here.
+    Every method makes one or a few network calls and raises their errors; nothing is retried here.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
-        # Only folders need their parents made; elsewhere making one could mean to create a bucket with a mistyped name.
+        # Only folders need their parents created; elsewhere that could create a bucket with a mistyped name.
         options = {"auto_mkdir": True} if self.url.startswith("file://") else {}
         self._fs, self._root = url_to_fs(self.url, use_listings_cache=False, **options)
 
     def check(self) -> None:
-        """Write a small object, look at it and remove it."""
+        """Write a small object, check its size and remove it."""
         name = f".probe-{uuid.uuid4().hex[:12]}"
         self.write(name, [b"May be deleted.\n"])
         self._fs.rm_file(self._path(name))
 
     def write(self, name: str, chunks: Iterable[bytes]) -> None:
-        """Write an object and look whether it has arrived in its full length."""
+        """Write an object and check that all its bytes have arrived."""
         path, size = self._path(name), 0
         with self._fs.open(path, "wb") as file:
             for chunk in chunks:
@@ -91,9 +90,9 @@ class RemoteStore:
             raise OSError(f"{name} has {arrived} bytes there instead of {size}")
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write a small object that is not there, by a call that no other machine's can come between.
+        """Write a small object unless it exists, atomically among machines.
 
-        False, and nothing written, where there is one by now, or the store has no such call.
+        Returns False, with nothing written, when the object exists or the store has no atomic create.
         """
         path = self._path(name)
         if isinstance(self._fs, LocalFileSystem):
@@ -105,7 +104,7 @@ class RemoteStore:
                 return False
             return True
         if not self._fs.async_impl and type(self._fs).pipe_file is AbstractFileSystem.pipe_file:
-            return False  # it looks, and then writes
+            return False  # checks and then writes: not atomic
         try:
             self._fs.pipe_file(path, content, mode="create")
         except (OSError, NotImplementedError) as error:
@@ -114,50 +113,49 @@ class RemoteStore:
         return True
 
     def remove_object(self, name: str) -> None:
-        """Remove a small object if it is there."""
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
 
     def read(self, name: str) -> bytes | None:
-        """The bytes of a small object, or None when there is none."""
+        """Return the bytes of a small object, or None when there is none."""
         try:
             return self._fs.cat_file(self._path(name))
         except FileNotFoundError:
             return None
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """An object's bytes in chunks; raises FileNotFoundError when there is none."""
+        """Yield an object's bytes in chunks; raises FileNotFoundError when there is none."""
         with self._fs.open(self._path(name), "rb") as file:
             while chunk := file.read(CHUNK):
                 yield chunk
 
     def part(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of an object, fewer where it ends before; raises FileNotFoundError when there is none."""
+        """Return bytes [start, stop) of an object, fewer at its end; raises FileNotFoundError when there is none."""
         return self._fs.cat_file(self._path(name), start=start, end=stop)
 
     def size(self, name: str) -> int:
-        """Bytes of an object; raises FileNotFoundError when there is none."""
+        """Return an object's size in bytes; raises FileNotFoundError when there is none."""
         return self._fs.info(self._path(name))["size"]
 
     def steps(self) -> list[int]:
-        """Steps of which there is anything, newest first."""
+        """Return the steps with any object, newest first."""
         names = (entry["name"] for entry in self._entries())
         return sorted({step for name in names if (step := step_of(Path(name.rstrip("/")))) is not None}, reverse=True)
 
     def folders(self) -> list[str]:
-        """Names of the folders here, but for links."""
+        """Return the names of the folders here, without links."""
         entries = (entry for entry in self._entries() if entry["type"] == "directory" and not entry.get("islink"))
         return sorted(Path(entry["name"].rstrip("/")).name for entry in entries)
 
     def _entries(self) -> list[dict[str, Any]]:
-        # Not find() or exists(): where a network fails, they answer that there is nothing.
+        # Not find() or exists(): on a network failure they report that nothing exists.
         try:
             return self._fs.ls(self._root, detail=True)
         except FileNotFoundError:
             return []
 
     def copy(self, step: int) -> Copy | None:
-        """The complete checkpoint of `step`, or None for one without a valid manifest."""
+        """Return the complete checkpoint of `step`, or None without a valid manifest."""
         raw = self.read(object_name(step, MANIFEST))
         if raw is None:
             return None
@@ -190,14 +188,14 @@ class RemoteStore:
             return False
 
     def remove(self, step: int) -> None:
-        """Remove all of `step`, its manifest first, so that it looks complete at no moment."""
+        """Remove all of `step`, the manifest first, so that a partial removal never looks complete."""
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._path(object_name(step, MANIFEST)))
         with suppress(FileNotFoundError):
             self._fs.rm(self._path(step_dir(Path(), step).name), recursive=True)
 
     def run(self) -> dict[str, Any]:
-        """The run whose checkpoints count (see `run.json` of a run directory); empty when the folder is nobody's."""
+        """Return the owner's run.json; empty when the folder has no owner."""
         raw = self.read(RUN_FILE)
         try:
             found = json.loads(raw or b"{}")
@@ -210,22 +208,22 @@ class RemoteStore:
 
 
 def remote_url(trainer: TrainerConfig, settings: CheckpointConfig) -> str:
-    """The URL of a run's remote folder, in `checkpoint.remote` as the run directory in `trainer.default_local_dir`."""
+    """Return the URL of a run's remote folder: `checkpoint.remote` takes the place of `trainer.default_local_dir`."""
     return f"{(settings.remote or '').rstrip('/')}/{trainer.project_name}/{trainer.experiment_name}"
 
 
 def object_name(step: int, name: str) -> str:
-    """The name of a file of the checkpoint of `step`, relative to the run's remote folder."""
+    """Return the name, in the run's remote folder, of a file of the checkpoint of `step`."""
     return f"{step_dir(Path(), step).name}/{name}"
 
 
 def hash_of(content: bytes) -> str:
-    """xxh3-128 in hex."""
+    """Return xxh3-128 in hex."""
     return xxhash.xxh3_128(content).hexdigest()
 
 
 def described_bytes(chunks: Iterable[bytes]) -> dict[str, Any]:
-    """Size and hashes of the bytes, as a manifest has them."""
+    """Return size and hashes of the bytes, as in a manifest."""
     hashes = BlockHashes()
     for chunk in chunks:
         hashes.update(memoryview(chunk))

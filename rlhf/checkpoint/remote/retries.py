@@ -1,6 +1,6 @@
-"""Retries of calls over a network that may fail, hang or be away for hours.
+"""Retries calls over a network that may fail, hang or be away for hours.
 
-Waits grow from try to try; all calls run in threads that never hold up an exit.
+Waits grow from try to try; all calls run in daemon threads, which never delay an exit.
 """
 
 import logging
@@ -18,40 +18,39 @@ POLL_S = 0.5
 
 
 class Stopped(Exception):
-    """The work was asked to end before it was done."""
+    """The work was stopped before it was done."""
 
 
 class _Try:
-    """One try of a call: how often it has beaten, and when last or begun."""
+    """Counts the progress reports of one try, and has the time of the last one or of the try's start."""
 
     def __init__(self) -> None:
         self.beats, self.last = 0, time.monotonic()
 
 
 class Retries:
-    """Tries calls until they succeed. All threads that talk to one place share one: it is away for all of them or for
-    none.
+    """Retries calls until they succeed; all threads that call one remote share an instance, since it fails for all of
+    them.
 
-    The wait after a failure begins at FIRST_WAIT_S, doubles with each further one up to LONGEST_WAIT_S, and begins
-    again after a success; there is one line in the log for each wait. A call that does not `beat` for `stalled_s`
-    seconds, whatever others do, counts as failed; its thread, a daemon, is left behind. With `give_up_s` its error is
-    raised once the call has come no further for so many seconds: no try has had more beats than those before.
+    The wait after a failure starts at FIRST_WAIT_S and doubles up to LONGEST_WAIT_S; a success resets it. Each wait is
+    logged once. A call without a `beat` for `stalled_s` seconds counts as failed, and its daemon thread is abandoned.
+    With `give_up_s`, a call's error is raised after that many seconds without progress: no try had more beats than
+    earlier tries.
     """
 
     def __init__(self, place: str, *, stalled_s: float, give_up_s: float | None = None) -> None:
         self.failures = 0
-        """Failed calls so far."""
         self.place, self._stalled_s, self._give_up_s = place, stalled_s, give_up_s
         self._changed = threading.Condition()
         self._in_a_row, self._next_try = 0, 0.0
         self._running = threading.local()
-        """In the thread of a call: its `_Try`."""
+        """The `_Try` of the call that runs in this thread."""
         self._stopped = False
 
     def call(self, what: str, action: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T:
-        """The result of `action`, which may run several times.
+        """Return the result of `action`, which may run several times.
 
-        Raises Stopped after `stop`, and what is of a type in `final` at once.
+        Raises Stopped after `stop`, and errors of the types `final` at once.
         """
         furthest = _Try()
         while True:
@@ -73,7 +72,7 @@ class Retries:
                 return result
 
     def beat(self) -> None:
-        """Sign of life of the action that runs in this thread, if any; raises Stopped after `stop`."""
+        """Report progress of the action in this thread, if any; raises Stopped after `stop`."""
         this_try: _Try | None = getattr(self._running, "this_try", None)
         if this_try is not None:
             this_try.beats, this_try.last = this_try.beats + 1, time.monotonic()
@@ -81,13 +80,13 @@ class Retries:
             raise Stopped
 
     def hurry(self) -> None:
-        """End the present wait: the next try is now."""
+        """End the present wait and retry now."""
         with self._changed:
             self._next_try = 0.0
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Make every call, under way or to come, raise Stopped soon."""
+        """Make every present and future call raise Stopped soon."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -99,14 +98,14 @@ class Retries:
         self.beat()
 
     def _watch(self, what: str, action: Callable[[], T], this_try: _Try) -> T:
-        """Run `action` in a thread of its own, so that a connection that hangs takes no one along."""
+        """Run `action` in a thread of its own, so that a hanging connection blocks nobody."""
         outcome: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
         def run() -> None:
             self._running.this_try = this_try
             try:
                 outcome.put((action(), None))
-            except BaseException as error:  # raised again by the one who waits
+            except BaseException as error:  # the waiting thread raises it again
                 outcome.put((None, error))
 
         threading.Thread(target=run, name=f"remote: {what}", daemon=True).start()
@@ -127,7 +126,7 @@ class Retries:
         with self._changed:
             self.failures += 1
             now = time.monotonic()
-            if now < self._next_try:  # another thread has said so
+            if now < self._next_try:  # another thread has logged it
                 return
             self._in_a_row += 1
             wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(self._in_a_row - 1, 30))
@@ -138,13 +137,12 @@ class Retries:
 
 
 def one_line(error: BaseException) -> str:
-    """One line for a log: some clients' errors have pages."""
+    """Return the first line of an error: some clients' errors have pages."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def in_threads(jobs: Iterable[Callable[[], None]], threads: int) -> None:
-    """Run `jobs`, `threads` at a time and in their order, in daemon threads; after an error no further one begins, and
-    it is raised."""
+    """Run `jobs` in order in daemon threads, `threads` at a time. After an error, start no further job and raise it."""
     todo: SimpleQueue[Callable[[], None]] = SimpleQueue()
     errors: list[BaseException] = []
     for job in jobs:
